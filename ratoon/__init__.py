@@ -1,0 +1,34 @@
+"""Ratoon: an inference engine for language models in which a finished generation is a root, not garbage.
+
+Importing this package loads neither torch nor anything else that is slow; the names below load what they need when used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ratoon.version import __version__
+
+if TYPE_CHECKING:
+    from ratoon.api.llm import LLM
+    from ratoon.core.outputs import CompletionOutput, RequestOutput
+    from ratoon.core.params import RequestOutputKind, SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "RequestOutputKind", "RequestOutput", "CompletionOutput", "__version__"]
+
+_HOMES = {
+    "LLM": "ratoon.api.llm",
+    "SamplingParams": "ratoon.core.params",
+    "RequestOutputKind": "ratoon.core.params",
+    "RequestOutput": "ratoon.core.outputs",
+    "CompletionOutput": "ratoon.core.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ratoon' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(home), name)

@@ -1,0 +1,1 @@
+"""What people touch: the LLM class and the command line."""

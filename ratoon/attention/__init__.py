@@ -1,0 +1,1 @@
+"""Attention over the paged cache: the interface and its backends. Imports layers and core."""

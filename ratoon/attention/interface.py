@@ -1,0 +1,68 @@
+"""The three roles of a backend: what it can do, what it prepares once for a step, and the pass for one layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
+from ratoon.layers.attention import AttentionLayer
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What a model on a device asks of a backend."""
+
+    device_type: str
+    dtype: torch.dtype
+    block_size: int
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+
+
+@dataclass(slots=True)
+class GroupInputs:
+    """One KV group's view of a step. Host arrays and device tensors hold the same numbers."""
+
+    query_start_loc: np.ndarray  # [R + 1]
+    seq_lens: np.ndarray  # [R] after this step
+    block_table: np.ndarray  # [R, max_blocks]
+    query_start_loc_device: torch.Tensor
+    seq_lens_device: torch.Tensor
+    block_table_device: torch.Tensor
+    slot_mapping: torch.Tensor  # [T] on the device: block · block_size + offset; padding rows point into block 0
+    positions: torch.Tensor  # [T] on the device
+    block_size: int
+    max_query_len: int
+    max_seq_len: int
+
+
+class AttentionBackend(ABC):
+    """Made once for an engine; holds no state of a step."""
+
+    name: str
+
+    @classmethod
+    @abstractmethod
+    def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
+        """Why this backend can't serve these needs; empty when it can."""
+
+    @abstractmethod
+    def kv_shape(self, num_blocks: int, spec: FullAttentionSpec | SlidingWindowSpec) -> tuple[int, ...]:
+        """The shape of one layer's cache. The first dimension is the block: a block is one contiguous span, so that
+        copying, swapping and sending blocks need to know nothing more. Everything inside it is the backend's own."""
+
+    @abstractmethod
+    def build_metadata(self, inputs: GroupInputs) -> Any:
+        """Once a step for each group; handed to every `forward` of its layers."""
+
+    @abstractmethod
+    def forward(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        """Write k and v at the step's slots, then attend. Shapes as in StepContext.attend."""

@@ -1,0 +1,148 @@
+"""Settings. Resolved once, by a pure function, and printed on request; nothing else invents a default."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ratoon.core.errors import ConfigError
+from ratoon.core.params import MAX_LOGPROBS
+
+
+class SchedulingPolicy(enum.StrEnum):
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Rotary embedding: how positions turn into angles. `kind` is default, linear, dynamic, llama3 or yarn."""
+
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only model, whatever its family and file format called these things."""
+
+    architecture: str  # a key of the model registry, such as "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float = 1e-6
+    activation: str = "silu"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    rotary_dim: int | None = None  # None: all of head_dim
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # on q, k, v
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] | None = None  # which layers use the window; None: all, when there is one
+    checkpoint_dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def window_of_layer(self, layer: int) -> int | None:
+        if self.sliding_window is None:
+            return None
+        if self.sliding_layers is not None and not self.sliding_layers[layer]:
+            return None
+        return self.sliding_window
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    block_size: int = 16
+    num_blocks: int | None = None  # None: as many as `memory_bytes` or `memory_fraction` allow
+    memory_bytes: int | None = None  # for keys and values
+    memory_fraction: float = 0.4  # of what is free once the weights are loaded
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_batched_tokens: int = 2048  # token budget of a step
+    max_num_seqs: int = 256  # branches in a step
+    max_prefill_chunk: int | None = None  # longest part of one prompt in a step; None: the budget
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    enable_chunked_prefill: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All settings of one engine. `resolve` fills what was left open."""
+
+    model: str
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    max_model_len: int | None = None
+    attention_backend: str = "auto"
+    num_threads: int | None = None  # CPU threads; None: the cores that this process may use
+    seed: int = 0
+    max_logprobs: int = MAX_LOGPROBS
+    load_format: str = "auto"  # auto, or dummy: random weights of the right shape
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def with_(self, **changes: Any) -> EngineConfig:
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def resolve_max_model_len(asked: int | None, model: ModelConfig) -> int:
+    """The longest sequence: what was asked for, if the model can do it."""
+    if asked is None:
+        return model.max_position
+    if asked < 1:
+        raise ConfigError("max_model_len", f"{asked} is out of range", "at least 1")
+    if asked > model.max_position:
+        raise ConfigError(
+            "max_model_len", f"{asked} is more than the model's {model.max_position} positions", "lower it or leave it out"
+        )
+    return asked
+
+
+def verify_engine_config(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that contradict themselves, before anything is loaded."""
+    cache, scheduler = config.cache, config.scheduler
+    _at_least("cache.block_size", cache.block_size, 1)
+    _at_least("scheduler.max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
+    _at_least("scheduler.max_num_seqs", scheduler.max_num_seqs, 1)
+    if scheduler.max_prefill_chunk is not None:
+        _at_least("scheduler.max_prefill_chunk", scheduler.max_prefill_chunk, 1)
+    if cache.num_blocks is not None:
+        _at_least("cache.num_blocks", cache.num_blocks, 2)
+    if config.num_threads is not None:
+        _at_least("num_threads", config.num_threads, 1)
+    if not (math.isfinite(cache.memory_fraction) and 0 < cache.memory_fraction <= 1):
+        raise ConfigError("cache.memory_fraction", f"{cache.memory_fraction} is out of range", "above 0 and at most 1")
+    if config.dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ConfigError("dtype", f"{config.dtype!r} is unknown", "auto, float32, bfloat16 or float16")
+    if config.load_format not in ("auto", "dummy"):
+        raise ConfigError("load_format", f"{config.load_format!r} is unknown", "auto or dummy")
+
+
+def _at_least(field_name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(field_name, f"{value!r} is out of range", f"a whole number of at least {low}")

@@ -1,0 +1,100 @@
+"""Results: what the runner hands back for a step, and what a caller gets for a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of generated tokens, a row for each token: the sampled token first, then the top ones.
+
+    All three lists have one entry a row. Row lengths differ when branches ask for different numbers.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    sampled_ranks: list[int]  # 1 = the most probable
+
+
+class PromptLogprobsChunk(msgspec.Struct, array_like=True, gc=False):
+    """The same for consecutive prompt tokens; `start` is the prompt position of the first row's token (≥ 1)."""
+
+    start: int
+    rows: LogprobsLists
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step produced, in plain lists: nothing here keeps a device tensor alive.
+
+    `req_ids` are the sampled branches (children of `fanout` included); the other lists run parallel to it.
+    """
+
+    req_ids: list[str] = []
+    sampled_token_ids: list[list[int]] = []  # one list a branch; more than one token with speculation
+    logprobs: dict[str, LogprobsLists] = {}  # only branches that asked
+    prompt_logprobs: dict[str, PromptLogprobsChunk] = {}
+    errors: dict[str, str] = {}  # branches that this step failed, and why (NaN logits, for one)
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One alternative at one position."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]  # token id → Logprob
+SampleLogprobs = list[TokenLogprobs]
+PromptLogprobs = list[TokenLogprobs | None]  # the first prompt token has none
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds on one clock; counts of tokens."""
+
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_generation_tokens: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: SampleLogprobs | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None  # the stop token or string that ended it
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a caller gets for a request: all of it, or what is new, as `output_kind` asks."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: PromptLogprobs | None = None
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+    error: str | None = None
+    kv_transfer_params: dict[str, object] | None = field(default=None)

@@ -1,0 +1,157 @@
+"""What a caller can ask of one generation: SamplingParams, its limits, and its validation.
+
+Validation here needs no model: ranges and types. What depends on the model (vocabulary, lengths, words) is checked by
+the InputProcessor, which also fills what the model's own defaults settle.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+from ratoon.core.errors import RequestError
+
+MAX_LOGPROBS = 64  # the declared size limit of `logprobs` and `prompt_logprobs`, unless the engine's config sets another
+MAX_CHOICES = 256  # the same for `n`
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 4096
+SAMPLING_EPS = 1e-5  # a temperature below this is greedy
+
+
+class RequestOutputKind(enum.IntEnum):
+    CUMULATIVE = 0  # every output holds all text and tokens so far
+    DELTA = 1  # every output holds what is new
+    FINAL_ONLY = 2  # one output, at the end
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """How to choose tokens and when to stop. Field meanings follow OpenAI's and vLLM's."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives per generated token; 0 = the sampled token's alone
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    # Filled by the InputProcessor; a caller leaves them alone.
+    bad_words_token_ids: list[list[int]] | None = None
+    all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
+    eos_token_ids: list[int] | None = None  # held back by min_tokens together with stop_token_ids
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if self.top_k == -1:
+            self.top_k = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < SAMPLING_EPS
+
+    def clone(self) -> SamplingParams:
+        """A copy whose fields can be set; lists are shared and never changed in place."""
+        return msgspec.structs.replace(self)
+
+    def verify(self, max_logprobs: int = MAX_LOGPROBS) -> None:
+        """Raise RequestError, naming the field, for any value that has no meaning."""
+        _require_int("n", self.n, 1, MAX_CHOICES)
+        _require_number("temperature", self.temperature, 0.0, None)
+        _require_int("top_k", self.top_k, 0, None, hint="0 or -1 means all tokens")
+        _require_number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, None, above=True)
+        if self.seed is not None:
+            _require_int("seed", self.seed, -(2**63), 2**64 - 1)
+        _require_int("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 1, None)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    "min_tokens", f"{self.min_tokens} is above max_tokens ({self.max_tokens})", "lower it or raise max_tokens"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _require_int(name, value, 0, max_logprobs)
+        self._verify_lists()
+
+    def _verify_lists(self) -> None:
+        _require_list("stop", self.stop, str, MAX_STOP_STRINGS)
+        for text in self.stop or ():
+            if not text:
+                raise RequestError("stop", "holds an empty string", "every stop string needs at least one character")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop", "stop strings need text, but detokenize is off", "use stop_token_ids, or detokenize=True")
+        _require_list("stop_token_ids", self.stop_token_ids, int, MAX_LOGIT_BIAS)
+        _require_list("bad_words", self.bad_words, str, MAX_LOGIT_BIAS)
+        _require_list("allowed_token_ids", self.allowed_token_ids, int, None)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids", "is empty", "name at least one token, or leave it out")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise RequestError("logit_bias", "is not a mapping", "map token ids to numbers from -100 to 100")
+            if len(self.logit_bias) > MAX_LOGIT_BIAS:
+                raise RequestError("logit_bias", f"has {len(self.logit_bias)} entries", f"{MAX_LOGIT_BIAS} at most")
+            for token, bias in self.logit_bias.items():
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise RequestError("logit_bias", f"key {token!r} is not a token id", "keys are whole numbers")
+                _require_number("logit_bias", bias, -100.0, 100.0)
+
+
+def _require_int(field: str, value: Any, low: int | None, high: int | None, hint: str = "") -> None:
+    wanted = _range_text("a whole number", low, high, above=False) + (f" ({hint})" if hint else "")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(field, f"{value!r} is not a whole number", wanted)
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise RequestError(field, f"{value} is out of range", wanted)
+
+
+def _require_number(field: str, value: Any, low: float, high: float | None, above: bool = False) -> None:
+    wanted = _range_text("a number", low, high, above)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(field, f"{value!r} is not a finite number", wanted)
+    if value < low or (above and value == low) or (high is not None and value > high):
+        raise RequestError(field, f"{value} is out of range", wanted)
+
+
+def _require_list(field: str, value: Any, kind: type, longest: int | None) -> None:
+    if value is None:
+        return
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(field, f"{type(value).__name__} is not a list", f"a list of {kind.__name__}")
+    if longest is not None and len(value) > longest:
+        raise RequestError(field, f"has {len(value)} entries", f"{longest} at most")
+    for item in value:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise RequestError(field, f"{item!r} is not of type {kind.__name__}", f"a list of {kind.__name__}")
+
+
+def _range_text(what: str, low: float | None, high: float | None, above: bool) -> str:
+    if low is None:
+        return what
+    lower = f"above {low:g}" if above else f"at least {low:g}"
+    return f"expected {what} {lower}" + (f" and at most {high:g}" if high is not None else "")

@@ -1,0 +1,73 @@
+"""The step plan: what the scheduler tells the runner to do in one step. A diff, and data only.
+
+The runner keeps a row for each branch. A branch travels once in full (NewBranchData), from then on by id with what
+changed. A branch that was preempted is dropped by the runner and travels in full again when it resumes.
+
+Order in which the runner carries a plan out:
+  1. drop the rows of `finished_req_ids` and `preempted_req_ids`;
+  2. add new rows, apply `block_copies` (table entry and content) and the appended blocks of known rows;
+  3. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
+  4. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ratoon.core.params import SamplingParams
+
+BlockIds = tuple[list[int], ...]  # one list for each KV group
+
+
+class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A branch that the runner does not know (yet, or any more)."""
+
+    req_id: str  # the branch's id
+    token_ids: list[int]  # prompt and, for forks and resumed branches, the output so far
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int  # of this branch's own random stream
+    block_ids: BlockIds
+    num_computed_tokens: int
+
+
+class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Known branches: parallel lists."""
+
+    req_ids: list[str] = []
+    num_computed_tokens: list[int] = []
+    new_block_ids: list[BlockIds | None] = []  # appended to the branch's tables; None: nothing new
+
+
+class BlockCopy(msgspec.Struct, array_like=True, gc=False):
+    """Copy-on-write: before the forward pass, block `src` is copied to `dst`, and the branch's table points at `dst`.
+
+    For a branch in `scheduled_new_reqs` the table already holds `dst`.
+    """
+
+    req_id: str
+    group: int
+    index: int  # place in the branch's block table
+    src: int
+    dst: int
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    scheduled_new_reqs: list[NewRequestData] = []
+    scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = {}  # in batch order
+    total_num_scheduled_tokens: int = 0
+    sampled_req_ids: list[str] = []  # branches whose last scheduled token is the newest: they get a token
+    fanout: dict[str, list[tuple[str, int]]] = {}  # branch id → children (id, seed), sampled from the same row
+    block_copies: list[BlockCopy] = []
+    finished_req_ids: list[str] = []
+    preempted_req_ids: list[str] = []
+    num_common_prefix_blocks: list[int] = []  # by group; for attention that shares a prefix
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    scheduled_encoder_inputs: dict[str, list[int]] = {}
+    has_structured_output_requests: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to run; there may still be rows to drop."""
+        return self.total_num_scheduled_tokens == 0

@@ -1,0 +1,78 @@
+"""What crosses the border between the front end and the engine core, in both directions.
+
+Wire types: msgspec structs without references to anything that lives on one side only.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
+from ratoon.core.params import SamplingParams
+from ratoon.core.stats import SchedulerStats
+
+
+class EngineCoreRequestType(enum.Enum):
+    """What a message to the engine core is: one byte on the wire."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
+    UTILITY = b"\x03"
+    EXECUTOR_FAILED = b"\x04"
+    HIDDEN_STATES_EXTRACT = b"\x05"
+
+
+class FinishReason(enum.IntEnum):
+    STOP = 0  # an eos or stop token, or a stop string
+    LENGTH = 1  # max_tokens or the model's length
+    ABORT = 2  # the caller took it back
+    ERROR = 3  # it failed; the output's `error` says why
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A request, normalised: tokenised, checked, with every default filled in."""
+
+    request_id: str  # internal id: the caller's id and eight random characters
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_id: int | None = None
+    arrival_time: float = 0.0
+    priority: int = 0  # lower goes first
+    cache_salt: str | None = None  # requests with different salts never share cached blocks
+    adapter: str | None = None  # adapters (LoRA) tag the cache in the same way
+    data_parallel_rank: int | None = None
+    client_index: int = 0
+    external_id: str | None = None
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step brought for one choice of one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    choice: int = 0  # which of the request's n choices
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token, when one ended it
+    new_logprobs: LogprobsLists | None = None
+    prompt_logprobs: list[PromptLogprobsChunk] | None = None  # in prompt order, each once, on choice 0
+    num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Everything that one step brought for one client."""
+
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    engine_index: int = 0

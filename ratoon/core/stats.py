@@ -1,0 +1,28 @@
+"""Figures that the engine reports about itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PrefixCacheStats(msgspec.Struct, gc=False):
+    """Counted since the engine started (or since the cache was reset)."""
+
+    queries: int = 0  # prompt tokens looked up
+    hits: int = 0  # of them, found
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.queries if self.queries else 0.0
+
+
+class SchedulerStats(msgspec.Struct, gc=False):
+    """A snapshot after a step."""
+
+    num_running: int = 0  # branches
+    num_waiting: int = 0
+    kv_usage: float = 0.0  # share of the pool's blocks that are referenced, 0 to 1
+    num_preemptions: int = 0  # since the start
+    num_scheduled_tokens: int = 0  # in this step
+    num_steps: int = 0
+    prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)

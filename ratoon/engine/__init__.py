@@ -1,0 +1,1 @@
+"""EngineCore and its clients, input and output processing, detokenizing."""

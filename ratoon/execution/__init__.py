@@ -1,0 +1,1 @@
+"""One device: worker, model runner, persistent rows, input preparation, sampling, KV tensors. Sees only the step plan."""

@@ -1,0 +1,1 @@
+"""Model declarations, their registry, and where configs, weights, tokenizers and chat templates come from."""

@@ -1,0 +1,1 @@
+"""Logging, start-up timing, metrics. Imports only core; anybody may import it."""
