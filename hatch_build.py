@@ -1,8 +1,8 @@
 """Build hook: compiles the CPU kernels (plain C, no Python headers) into shared libraries inside the package.
 
-The compiler comes from the build requirement `ziglang`, so that a machine without one builds too; RATOON_CC names another.
-One library for each instruction set; the package picks one when it runs. A platform that is not in the table gets none,
-and Ratoon then computes with torch.
+The compiler comes from the build requirement `ziglang`, so that a machine without one builds too; RATOON_CC names
+another. One library for each instruction set; the package picks one when it runs. A platform that is not in the table
+gets none, and Ratoon then computes with torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class NativeKernels(BuildHookInterface):
                 subprocess.run(command, check=True, capture_output=True, text=True)
             except (OSError, subprocess.CalledProcessError) as error:
                 detail = getattr(error, "stderr", "") or str(error)
-                self.app.display_warning(f"CPU kernels ({variant}) were not built, torch will be used instead:\n{detail}")
+                self.app.display_warning(
+                    f"CPU kernels ({variant}) were not built, torch will be used instead:\n{detail}"
+                )
         build_data["pure_python"] = False
         build_data["infer_tag"] = False
         build_data["tag"] = f"py3-none-{_platform_tag()}"

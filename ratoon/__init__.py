@@ -1,6 +1,7 @@
 """Ratoon: an inference engine for language models in which a finished generation is a root, not garbage.
 
-Importing this package loads neither torch nor anything else that is slow; the names below load what they need when used.
+Importing this package loads neither torch nor anything else that is slow; a name below loads what it needs when it is
+first used.
 """
 
 from __future__ import annotations

@@ -63,6 +63,12 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
     ) -> torch.Tensor:
         """Write k and v at the step's slots, then attend. Shapes as in StepContext.attend."""

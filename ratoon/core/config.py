@@ -118,7 +118,9 @@ def resolve_max_model_len(asked: int | None, model: ModelConfig) -> int:
         raise ConfigError("max_model_len", f"{asked} is out of range", "at least 1")
     if asked > model.max_position:
         raise ConfigError(
-            "max_model_len", f"{asked} is more than the model's {model.max_position} positions", "lower it or leave it out"
+            "max_model_len",
+            f"{asked} is more than the model's {model.max_position} positions",
+            "lower it or leave it out",
         )
     return asked
 

@@ -1,8 +1,8 @@
 """What memory a model's layers ask for, and how the pool is cut for them. Declarations only: no tensors.
 
 A layer declares a spec. Layers with equal specs form a group; every group has its own block table for each branch. All
-groups draw block ids from one pool. The j-th layers of all groups share one tensor: a block id belongs to one group at a
-time, so they never meet, and no group has memory that another could have used.
+groups draw block ids from one pool. The j-th layers of all groups share one tensor: a block id belongs to one group at
+a time, so they never meet, and no group has memory that another could have used.
 """
 
 from __future__ import annotations

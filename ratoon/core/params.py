@@ -14,7 +14,9 @@ import msgspec
 
 from ratoon.core.errors import RequestError
 
-MAX_LOGPROBS = 64  # the declared size limit of `logprobs` and `prompt_logprobs`, unless the engine's config sets another
+MAX_LOGPROBS = (
+    64  # the declared size limit of `logprobs` and `prompt_logprobs`, unless the engine's config sets another
+)
 MAX_CHOICES = 256  # the same for `n`
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
@@ -91,7 +93,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
             _require_int("max_tokens", self.max_tokens, 1, None)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
-                    "min_tokens", f"{self.min_tokens} is above max_tokens ({self.max_tokens})", "lower it or raise max_tokens"
+                    "min_tokens",
+                    f"{self.min_tokens} is above max_tokens ({self.max_tokens})",
+                    "lower it or raise max_tokens",
                 )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -105,7 +109,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
             if not text:
                 raise RequestError("stop", "holds an empty string", "every stop string needs at least one character")
         if self.stop and not self.detokenize:
-            raise RequestError("stop", "stop strings need text, but detokenize is off", "use stop_token_ids, or detokenize=True")
+            raise RequestError(
+                "stop", "stop strings need text, but detokenize is off", "use stop_token_ids, or detokenize=True"
+            )
         _require_list("stop_token_ids", self.stop_token_ids, int, MAX_LOGIT_BIAS)
         _require_list("bad_words", self.bad_words, str, MAX_LOGIT_BIAS)
         _require_list("allowed_token_ids", self.allowed_token_ids, int, None)

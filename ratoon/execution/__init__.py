@@ -1,1 +1,1 @@
-"""One device: worker, model runner, persistent rows, input preparation, sampling, KV tensors. Sees only the step plan."""
+"""One device: worker, runner, persistent rows, input preparation, sampling, KV tensors. Sees only the step plan."""

@@ -33,7 +33,12 @@ class Weights:
     """A view of a checkpoint below a prefix, together with where and in what form its tensors are wanted."""
 
     def __init__(
-        self, source: TensorSource, ops: Ops, device: torch.device, dtype: torch.dtype, prefix: str = "",
+        self,
+        source: TensorSource,
+        ops: Ops,
+        device: torch.device,
+        dtype: torch.dtype,
+        prefix: str = "",
         taken: set[str] | None = None,
     ) -> None:
         self.source = source
@@ -57,7 +62,9 @@ class Weights:
         if found is None:
             raise ModelError(self.source.name, f"tensor {full!r} is missing", f"the model needs it with shape {shape}")
         if tuple(found) != shape:
-            raise ModelError(self.source.name, f"tensor {full!r} has shape {tuple(found)}", f"the config asks for {shape}")
+            raise ModelError(
+                self.source.name, f"tensor {full!r} has shape {tuple(found)}", f"the config asks for {shape}"
+            )
         self._taken.add(full)
         if self.device.type == "meta":
             return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

@@ -1,0 +1,106 @@
+"""The CPU backend: float32, by our own kernel (layers/native/attention.c), on all threads of the pool.
+
+A block holds the keys of each head transposed, [head_dim][block_size], and the values as they are: both are then ready
+to be multiplied without being packed first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ratoon.attention.interface import AttentionBackend, AttentionNeeds, GroupInputs
+from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
+from ratoon.layers.attention import AttentionLayer
+from ratoon.layers.native import library
+
+_TILE = 16  # columns that the kernel computes together
+_MAX_HEAD_DIM = 256
+_MAX_GROUP = 32  # query heads for one KV head
+
+
+@dataclass(slots=True)
+class CpuMetadata:
+    """Pointers into the step's arrays, and the arrays themselves so that they stay alive."""
+
+    slots: int
+    num_tokens: int
+    block_table: int
+    table_width: int
+    query_start: int
+    seq_lens: int
+    num_requests: int
+    block_size: int
+    alive: tuple[torch.Tensor, np.ndarray, np.ndarray, np.ndarray]
+
+
+class CpuAttentionBackend(AttentionBackend):
+    name = "cpu"
+
+    def __init__(self) -> None:
+        kernels = library()
+        assert kernels is not None, "ask `reasons_against` first"
+        self._store_kv = kernels.ratoon_store_kv
+        self._attention = kernels.ratoon_attention
+
+    @classmethod
+    def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
+        reasons = []
+        if needs.device_type != "cpu":
+            reasons.append(f"runs on the CPU, not on {needs.device_type}")
+        if needs.dtype != torch.float32:
+            reasons.append(f"computes in float32, not in {needs.dtype}")
+        if needs.block_size % _TILE:
+            reasons.append(f"block_size must be a multiple of {_TILE}, not {needs.block_size}")
+        if needs.head_dim % _TILE or needs.head_dim > _MAX_HEAD_DIM:
+            reasons.append(f"head_dim must be a multiple of {_TILE} up to {_MAX_HEAD_DIM}, not {needs.head_dim}")
+        if needs.num_heads // needs.num_kv_heads > _MAX_GROUP:
+            reasons.append(f"at most {_MAX_GROUP} query heads may share a KV head")
+        if library() is None:
+            reasons.append("no kernels were built for this processor")
+        return reasons
+
+    def kv_shape(self, num_blocks: int, spec: FullAttentionSpec | SlidingWindowSpec) -> tuple[int, ...]:
+        return (num_blocks, 2, spec.num_kv_heads, spec.block_size * spec.head_dim)
+
+    def build_metadata(self, inputs: GroupInputs) -> CpuMetadata:
+        table = inputs.block_table
+        assert table.dtype == inputs.query_start_loc.dtype == inputs.seq_lens.dtype == np.int32
+        return CpuMetadata(
+            slots=inputs.slot_mapping.data_ptr(),
+            num_tokens=inputs.slot_mapping.shape[0],
+            block_table=table.ctypes.data,
+            table_width=table.strides[0] // table.itemsize,
+            query_start=inputs.query_start_loc.ctypes.data,
+            seq_lens=inputs.seq_lens.ctypes.data,
+            num_requests=len(inputs.seq_lens),
+            block_size=inputs.block_size,
+            alive=(inputs.slot_mapping, table, inputs.query_start_loc, inputs.seq_lens),
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: CpuMetadata,
+    ) -> torch.Tensor:
+        cache, block_floats, block_size = kv_cache.data_ptr(), kv_cache.stride(0), metadata.block_size
+        self._store_kv(
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache, block_floats, metadata.slots,
+            metadata.num_tokens, layer.num_kv_heads, layer.head_dim, block_size,
+        )  # fmt: skip
+        width = layer.num_heads * layer.head_dim
+        out = torch.empty((q.shape[0], width))
+        failed = self._attention(
+            q.data_ptr(), q.stride(0), out.data_ptr(), width, cache, block_floats, metadata.block_table,
+            metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.num_requests, layer.num_heads,
+            layer.num_kv_heads, layer.head_dim, block_size, layer.window or 0, layer.scale,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the attention kernel ran out of memory")
+        return out

@@ -1,0 +1,74 @@
+"""The reference backend: plain torch, one request after another, any device and dtype. Slow, short and right.
+
+Every other backend is tested against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ratoon.attention.interface import AttentionBackend, AttentionNeeds, GroupInputs
+from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
+from ratoon.layers.attention import AttentionLayer
+
+
+@dataclass(slots=True)
+class ReferenceMetadata:
+    inputs: GroupInputs
+    starts: list[int]  # query_start_loc
+    seq_lens: list[int]
+
+
+class TorchReferenceBackend(AttentionBackend):
+    name = "torch"
+
+    @classmethod
+    def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
+        return []
+
+    def kv_shape(self, num_blocks: int, spec: FullAttentionSpec | SlidingWindowSpec) -> tuple[int, ...]:
+        return (num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+    def build_metadata(self, inputs: GroupInputs) -> ReferenceMetadata:
+        return ReferenceMetadata(inputs, inputs.query_start_loc.tolist(), inputs.seq_lens.tolist())
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: ReferenceMetadata,
+    ) -> torch.Tensor:
+        inputs = metadata.inputs
+        blocks, offsets = inputs.slot_mapping // inputs.block_size, inputs.slot_mapping % inputs.block_size
+        kv_cache[blocks, 0, offsets] = k  # [T, kv_heads, head_dim]
+        kv_cache[blocks, 1, offsets] = v
+        out = torch.empty_like(q)
+        for row, seq_len in enumerate(metadata.seq_lens):
+            start, end = metadata.starts[row], metadata.starts[row + 1]
+            num_blocks = -(-seq_len // inputs.block_size)
+            table = inputs.block_table_device[row, :num_blocks].long()
+            cached = kv_cache[table]  # [blocks, 2, block_size, kv_heads, head_dim]
+            keys, values = (cached[:, part].flatten(0, 1)[:seq_len] for part in (0, 1))  # [S, kv_heads, head_dim]
+            out[start:end] = _attend(layer, q[start:end], keys, values)
+        return out.flatten(1)
+
+
+def _attend(layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """q [Q, heads, head_dim] are the last Q of the S positions of keys and values [S, kv_heads, head_dim]."""
+    num_queries, num_keys, group = q.shape[0], keys.shape[0], layer.num_heads // layer.num_kv_heads
+    key_positions = torch.arange(num_keys, device=q.device)
+    query_positions = torch.arange(num_keys - num_queries, num_keys, device=q.device)[:, None]
+    visible = key_positions <= query_positions  # [Q, S]
+    if layer.window is not None:
+        visible &= key_positions > query_positions - layer.window
+    keys = keys.repeat_interleave(group, dim=1)
+    values = values.repeat_interleave(group, dim=1)
+    # Scores and weights in float32, as the models' own code does.
+    scores = torch.einsum("qhd,khd->hqk", q, keys).float() * layer.scale
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(values.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, values)

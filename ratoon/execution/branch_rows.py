@@ -1,0 +1,78 @@
+"""Persistent state of every branch the runner knows: a row of token ids, block tables, counts. No step inputs in here.
+
+A branch keeps its row until it is dropped; steps gather from the rows by index.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ratoon.core.kv import NULL_BLOCK
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import BlockCopy, BlockIds, NewRequestData
+
+
+class BranchRows:
+    """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group."""
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.max_blocks = -(-max_model_len // block_size)
+        # Zeroed memory is not touched before it is written: a large table costs only what is used of it.
+        self.token_ids = np.zeros((max_rows, max_model_len), np.int32)
+        self.block_tables = [np.zeros((max_rows, self.max_blocks), np.int32) for _ in range(num_groups)]
+        self.num_tokens = np.zeros(max_rows, np.int64)
+        self.num_computed = np.zeros(max_rows, np.int64)
+        self.num_prompt = np.zeros(max_rows, np.int64)
+        self.seeds = np.zeros(max_rows, np.uint64)
+        self.params: list[SamplingParams | None] = [None] * max_rows
+        self.row_of: dict[str, int] = {}
+        self._num_blocks = np.zeros((num_groups, max_rows), np.int64)
+        self._free_rows = list(range(max_rows - 1, -1, -1))  # lowest first
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    def add(self, new: NewRequestData) -> int:
+        if new.req_id in self.row_of:
+            raise ValueError(f"branch {new.req_id!r} has a row already")
+        if not self._free_rows:
+            raise ValueError(f"no row left for branch {new.req_id!r}: all {len(self.params)} are taken")
+        row = self._free_rows.pop()
+        self.row_of[new.req_id] = row
+        count = len(new.token_ids)
+        self.token_ids[row, :count] = new.token_ids
+        self.num_tokens[row] = count
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.num_computed[row] = new.num_computed_tokens
+        self.seeds[row] = new.seed
+        self.params[row] = new.sampling_params
+        self._num_blocks[:, row] = 0
+        self.append_blocks(row, new.block_ids)
+        return row
+
+    def drop(self, req_id: str) -> int | None:
+        """The row that became free, or None when the branch had none."""
+        row = self.row_of.pop(req_id, None)
+        if row is not None:
+            self.params[row] = None
+            for table, counts in zip(self.block_tables, self._num_blocks, strict=True):
+                table[row, : counts[row]] = NULL_BLOCK
+            self._free_rows.append(row)
+        return row
+
+    def append_blocks(self, row: int, block_ids: BlockIds) -> None:
+        for table, counts, ids in zip(self.block_tables, self._num_blocks, block_ids, strict=True):
+            if ids:
+                start = counts[row]
+                table[row, start : start + len(ids)] = ids
+                counts[row] = start + len(ids)
+
+    def replace_block(self, copy: BlockCopy) -> None:
+        self.block_tables[copy.group][self.row_of[copy.req_id], copy.index] = copy.dst
+
+    def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """One token for each of these rows (each row once)."""
+        self.token_ids[rows, self.num_tokens[rows]] = tokens
+        self.num_tokens[rows] += 1

@@ -1,0 +1,46 @@
+"""The tensors behind the block ids: one for each slot of layers, shared by the j-th layers of all groups."""
+
+from __future__ import annotations
+
+import torch
+
+from ratoon.attention.interface import AttentionBackend
+from ratoon.core.errors import ConfigError
+from ratoon.core.kv import KVCacheConfig
+from ratoon.core.plan import BlockCopy
+
+
+class KVTensors:
+    def __init__(
+        self, config: KVCacheConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        prices = {group.spec.bytes_per_block for group in config.groups}
+        assert len(prices) == 1, "groups share tensors, so their blocks must be of one size"
+        num_tensors = max(len(group.layers) for group in config.groups)
+        shape = backend.kv_shape(config.num_blocks, config.groups[0].spec)
+        try:
+            self._tensors = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_tensors)]
+        except RuntimeError as error:  # torch's way of saying that memory ran out
+            wanted = config.num_blocks * config.bytes_per_block
+            raise ConfigError(
+                "cache.num_blocks",
+                f"{config.num_blocks} blocks of {config.bytes_per_block:,} bytes ({wanted / 2**30:.1f} GiB) don't fit",
+                "lower num_blocks, memory_bytes or memory_fraction",
+            ) from error
+        self.group_of_layer: dict[int, int] = {}
+        self.of_layer: dict[int, torch.Tensor] = {}
+        for number, group in enumerate(config.groups):
+            for tensor, layer in zip(self._tensors, group.layers, strict=False):
+                self.group_of_layer[layer] = number
+                self.of_layer[layer] = tensor
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Copy-on-write, in all layers. All sources are read before a target is written: a block that was freed and
+        handed out again within the step may be both."""
+        if not copies:
+            return
+        device = self._tensors[0].device
+        sources = torch.tensor([copy.src for copy in copies], device=device)
+        targets = torch.tensor([copy.dst for copy in copies], device=device)
+        for tensor in self._tensors:
+            tensor[targets] = tensor[sources]

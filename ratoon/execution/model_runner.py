@@ -1,0 +1,178 @@
+"""The runner: carries a step plan out in two phases, `execute_model` (forward pass) and `sample_tokens`.
+
+It wires the parts together and orders them; each part has its own module. It knows branches only by their rows, and
+nothing of requests, queues or block accounting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ratoon.attention.interface import AttentionBackend
+from ratoon.core.kv import KVCacheConfig
+from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
+from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.sampler import Sampler, SamplingRows, prompt_logprobs
+from ratoon.execution.step_context import PagedStep
+from ratoon.execution.step_inputs import InputPreparation
+from ratoon.models.base import CausalLM
+
+PROMPT_LOGPROBS_ROWS = 128  # prompt rows whose logits are held at one time
+
+
+@dataclass(slots=True)
+class ExecutedStep:
+    """What the first phase leaves for the second. Tensors are on the device and may still be in the making."""
+
+    plan: SchedulerOutput
+    batch_ids: list[str]  # scheduled branches, in batch order
+    hidden: torch.Tensor  # [T, H]
+    cu_num_tokens: np.ndarray  # [R]
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        kv_config: KVCacheConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.device = device
+        self.kv = KVTensors(kv_config, backend, dtype, device)
+        self.rows = BranchRows(max_num_reqs, max_model_len, kv_config.block_size, len(kv_config.groups))
+        self.sampling_rows = SamplingRows(max_num_reqs)
+        self.sampler = Sampler(self.sampling_rows)
+        self.inputs = InputPreparation(self.rows, max_num_tokens, max_num_reqs, device)
+        self.num_computed_tokens = 0  # rows that went through the model, since the start
+        self._executed: ExecutedStep | None = None
+
+    @torch.inference_mode()
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        """Bring the rows up to date and launch the forward pass. Waits for nothing on the device."""
+        self._executed = None
+        self._apply_changes(plan)
+        if plan.is_empty:
+            return
+        batch_ids = list(plan.num_scheduled_tokens)
+        row_of = self.rows.row_of
+        batch_rows = np.array([row_of[req_id] for req_id in batch_ids])
+        num_scheduled = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, len(batch_ids))
+        step = self.inputs.prepare(batch_rows, num_scheduled)
+        metadata = [self.backend.build_metadata(group) for group in step.groups]
+        hidden = self.model.forward(step.input_ids, step.positions, PagedStep(self.backend, self.kv, metadata))
+        self.num_computed_tokens += plan.total_num_scheduled_tokens
+        self._executed = ExecutedStep(plan, batch_ids, hidden, step.cu_num_tokens)
+
+    def _apply_changes(self, plan: SchedulerOutput) -> None:
+        """The order of core/plan.py: drop, add, copy, append."""
+        for req_id in (*plan.finished_req_ids, *plan.preempted_req_ids):
+            row = self.rows.drop(req_id)
+            if row is not None:
+                self.sampling_rows.remove(row)
+        new_ids = set()
+        for new in plan.scheduled_new_reqs:
+            row = self.rows.add(new)
+            prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
+            self.sampling_rows.add(row, new.sampling_params, new.seed, prompt, output)
+            new_ids.add(new.req_id)
+        for copy in plan.block_copies:
+            if copy.req_id not in new_ids:  # a new branch came with the copy in its table
+                self.rows.replace_block(copy)
+        self.kv.copy_blocks(plan.block_copies)
+        cached = plan.scheduled_cached_reqs
+        for req_id, computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            row = self.rows.row_of[req_id]
+            self.rows.num_computed[row] = computed
+            if blocks is not None:
+                self.rows.append_blocks(row, blocks)
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
+        """Choose a token for every branch that the plan names. `grammar` is the place for structured output's masks."""
+        executed, self._executed = self._executed, None
+        if executed is None:
+            return ModelRunnerOutput()
+        plan = executed.plan
+        place = {req_id: index for index, req_id in enumerate(executed.batch_ids)}
+        output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(executed, place))
+        if not plan.sampled_req_ids:
+            return output
+
+        last_rows = executed.cu_num_tokens[[place[req_id] for req_id in plan.sampled_req_ids]] - 1
+        logits = self.model.compute_logits(executed.hidden[torch.from_numpy(last_rows).to(self.device)])
+        ids, rows, seeds, source = self._draws(plan)
+        if len(ids) > len(plan.sampled_req_ids):  # several choices from one row
+            logits = logits[torch.from_numpy(source).to(self.device)]
+        sampled = self.sampler.sample(logits, rows, seeds)
+
+        tokens = sampled.to_numpy()  # the one wait for the device in a step
+        bad = set(sampled.bad_rows)
+        own = np.array([index for index in range(len(plan.sampled_req_ids)) if index not in bad], np.int64)
+        self.rows.append_tokens(rows[own], tokens[own])
+        self.sampling_rows.append_tokens(rows[own], tokens[own])
+        for index, token in enumerate(tokens.tolist()):
+            if index in bad:
+                output.errors[ids[index]] = "the model's logits hold no usable number (NaN or all tokens forbidden)"
+            else:
+                output.req_ids.append(ids[index])
+                output.sampled_token_ids.append([token])
+        output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}
+        return output
+
+    def _draws(self, plan: SchedulerOutput) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+        """Who gets a token: ids, their rows, their seeds, and which of the sampled rows each draws from.
+
+        The sampled branches come first, in the plan's order, then the children of fan-outs.
+        """
+        ids = list(plan.sampled_req_ids)
+        rows = [self.rows.row_of[req_id] for req_id in ids]
+        seeds = [self.rows.seeds[row] for row in rows]
+        source = list(range(len(ids)))
+        for parent, children in plan.fanout.items():
+            index = plan.sampled_req_ids.index(parent)
+            for child, seed in children:
+                ids.append(child)
+                rows.append(rows[index])
+                seeds.append(np.uint64(seed))
+                source.append(index)
+        return ids, np.array(rows), np.array(seeds, np.uint64), np.array(source)
+
+    def _prompt_logprobs(self, executed: ExecutedStep, place: dict[str, int]) -> dict[str, PromptLogprobsChunk]:
+        """For branches that asked: what the model expected at the prompt positions that follow this step's rows."""
+        result = {}
+        for req_id, count in executed.plan.num_scheduled_tokens.items():
+            row = self.rows.row_of[req_id]
+            params = self.rows.params[row]
+            if params is None or params.prompt_logprobs is None:
+                continue
+            start = int(self.rows.num_computed[row])
+            targets = min(start + count, int(self.rows.num_prompt[row]) - 1) - start  # rows with a prompt token behind
+            if targets <= 0:
+                continue
+            first = int(executed.cu_num_tokens[place[req_id]]) - count
+            lists = LogprobsLists([], [], [])
+            for offset in range(0, targets, PROMPT_LOGPROBS_ROWS):
+                chunk = min(PROMPT_LOGPROBS_ROWS, targets - offset)
+                logits = self.model.compute_logits(executed.hidden[first + offset : first + offset + chunk])
+                next_ids = self.rows.token_ids[row, start + offset + 1 : start + offset + chunk + 1]
+                part = prompt_logprobs(logits, torch.from_numpy(next_ids).long(), params.prompt_logprobs)
+                lists.token_ids += part.token_ids
+                lists.logprobs += part.logprobs
+                lists.sampled_ranks += part.sampled_ranks
+            result[req_id] = PromptLogprobsChunk(start + 1, lists)
+        return result

@@ -1,0 +1,103 @@
+"""Input preparation: from rows and scheduled counts to the arrays of a step, with vectorised index arithmetic.
+
+Names and arithmetic are those of the worked example in the design; a test holds its table. Nothing here keeps state of
+a branch: the buffers are only reused memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ratoon.attention.interface import GroupInputs
+from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.buffers import StepBuffer
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What a forward pass reads."""
+
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    groups: list[GroupInputs]
+    cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
+
+
+class InputPreparation:
+    def __init__(self, rows: BranchRows, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
+        self.rows = rows
+        self.input_ids = StepBuffer((max_num_tokens,), torch.int64, device)
+        self.positions = StepBuffer((max_num_tokens,), torch.int64, device)
+        self.query_start_loc = StepBuffer((max_num_reqs + 1,), torch.int32, device)
+        self.seq_lens = StepBuffer((max_num_reqs,), torch.int32, device)
+        num_groups = len(rows.block_tables)
+        self.slot_mappings = [StepBuffer((max_num_tokens,), torch.int64, device) for _ in range(num_groups)]
+        self.block_tables = [
+            StepBuffer((max_num_reqs, rows.max_blocks), torch.int32, device) for _ in range(num_groups)
+        ]
+
+    def prepare(self, batch_rows: np.ndarray, num_scheduled: np.ndarray) -> StepInputs:
+        """`batch_rows` [R]: the row of each scheduled branch; `num_scheduled` [R]: its tokens in this step (≥ 1)."""
+        rows = self.rows
+        num_reqs = len(batch_rows)
+        cu_num_tokens = np.cumsum(num_scheduled)
+        total = int(cu_num_tokens[-1])
+        req_indices = np.repeat(batch_rows, num_scheduled)  # [T] the row that each token belongs to
+        arange = np.arange(total) - np.repeat(cu_num_tokens - num_scheduled, num_scheduled)  # [T] 0, 1, … in each
+        positions = self.positions.array[:total]
+        np.add(rows.num_computed[req_indices], arange, out=positions)
+        token_indices = positions + req_indices * rows.max_model_len
+        self.input_ids.array[:total] = rows.token_ids.reshape(-1)[token_indices]
+
+        seq_lens = self.seq_lens.array[:num_reqs]
+        np.add(rows.num_computed[batch_rows], num_scheduled, out=seq_lens, casting="unsafe")
+        self.query_start_loc.array[0] = 0
+        self.query_start_loc.array[1 : num_reqs + 1] = cu_num_tokens
+        # Positions go to the device once, and every group shares them.
+        device_positions = self.positions.to_device(total)
+        max_seq_len, max_query_len = int(seq_lens.max()), int(num_scheduled.max())
+        groups = []
+        for group in range(len(rows.block_tables)):
+            self._map_slots(group, req_indices, positions, total)
+            groups.append(self._group_inputs(group, batch_rows, total, device_positions, max_query_len, max_seq_len))
+        return StepInputs(self.input_ids.to_device(total), device_positions, groups, cu_num_tokens)
+
+    def _map_slots(self, group: int, req_indices: np.ndarray, positions: np.ndarray, total: int) -> None:
+        """Where each token's keys and values go: block · block_size + offset."""
+        block_size = self.rows.block_size
+        block_table_indices = req_indices * self.rows.max_blocks + positions // block_size
+        block_numbers = self.rows.block_tables[group].reshape(-1)[block_table_indices]
+        block_offsets = positions % block_size
+        slot_mapping = self.slot_mappings[group].array[:total]
+        np.multiply(block_numbers, block_size, out=slot_mapping)
+        slot_mapping += block_offsets
+
+    def _group_inputs(
+        self,
+        group: int,
+        batch_rows: np.ndarray,
+        total: int,
+        positions: torch.Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> GroupInputs:
+        num_reqs = len(batch_rows)
+        num_blocks = -(-max_seq_len // self.rows.block_size)  # what is read; the rest of the table stays behind
+        table = self.block_tables[group].array
+        table[:num_reqs, :num_blocks] = self.rows.block_tables[group][batch_rows, :num_blocks]
+        return GroupInputs(
+            query_start_loc=self.query_start_loc.array[: num_reqs + 1],
+            seq_lens=self.seq_lens.array[:num_reqs],
+            block_table=table[:num_reqs],
+            query_start_loc_device=self.query_start_loc.to_device(num_reqs + 1),
+            seq_lens_device=self.seq_lens.to_device(num_reqs),
+            block_table_device=self.block_tables[group].to_device(num_reqs),
+            slot_mapping=self.slot_mappings[group].to_device(total),
+            positions=positions,
+            block_size=self.rows.block_size,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )

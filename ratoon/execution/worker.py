@@ -1,0 +1,161 @@
+"""The worker: one device. Chooses device, dtype and kernels, loads the model, cuts the KV memory, owns the runner."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ratoon.attention.interface import AttentionNeeds
+from ratoon.attention.select import select_backend
+from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
+from ratoon.core.errors import ConfigError
+from ratoon.core.kv import KVCacheConfig, bytes_per_block, group_layers
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.model_runner import ModelRunner
+from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
+from ratoon.layers.ops import Ops
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.weights import TensorSource
+from ratoon.models.base import CausalLM
+from ratoon.models.build import build_model, collect_shapes
+from ratoon.models.dummy_source import DummySource
+from ratoon.observe.startup import StartupTimer
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CPU_KV_LIMIT = 4 * 2**30  # unless asked for more: on a CPU, memory that the cache takes is missing elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What the worker decided, for the scheduler's side and for people."""
+
+    kv_config: KVCacheConfig
+    max_model_len: int
+    device: str
+    dtype: str
+    ops: str
+    attention_backend: str
+    num_threads: int
+    weight_bytes: int
+    kv_bytes: int
+
+
+class Worker:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, tensors: TensorSource, timer: StartupTimer
+    ) -> None:
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device, model_config)
+        max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+        threads = config.num_threads or usable_cores()
+        set_native_threads(threads)
+        ops: Ops = TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
+        needs = AttentionNeeds(
+            device.type, dtype, config.cache.block_size, model_config.head_dim, model_config.num_heads,
+            model_config.num_kv_heads,
+        )  # fmt: skip
+        backend = select_backend(config.attention_backend, needs)
+        if config.load_format == "dummy":
+            tensors = DummySource(collect_shapes(model_config))
+        with timer.phase("load weights"), torch.inference_mode():
+            model = build_model(model_config, tensors, ops, device, dtype, max_model_len)
+        with timer.phase("allocate the KV cache"):
+            kv_config = cut_kv_memory(config, model, dtype, device)
+            self.runner = ModelRunner(
+                model,
+                backend,
+                kv_config,
+                dtype=dtype,
+                device=device,
+                max_model_len=max_model_len,
+                max_num_reqs=config.scheduler.max_num_seqs,
+                max_num_tokens=max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs),
+            )
+        num_weights = sum(math.prod(shape) for shape in tensors.shapes().values())
+        self.facts = WorkerFacts(
+            kv_config=kv_config,
+            max_model_len=max_model_len,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            ops=ops.name,
+            attention_backend=backend.name,
+            num_threads=threads,
+            weight_bytes=num_weights * dtype.itemsize,
+            kv_bytes=kv_config.num_blocks * kv_config.bytes_per_block,
+        )
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self.runner.execute_model(plan)
+
+    def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
+        return self.runner.sample_tokens(grammar)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: a container's share, not the machine's size."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError("device", f"{name!r} is unknown", "auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", f"{name!r} is not supported", "auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device", f"{name!r} was asked for, but torch sees no CUDA device", "use cpu, or a CUDA build"
+        )
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            "device", f"there is no {name!r}", f"this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
+    """On a CPU float32 unless another is asked for: few CPUs multiply 16-bit numbers fast."""
+    if name != "auto":
+        return _DTYPES[name]
+    return torch.float32 if device.type == "cpu" else _DTYPES.get(model.checkpoint_dtype, torch.bfloat16)
+
+
+def cut_kv_memory(config: EngineConfig, model: CausalLM, dtype: torch.dtype, device: torch.device) -> KVCacheConfig:
+    """How many blocks there are: as asked for, or as many as the memory allows."""
+    cache = config.cache
+    groups = group_layers(model.kv_specs(cache.block_size, dtype.itemsize))
+    price = bytes_per_block(groups)
+    num_blocks = cache.num_blocks
+    if num_blocks is None:
+        memory = cache.memory_bytes
+        if memory is None:
+            memory = int(free_memory(device) * cache.memory_fraction)
+            memory = min(memory, CPU_KV_LIMIT) if device.type == "cpu" else memory
+        num_blocks = memory // price
+        if num_blocks < 2:
+            raise ConfigError(
+                "cache.memory_bytes" if cache.memory_bytes is not None else "cache.memory_fraction",
+                f"{memory:,} bytes for keys and values hold {num_blocks} blocks of {price:,} bytes",
+                f"at least 2 blocks are needed: {2 * price:,} bytes",
+            )
+    return KVCacheConfig(num_blocks, cache.block_size, groups)
+
+
+def free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            available = next(line for line in lines if line.startswith("MemAvailable"))
+        return int(available.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return 8 * 2**30  # a system that doesn't tell

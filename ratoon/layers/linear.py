@@ -1,0 +1,98 @@
+"""Linear layers: they take their weights by name, fuse what is always multiplied together, and own the result.
+
+How a weight is stored and multiplied is decided by `Ops.make_linear`; which parts are fused is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ratoon.layers.weights import Weights
+
+Tensor = torch.Tensor
+
+
+class Linear:
+    """[T, in_features] → [T, out_features], from the tensors `weight` and, if asked for, `bias` below `weights`."""
+
+    __slots__ = ("multiply",)
+
+    def __init__(
+        self, weights: Weights, in_features: int, out_features: int, bias: bool = False, transposed: bool = False
+    ) -> None:
+        weight = _take_weight(weights, in_features, out_features, transposed)
+        self.multiply = weights.ops.make_linear(weight, weights.take("bias", out_features) if bias else None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(x)
+
+
+class MergedLinear:
+    """Several linear layers over the same input as one product: [T, in_features] → [T, sum of out_sizes]."""
+
+    __slots__ = ("multiply",)
+
+    def __init__(
+        self,
+        weights: Weights,
+        names: Sequence[str],
+        in_features: int,
+        out_sizes: Sequence[int],
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        parts = [(weights / name, size) for name, size in zip(names, out_sizes, strict=True)]
+        weight = _join([_take_weight(part, in_features, size, transposed) for part, size in parts])
+        joined_bias = _join([part.take("bias", size) for part, size in parts]) if bias else None
+        self.multiply = weights.ops.make_linear(weight, joined_bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(x)
+
+
+class QKVLinear:
+    """Query, key and value as one product, handed out as views of it.
+
+    `names` are the three layers of a checkpoint that keeps them apart, or the one of a checkpoint that has them fused.
+    """
+
+    __slots__ = ("head_counts", "head_dim", "multiply", "num_heads_in_all")
+
+    def __init__(
+        self,
+        weights: Weights,
+        names: Sequence[str],
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        self.head_dim = head_dim
+        self.head_counts = [num_heads, num_kv_heads, num_kv_heads]
+        self.num_heads_in_all = sum(self.head_counts)
+        if len(names) == 1:
+            out_sizes = [self.num_heads_in_all * head_dim]
+        else:
+            out_sizes = [count * head_dim for count in self.head_counts]
+        self.multiply = MergedLinear(weights, names, hidden_size, out_sizes, bias, transposed).multiply
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, hidden] → q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+        heads = self.multiply(x).view(-1, self.num_heads_in_all, self.head_dim)  # [T, heads + 2·kv_heads, head_dim]
+        q, k, v = heads.split_with_sizes(self.head_counts, 1)
+        return q, k, v
+
+
+def _take_weight(weights: Weights, in_features: int, out_features: int, transposed: bool) -> Tensor:
+    """The weight as [out, in]; `transposed` says that the checkpoint has it as [in, out]."""
+    if transposed:
+        return weights.take("weight", in_features, out_features).t().contiguous()
+    return weights.take("weight", out_features, in_features)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

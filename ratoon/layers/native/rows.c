@@ -1,0 +1,234 @@
+// Work that is done row by row: norms, activations, rotary embedding. A row's result depends on nothing but the row.
+#include <math.h>
+
+#include "threads.h"
+#include "vector.h"
+
+#define FLOATS_PER_UNIT 16384  // below this, handing work to another thread costs more than doing it
+
+typedef void (*row_body)(const void *call, int64_t row);
+
+typedef struct {
+    row_body body;
+    const void *call;
+    int64_t rows, rows_per_unit;
+} row_loop;
+
+static void row_unit(void *context, int64_t unit) {
+    const row_loop *loop = context;
+    int64_t last = (unit + 1) * loop->rows_per_unit;
+    if (last > loop->rows) last = loop->rows;
+    for (int64_t row = unit * loop->rows_per_unit; row < last; row++) loop->body(loop->call, row);
+}
+
+static void for_rows(row_body body, const void *call, int64_t rows, int64_t floats_per_row) {
+    int64_t per_unit = FLOATS_PER_UNIT / (floats_per_row + 1) + 1;
+    row_loop loop = {body, call, rows, per_unit};
+    if (rows > 0) parallel_units(row_unit, &loop, (rows + per_unit - 1) / per_unit);
+}
+
+// Sums run over four vectors and then the lanes, in a fixed order.
+INLINE float sum_of_squares(const float *x, int64_t n) {
+    vec s[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+        for (int j = 0; j < 4; j++) s[j] = fma_(load(x + i + j * W), load(x + i + j * W), s[j]);
+    float total = sum_lanes((s[0] + s[1]) + (s[2] + s[3]));
+    for (; i < n; i++) total += x[i] * x[i];
+    return total;
+}
+
+INLINE float sum_of(const float *x, int64_t n) {
+    vec s[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+        for (int j = 0; j < 4; j++) s[j] += load(x + i + j * W);
+    float total = sum_lanes((s[0] + s[1]) + (s[2] + s[3]));
+    for (; i < n; i++) total += x[i];
+    return total;
+}
+
+INLINE void add_into(float *residual, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(residual + i, load(residual + i) + load(x + i));
+    for (; i < n; i++) residual[i] += x[i];
+}
+
+typedef struct {
+    const float *x;
+    float *residual;  // NULL, or x is added to it first and the sum is what is normed
+    const float *weight, *bias;
+    float *y;
+    int64_t ldx, ldr, width;
+    float eps;
+} norm_call;
+
+static void rms_norm_row(const void *context, int64_t row) {
+    const norm_call *c = context;
+    const float *x = c->x + row * c->ldx;
+    if (c->residual) {
+        add_into(c->residual + row * c->ldr, x, c->width);
+        x = c->residual + row * c->ldr;
+    }
+    float *y = c->y + row * c->width;
+    float scale = 1.0f / sqrtf(sum_of_squares(x, c->width) / (float)c->width + c->eps);
+    int64_t i = 0;
+    for (; i + W <= c->width; i += W) store(y + i, load(x + i) * splat(scale) * load(c->weight + i));
+    for (; i < c->width; i++) y[i] = x[i] * scale * c->weight[i];
+}
+
+void ratoon_rms_norm(const float *x, int64_t ldx, float *residual, int64_t ldr, const float *weight, float eps, float *y,
+                     int64_t rows, int64_t width) {
+    norm_call c = {x, residual, weight, NULL, y, ldx, ldr, width, eps};
+    for_rows(rms_norm_row, &c, rows, width * 2);
+}
+
+static void layer_norm_row(const void *context, int64_t row) {
+    const norm_call *c = context;
+    const float *x = c->x + row * c->ldx;
+    if (c->residual) {
+        add_into(c->residual + row * c->ldr, x, c->width);
+        x = c->residual + row * c->ldr;
+    }
+    float *y = c->y + row * c->width;
+    float mean = sum_of(x, c->width) / (float)c->width;
+    for (int64_t i = 0; i < c->width; i++) y[i] = x[i] - mean;
+    float scale = 1.0f / sqrtf(sum_of_squares(y, c->width) / (float)c->width + c->eps);
+    for (int64_t i = 0; i < c->width; i++) {
+        float value = y[i] * scale * c->weight[i];
+        y[i] = c->bias ? value + c->bias[i] : value;
+    }
+}
+
+void ratoon_layer_norm(const float *x, int64_t ldx, float *residual, int64_t ldr, const float *weight, const float *bias,
+                       float eps, float *y, int64_t rows, int64_t width) {
+    norm_call c = {x, residual, weight, bias, y, ldx, ldr, width, eps};
+    for_rows(layer_norm_row, &c, rows, width * 3);
+}
+
+typedef struct {
+    float *x;
+    const float *weight;
+    int64_t ldx, heads, head_dim;
+    float eps;
+} head_norm_call;
+
+static void head_norm_row(const void *context, int64_t row) {
+    const head_norm_call *c = context;
+    for (int64_t h = 0; h < c->heads; h++) {
+        float *x = c->x + row * c->ldx + h * c->head_dim;
+        float scale = 1.0f / sqrtf(sum_of_squares(x, c->head_dim) / (float)c->head_dim + c->eps);
+        for (int64_t i = 0; i < c->head_dim; i++) x[i] = x[i] * scale * c->weight[i];
+    }
+}
+
+// In place; the heads of a token lie side by side, tokens are ldx floats apart.
+void ratoon_head_rms_norm(float *x, int64_t ldx, const float *weight, float eps, int64_t rows, int64_t heads,
+                          int64_t head_dim) {
+    head_norm_call c = {x, weight, ldx, heads, head_dim, eps};
+    for_rows(head_norm_row, &c, rows, heads * head_dim);
+}
+
+typedef struct {
+    float *q, *k;
+    int64_t ldq, ldk, heads, kv_heads, head_dim, rotary_dim;
+    const int64_t *positions;
+    const float *cos_sin;
+} rotary_call;
+
+INLINE void rotate_heads(float *x, int64_t heads, int64_t head_dim, const float *cosine, const float *sine, int64_t half) {
+    for (int64_t h = 0; h < heads; h++, x += head_dim) {
+        int64_t i = 0;
+        for (; i + W <= half; i += W) {
+            vec a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+            store(x + i, fma_(a, c, -(b * s)));
+            store(x + half + i, fma_(b, c, a * s));
+        }
+        for (; i < half; i++) {
+            float a = x[i], b = x[half + i];
+            x[i] = fmaf(a, cosine[i], -(b * sine[i]));
+            x[half + i] = fmaf(b, cosine[i], a * sine[i]);
+        }
+    }
+}
+
+static void rotary_row(const void *context, int64_t row) {
+    const rotary_call *c = context;
+    int64_t half = c->rotary_dim / 2;
+    const float *cosine = c->cos_sin + c->positions[row] * c->rotary_dim, *sine = cosine + half;
+    rotate_heads(c->q + row * c->ldq, c->heads, c->head_dim, cosine, sine, half);
+    rotate_heads(c->k + row * c->ldk, c->kv_heads, c->head_dim, cosine, sine, half);
+}
+
+void ratoon_rotary(float *q, int64_t ldq, int64_t heads, float *k, int64_t ldk, int64_t kv_heads, int64_t head_dim,
+                   int64_t rotary_dim, const int64_t *positions, const float *cos_sin, int64_t rows) {
+    rotary_call c = {q, k, ldq, ldk, heads, kv_heads, head_dim, rotary_dim, positions, cos_sin};
+    for_rows(rotary_row, &c, rows, (heads + kv_heads) * head_dim);
+}
+
+typedef struct {
+    const float *x;
+    float *y;
+    int64_t ldx, width;
+} activation_call;
+
+INLINE vec silu(vec x) { return x / (splat(1.0f) + exp_(-x)); }
+
+// tanh form: x/2 · (1 + tanh u) = x · σ(2u), with u = √(2/π)·(x + 0.044715·x³)
+INLINE vec gelu_tanh(vec x) {
+    vec u2 = x * fma_(x * x, splat(2 * 0.7978845608f * 0.044715f), splat(2 * 0.7978845608f));
+    return x / (splat(1.0f) + exp_(-u2));
+}
+
+INLINE vec relu(vec x) { return max_(x, splat(0.0f)); }
+
+INLINE vec gelu_exact(vec x) {
+    vec y;
+    for (int i = 0; i < W; i++) y[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
+    return y;
+}
+
+// The tail of a row goes through the same vector code, so that a value never depends on where it stands.
+INLINE vec load_some(const float *p, int64_t n) {
+    vec v = {};
+    for (int64_t i = 0; i < n; i++) v[i] = p[i];
+    return v;
+}
+
+static void silu_and_mul_row(const void *context, int64_t row) {
+    const activation_call *c = context;
+    const float *gate = c->x + row * c->ldx, *up = gate + c->width;
+    float *y = c->y + row * c->width;
+    int64_t i = 0;
+    for (; i + W <= c->width; i += W) store(y + i, silu(load(gate + i)) * load(up + i));
+    if (i < c->width) {
+        vec v = silu(load_some(gate + i, c->width - i)) * load_some(up + i, c->width - i);
+        for (int64_t j = 0; i + j < c->width; j++) y[i + j] = v[j];
+    }
+}
+
+void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width) {
+    activation_call c = {x, y, ldx, width};
+    for_rows(silu_and_mul_row, &c, rows, width * 8);
+}
+
+#define ACTIVATION(NAME)                                                        \
+    static void NAME##_row(const void *context, int64_t row) {                  \
+        const activation_call *c = context;                                     \
+        const float *x = c->x + row * c->ldx;                                   \
+        float *y = c->y + row * c->width;                                       \
+        int64_t i = 0;                                                          \
+        for (; i + W <= c->width; i += W) store(y + i, NAME(load(x + i)));      \
+        if (i < c->width) {                                                     \
+            vec v = NAME(load_some(x + i, c->width - i));                       \
+            for (int64_t j = 0; i + j < c->width; j++) y[i + j] = v[j];         \
+        }                                                                       \
+    }
+ACTIVATION(silu) ACTIVATION(relu) ACTIVATION(gelu_tanh) ACTIVATION(gelu_exact)
+
+// kind: 0 silu, 1 relu, 2 gelu in its tanh form, 3 gelu
+void ratoon_activation(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width, int kind) {
+    static const row_body bodies[] = {silu_row, relu_row, gelu_tanh_row, gelu_exact_row};
+    activation_call c = {x, y, ldx, width};
+    for_rows(bodies[kind], &c, rows, width * 8);
+}

@@ -1,0 +1,70 @@
+// The vector type and what is done with it. One source for every instruction set: W floats a vector.
+//
+// Results must not depend on the shape of a batch: every output element is one chain of fused multiply-adds in a fixed
+// order, whatever tile it was computed in. So the multiply-add is always written as `fma_`, never left to the compiler.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+#define W 16
+#elif defined(__AVX2__)
+#define W 8
+#else
+#define W 4
+#endif
+
+typedef float vec __attribute__((vector_size(4 * W), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec v) { *(vec *)p = v; }
+INLINE vec splat(float x) { return x - (vec){}; }
+
+#if defined(__clang__)
+INLINE vec fma_(vec a, vec b, vec c) { return __builtin_elementwise_fma(a, b, c); }
+INLINE vec max_(vec a, vec b) { return __builtin_elementwise_max(a, b); }
+INLINE vec min_(vec a, vec b) { return __builtin_elementwise_min(a, b); }
+#else
+INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
+INLINE vec max_(vec a, vec b) { ivec m = a > b; return (vec)(((ivec)a & m) | ((ivec)b & ~m)); }
+INLINE vec min_(vec a, vec b) { ivec m = a < b; return (vec)(((ivec)a & m) | ((ivec)b & ~m)); }
+#endif
+
+// Lane sums in a fixed order.
+INLINE float sum_lanes(vec v) {
+    float s = 0;
+    for (int i = 0; i < W; i++) s += v[i];
+    return s;
+}
+
+INLINE float max_lanes(vec v) {
+    float m = v[0];
+    for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// e^x: x = n·ln2 + r with |r| ≤ ln2/2, a polynomial for e^r, then n added to the exponent. About 2 ulp; 0 below -87.3.
+INLINE vec exp_(vec x) {
+    const float lowest = -87.33654f;
+    ivec underflow = x < splat(lowest);
+    x = min_(max_(x, splat(lowest)), splat(88.37626f));
+    vec shifted = fma_(x, splat(1.44269504f), splat(12582912.0f));  // rounds to the nearest whole number
+    vec n = shifted - splat(12582912.0f);
+    vec r = fma_(n, splat(-0.693359375f), x);
+    r = fma_(n, splat(2.12194440e-4f), r);
+    vec p = splat(1.9875691500e-4f);
+    p = fma_(p, r, splat(1.3981999507e-3f));
+    p = fma_(p, r, splat(8.3334519073e-3f));
+    p = fma_(p, r, splat(4.1665795894e-2f));
+    p = fma_(p, r, splat(1.6666665459e-1f));
+    p = fma_(p, r, splat(5.0000001201e-1f));
+    p = fma_(p, r * r, r + splat(1.0f));
+    ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
+    vec result = p * (vec)exponent;
+    return (vec)((ivec)result & ~underflow);
+}
+
+INLINE float exp_scalar(float x) { return exp_(splat(x))[0]; }

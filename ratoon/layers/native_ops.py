@@ -1,0 +1,135 @@
+"""Ops for float32 on a CPU, by our own kernels (native/). Weights are packed once into the layout the product reads.
+
+Every kernel computes a row from that row alone, in a fixed order: a request's numbers are the same, to the bit,
+whatever it is batched with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ratoon.layers.native import library
+
+Tensor = torch.Tensor
+
+_ACTIVATIONS = {"silu": 0, "relu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "gelu": 3}
+
+
+class NativeLinear:
+    """[T, in] → [T, out] with a packed weight."""
+
+    __slots__ = ("_bias", "_bias_pointer", "_multiply", "_packed", "_packed_pointer", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        kernels = library()
+        assert kernels is not None
+        self.out_features, self.in_features = weight.shape
+        weight = weight.contiguous()
+        self._packed = torch.empty(kernels.ratoon_packed_size(self.out_features, self.in_features))
+        self._packed_pointer = self._packed.data_ptr()
+        kernels.ratoon_pack_weight(weight.data_ptr(), self.out_features, self.in_features, self._packed_pointer)
+        self._bias = None if bias is None else bias.contiguous()
+        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self._multiply = kernels.ratoon_linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        y = torch.empty((rows, self.out_features))
+        self._multiply(
+            x.data_ptr(), x.stride(0), rows, self._packed_pointer, self.in_features, self.out_features,
+            self._bias_pointer, y.data_ptr(), self.out_features,
+        )  # fmt: skip
+        return y
+
+
+class NativeOps:
+    name = "native"
+
+    def __init__(self) -> None:
+        kernels = library()
+        assert kernels is not None, "ask `native_ops_reasons` first"
+        self._kernels = kernels
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return NativeLinear(weight, bias)
+
+    def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
+        return torch.index_select(table, 0, ids)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty(x.shape)
+        rows, width = x.shape
+        self._kernels.ratoon_rms_norm(
+            x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), eps, y.data_ptr(), rows, width
+        )
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty(x.shape)
+        rows, width = x.shape
+        self._kernels.ratoon_rms_norm(
+            x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), eps, y.data_ptr(),
+            rows, width,
+        )  # fmt: skip
+        return y
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._layer_norm(x, None, weight, bias, eps)
+
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._layer_norm(x, residual, weight, bias, eps)
+
+    def _layer_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        y = torch.empty(x.shape)
+        rows, width = x.shape
+        self._kernels.ratoon_layer_norm(
+            x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+            eps, y.data_ptr(), rows, width,
+        )  # fmt: skip
+        return y
+
+    def head_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        rows, heads, head_dim = x.shape
+        self._kernels.ratoon_head_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, heads, head_dim)
+
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        rows, heads, head_dim = q.shape
+        self._kernels.ratoon_rotary(
+            q.data_ptr(), q.stride(0), heads, k.data_ptr(), k.stride(0), k.shape[1], head_dim, cos_sin.shape[1],
+            positions.data_ptr(), cos_sin.data_ptr(), rows,
+        )  # fmt: skip
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        rows, double = x.shape
+        y = torch.empty((rows, double // 2))
+        self._kernels.ratoon_silu_and_mul(x.data_ptr(), x.stride(0), y.data_ptr(), rows, double // 2)
+        return y
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        y = torch.empty(x.shape)
+        rows, width = x.shape
+        self._kernels.ratoon_activation(x.data_ptr(), x.stride(0), y.data_ptr(), rows, width, _ACTIVATIONS[kind])
+        return y
+
+
+def native_ops_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Why NativeOps can't serve this device and dtype; empty when it can."""
+    reasons = []
+    if device.type != "cpu":
+        reasons.append(f"the kernels are for the CPU, not for {device.type}")
+    if dtype != torch.float32:
+        reasons.append(f"the kernels compute in float32, not in {dtype}")
+    if library() is None:
+        reasons.append("no kernels were built for this processor")
+    return reasons
+
+
+def set_native_threads(count: int) -> None:
+    kernels = library()
+    if kernels is not None:
+        kernels.ratoon_set_threads(count)

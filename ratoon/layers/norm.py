@@ -1,0 +1,58 @@
+"""Normalisation over the hidden size, alone or fused with adding to the residual stream."""
+
+from __future__ import annotations
+
+import torch
+
+from ratoon.layers.weights import Weights
+
+Tensor = torch.Tensor
+
+
+class RMSNorm:
+    """`norm(x)` is the norm of x; `norm(x, residual)` first does residual += x in place, and is the norm of the sum."""
+
+    __slots__ = ("add_norm", "eps", "norm", "weight")
+
+    def __init__(self, weights: Weights, size: int, eps: float) -> None:
+        self.weight = weights.take("weight", size)
+        self.eps = eps
+        self.norm = weights.ops.rms_norm
+        self.add_norm = weights.ops.add_rms_norm
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is None:
+            return self.norm(x, self.weight, self.eps)
+        return self.add_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm:
+    """Called as RMSNorm is; takes the mean away too, and has a bias."""
+
+    __slots__ = ("add_norm", "bias", "eps", "norm", "weight")
+
+    def __init__(self, weights: Weights, size: int, eps: float) -> None:
+        self.weight = weights.take("weight", size)
+        self.bias = weights.take("bias", size)
+        self.eps = eps
+        self.norm = weights.ops.layer_norm
+        self.add_norm = weights.ops.add_layer_norm
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is None:
+            return self.norm(x, self.weight, self.bias, self.eps)
+        return self.add_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+class HeadRMSNorm:
+    """RMS norm of each head, in place, on a view of the fused query-key-value product."""
+
+    __slots__ = ("eps", "norm", "weight")
+
+    def __init__(self, weights: Weights, head_dim: int, eps: float) -> None:
+        self.weight = weights.take("weight", head_dim)
+        self.eps = eps
+        self.norm = weights.ops.head_rms_norm
+
+    def __call__(self, x: Tensor) -> None:
+        self.norm(x, self.weight, self.eps)

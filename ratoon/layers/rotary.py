@@ -1,0 +1,139 @@
+"""Rotary position embedding: the table of angles, made once for a model, and the layer that turns queries and keys.
+
+The table is a pure function of the config. It follows the arithmetic of `transformers` step by step in float32, because
+at position 100,000 the last bit of a frequency is a visible angle.
+
+Dynamic scaling stretches the frequencies with the length that a sequence has reached. Cached keys can't be turned again
+and are shared by sequences of any length, so here an angle depends on its own position alone: row p has the frequencies
+of a sequence of p + 1 tokens. Up to the original length that is exactly the unscaled table. Beyond it, it is what
+decoding token by token computes in `transformers`, but not what it computes for a prompt that is longer than the
+original length at once (there all positions get the frequencies of the whole prompt).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ratoon.core.config import ModelConfig, RopeScaling
+from ratoon.core.errors import ModelError
+from ratoon.layers.weights import Weights
+
+Tensor = torch.Tensor
+
+
+class Rotary:
+    """Turns q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. One for all layers of a model."""
+
+    __slots__ = ("cos_sin", "rotate")
+
+    def __init__(self, weights: Weights, config: ModelConfig, max_position: int) -> None:
+        self.rotate = weights.ops.rotary
+        if weights.device.type == "meta":
+            check_scaling(config)
+            self.cos_sin = torch.empty(max_position, rotary_dim_of(config), device="meta")
+        else:
+            self.cos_sin = cos_sin_table(config, max_position).to(weights.device)
+
+    def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
+        self.rotate(q, k, positions, self.cos_sin)
+
+
+def rotary_dim_of(config: ModelConfig) -> int:
+    return config.head_dim if config.rotary_dim is None else config.rotary_dim
+
+
+def check_scaling(config: ModelConfig) -> None:
+    kinds = ("default", "linear", "dynamic", "llama3", "yarn")
+    if config.rope_scaling.kind not in kinds:
+        problem = f"rope scaling {config.rope_scaling.kind!r} is unknown"
+        raise ModelError(config.architecture, problem, f"known: {', '.join(kinds)}")
+
+
+def cos_sin_table(config: ModelConfig, max_position: int) -> Tensor:
+    """[max_position, rotary_dim] in float32: row p holds rotary_dim/2 cosines, then as many sines."""
+    check_scaling(config)
+    scaling, dim, theta = config.rope_scaling, rotary_dim_of(config), config.rope_theta
+    original_max = scaling.original_max_position or config.max_position
+    positions = torch.arange(max_position, dtype=torch.float32)
+    amplitude = 1.0
+    if scaling.kind == "llama3":
+        frequencies = _llama3_frequencies(dim, theta, scaling, original_max)
+    elif scaling.kind == "yarn":
+        frequencies = _yarn_frequencies(dim, theta, scaling, original_max)
+        amplitude = _yarn_amplitude(scaling)
+    elif scaling.kind == "dynamic":
+        frequencies = _dynamic_frequencies(dim, theta, scaling.factor, original_max, max_position)
+    elif scaling.kind == "linear":
+        frequencies = _plain_frequencies(dim, theta) / scaling.factor
+    else:
+        frequencies = _plain_frequencies(dim, theta)
+    angles = positions[:, None] * frequencies  # [P, 1] · [dim/2] (dynamic: [P, dim/2]) → [P, dim/2]
+    table = torch.empty(max_position, dim)
+    torch.cos(angles, out=table[:, : dim // 2])
+    torch.sin(angles, out=table[:, dim // 2 :])
+    return table if amplitude == 1.0 else table.mul_(amplitude)
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32) / dim  # [dim/2]
+
+
+def _plain_frequencies(dim: int, theta: float) -> Tensor:
+    return 1.0 / theta ** _exponents(dim)
+
+
+def _dynamic_frequencies(dim: int, theta: float, factor: float, original_max: int, max_position: int) -> Tensor:
+    """[dim/2], or [max_position, dim/2] when there are positions beyond the original length, each with its own base."""
+    plain = _plain_frequencies(dim, theta)
+    if max_position <= original_max:
+        return plain
+    lengths = torch.arange(original_max + 1, max_position + 1)  # of the sequence, when a position beyond is its last
+    stretch = factor * lengths / original_max - (factor - 1)
+    bases = theta * stretch ** (dim / (dim - 2))
+    beyond = 1.0 / bases[:, None] ** _exponents(dim)
+    return torch.cat([plain.expand(original_max, -1), beyond])
+
+
+def _llama3_frequencies(dim: int, theta: float, scaling: RopeScaling, original_max: int) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, and those in between are a mixture."""
+    plain = _plain_frequencies(dim, theta)
+    wavelengths = 2 * math.pi / plain
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_share = (original_max / wavelengths - low) / (high - low)
+    mixed = (1 - kept_share) * plain / scaling.factor + kept_share * plain
+    is_long = wavelengths > original_max / low
+    is_short = wavelengths < original_max / high
+    return torch.where(is_long, plain / scaling.factor, torch.where(is_short, plain, mixed))
+
+
+def _yarn_frequencies(dim: int, theta: float, scaling: RopeScaling, original_max: int) -> Tensor:
+    """Kept where a dimension turns often within the original length, stretched where it hardly does, a ramp between."""
+
+    def dimension_that_turns(times: float) -> float:
+        return dim * math.log(original_max / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dimension_that_turns(scaling.beta_fast), dimension_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    kept_share = 1 - ramp
+    powers = theta ** _exponents(dim)
+    return 1.0 / (scaling.factor * powers) * (1 - kept_share) + 1.0 / powers * kept_share
+
+
+def _yarn_amplitude(scaling: RopeScaling) -> float:
+    """Cosines and sines are scaled, which scales the attention logits by its square."""
+
+    def by_factor(weight: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return by_factor(scaling.mscale) / by_factor(scaling.mscale_all_dim)
+    return by_factor(1.0)

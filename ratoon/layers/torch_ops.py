@@ -1,0 +1,83 @@
+"""The arithmetic of layers in plain torch: any device, any floating dtype. It is what other Ops are tested against.
+
+Norms and rotations of 16-bit tensors are computed in float32. Nothing here knows about models, caches or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+Tensor = torch.Tensor
+
+
+class TorchOps:
+    """Implements `Ops`; see there for the shapes."""
+
+    name = "torch"
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        linear = functional.linear
+
+        def multiply(x: Tensor) -> Tensor:
+            return linear(x, weight, bias)
+
+        return multiply
+
+    def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, table)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype == torch.float32:
+            return torch.rms_norm(x, weight.shape, weight, eps)
+        # torch sums in float32 and rounds its result; models were trained with that rounding before the weight.
+        return weight * torch.rms_norm(x, weight.shape, None, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.rms_norm(residual.add_(x), weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        # torch accumulates mean and variance in float32 whatever the dtype of x.
+        return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self.layer_norm(residual.add_(x), weight, bias, eps)
+
+    def head_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        x.copy_(self.rms_norm(x, weight, eps))
+
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        half = cos_sin.shape[-1] // 2
+        cos, sin = functional.embedding(positions, cos_sin).unsqueeze(1).split(half, dim=-1)  # [T, 1, half] each
+        _rotate(q, cos, sin, half)
+        _rotate(k, cos, sin, half)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)  # [T, I] each
+        return functional.silu(gate).mul_(up)
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        return _ACTIVATIONS[kind](x)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> None:
+    """x [T, heads, head_dim] in place. The table is float32, so 16-bit x is promoted and rounded once, at the end."""
+    first, second = x[..., :half], x[..., half : 2 * half]  # [T, heads, half]
+    turned = first * cos - second * sin
+    second.copy_(second * cos + first * sin)
+    first.copy_(turned)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}

@@ -1,0 +1,70 @@
+"""What the runner knows of a model: its config, the memory its attention layers need, a forward pass and logits.
+
+A family subclasses CausalLM and builds four parts: `embed`, `layers`, `final_norm` and `lm_head`. Where keys and values
+lie, and which rows are sampled, is the runner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
+from ratoon.layers.attention import AttentionLayer, StepContext
+from ratoon.layers.embedding import Embedding, LMHead
+from ratoon.layers.norm import LayerNorm, RMSNorm
+from ratoon.layers.weights import Weights
+from ratoon.models.decoder import DecoderLayer
+
+Tensor = torch.Tensor
+
+
+class CausalLM:
+    """A decoder-only model. Everything is decided when it is built; a forward pass only computes."""
+
+    config: ModelConfig
+    attention_layers: list[AttentionLayer]
+    embed: Embedding
+    layers: Sequence[DecoderLayer]
+    final_norm: RMSNorm | LayerNorm
+    lm_head: LMHead
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        scale = config.head_dim**-0.5
+        self.attention_layers = [
+            AttentionLayer(
+                index, config.num_heads, config.num_kv_heads, config.head_dim, scale, config.window_of_layer(index)
+            )
+            for index in range(config.num_layers)
+        ]
+
+    def kv_specs(self, block_size: int, dtype_bytes: int) -> list[FullAttentionSpec | SlidingWindowSpec]:
+        """One for each attention layer, in the order of their indices."""
+        return [layer.kv_spec(block_size, dtype_bytes) for layer in self.attention_layers]
+
+    def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """[T], [T] → [T, H], in new memory."""
+        return self.embed(input_ids)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """[T], [T] → hidden states [T, H] after the final norm.
+
+        `stream` is the residual stream and is added to in place; `update` is what the layer before wants added. The
+        hidden state after a layer is their sum. The next norm does the addition, so that memory is read once.
+        """
+        stream = self.embed_tokens(input_ids, positions)
+        update: Tensor | None = None
+        for layer in self.layers:
+            update = layer(stream, update, positions, step)
+        return self.final_norm(stream) if update is None else self.final_norm(update, stream)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] → [R, V] in float32."""
+        return self.lm_head(hidden)
+
+
+# A family is built from a config, its weights, and the number of positions that it makes tables for.
+ModelClass = Callable[[ModelConfig, Weights, int], CausalLM]

@@ -1,0 +1,54 @@
+"""Llama and the families that have its shape and its tensor names: RMS norm, rotary positions, gated MLP.
+
+Mistral is Llama with a sliding window, which the config carries.
+"""
+
+from __future__ import annotations
+
+from ratoon.core.config import ModelConfig
+from ratoon.layers.embedding import Embedding, LMHead
+from ratoon.layers.linear import Linear, QKVLinear
+from ratoon.layers.mlp import GatedMLP
+from ratoon.layers.norm import RMSNorm
+from ratoon.layers.rotary import Rotary
+from ratoon.layers.weights import Weights
+from ratoon.models.base import CausalLM
+from ratoon.models.decoder import DecoderLayer, SelfAttention
+
+
+class LlamaForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
+        super().__init__(config)
+        model = weights / "model"
+        model.ignore("rotary_emb.inv_freq")
+        self.rotary = Rotary(weights, config, max_position)
+        self.embed = Embedding(model / "embed_tokens", config.vocab_size, config.hidden_size)
+        self.layers = [self.build_layer(model / "layers" / index, index) for index in range(config.num_layers)]
+        self.final_norm = RMSNorm(model / "norm", config.hidden_size, config.norm_eps)
+        self.lm_head = LMHead(weights / "lm_head", self.embed, config.tie_word_embeddings)
+
+    def build_layer(self, weights: Weights, index: int) -> DecoderLayer:
+        config = self.config
+        return DecoderLayer(
+            RMSNorm(weights / "input_layernorm", config.hidden_size, config.norm_eps),
+            self.build_attention(weights / "self_attn", index),
+            RMSNorm(weights / "post_attention_layernorm", config.hidden_size, config.norm_eps),
+            GatedMLP(weights / "mlp", config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation),
+        )
+
+    def build_attention(self, weights: Weights, index: int) -> SelfAttention:
+        weights.ignore("rotary_emb.inv_freq")  # older files store it in every layer
+        qkv = self.build_qkv(weights, self.config.attention_bias)
+        return SelfAttention(self.attention_layers[index], qkv, self.build_output(weights), self.rotary)
+
+    def build_qkv(self, weights: Weights, bias: bool) -> QKVLinear:
+        config = self.config
+        names = ("q_proj", "k_proj", "v_proj")
+        return QKVLinear(
+            weights, names, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, bias
+        )
+
+    def build_output(self, weights: Weights) -> Linear:
+        config = self.config
+        width = config.num_heads * config.head_dim
+        return Linear(weights / "o_proj", width, config.hidden_size, config.attention_output_bias)

@@ -1,0 +1,54 @@
+"""A step of one sequence with dense causal attention: the plainest possible StepContext, without pages or backends."""
+
+from __future__ import annotations
+
+import torch
+
+from ratoon.layers.attention import AttentionLayer
+from ratoon.models.base import CausalLM
+
+Tensor = torch.Tensor
+
+
+class DenseStep:
+    """Keeps every key and value that it was given, so that calls after the first go on where the last one ended."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}  # layer index → [S, kv_heads, head_dim]
+        self.values: dict[int, Tensor] = {}
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert q.shape[1:] == (layer.num_heads, layer.head_dim)
+        assert k.shape[1:] == v.shape[1:] == (layer.num_kv_heads, layer.head_dim)
+        keys = self.keys[layer.index] = _grown(self.keys.get(layer.index), k)
+        values = self.values[layer.index] = _grown(self.values.get(layer.index), v)
+        num_queries, num_keys = len(q), len(keys)
+        query_positions = torch.arange(num_keys - num_queries, num_keys)[:, None]  # [T, 1]
+        key_positions = torch.arange(num_keys)[None, :]  # [1, S]
+        visible = key_positions <= query_positions  # [T, S]
+        if layer.window is not None:
+            visible &= key_positions > query_positions - layer.window
+        repeats = layer.num_heads // layer.num_kv_heads
+        keys = keys.repeat_interleave(repeats, dim=1)  # [S, heads, head_dim]
+        values = values.repeat_interleave(repeats, dim=1)
+        scores = torch.einsum("thd,shd->hts", q, keys) * layer.scale
+        scores = scores.masked_fill(~visible, float("-inf"))
+        return torch.einsum("hts,shd->thd", scores.softmax(dim=-1), values).flatten(1)  # [T, heads · head_dim]
+
+
+def _grown(stored: Tensor | None, new: Tensor) -> Tensor:
+    return new.clone() if stored is None else torch.cat([stored, new])
+
+
+@torch.inference_mode()
+def dense_logits(model: CausalLM, token_ids: list[int], chunks: list[int] | None = None) -> Tensor:
+    """Logits [T, V] of all positions, computed in one pass or in chunks of the given lengths."""
+    step = DenseStep()
+    ids = torch.tensor(token_ids)
+    parts, start = [], 0
+    for length in chunks or [len(token_ids)]:
+        positions = torch.arange(start, start + length)
+        parts.append(model.compute_logits(model.forward(ids[positions], positions, step)))
+        start += length
+    assert start == len(token_ids)
+    return torch.cat(parts)

@@ -1,0 +1,216 @@
+"""Small random models of every family: the transformers model, our config for it, and its weights as a TensorSource.
+
+The configs are written out by hand and not parsed, so that a fault of the parser does not hide here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from ratoon.core.config import ModelConfig, RopeScaling
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.models.base import CausalLM
+from ratoon.models.build import build_model
+
+Tensor = torch.Tensor
+
+VOCAB_SIZE = 97
+MAX_POSITION = 128
+
+
+class DictSource:
+    """Tensors held in memory. Counts what is read, so that a test can say that nothing was."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str = "memory") -> None:
+        self.name = name
+        self.tensors = dict(tensors)
+        self.num_reads = 0
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        self.num_reads += 1
+        return self.tensors[name]
+
+
+class TinyModel(NamedTuple):
+    oracle: transformers.PreTrainedModel
+    config: ModelConfig
+    source: DictSource
+
+    def build(self, dtype: torch.dtype = torch.float32, max_position: int | None = None) -> CausalLM:
+        return build_model(self.config, self.source, TorchOps(), torch.device("cpu"), dtype, max_position)
+
+    @torch.inference_mode()
+    def oracle_logits(self, token_ids: list[int]) -> Tensor:
+        logits: Tensor = self.oracle(torch.tensor([token_ids]), use_cache=False).logits
+        return logits[0].float()
+
+
+def tiny_llama(
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    tied: bool = False,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    rope: dict[str, Any] | None = None,
+    max_position: int = MAX_POSITION,
+    seed: int = 0,
+) -> TinyModel:
+    """`rope` is the rope_parameters of transformers, without theta."""
+    config = _config("LlamaForCausalLM", num_heads, num_kv_heads, max_position=max_position)
+    config = replace(
+        config,
+        tie_word_embeddings=tied,
+        attention_bias=attention_bias,
+        attention_output_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        rope_scaling=_rope_scaling(rope),
+    )
+    oracle_config = transformers.LlamaConfig(
+        **_oracle_arguments(config, rope), head_dim=config.head_dim, attention_bias=attention_bias, mlp_bias=mlp_bias
+    )
+    return _tiny(transformers.LlamaForCausalLM, oracle_config, config, seed)
+
+
+def tiny_mistral(window: int | None = 5, seed: int = 0) -> TinyModel:
+    config = replace(_config("MistralForCausalLM", 4, 2), sliding_window=window)
+    oracle_config = transformers.MistralConfig(
+        **_oracle_arguments(config), head_dim=config.head_dim, sliding_window=window
+    )
+    return _tiny(transformers.MistralForCausalLM, oracle_config, config, seed)
+
+
+def tiny_qwen2(
+    window: int | None = None,
+    first_window_layer: int = 1,
+    layer_types: list[str] | None = None,
+    tied: bool = False,
+    seed: int = 0,
+) -> TinyModel:
+    """With a window, layers from `first_window_layer` on have it, or those that `layer_types` names."""
+    config = replace(_config("Qwen2ForCausalLM", 4, 2), tie_word_embeddings=tied, attention_bias=True)
+    oracle_config = transformers.Qwen2Config(
+        **_oracle_arguments(config),
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        max_window_layers=first_window_layer,
+        layer_types=layer_types,
+    )
+    if window is not None:
+        sliding = tuple(kind == "sliding_attention" for kind in oracle_config.layer_types)
+        config = replace(config, sliding_window=window, sliding_layers=sliding)
+    return _tiny(transformers.Qwen2ForCausalLM, oracle_config, config, seed)
+
+
+def tiny_qwen3(tied: bool = True, attention_bias: bool = False, seed: int = 0) -> TinyModel:
+    """Its heads are wider than hidden size / number of heads."""
+    config = _config("Qwen3ForCausalLM", 4, 2, head_dim=24)
+    config = replace(
+        config, tie_word_embeddings=tied, attention_bias=attention_bias, attention_output_bias=attention_bias
+    )
+    oracle_config = transformers.Qwen3Config(
+        **_oracle_arguments(config), head_dim=config.head_dim, attention_bias=attention_bias
+    )
+    return _tiny(transformers.Qwen3ForCausalLM, oracle_config, config, seed)
+
+
+def tiny_gpt2(seed: int = 0) -> TinyModel:
+    config = replace(
+        _config("GPT2LMHeadModel", 4, 4),
+        intermediate_size=256,
+        norm_eps=1e-5,
+        activation="gelu_new",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+    )
+    oracle_config = transformers.GPT2Config(
+        vocab_size=config.vocab_size,
+        n_positions=config.max_position,
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_heads,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return _tiny(transformers.GPT2LMHeadModel, oracle_config, config, seed)
+
+
+def random_token_ids(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def _config(
+    architecture: str, num_heads: int, num_kv_heads: int, head_dim: int = 16, max_position: int = MAX_POSITION
+) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=112,
+        num_layers=3,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def _oracle_arguments(config: ModelConfig, rope: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the config classes of Llama, Mistral and Qwen call alike."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_ids[0],
+        "rope_parameters": {"rope_theta": config.rope_theta, **(rope or {"rope_type": "default"})},
+    }
+
+
+def _rope_scaling(rope: dict[str, Any] | None) -> RopeScaling:
+    if rope is None:
+        return RopeScaling()
+    ours = {"rope_type": "kind", "original_max_position_embeddings": "original_max_position"}
+    return RopeScaling(**{ours.get(name, name): value for name, value in rope.items()})
+
+
+def _tiny(
+    oracle_class: type[transformers.PreTrainedModel],
+    oracle_config: transformers.PretrainedConfig,
+    config: ModelConfig,
+    seed: int,
+) -> TinyModel:
+    oracle_config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    oracle = oracle_class(oracle_config).eval()
+    # A fresh model has unit norms, zero biases and tiny weights: an error in any of them would not be seen.
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.mul_(4)
+    tensors = {name: tensor for name, tensor in oracle.state_dict().items() if not _is_tied_copy(name, config)}
+    return TinyModel(oracle, config, DictSource(tensors, name=f"tiny {config.architecture}"))
+
+
+def _is_tied_copy(name: str, config: ModelConfig) -> bool:
+    return config.tie_word_embeddings and name == "lm_head.weight"

@@ -1,0 +1,73 @@
+"""Input preparation by number: the worked example of the design."""
+
+import numpy as np
+import torch
+
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import NewRequestData
+from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.step_inputs import InputPreparation
+
+SCHEDULED = [1, 1, 93, 75, 30]
+COMPUTED = [54, 145, 0, 0, 0]
+BLOCKS = [range(1, 5), range(5, 15), range(15, 21), range(21, 26), range(26, 28)]
+MAX_MODEL_LEN = 240
+
+
+def prepared():
+    rows = BranchRows(max_rows=8, max_model_len=MAX_MODEL_LEN, block_size=16, num_groups=1)
+    generator = np.random.default_rng(0)
+    for index, (computed, scheduled, blocks) in enumerate(zip(COMPUTED, SCHEDULED, BLOCKS, strict=True)):
+        tokens = generator.integers(0, 1000, computed + scheduled).tolist()
+        rows.add(NewRequestData(str(index), tokens, len(tokens), SamplingParams(), 0, (list(blocks),), computed))
+    inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8, device=torch.device("cpu"))
+    return rows, inputs.prepare(np.arange(5), np.array(SCHEDULED))
+
+
+def concatenated(*runs):
+    return np.concatenate([np.atleast_1d(run) for run in runs]).tolist()
+
+
+def test_cumulative_tokens_and_query_starts_follow_the_worked_example():
+    _, step = prepared()
+    assert step.cu_num_tokens.tolist() == [1, 2, 95, 170, 200]
+    assert step.groups[0].query_start_loc.tolist() == [0, 1, 2, 95, 170, 200]
+    assert step.groups[0].query_start_loc_device.tolist() == [0, 1, 2, 95, 170, 200]
+
+
+def test_positions_go_on_where_each_request_stands():
+    _, step = prepared()
+    assert step.positions.tolist() == concatenated(54, 145, range(93), range(75), range(30))
+
+
+def test_input_ids_are_gathered_at_the_token_indices_of_the_worked_example():
+    rows, step = prepared()
+    m = MAX_MODEL_LEN
+    token_indices = concatenated(54, 145 + m, np.arange(93) + 2 * m, np.arange(75) + 3 * m, np.arange(30) + 4 * m)
+    assert step.input_ids.tolist() == rows.token_ids.reshape(-1)[token_indices].tolist()
+
+
+def test_slots_are_block_times_size_plus_offset():
+    _, step = prepared()
+    slots = concatenated(70, 225, range(240, 333), range(336, 411), range(416, 446))
+    assert step.groups[0].slot_mapping.tolist() == slots
+    block_numbers = step.groups[0].slot_mapping // 16
+    assert block_numbers.unique().tolist() == [4, 14, *range(15, 28)]
+    block_offsets = step.groups[0].slot_mapping % 16
+    assert [block_offsets[last - 1].item() for last in (1, 2, 95, 170, 200)] == [6, 1, 12, 10, 13]
+
+
+def test_sequence_lengths_are_those_after_the_step():
+    _, step = prepared()
+    group = step.groups[0]
+    assert group.seq_lens.tolist() == [55, 146, 93, 75, 30]
+    assert (group.max_seq_len, group.max_query_len) == (146, 93)
+
+
+def test_rows_in_another_order_than_the_batch_are_gathered_by_index():
+    rows, _ = prepared()
+    inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8, device=torch.device("cpu"))
+    step = inputs.prepare(np.array([4, 0]), np.array([30, 1]))
+    assert step.positions.tolist() == concatenated(range(30), 54)
+    assert step.groups[0].slot_mapping.tolist() == concatenated(range(416, 446), 70)
+    assert step.groups[0].block_table[:, :4].tolist() == [[26, 27, 0, 0], [1, 2, 3, 4]]

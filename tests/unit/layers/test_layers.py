@@ -1,0 +1,164 @@
+"""Layers take the right tensors by name, fuse them into one product, and hand out views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from ratoon.core.errors import ModelError
+from ratoon.layers.embedding import Embedding, LMHead
+from ratoon.layers.linear import Linear, MergedLinear, QKVLinear
+from ratoon.layers.mlp import MLP, GatedMLP
+from ratoon.layers.norm import HeadRMSNorm, LayerNorm, RMSNorm
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.weights import Weights
+
+Tensor = torch.Tensor
+
+
+class CountingOps(TorchOps):
+    """Notes the shape of every weight that is made into a product."""
+
+    def __init__(self) -> None:
+        self.products: list[tuple[int, ...]] = []
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        assert weight.is_contiguous()
+        self.products.append(tuple(weight.shape))
+        return super().make_linear(weight, bias)
+
+
+class RandomSource:
+    name = "random"
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        self.tensors = {name.replace("__", "."): torch.randn(shape) for name, shape in shapes.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def weights_of(source: RandomSource, dtype: torch.dtype = torch.float32) -> Weights:
+    torch.manual_seed(0)
+    return Weights(source, CountingOps(), torch.device("cpu"), dtype)
+
+
+def test_a_linear_layer_with_and_without_bias() -> None:
+    source = RandomSource(weight=(5, 8), bias=(5,))
+    x = torch.randn(3, 8)
+    product = x @ source.tensors["weight"].T
+    torch.testing.assert_close(Linear(weights_of(source), 8, 5)(x), product)
+    torch.testing.assert_close(Linear(weights_of(source), 8, 5, bias=True)(x), product + source.tensors["bias"])
+
+
+def test_a_transposed_linear_layer_reads_its_weight_as_in_by_out() -> None:
+    source = RandomSource(weight=(8, 5))
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(Linear(weights_of(source), 8, 5, transposed=True)(x), x @ source.tensors["weight"])
+
+
+def test_merged_layers_are_one_product_in_the_order_of_their_names() -> None:
+    source = RandomSource(gate__weight=(6, 8), gate__bias=(6,), up__weight=(4, 8), up__bias=(4,))
+    weights = weights_of(source)
+    merged = MergedLinear(weights, ("gate", "up"), 8, (6, 4), bias=True)
+    x = torch.randn(3, 8)
+    apart = [x @ source.tensors[f"{name}.weight"].T + source.tensors[f"{name}.bias"] for name in ("gate", "up")]
+    torch.testing.assert_close(merged(x), torch.cat(apart, dim=1))
+    assert weights.ops.products == [(10, 8)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_query_key_and_value_are_views_of_one_product(bias: bool) -> None:
+    shapes = {"q": 4 * 6, "k": 2 * 6, "v": 2 * 6}
+    source = RandomSource(
+        **{f"{name}__weight": (size, 8) for name, size in shapes.items()},
+        **{f"{name}__bias": (size,) for name, size in shapes.items()},
+    )
+    weights = weights_of(source)
+    qkv = QKVLinear(weights, ("q", "k", "v"), 8, num_heads=4, num_kv_heads=2, head_dim=6, bias=bias)
+    x = torch.randn(3, 8)
+    parts = qkv(x)
+    for name, part, heads in zip("qkv", parts, (4, 2, 2)):
+        expected = x @ source.tensors[f"{name}.weight"].T + bias * source.tensors[f"{name}.bias"]
+        torch.testing.assert_close(part, expected.view(3, heads, 6))
+    assert weights.ops.products == [(8 * 6, 8)]  # type: ignore[attr-defined]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+
+
+def test_query_key_and_value_that_the_checkpoint_has_fused_and_transposed() -> None:
+    source = RandomSource(c_attn__weight=(8, 3 * 8), c_attn__bias=(3 * 8,))
+    qkv = QKVLinear(weights_of(source), ("c_attn",), 8, 2, 2, 4, bias=True, transposed=True)
+    x = torch.randn(3, 8)
+    fused = x @ source.tensors["c_attn.weight"] + source.tensors["c_attn.bias"]
+    for part, expected in zip(qkv(x), fused.split(8, dim=1)):
+        torch.testing.assert_close(part, expected.view(3, 2, 4))
+
+
+def test_a_part_of_the_wrong_shape_is_named_before_anything_is_fused() -> None:
+    source = RandomSource(q__weight=(24, 8), k__weight=(12, 8), v__weight=(12, 9))
+    with pytest.raises(ModelError, match=r"'v\.weight' has shape \(12, 9\)"):
+        QKVLinear(weights_of(source), ("q", "k", "v"), 8, num_heads=4, num_kv_heads=2, head_dim=6)
+
+
+def test_a_tied_head_multiplies_by_the_embedding_itself() -> None:
+    source = RandomSource(embed__weight=(7, 8), head__weight=(7, 8))
+    weights = weights_of(source)
+    embedding = Embedding(weights / "embed", 7, 8)
+    x = torch.randn(2, 8)
+    tied = LMHead(weights / "head", embedding, tied=True)
+    torch.testing.assert_close(tied(x), x @ source.tensors["embed.weight"].T)
+    weights.check_nothing_left()  # the copy in the file is no left-over
+    untied = LMHead(weights / "head", embedding, tied=False)
+    torch.testing.assert_close(untied(x), x @ source.tensors["head.weight"].T)
+
+
+def test_logits_are_float32_whatever_the_model_is() -> None:
+    weights = weights_of(RandomSource(embed__weight=(7, 8)), torch.bfloat16)
+    embedding = Embedding(weights / "embed", 7, 8)
+    assert embedding(torch.tensor([1, 2])).dtype == torch.bfloat16
+    head = LMHead(weights / "head", embedding, tied=True)
+    assert head(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm_class", [RMSNorm, LayerNorm])
+def test_a_norm_with_a_residual_equals_adding_first(norm_class: type[RMSNorm | LayerNorm]) -> None:
+    norm = norm_class(weights_of(RandomSource(weight=(8,), bias=(8,))), 8, 1e-6)
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    total = x + residual
+    alone = norm(total)
+    torch.testing.assert_close(norm(x, residual), alone)
+    torch.testing.assert_close(residual, total)
+    assert not torch.allclose(alone, total)
+
+
+def test_a_head_norm_gives_every_head_the_same_weight() -> None:
+    source = RandomSource(weight=(4,))
+    heads = torch.randn(3, 2, 4)
+    expected = torch.nn.functional.rms_norm(heads, (4,), source.tensors["weight"], 1e-6)
+    HeadRMSNorm(weights_of(source), 4, 1e-6)(heads)
+    torch.testing.assert_close(heads, expected)
+
+
+def test_a_gated_mlp_is_two_products() -> None:
+    source = RandomSource(gate_proj__weight=(6, 8), up_proj__weight=(6, 8), down_proj__weight=(8, 6))
+    weights = weights_of(source)
+    x = torch.randn(3, 8)
+    gate, up = x @ source.tensors["gate_proj.weight"].T, x @ source.tensors["up_proj.weight"].T
+    expected = (gate * gate.sigmoid() * up) @ source.tensors["down_proj.weight"].T
+    torch.testing.assert_close(GatedMLP(weights, 8, 6)(x), expected)
+    assert weights.ops.products == [(12, 8), (8, 6)]  # type: ignore[attr-defined]
+
+
+def test_an_activation_that_nobody_computes_is_refused_when_the_model_is_built() -> None:
+    weights = weights_of(RandomSource(up__weight=(6, 8), down__weight=(8, 6)))
+    up, down = Linear(weights / "up", 8, 6), Linear(weights / "down", 6, 8)
+    MLP(up, down, weights.ops, "gelu_new")
+    with pytest.raises(ModelError, match="'swoosh'"):
+        MLP(up, down, weights.ops, "swoosh")
+    with pytest.raises(ModelError, match="'gelu'"):
+        GatedMLP(weights, 8, 6, activation="gelu")

@@ -1,0 +1,94 @@
+"""The CPU kernels against float64, and their promise: a row's result depends on nothing but the row."""
+
+import pytest
+import torch
+
+from ratoon.layers.native_ops import NativeOps, native_ops_reasons
+from ratoon.layers.torch_ops import TorchOps
+
+pytestmark = pytest.mark.skipif(
+    bool(native_ops_reasons(torch.device("cpu"), torch.float32)),
+    reason="no kernels for this processor; `make setup` builds them",
+)
+
+
+@pytest.fixture
+def ops():
+    return NativeOps()
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 31, 97, 200])
+@pytest.mark.parametrize(("inner", "outer"), [(576, 960), (63, 50), (1, 1), (130, 17)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_equals_the_float64_product(ops, rows, inner, outer, with_bias):
+    x, weight, bias = random(rows, inner), random(outer, inner, seed=1) / inner**0.5, random(outer, seed=2)
+    got = ops.make_linear(weight, bias if with_bias else None)(x)
+    expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(576, 960), (63, 50), (1536, 576)])
+def test_a_row_of_a_product_is_the_same_to_the_bit_in_any_batch(ops, inner, outer):
+    x = random(200, inner)
+    multiply = ops.make_linear(random(outer, inner, seed=1), random(outer, seed=2))
+    whole = multiply(x)
+    for first, last in [(0, 1), (5, 7), (17, 20), (3, 8), (60, 125), (199, 200)]:
+        assert torch.equal(multiply(x[first:last]), whole[first:last])
+
+
+def test_linear_reads_rows_of_a_wider_tensor(ops):
+    wide = random(6, 100)
+    multiply = ops.make_linear(random(20, 40, seed=1), None)
+    assert torch.equal(multiply(wide[:, 10:50]), multiply(wide[:, 10:50].contiguous()))
+
+
+@pytest.mark.parametrize("width", [576, 61, 3])
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_norms_equal_the_reference_and_add_to_the_residual(ops, rows, width):
+    reference = TorchOps()
+    x, residual, weight, bias = random(rows, width), random(rows, width, seed=1), random(width, seed=2), random(width, seed=3)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ops.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5), rtol=1e-5, atol=1e-5
+    )
+    for name, arguments in [("add_rms_norm", (weight, 1e-5)), ("add_layer_norm", (weight, bias, 1e-5))]:
+        ours, theirs = residual.clone(), residual.clone()
+        got = getattr(ops, name)(x, ours, *arguments)
+        torch.testing.assert_close(got, getattr(reference, name)(x, theirs, *arguments), rtol=1e-5, atol=1e-5)
+        assert torch.equal(ours, theirs)
+
+
+def test_rotation_and_head_norm_work_in_place_on_views_of_the_fused_product(ops):
+    reference = TorchOps()
+    fused = random(7, 15, 64)
+    copy = fused.clone()
+    positions, table = torch.tensor([0, 5, 9, 3, 2, 31, 7]), random(32, 48, seed=1)
+    for implementation, tensor in ((ops, fused), (reference, copy)):
+        q, k, _ = tensor.split([9, 3, 3], dim=1)
+        implementation.head_rms_norm(q, torch.linspace(0.5, 2, 64), 1e-6)
+        implementation.rotary(q, k, positions, table)
+    torch.testing.assert_close(fused, copy, rtol=1e-5, atol=1e-5)
+    assert torch.equal(fused[:, 12:], copy[:, 12:])
+
+
+@pytest.mark.parametrize("width", [1536, 37])
+def test_activations_equal_the_reference(ops, width):
+    reference = TorchOps()
+    x = random(9, 2 * width) * 8
+    torch.testing.assert_close(ops.silu_and_mul(x), reference.silu_and_mul(x), rtol=1e-5, atol=1e-6)
+    for kind in ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"):
+        torch.testing.assert_close(ops.activation(x, kind), reference.activation(x, kind), rtol=1e-5, atol=1e-6)
+
+
+def test_extreme_inputs_stay_finite(ops):
+    x = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 5.0]])
+    torch.testing.assert_close(ops.activation(x, "silu"), TorchOps().activation(x, "silu"), rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_say_why_they_cannot_serve():
+    reasons = " ".join(native_ops_reasons(torch.device("cuda"), torch.bfloat16))
+    assert "not for cuda" in reasons and "float32" in reasons

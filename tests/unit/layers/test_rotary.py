@@ -1,0 +1,147 @@
+"""The table of angles against transformers, for every kind of scaling, near and far positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ratoon.core.config import ModelConfig, RopeScaling
+from ratoon.core.errors import ModelError
+from ratoon.layers.rotary import Rotary, cos_sin_table
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.weights import Weights
+
+Tensor = torch.Tensor
+
+MAX_POSITION = 131072
+TOLERANCE = 1e-6
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=10,
+    hidden_size=256,
+    intermediate_size=10,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position=MAX_POSITION,
+    rope_theta=500000.0,
+)
+
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 32768}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"kind": "default"},
+    "linear": {"kind": "linear", "factor": 3.7},
+    "dynamic": {"kind": "dynamic", "factor": 4.0},
+    "llama3": {"kind": "llama3", "factor": 8.0, "original_max_position": 8192},
+    "llama3 with other borders": {
+        "kind": "llama3",
+        "factor": 32.0,
+        "original_max_position": 4096,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 8.0,
+    },
+    "yarn": YARN,
+    "yarn with a given attention factor": {**YARN, "attention_factor": 0.7},
+    "yarn with mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1},
+    "yarn with other borders": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn without truncation": {**YARN, "truncate": False},
+}
+THEIR_NAMES = {"kind": "rope_type", "original_max_position": "original_max_position_embeddings"}
+
+
+def with_scaling(scaling: dict[str, Any], **changes: Any) -> ModelConfig:
+    return replace(CONFIG, rope_scaling=RopeScaling(**scaling), **changes)
+
+
+def their_rotary(config: ModelConfig, scaling: dict[str, Any]) -> LlamaRotaryEmbedding:
+    parameters = {THEIR_NAMES.get(name, name): value for name, value in scaling.items()}
+    if scaling["kind"] == "llama3":
+        parameters.setdefault("low_freq_factor", config.rope_scaling.low_freq_factor)
+        parameters.setdefault("high_freq_factor", config.rope_scaling.high_freq_factor)
+    oracle_config = transformers.LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position,
+        rope_parameters={"rope_theta": config.rope_theta, **parameters},
+    )
+    return LlamaRotaryEmbedding(oracle_config)
+
+
+def their_table(oracle: LlamaRotaryEmbedding, positions: Tensor) -> Tensor:
+    cos, sin = oracle(torch.empty(1), positions[None])  # [1, P, head_dim] each, both halves the same
+    half = cos.shape[-1] // 2
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_the_table_is_that_of_transformers_at_near_and_far_positions(name: str, theta: float) -> None:
+    config = with_scaling(SCALINGS[name], rope_theta=theta)
+    table = cos_sin_table(config, MAX_POSITION)
+    assert table.shape == (MAX_POSITION, config.head_dim)
+    assert table.dtype == torch.float32
+    positions = torch.cat([torch.arange(600), torch.arange(600, MAX_POSITION, 997), torch.tensor([MAX_POSITION - 1])])
+    expected = their_table(their_rotary(config, SCALINGS[name]), positions)
+    torch.testing.assert_close(table[positions], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_every_scaling_gives_another_table() -> None:
+    tables = [cos_sin_table(with_scaling(scaling), 600) for name, scaling in SCALINGS.items() if name != "dynamic"]
+    for index, table in enumerate(tables):
+        assert not any(torch.allclose(table, other, atol=1e-3) for other in tables[:index])
+
+
+def test_a_short_table_is_the_beginning_of_a_long_one() -> None:
+    for scaling in SCALINGS.values():
+        config = with_scaling(scaling, max_position=48)
+        torch.testing.assert_close(cos_sin_table(config, 40), cos_sin_table(config, 96)[:40], atol=TOLERANCE, rtol=0)
+
+
+def test_dynamic_scaling_is_unscaled_up_to_the_original_length() -> None:
+    config = with_scaling(SCALINGS["dynamic"], max_position=64)
+    plain = cos_sin_table(with_scaling(SCALINGS["default"]), 128)
+    table = cos_sin_table(config, 128)
+    assert torch.equal(table[:64], plain[:64])
+    assert not torch.allclose(table[64:], plain[64:], atol=1e-2)
+
+
+def test_dynamic_scaling_beyond_the_original_length_is_that_of_a_sequence_that_grew_to_there() -> None:
+    config = with_scaling(SCALINGS["dynamic"], max_position=64)
+    table = cos_sin_table(config, 200)
+    oracle = their_rotary(config, SCALINGS["dynamic"])
+    rows = torch.cat([their_table(oracle, torch.tensor([position])) for position in range(200)])
+    torch.testing.assert_close(table, rows, atol=1e-5, rtol=0)  # one bit of the base is 1e-5 in an angle of 100
+
+
+def test_only_the_rotary_dimensions_are_in_the_table() -> None:
+    partial = cos_sin_table(replace(CONFIG, rotary_dim=32), 50)
+    narrow = cos_sin_table(replace(CONFIG, head_dim=32), 50)
+    assert torch.equal(partial, narrow)
+
+
+def test_an_unknown_scaling_is_named_already_on_the_meta_device() -> None:
+    config = with_scaling({"kind": "spiral"})
+    weights = Weights(None, TorchOps(), torch.device("meta"), torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"'spiral'.*yarn"):
+        Rotary(weights, config, 16)
+
+
+def test_the_rotary_layer_turns_by_the_rows_of_its_table_in_float32_for_any_dtype() -> None:
+    weights = Weights(None, TorchOps(), torch.device("cpu"), torch.bfloat16)  # type: ignore[arg-type]
+    rotary = Rotary(weights, CONFIG, 20)
+    assert rotary.cos_sin.dtype == torch.float32
+    assert rotary.cos_sin.shape == (20, 64)
+    q, k = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
+    q[..., 0] = k[..., 0] = 1
+    rotary(q, k, torch.tensor([19]))
+    for turned in (q, k):
+        torch.testing.assert_close(turned[0, 0, 0], torch.tensor(19.0).cos())
+        torch.testing.assert_close(turned[0, 1, 32], torch.tensor(19.0).sin())
