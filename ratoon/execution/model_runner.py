@@ -26,13 +26,23 @@ PROMPT_LOGPROBS_ROWS = 128  # prompt rows whose logits are held at one time
 
 
 @dataclass(slots=True)
+class PromptSpan:
+    """Consecutive rows of one branch whose next token is a prompt token that the caller wants to know about."""
+
+    req_id: str
+    row: int  # of the branch
+    start: int  # prompt position of the first one
+    count: int
+    num_logprobs: int
+
+
+@dataclass(slots=True)
 class ExecutedStep:
     """What the first phase leaves for the second. Tensors are on the device and may still be in the making."""
 
     plan: SchedulerOutput
-    batch_ids: list[str]  # scheduled branches, in batch order
-    hidden: torch.Tensor  # [T, H]
-    cu_num_tokens: np.ndarray  # [R]
+    hidden: torch.Tensor  # [S + P, H]: the newest token of every sampled branch, then rows for prompt log-probabilities
+    prompt_spans: list[PromptSpan]
 
 
 class ModelRunner:
@@ -70,11 +80,40 @@ class ModelRunner:
         row_of = self.rows.row_of
         batch_rows = np.array([row_of[req_id] for req_id in batch_ids])
         num_scheduled = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, len(batch_ids))
-        step = self.inputs.prepare(batch_rows, num_scheduled)
-        metadata = [self.backend.build_metadata(group) for group in step.groups]
-        hidden = self.model.forward(step.input_ids, step.positions, PagedStep(self.backend, self.kv, metadata))
+        inputs = self.inputs.prepare(batch_rows, num_scheduled)
+        metadata = [self.backend.build_metadata(group) for group in inputs.groups]
+        last_token = dict(zip(batch_ids, (inputs.cu_num_tokens - 1).tolist(), strict=True))
+        spans, wanted = self._wanted_rows(plan, last_token)
+        step = PagedStep(self.backend, self.kv, metadata)
+        hidden = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
         self.num_computed_tokens += plan.total_num_scheduled_tokens
-        self._executed = ExecutedStep(plan, batch_ids, hidden, step.cu_num_tokens)
+        self._executed = ExecutedStep(plan, hidden, spans)
+
+    def _wanted_rows(
+        self, plan: SchedulerOutput, last_token: dict[str, int]
+    ) -> tuple[list[PromptSpan], torch.Tensor | None]:
+        """Which rows of the step anybody reads: None when that is all of them, in order."""
+        spans = self._prompt_spans(plan)
+        wanted = [last_token[req_id] for req_id in plan.sampled_req_ids]
+        for span in spans:
+            first = last_token[span.req_id] + 1 - plan.num_scheduled_tokens[span.req_id]
+            wanted += range(first, first + span.count)
+        if wanted == list(range(plan.total_num_scheduled_tokens)):
+            return spans, None
+        return spans, torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def _prompt_spans(self, plan: SchedulerOutput) -> list[PromptSpan]:
+        spans = []
+        for req_id, count in plan.num_scheduled_tokens.items():
+            row = self.rows.row_of[req_id]
+            params = self.rows.params[row]
+            if params is None or params.prompt_logprobs is None:
+                continue
+            start = int(self.rows.num_computed[row])
+            count = min(start + count, int(self.rows.num_prompt[row]) - 1) - start  # the last prompt token has no next
+            if count > 0:
+                spans.append(PromptSpan(req_id, row, start, count, params.prompt_logprobs))
+        return spans
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         """The order of core/plan.py: drop, add, copy, append."""
@@ -108,13 +147,10 @@ class ModelRunner:
         if executed is None:
             return ModelRunnerOutput()
         plan = executed.plan
-        place = {req_id: index for index, req_id in enumerate(executed.batch_ids)}
-        output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(executed, place))
+        output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(executed))
         if not plan.sampled_req_ids:
             return output
-
-        last_rows = executed.cu_num_tokens[[place[req_id] for req_id in plan.sampled_req_ids]] - 1
-        logits = self.model.compute_logits(executed.hidden[torch.from_numpy(last_rows).to(self.device)])
+        logits = self.model.compute_logits(executed.hidden[: len(plan.sampled_req_ids)])
         ids, rows, seeds, source = self._draws(plan)
         if len(ids) > len(plan.sampled_req_ids):  # several choices from one row
             logits = logits[torch.from_numpy(source).to(self.device)]
@@ -152,27 +188,21 @@ class ModelRunner:
                 source.append(index)
         return ids, np.array(rows), np.array(seeds, np.uint64), np.array(source)
 
-    def _prompt_logprobs(self, executed: ExecutedStep, place: dict[str, int]) -> dict[str, PromptLogprobsChunk]:
-        """For branches that asked: what the model expected at the prompt positions that follow this step's rows."""
+    def _prompt_logprobs(self, executed: ExecutedStep) -> dict[str, PromptLogprobsChunk]:
+        """What the model expected at the prompt positions that follow the spans' rows."""
         result = {}
-        for req_id, count in executed.plan.num_scheduled_tokens.items():
-            row = self.rows.row_of[req_id]
-            params = self.rows.params[row]
-            if params is None or params.prompt_logprobs is None:
-                continue
-            start = int(self.rows.num_computed[row])
-            targets = min(start + count, int(self.rows.num_prompt[row]) - 1) - start  # rows with a prompt token behind
-            if targets <= 0:
-                continue
-            first = int(executed.cu_num_tokens[place[req_id]]) - count
+        first = len(executed.plan.sampled_req_ids)
+        for span in executed.prompt_spans:
             lists = LogprobsLists([], [], [])
-            for offset in range(0, targets, PROMPT_LOGPROBS_ROWS):
-                chunk = min(PROMPT_LOGPROBS_ROWS, targets - offset)
-                logits = self.model.compute_logits(executed.hidden[first + offset : first + offset + chunk])
-                next_ids = self.rows.token_ids[row, start + offset + 1 : start + offset + chunk + 1]
-                part = prompt_logprobs(logits, torch.from_numpy(next_ids).long(), params.prompt_logprobs)
+            for offset in range(0, span.count, PROMPT_LOGPROBS_ROWS):
+                count = min(PROMPT_LOGPROBS_ROWS, span.count - offset)
+                logits = self.model.compute_logits(executed.hidden[first + offset : first + offset + count])
+                position = span.start + offset + 1
+                next_ids = torch.from_numpy(self.rows.token_ids[span.row, position : position + count]).long()
+                part = prompt_logprobs(logits, next_ids, span.num_logprobs)
                 lists.token_ids += part.token_ids
                 lists.logprobs += part.logprobs
                 lists.sampled_ranks += part.sampled_ranks
-            result[req_id] = PromptLogprobsChunk(start + 1, lists)
+            result[span.req_id] = PromptLogprobsChunk(span.start + 1, lists)
+            first += span.count
         return result

@@ -187,8 +187,8 @@ def _edits_of(params: SamplingParams, prompt_token_ids: Sequence[int]) -> RowEdi
         edits.allowed = np.unique(np.asarray(params.allowed_token_ids, dtype=np.int64))
     if params.bad_words_token_ids:
         edits.bad_words = BadWords(params.bad_words_token_ids)
-    if params.min_tokens > 0:
-        stop_ids = {*(params.eos_token_ids or ()), *(params.stop_token_ids or ()), *(params.all_stop_token_ids or ())}
+    stop_ids = {*(params.eos_token_ids or ()), *(params.stop_token_ids or ()), *(params.all_stop_token_ids or ())}
+    if params.min_tokens > 0 and stop_ids:
         edits.stop_ids = np.array(sorted(stop_ids), dtype=np.int64)
     if params.logit_bias:
         edits.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
@@ -218,7 +218,7 @@ def _needs_of(params: SamplingParams, edits: RowEdits) -> Needs:
 class SampledTokens:
     """One token for each row, still on the device, and what else the rows asked for.
 
-    `host()` and all that builds on it copies everything to the host in one go, once.
+    The first question about values (to_list, bad_rows, logprobs_lists) copies everything to the host, in one go.
     """
 
     def __init__(
@@ -302,9 +302,8 @@ class Sampler:
         if len(asked) == 0:
             return SampledTokens(chosen)
         num_logprobs = self.rows.num_logprobs[slots[asked]]
-        asked_logits = _take(logits, asked)
-        asked_tokens = chosen.token_ids[torch.from_numpy(asked).to(logits.device)]
-        logprobs = sampling.token_logprobs(asked_logits, asked_tokens, int(num_logprobs.max()))
+        asked_tokens = chosen.token_ids[_to_device(asked, logits.device)]
+        logprobs = sampling.token_logprobs(_take(logits, asked), asked_tokens, int(num_logprobs.max()))
         return SampledTokens(chosen, logprobs, asked, num_logprobs)
 
     def _choose(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
@@ -328,7 +327,7 @@ class Sampler:
                     continue
                 rows = members[places]
                 chosen = self._choose_alike(_take(group_logits, places), slots[rows], uniforms[rows], needs[rows[0]])
-                index = torch.from_numpy(rows).to(logits.device)
+                index = _to_device(rows, logits.device)
                 token_ids[index], bad[index] = chosen
         return Chosen(token_ids, bad)
 

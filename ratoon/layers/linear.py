@@ -95,4 +95,8 @@ def _take_weight(weights: Weights, in_features: int, out_features: int, transpos
 
 
 def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].device.type == "meta":  # torch.cat of meta tensors loads two seconds' worth of torch's compiler
+        return torch.empty(sum(map(len, parts)), *parts[0].shape[1:], device="meta")
+    return torch.cat(parts)

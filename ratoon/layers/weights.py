@@ -39,14 +39,14 @@ class Weights:
         device: torch.device,
         dtype: torch.dtype,
         prefix: str = "",
-        taken: set[str] | None = None,
+        taken: dict[str, bool] | None = None,
     ) -> None:
         self.source = source
         self.ops = ops
         self.device = device
         self.dtype = dtype
         self.prefix = prefix
-        self._taken = taken if taken is not None else set()
+        self._taken = taken if taken is not None else {}  # name → was read (not just ignored), in order
 
     def __truediv__(self, name: object) -> Weights:
         """`weights / "layers" / 3` is the view below `layers.3`."""
@@ -65,17 +65,22 @@ class Weights:
             raise ModelError(
                 self.source.name, f"tensor {full!r} has shape {tuple(found)}", f"the config asks for {shape}"
             )
-        self._taken.add(full)
+        self._taken[full] = True
         if self.device.type == "meta":
             return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return self.source.read(full).to(device=self.device, dtype=dtype or self.dtype)
 
     def ignore(self, *names: str) -> None:
         """Tensors that the file may hold and the model does not need (stored rotary tables, tied copies)."""
-        self._taken.update(self.prefix + name for name in names)
+        for name in names:
+            self._taken.setdefault(self.prefix + name, False)
+
+    def taken_in_order(self) -> list[str]:
+        """What was taken so far: the order in which another pass will want it."""
+        return [name for name, was_read in self._taken.items() if was_read]
 
     def check_nothing_left(self) -> None:
-        left = sorted(set(self.source.shapes()) - self._taken)
+        left = sorted(set(self.source.shapes()) - set(self._taken))
         if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise ModelError(self.source.name, f"holds tensors that this model has no place for: {shown}")

@@ -49,17 +49,21 @@ class CausalLM:
         """[T], [T] → [T, H], in new memory."""
         return self.embed(input_ids)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """[T], [T] → hidden states [T, H] after the final norm.
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext, rows: Tensor | None = None) -> Tensor:
+        """[T], [T] → hidden states after the final norm: of all rows [T, H], or of these `rows` [R] → [R, H].
 
         `stream` is the residual stream and is added to in place; `update` is what the layer before wants added. The
         hidden state after a layer is their sum. The next norm does the addition, so that memory is read once.
         """
         stream = self.embed_tokens(input_ids, positions)
         update: Tensor | None = None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             update = layer(stream, update, positions, step)
-        return self.final_norm(stream) if update is None else self.final_norm(update, stream)
+        last = self.layers[-1]
+        attended = last.attend(stream, update, positions, step)
+        if rows is not None:  # the last layer's second half is computed only for rows that somebody reads
+            attended, stream = attended[rows], stream[rows]
+        return self.final_norm(last.finish(attended, stream), stream)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, H] → [R, V] in float32."""

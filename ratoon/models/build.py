@@ -12,6 +12,7 @@ from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource, Weights
 from ratoon.models.base import CausalLM
+from ratoon.models.read_ahead import ReadAhead
 from ratoon.models.registry import find_model_class
 
 META = torch.device("meta")
@@ -34,7 +35,8 @@ def build_model(
     comparison = Weights(source, TorchOps(), META, dtype)
     model_class(config, comparison, length)
     comparison.check_nothing_left()
-    return model_class(config, Weights(source, ops, device, dtype), length)
+    with ReadAhead(source, comparison.taken_in_order()) as ahead:
+        return model_class(config, Weights(ahead, ops, device, dtype), length)
 
 
 def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

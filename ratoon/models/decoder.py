@@ -18,7 +18,10 @@ Tensor = torch.Tensor
 
 
 class SelfAttention:
-    """Query, key and value; the norms of their heads and the rotation, where a family has them; attention; output."""
+    """Query, key and value; the norms of their heads and the rotation, where a family has them; attention.
+
+    `output`, the product that follows, is called by the layer: rows that nobody needs any more are dropped before it.
+    """
 
     __slots__ = ("k_norm", "layer", "output", "q_norm", "qkv", "rotary")
 
@@ -46,7 +49,7 @@ class SelfAttention:
             self.k_norm(k)
         if self.rotary is not None:
             self.rotary(q, k, positions)
-        return self.output(self.layer(q, k, v, step))  # [T, heads · head_dim] → [T, H]
+        return self.layer(q, k, v, step)  # [T, heads · head_dim]
 
 
 class DecoderLayer:
@@ -68,6 +71,13 @@ class DecoderLayer:
 
     def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """All [T, H]. Adds `update` and its own attention to the stream in place; returns what is still to be added."""
+        return self.finish(self.attend(stream, update, positions, step), stream)
+
+    def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
+        """The first half, in which rows look at each other: → [T, heads · head_dim]."""
         x = self.attention_norm(stream) if update is None else self.attention_norm(update, stream)
-        attended = self.attention(x, positions, step)
-        return self.mlp(self.mlp_norm(attended, stream))
+        return self.attention(x, positions, step)
+
+    def finish(self, attended: Tensor, stream: Tensor) -> Tensor:
+        """The second half, in which every row is on its own: → [T, H]."""
+        return self.mlp(self.mlp_norm(self.attention.output(attended), stream))

@@ -109,9 +109,9 @@ def tiny_qwen2(
     return _tiny(transformers.Qwen2ForCausalLM, oracle_config, config, seed)
 
 
-def tiny_qwen3(tied: bool = True, attention_bias: bool = False, seed: int = 0) -> TinyModel:
+def tiny_qwen3(tied: bool = True, attention_bias: bool = False, head_dim: int = 24, seed: int = 0) -> TinyModel:
     """Its heads are wider than hidden size / number of heads."""
-    config = _config("Qwen3ForCausalLM", 4, 2, head_dim=24)
+    config = _config("Qwen3ForCausalLM", 4, 2, head_dim=head_dim)
     config = replace(
         config, tie_word_embeddings=tied, attention_bias=attention_bias, attention_output_bias=attention_bias
     )

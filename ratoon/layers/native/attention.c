@@ -104,7 +104,11 @@ static void attend_stretch(const attention_call *c, scratch *s, const int32_t *t
                            int64_t group, int64_t first_position, int64_t first_key, int64_t keys) {
     int64_t head_floats = c->head_dim * c->block_size;
     const float *values[STRETCH / TILE];
-    for (int64_t i = 0; i < keys; i += TILE) {
+    // Tiles that lie before every row's window are not read: their blocks may be somebody else's by now, and zero times
+    // a NaN of theirs would be a NaN of ours.
+    int64_t hidden = c->window > 0 ? first_position - c->window + 1 - first_key : 0;
+    int64_t first = hidden > 0 ? hidden / TILE * TILE : 0;
+    for (int64_t i = first; i < keys; i += TILE) {
         int64_t key = first_key + i;
         const float *block = c->cache + table[key / c->block_size] * c->block_floats + kv_head * head_floats;
         int64_t offset = key % c->block_size;
@@ -114,7 +118,8 @@ static void attend_stretch(const attention_call *c, scratch *s, const int32_t *t
     }
     for (int64_t row = 0; row < rows; row++) softmax_row(c, s, row, first_position + row / group, first_key, keys);
     for (int64_t column = 0; column < c->head_dim; column += TILE)
-        product(rows, s->p, STRETCH, values, column, c->head_dim, TILE, keys, s->sum + column, c->head_dim, 1);
+        product(rows, s->p + first, STRETCH, values + first / TILE, column, c->head_dim, TILE, keys - first,
+                s->sum + column, c->head_dim, 1);
 }
 
 static void attention_unit(void *context, int64_t unit) {

@@ -1,0 +1,132 @@
+"""Makes floats of GGUF's quantised blocks. Knows bytes only, no files and no models.
+
+A tensor is a row of equal blocks: a few scales, and then small whole numbers, packed. The types that files mostly
+consist of are done here, on whole tensors with torch; the others by the `gguf` package, which takes four times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ratoon.core.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 14, 30
+
+# Numbers in a block, and bytes in a block. Known here, so that opening a usual file does not import `gguf`.
+COMMON_BLOCKS = {
+    F32: (1, 4), F16: (1, 2), BF16: (1, 2), Q4_0: (32, 18), Q4_1: (32, 20), Q8_0: (32, 34), Q4_K: (256, 144),
+    Q6_K: (256, 210),
+}  # fmt: skip
+
+
+def block_layout(type_id: int, source: str, tensor: str) -> tuple[int, int]:
+    """Numbers in a block and bytes in a block, for a tensor type. The names are for messages."""
+    if type_id in COMMON_BLOCKS:
+        return COMMON_BLOCKS[type_id]
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        return GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
+    except (ValueError, KeyError):
+        problem = f"tensor {tensor!r} has the unknown type {type_id}"
+        raise ModelError(source, problem, "a newer `gguf` package may know it") from None
+
+
+def dequantize(data: torch.Tensor, type_id: int) -> torch.Tensor:
+    """All blocks of one tensor, as flat bytes, to a flat tensor: float32, or what F16 and BF16 are."""
+    import torch
+
+    plain = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
+    if type_id in plain:
+        return data.view(plain[type_id])
+    if type_id in _DEQUANTIZERS:
+        _, block_bytes = COMMON_BLOCKS[type_id]
+        return _DEQUANTIZERS[type_id](data.view(-1, block_bytes)).view(-1)
+    return _dequantize_with_package(data, type_id)
+
+
+def _dequantize_q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """One scale, 32 signed bytes."""
+    import torch
+
+    return blocks[:, 2:].view(torch.int8) * _half_floats(blocks[:, :2])
+
+
+def _dequantize_q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    """One scale, 32 numbers from -8 to 7."""
+    return _unpack_nibbles(blocks[:, 2:], 16).sub_(8).mul_(_half_floats(blocks[:, :2])[:, :, None, None])
+
+
+def _dequantize_q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    """A scale and the least value, 32 numbers from 0 to 15."""
+    scale, least = _half_floats(blocks[:, :4])[:, :, None, None, None].unbind(1)
+    return _unpack_nibbles(blocks[:, 4:], 16).mul_(scale).add_(least)
+
+
+def _dequantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Eight sub-blocks of 32 numbers; each has a scale and a minimum of 6 bits, packed into 12 bytes for all eight."""
+    import torch
+
+    whole = _half_floats(blocks[:, :4])  # [blocks, 2]: what the small scales and minima are multiplied by
+    first, second, high = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
+    scales = torch.cat((first & 63, (high & 15) | (first >> 6 << 4)), 1) * whole[:, 0:1]  # [blocks, 8]
+    minima = torch.cat((second & 63, (high >> 4) | (second >> 6 << 4)), 1) * whole[:, 1:2]
+    values = _unpack_nibbles(blocks[:, 16:], 32)  # [blocks, 4, 2, 32]
+    return values.mul_(scales.view(-1, 4, 2, 1)).sub_(minima.view(-1, 4, 2, 1))
+
+
+def _dequantize_q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Numbers of 6 bits from -32 to 31: the low 4 in one place, the high 2 in another; a signed scale for each 16."""
+    import torch
+
+    low = blocks[:, :128].view(-1, 2, 1, 64)
+    high = blocks[:, 128:192].view(-1, 2, 1, 32)
+    low = torch.cat((low & 15, low >> 4), 2).view(-1, 2, 4, 32)  # in the order of the numbers
+    high = torch.cat([(high >> shift & 3) << 4 for shift in (0, 2, 4, 6)], 2)
+    values = (low | high).float().sub_(32).view(-1, 16, 16)
+    scales = blocks[:, 192:208].view(torch.int8) * _half_floats(blocks[:, 208:])  # [blocks, 16]
+    return values.mul_(scales[:, :, None])
+
+
+_DEQUANTIZERS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
+    Q8_0: _dequantize_q8_0,
+    Q4_0: _dequantize_q4_0,
+    Q4_1: _dequantize_q4_1,
+    Q4_K: _dequantize_q4_k,
+    Q6_K: _dequantize_q6_k,
+}
+
+
+def _half_floats(columns: torch.Tensor) -> torch.Tensor:
+    """[blocks, 2 n] bytes → [blocks, n] floats."""
+    import torch
+
+    return columns.contiguous().view(torch.float16).float()
+
+
+def _unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """[blocks, n · width] bytes → [blocks, n, 2, width] floats: the low halves of `width` bytes, then the high ones."""
+    import torch
+
+    packed = packed.reshape(packed.shape[0], -1, width)
+    values = torch.empty((*packed.shape[:2], 2, width), dtype=torch.float32)
+    values[:, :, 0] = packed & 15
+    values[:, :, 1] = packed >> 4
+    return values
+
+
+def _dequantize_with_package(data: torch.Tensor, type_id: int) -> torch.Tensor:
+    import torch
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize as gguf_dequantize
+
+    quantization = GGMLQuantizationType(type_id)
+    try:
+        return torch.from_numpy(gguf_dequantize(data.numpy(), quantization))
+    except NotImplementedError:
+        known = "F32, F16, BF16 or a type that the installed `gguf` package can dequantise"
+        raise ModelError("GGUF", f"tensors of type {quantization.name} can't be read", known) from None

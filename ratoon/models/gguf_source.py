@@ -1,0 +1,271 @@
+"""A GGUF file as a model source: metadata as a Hugging Face config, tensors under Hugging Face names and shapes.
+
+What llama.cpp's converter did to the tensors (reordered query and key rows, transposed GPT-2 weights) is undone here.
+The bytes are read by gguf_file.py, the tokenizer is built by gguf_tokenizer.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratoon.core.errors import ModelError
+from ratoon.models.gguf_file import GGUFFile
+from ratoon.models.gguf_quants import BF16, F16
+
+if TYPE_CHECKING:
+    import torch
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+LLAMA_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "model.layers.{}.input_layernorm",
+    "attn_q": "model.layers.{}.self_attn.q_proj",
+    "attn_k": "model.layers.{}.self_attn.k_proj",
+    "attn_v": "model.layers.{}.self_attn.v_proj",
+    "attn_output": "model.layers.{}.self_attn.o_proj",
+    "attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "attn_k_norm": "model.layers.{}.self_attn.k_norm",
+    "ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "ffn_up": "model.layers.{}.mlp.up_proj",
+    "ffn_down": "model.layers.{}.mlp.down_proj",
+}
+GPT2_NAMES = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "attn_norm": "transformer.h.{}.ln_1",
+    "attn_qkv": "transformer.h.{}.attn.c_attn",
+    "attn_output": "transformer.h.{}.attn.c_proj",
+    "ffn_norm": "transformer.h.{}.ln_2",
+    "ffn_up": "transformer.h.{}.mlp.c_fc",
+    "ffn_down": "transformer.h.{}.mlp.c_proj",
+}
+# Hugging Face's GPT-2 keeps these as [in, out]; GGUF files have all weights as [out, in].
+GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's frequency factors, spelled out by the converter
+LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR = 1.0, 4.0
+LLAMA3_ORIGINAL_LENGTHS = (8192, 4096, 2048, 16384, 32768)
+
+
+class GGUFSource:
+    """Implements TensorSource, and says what the model is (`raw_config`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+        self.file = GGUFFile(path)
+        self.metadata = self.file.metadata
+        if self.metadata.get("split.count", 1) not in (0, 1):
+            raise ModelError(self.name, "is one part of a split model", "join the parts with llama-gguf-split --merge")
+        self.architecture = str(self.metadata.get("general.architecture"))
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(sorted(ARCHITECTURES))
+            raise ModelError(
+                self.name, f"has the unknown architecture {self.architecture!r}", f"known in GGUF: {known}"
+            )
+        self._gguf_names = {self._hugging_face_name(name): name for name in self.file.tensors if name != ROPE_FACTORS}
+        self._shapes = {name: self._shape(name) for name in self._gguf_names}
+        self.raw_config = self._build_config()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        gguf_name = self._gguf_names[name]
+        heads = self._permuted_heads(gguf_name)
+        if heads:
+            return self.file.read(gguf_name, lambda rows: _restore_rotary_halves(rows, heads))
+        tensor = self.file.read(gguf_name)
+        return tensor.t() if self._is_transposed(name) else tensor
+
+    def _hugging_face_name(self, gguf_name: str) -> str:
+        """A tensor that we can't place keeps its name, so that strict loading can report it."""
+        names = GPT2_NAMES if self.architecture == "gpt2" else LLAMA_NAMES
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
+        if match is None or match[2] not in names or ("{}" in names[match[2]]) != (match[1] is not None):
+            return gguf_name
+        return f"{names[match[2]].format(match[1])}.{match[3]}"
+
+    def _is_transposed(self, name: str) -> bool:
+        return self.architecture == "gpt2" and name.endswith(GPT2_TRANSPOSED)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self.file.tensors[self._gguf_names[name]].shape
+        return shape[::-1] if self._is_transposed(name) else shape
+
+    def _permuted_heads(self, gguf_name: str) -> int:
+        """How many heads the rows of this tensor were reordered by; 0: they were not."""
+        if self.architecture != "llama":
+            return 0
+        if re.search(r"\.attn_q\.(weight|bias)$", gguf_name):
+            return self._whole("attention.head_count")
+        if re.search(r"\.attn_k\.(weight|bias)$", gguf_name):
+            return self._whole("attention.head_count_kv", self._whole("attention.head_count"))
+        return 0
+
+    def _get(self, key: str) -> Any:
+        """A value of this architecture. Some files have a list with one entry a layer; only equal entries are known."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        if isinstance(value, list):
+            if len(set(map(str, value))) != 1:
+                raise ModelError(self.name, f"{self.architecture}.{key} differs between layers", "one value for all")
+            return value[0]
+        return value
+
+    def _whole(self, key: str, default: int | None = None) -> int:
+        """A whole number, required unless there is a default."""
+        value = self._get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            problem = "lacks the metadata key" if value is None else f"has {value!r} as the metadata key"
+            raise ModelError(
+                self.name, f"{problem} {self.architecture}.{key}", "a whole number; convert the model again"
+            )
+        return value
+
+    def _real(self, key: str, default: float) -> float:
+        value = self._get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(self.name, f"has {value!r} as the metadata key {self.architecture}.{key}", "a number")
+        return float(value)
+
+    def _build_config(self) -> dict[str, Any]:
+        if self._whole("expert_count", 0):
+            raise ModelError(self.name, "is a mixture of experts", "only dense models are known")
+        embedding = self.file.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ModelError(self.name, "lacks the tensor token_embd.weight", "convert the model again")
+        config: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[self.architecture]],
+            "model_type": self.architecture,
+            "vocab_size": embedding.shape[0],
+            "tie_word_embeddings": "output.weight" not in self.file.tensors,
+            "dtype": self._dtype(embedding.type_id),
+            "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._eos_token_ids(),
+        }
+        config.update(self._gpt2_config() if self.architecture == "gpt2" else self._llama_config())
+        return config
+
+    def _gpt2_config(self) -> dict[str, Any]:
+        return {
+            "n_embd": self._whole("embedding_length"),
+            "n_layer": self._whole("block_count"),
+            "n_head": self._whole("attention.head_count"),
+            "n_inner": self._whole("feed_forward_length"),
+            "n_positions": self._whole("context_length"),
+            "layer_norm_epsilon": self._real("attention.layer_norm_epsilon", 1e-5),
+            "activation_function": "gelu_new",
+        }
+
+    def _llama_config(self) -> dict[str, Any]:
+        num_heads = self._whole("attention.head_count")
+        hidden_size = self._whole("embedding_length")
+        head_dim = self._whole("attention.key_length", hidden_size // max(num_heads, 1))
+        config: dict[str, Any] = {
+            "hidden_size": hidden_size,
+            "intermediate_size": self._whole("feed_forward_length"),
+            "num_hidden_layers": self._whole("block_count"),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self._whole("attention.head_count_kv", num_heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._whole("context_length"),
+            "rms_norm_eps": self._real("attention.layer_norm_rms_epsilon", 1e-6),
+            "hidden_act": "silu",
+            "attention_bias": "blk.0.attn_q.bias" in self.file.tensors,
+            "rope_parameters": self._rope_parameters(head_dim),
+        }
+        window = self._whole("attention.sliding_window", 0)
+        if self.architecture == "llama" and window:
+            config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+        return config
+
+    def _rope_parameters(self, head_dim: int) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self._real("rope.freq_base", 10000.0)}
+        rotary_dim = self._whole("rope.dimension_count", head_dim)
+        if rotary_dim != head_dim and head_dim > 0:
+            rope["partial_rotary_factor"] = rotary_dim / head_dim
+        kind = self._get("rope.scaling.type") or "none"
+        factor = self._real("rope.scaling.factor", 0.0) or self._real("rope.scale_linear", 0.0) or 1.0
+        if ROPE_FACTORS in self.file.tensors:
+            rope |= self._llama3_scaling(rope["rope_theta"], rotary_dim)
+        elif kind == "yarn":
+            rope |= self._yarn_scaling(factor)
+        elif kind == "linear" or (kind == "none" and factor != 1.0):
+            rope |= {"rope_type": "linear", "factor": factor}
+        elif kind != "none":
+            raise ModelError(self.name, f"has the unknown rope scaling {kind!r}", "none, linear or yarn, or rope_freqs")
+        return rope
+
+    def _yarn_scaling(self, factor: float) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+        original = self._whole("rope.scaling.original_context_length", 0)
+        if original:
+            rope["original_max_position_embeddings"] = original
+        attention_factor = self._real("rope.scaling.attn_factor", 0.0)
+        if attention_factor:  # llama.cpp multiplies it with the usual factor, Hugging Face has it instead
+            rope["attention_factor"] = attention_factor * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+        for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if value := self._real(f"rope.scaling.{key}", 0.0):
+                rope[name] = value
+        return rope
+
+    def _llama3_scaling(self, theta: float, rotary_dim: int) -> dict[str, Any]:
+        """The file has only the factors; the parameters they were made from are found by trying the usual ones."""
+        stored = self.file.read(ROPE_FACTORS).reshape(-1).tolist()
+        factor = max(stored, default=0.0)
+        for original in LLAMA3_ORIGINAL_LENGTHS if factor > 0 and theta > 0 else ():
+            wanted = llama3_frequency_factors(theta, rotary_dim, factor, original)
+            if len(wanted) == len(stored) and all(abs(a - b) <= 1e-3 * b for a, b in zip(stored, wanted)):
+                return {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": LLAMA3_LOW_FREQ_FACTOR,
+                    "high_freq_factor": LLAMA3_HIGH_FREQ_FACTOR,
+                    "original_max_position_embeddings": original,
+                }
+        raise ModelError(self.name, f"the factors in {ROPE_FACTORS} are not Llama 3's", "use the model's safetensors")
+
+    def _eos_token_ids(self) -> list[int]:
+        """All tokens that end a turn: llama.cpp stops on each of them."""
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        found = [self.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+        return list(dict.fromkeys(token for token in found if token is not None))
+
+    def _dtype(self, embedding_type: int) -> str:
+        """What the numbers had before; quantised tensors are dequantised to float32."""
+        return {F16: "float16", BF16: "bfloat16"}.get(embedding_type, "float32")
+
+
+def llama3_frequency_factors(theta: float, rotary_dim: int, factor: float, original_length: int) -> list[float]:
+    """By what each rotary frequency is divided: 1 for the fast ones, `factor` for the slow ones, a blend between."""
+    low, high = LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR
+    factors = []
+    for index in range(rotary_dim // 2):
+        turns = original_length / (2 * math.pi * theta ** (2 * index / rotary_dim))  # within the original length
+        blend = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1.0 / ((1.0 - blend) / factor + blend))
+    return factors
+
+
+def _restore_rotary_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp has the two coordinates of a rotation side by side, Hugging Face all first ones, then all second."""
+    return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)

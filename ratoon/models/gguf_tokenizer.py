@@ -1,0 +1,208 @@
+"""Builds a tokenizer from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece-style BPE ("llama").
+
+GGUF keeps the vocabulary but only the name of the splitting rules before it; the rules themselves are written here, as
+the models' own tokenizer.json files have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ratoon.core.errors import ModelError
+from ratoon.models.tokenizer import DEFAULT_TEMPLATE, Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+# Values of tokenizer.ggml.token_type that mean something to us; 1 is a normal token, 5 an unused one.
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+
+SPACE_MARK = "▁"  # SentencePiece's visible space
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# The splitting of Llama 3 and Qwen2, which differ in how many digits stay together.
+SPLIT_PATTERN = (
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def load_tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
+    """`source` is for messages."""
+    kind = metadata.get("tokenizer.ggml.model")
+    builders = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
+    if kind is None or not metadata.get("tokenizer.ggml.tokens"):
+        missing = "tokenizer.ggml.model" if kind is None else "tokenizer.ggml.tokens"
+        raise ModelError(source, f"has no tokenizer: the metadata key {missing} is missing", "convert the model again")
+    if kind not in builders:
+        raise ModelError(source, f"has a tokenizer of the unknown kind {kind!r}", f"known: {', '.join(builders)}")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise ModelError(source, f"is damaged: {len(tokens)} tokens, but {len(types)} token types")
+    try:
+        backend = builders[kind](metadata, tokens, types, source)
+        _add_tokens(backend, tokens, types)
+        special_tokens = _special_tokens(metadata, tokens)
+        _add_template_around(backend, metadata, special_tokens)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception, for a merge of unknown tokens for one
+        raise ModelError(source, f"its tokenizer is damaged: {error}", "convert the model again") from error
+    return Tokenizer(backend, special_tokens, chat_templates_from_gguf(metadata))
+
+
+def chat_templates_from_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
+    templates = {}
+    if metadata.get("tokenizer.chat_template"):
+        templates[DEFAULT_TEMPLATE] = metadata["tokenizer.chat_template"]
+    for name in metadata.get("tokenizer.chat_templates", []):
+        if metadata.get(f"tokenizer.chat_template.{name}"):
+            templates[name] = metadata[f"tokenizer.chat_template.{name}"]
+    return templates
+
+
+def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str) -> Backend:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    splitting = metadata.get("tokenizer.ggml.pre", "default")
+    if splitting not in _PRE_TOKENIZERS:
+        known = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise ModelError(
+            source, f"has a tokenizer that splits text in the unknown way {splitting!r}", f"known: {known}"
+        )
+    if "tokenizer.ggml.merges" not in metadata:
+        raise ModelError(source, "has no tokenizer.ggml.merges", "convert the model again")
+    merges = [_split_merge(merge, source) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    # Llama 3 takes a word that is in the vocabulary whole, even where the merges would not lead to it.
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting in _LLAMA3_NAMES))
+    backend.pre_tokenizer = _PRE_TOKENIZERS[splitting](bool(metadata.get("tokenizer.ggml.add_space_prefix", False)))
+    backend.decoder = decoders.ByteLevel()
+    if splitting in _QWEN2_NAMES:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _split_merge(merge: str, source: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not space:
+        raise ModelError(source, f"is damaged: the merge {merge!r} has no two parts")
+    return left, right
+
+
+def _split_like_gpt2(add_prefix_space: bool) -> Any:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel(add_prefix_space=add_prefix_space, use_regex=True)
+
+
+def _split_like_smollm(add_prefix_space: bool) -> Any:
+    from tokenizers.pre_tokenizers import ByteLevel, Digits
+    from tokenizers.pre_tokenizers import Sequence as Steps
+
+    return Steps([Digits(individual_digits=True), ByteLevel(add_prefix_space=add_prefix_space, use_regex=True)])
+
+
+def _split_by_pattern(digits: str) -> Callable[[bool], Any]:
+    def build(add_prefix_space: bool) -> Any:
+        from tokenizers import Regex
+        from tokenizers.pre_tokenizers import ByteLevel, Split
+        from tokenizers.pre_tokenizers import Sequence as Steps
+
+        pattern = Regex(SPLIT_PATTERN.replace("DIGITS", digits))
+        return Steps([Split(pattern, "isolated"), ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)])
+
+    return build
+
+
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
+_PRE_TOKENIZERS: dict[str, Callable[[bool], Any]] = {
+    "default": _split_like_gpt2,  # files from before the names existed
+    "gpt-2": _split_like_gpt2,
+    "smollm": _split_like_smollm,
+    **dict.fromkeys(_LLAMA3_NAMES, _split_by_pattern("{1,3}")),
+    **dict.fromkeys(_QWEN2_NAMES, _split_by_pattern("")),
+}
+
+
+def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str) -> Backend:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ModelError(source, "has no tokenizer.ggml.scores for all of its tokens", "convert the model again")
+    unknown = next((token for token, type in zip(tokens, types) if type == UNKNOWN), None)
+    model = models.BPE(
+        vocab={token: id for id, token in enumerate(tokens)},
+        merges=merges_from_scores(tokens, scores, types),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = Backend(model)
+    visible_spaces = normalizers.Replace(" ", SPACE_MARK)
+    steps: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), visible_spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = visible_spaces
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """SentencePiece joins the two neighbours whose union has the best score; BPE wants that as an ordered list.
+
+    Every way to cut a token into two tokens is a merge with the score of the whole. Ties are put in the order that
+    Hugging Face's conversion has: longer left parts first, then as they are numbered.
+    """
+    plain = {token: id for id, (token, type) in enumerate(zip(tokens, types)) if type not in (UNKNOWN, CONTROL, BYTE)}
+    ranked: list[tuple[float, int, int, int, int, str, str]] = []
+    for whole, id in plain.items():
+        for cut in range(1, len(whole)):
+            left_id, right_id = plain.get(whole[:cut]), plain.get(whole[cut:])
+            if left_id is not None and right_id is not None:
+                left, right = whole[:cut], whole[cut:]
+                ranked.append((-scores[id], -len(left), -len(right), id, left_id, left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _add_tokens(backend: Backend, tokens: list[str], types: list[int]) -> None:
+    """Both kinds are found in a text before all else; control tokens are also left out of decoded text."""
+    from tokenizers import AddedToken
+
+    control = [token for token, type in zip(tokens, types) if type in (CONTROL, UNKNOWN) and token]
+    defined = [token for token, type in zip(tokens, types) if type == USER_DEFINED and token]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
+
+
+def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+    keys = {
+        "bos_token": "bos_token_id",
+        "eos_token": "eos_token_id",
+        "unk_token": "unknown_token_id",
+        "pad_token": "padding_token_id",
+    }
+    found = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in keys.items()}
+    return {name: tokens[id] for name, id in found.items() if isinstance(id, int) and 0 <= id < len(tokens)}
+
+
+def _add_template_around(backend: Backend, metadata: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """Put bos and eos around a text, where the file says so or where llama.cpp does it for this kind of file."""
+    from tokenizers.processors import TemplateProcessing
+
+    kind, splitting = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
+    usual = kind == "llama" or splitting in _LLAMA3_NAMES
+    bos, eos = special_tokens.get("bos_token"), special_tokens.get("eos_token")
+    before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", usual) else []
+    after = [eos] if eos and metadata.get("tokenizer.ggml.add_eos_token", False) else []
+    if before or after:
+        around = [(token, backend.token_to_id(token)) for token in dict.fromkeys(before + after)]
+        backend.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=around)

@@ -1,0 +1,158 @@
+"""The safetensors files of a Hugging Face folder as a TensorSource. Headers are read at once, tensors when asked for.
+
+Every file is checked against its own header first: one that is cut short, damaged or missing is an error before memory
+is spent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ratoon.core.errors import ModelError
+from ratoon.models.tokenizer import read_json
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATING_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class StoredTensor(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # in safetensors' spelling
+
+
+class SafetensorsSource:
+    """Implements TensorSource for one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
+        self.folder = folder
+        self._tensors = self._read_headers()
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._open_files: dict[Path, Any] = {}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        tensor = self._tensors[name]
+        if tensor.dtype not in FLOATING_BYTES:
+            expected = f"one of {', '.join(FLOATING_BYTES)}"
+            raise ModelError(self.name, f"tensor {name!r} is stored as {tensor.dtype}", expected)
+        if tensor.file not in self._open_files:
+            self._open_files[tensor.file] = safe_open(str(tensor.file), framework="pt", device="cpu")
+        return self._open_files[tensor.file].get_tensor(name)
+
+    def most_common_dtype(self) -> str:
+        """What most numbers of the checkpoint are stored as, for configs that do not say."""
+        totals: dict[str, int] = {}
+        for tensor in self._tensors.values():
+            name = DTYPE_NAMES.get(tensor.dtype, "float32")
+            totals[name] = totals.get(name, 0) + math.prod(tensor.shape)
+        return max(totals, key=totals.__getitem__) if totals else "float32"
+
+    def _read_headers(self) -> dict[str, StoredTensor]:
+        found: dict[str, StoredTensor] = {}
+        for file in find_weight_files(self.folder):
+            for name, tensor in read_header(file).items():
+                if name in found:
+                    both = f"{found[name].file.name} and {file.name}"
+                    raise ModelError(self.name, f"tensor {name!r} is in two files: {both}", "each tensor once")
+                found[name] = tensor
+        self._check_index(found)
+        return found
+
+    def _check_index(self, found: Mapping[str, StoredTensor]) -> None:
+        for name, file in read_json(self.folder / INDEX_FILE).get("weight_map", {}).items():
+            if name not in found or found[name].file.name != file:
+                raise ModelError(
+                    self.name, f"{INDEX_FILE} has tensor {name!r} in {file}, which lacks it", "fetch both again"
+                )
+
+
+def find_weight_files(folder: Path) -> list[Path]:
+    """The files that make up the checkpoint: what the index names, or model.safetensors, or all shards there are."""
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if weight_map is not None:
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ModelError(str(folder / INDEX_FILE), "weight_map is no object of file names", "fetch the file again")
+        return _all_present(folder, sorted(set(weight_map.values())))
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    # Mistral's folders have the same weights once more in their own format.
+    names = [name for name in names if not name.startswith("consolidated")] or names
+    if not names:
+        raise ModelError(str(folder), "has no safetensors files" + _pickled_weights(folder), "*.safetensors")
+    return _all_present(folder, _with_missing_shards(names))
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Names, shapes and types; a ModelError when they don't fit the file's size."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if size < 8 or header_bytes > min(size - 8, MAX_HEADER_BYTES):
+            problem = (
+                f"is cut short or no safetensors file: {size:,} bytes, its header alone would have {header_bytes:,}"
+            )
+            raise ModelError(str(file), problem, "fetch the file again")
+        try:
+            header = json.loads(stream.read(header_bytes))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            tensors = {
+                name: StoredTensor(file, tuple(int(n) for n in entry["shape"]), str(entry["dtype"]))
+                for name, entry in entries.items()
+            }
+            _check_sizes(file, entries)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ModelError(str(file), f"has a damaged header: {error!r}", "fetch the file again") from error
+    if end != size:
+        how = "is cut short" if size < end else "is longer than it should be"
+        raise ModelError(str(file), f"{how}: {size:,} bytes, its header asks for {end:,}", "fetch the file again")
+    return tensors
+
+
+def _check_sizes(file: Path, entries: Mapping[str, Any]) -> None:
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        width = FLOATING_BYTES.get(entry["dtype"])
+        if width is not None and end - begin != width * math.prod(entry["shape"]):
+            problem = f"has a damaged header: {name!r} of shape {entry['shape']} in {end - begin:,} bytes"
+            raise ModelError(str(file), problem, "fetch the file again")
+
+
+def _all_present(folder: Path, names: list[str]) -> list[Path]:
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ModelError(str(folder), f"lacks {shown}", f"all {len(names)} weight files")
+    return [folder / name for name in names]
+
+
+def _with_missing_shards(names: list[str]) -> list[str]:
+    """Shards say in their names how many there are: with no index, that is how a missing one is noticed."""
+    expected = set(names)
+    for name in names:
+        if match := re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.safetensors", name):
+            total = int(match[3])
+            expected |= {f"{match[1]}-{shard:05d}-of-{match[3]}.safetensors" for shard in range(1, total + 1)}
+    return sorted(expected)
+
+
+def _pickled_weights(folder: Path) -> str:
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    return f", only {pickled[0]}, a pickle, which is never opened" if pickled else ""

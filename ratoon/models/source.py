@@ -1,0 +1,191 @@
+"""Finds a model by name and says all there is to know about it before its weights are read: `resolve_model`.
+
+A name is a folder, a GGUF file, an embedded model or a hub id. What comes back is the same for all of them. Building
+the model is not done here, and torch is not imported until a tensor is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.errors import ModelError
+from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
+from ratoon.models.gguf_source import GGUFSource
+from ratoon.models.gguf_tokenizer import chat_templates_from_gguf, load_tokenizer_from_gguf
+from ratoon.models.hf_config import parse_hf_config, token_ids
+from ratoon.models.safetensors_source import SafetensorsSource
+from ratoon.models.tokenizer import (
+    DEFAULT_TEMPLATE,
+    Tokenizer,
+    load_tokenizer_from_folder,
+    read_chat_templates,
+    read_json,
+)
+
+if TYPE_CHECKING:
+    from ratoon.layers.weights import TensorSource
+
+HUB_FILES = (
+    "*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
+HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # the same weights once more
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+# What a generation_config.json may preset for requests that leave it open.
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+@dataclass
+class ModelSource:
+    """Where a model is and what it is. `tensors` opens the weight files, `load_tokenizer` reads the tokenizer."""
+
+    name: str  # short: for people, and what a server lists it as
+    path: Path
+    format: str  # "safetensors" or "gguf"
+    config: ModelConfig
+    raw_config: dict[str, Any]  # in Hugging Face's terms, whatever the file was
+    generation_defaults: dict[str, Any]  # of GENERATION_FIELDS those that are set, and eos_token_ids
+    chat_template: str | None
+    open_tensors: Callable[[], TensorSource] = field(repr=False)
+    open_tokenizer: Callable[[], Tokenizer] = field(repr=False)
+
+    @cached_property
+    def tensors(self) -> TensorSource:
+        return self.open_tensors()
+
+    def load_tokenizer(self) -> Tokenizer:
+        return self.open_tokenizer()
+
+
+def resolve_model(name: str) -> ModelSource:
+    """Find the model and read its config. A ModelError says what is wrong with the name or with what it leads to."""
+    if name in EMBEDDED_MODELS:
+        return replace(_open_gguf(find_embedded_model(name)), name=name)
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _open_file(path)
+    if name and path.is_dir():  # an empty name would be the current folder
+        return _open_folder(path)
+    if HUB_ID.fullmatch(name) and not name.startswith("."):
+        return replace(_open_folder(_download(name)), name=name)
+    raise ModelError(name, "is no file, folder or known model", _what_would_be_right())
+
+
+def _what_would_be_right() -> str:
+    embedded = ", ".join(sorted(EMBEDDED_MODELS))
+    return f"a Hugging Face folder, a .gguf file, a hub id (org/name), or an embedded model: {embedded}"
+
+
+def _open_file(path: Path) -> ModelSource:
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.name == "config.json" or path.suffix == ".safetensors":
+        raise ModelError(str(path), "is one file of a model", f"the folder: {path.parent}")
+    raise ModelError(str(path), f"is no model file ({path.suffix or 'no suffix'})", _what_would_be_right())
+
+
+def _open_gguf(path: Path) -> ModelSource:
+    source = GGUFSource(path)
+    config = parse_hf_config(source.raw_config, str(path))
+    return ModelSource(
+        name=path.stem,
+        path=path,
+        format="gguf",
+        config=config,
+        raw_config=source.raw_config,
+        generation_defaults={"eos_token_ids": config.eos_token_ids} if config.eos_token_ids else {},
+        chat_template=chat_templates_from_gguf(source.metadata).get(DEFAULT_TEMPLATE),
+        open_tensors=lambda: source,
+        open_tokenizer=lambda: load_tokenizer_from_gguf(source.metadata, str(path)),
+    )
+
+
+def _open_folder(folder: Path) -> ModelSource:
+    if not (folder / "config.json").is_file():
+        return _open_folder_without_config(folder)
+    raw_config = read_json(folder / "config.json")
+    tensors: list[SafetensorsSource] = []  # opened at most once, and early only where the config is silent on the dtype
+
+    def open_tensors() -> SafetensorsSource:
+        if not tensors:
+            tensors.append(SafetensorsSource(folder))
+        return tensors[0]
+
+    if not (raw_config.get("dtype") or raw_config.get("torch_dtype")):
+        raw_config["dtype"] = open_tensors().most_common_dtype()
+    config = parse_hf_config(raw_config, str(folder))
+    generation_defaults = _read_generation_defaults(folder)
+    # A chat model's end-of-turn token is often in generation_config.json only.
+    eos_token_ids = dict.fromkeys(config.eos_token_ids + generation_defaults.get("eos_token_ids", ()))
+    return ModelSource(
+        name=folder.resolve().name,
+        path=folder,
+        format="safetensors",
+        config=replace(config, eos_token_ids=tuple(eos_token_ids)),
+        raw_config=raw_config,
+        generation_defaults=generation_defaults,
+        chat_template=read_chat_templates(folder).get(DEFAULT_TEMPLATE),
+        open_tensors=open_tensors,
+        open_tokenizer=lambda: load_tokenizer_from_folder(folder),
+    )
+
+
+def _open_folder_without_config(folder: Path) -> ModelSource:
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return _open_gguf(files[0])
+    if files:
+        names = ", ".join(file.name for file in files)
+        raise ModelError(str(folder), f"holds {len(files)} GGUF files", f"name one of them: {names}")
+    raise ModelError(str(folder), "has no config.json", "a Hugging Face folder: config.json and safetensors files")
+
+
+def _read_generation_defaults(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    raw: Mapping[str, Any] = read_json(path)
+    found: dict[str, Any] = {}
+    for name in GENERATION_FIELDS:
+        value = raw.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(str(path), f"{name} is {value!r}", "expected a number")
+        found[name] = value
+    eos_token_ids = token_ids(raw.get("eos_token_id"), str(path))
+    if eos_token_ids:
+        found["eos_token_ids"] = eos_token_ids
+    return found
+
+
+def _download(hub_id: str) -> Path:
+    """The model's folder in the hub's cache, fetched if it is not there. The hub library respects HF_HUB_OFFLINE."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)))
+    except GatedRepoError as error:
+        raise ModelError(hub_id, "is gated on the hub", "accept its terms there, then set HF_TOKEN") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelError(hub_id, "is neither here nor on the hub", _what_would_be_right()) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        problem = (
+            "is neither a path here nor in the hub's cache, and the hub can't be reached (or HF_HUB_OFFLINE is set)"
+        )
+        raise ModelError(hub_id, problem, _what_would_be_right()) from error
+    except Exception as error:  # connection errors have the classes of whatever HTTP library the hub uses this year
+        raise ModelError(hub_id, f"can't be fetched from the hub: {error}", _what_would_be_right()) from error

@@ -1,0 +1,192 @@
+"""Text to token ids and back, over the `tokenizers` library, with the model's special tokens and chat template.
+
+Built from the files of a Hugging Face folder here, from GGUF metadata in gguf_tokenizer.py. Incremental decoding is the
+detokenizer's business, which works on `backend`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratoon.core.errors import ModelError, RequestError
+from ratoon.models.chat_template import render_chat_template
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"  # preferred where tools are passed, if the model has one of this name
+
+
+class Tokenizer:
+    """One model's tokenizer. `special_tokens` maps bos_token, eos_token, … to their text, for those that exist."""
+
+    def __init__(
+        self, backend: Backend, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str] | None = None
+    ) -> None:
+        backend.no_truncation()  # files may carry what their training used; a prompt is never cut or padded silently
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.chat_templates = dict(chat_templates or {})
+        self.bos_token = self.special_tokens.get("bos_token")
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.bos_token_id = self._token_id(self.bos_token)
+        self.eos_token_id = self._token_id(self.eos_token)
+        self._token_texts: dict[int, str] = {}
+
+    def _token_id(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The highest id plus one: ids may have gaps."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get(DEFAULT_TEMPLATE)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """With `add_special_tokens`, what the model expects around a text (often a bos token) is put there."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as error:  # JSON can smuggle half a character in: "\\ud800"
+            problem = f"{type(text).__name__} is no text" if not isinstance(text, str) else "is no valid Unicode"
+            raise RequestError("prompt", problem, "expected a text of whole characters") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def id_to_token(self, id: int) -> str | None:
+        """The token as the vocabulary has it (`Ġhello`, `▁hello`); None for an id that does not exist."""
+        return self.backend.id_to_token(id) if id >= 0 else None
+
+    def token_text(self, id: int) -> str:
+        """What the token adds to a text; � for bytes that are no character by themselves. "" for an unknown id."""
+        text = self._token_texts.get(id)
+        if text is None:
+            text = self._token_texts[id] = self._find_token_text(id)
+        return text
+
+    def _find_token_text(self, id: int) -> str:
+        if self.id_to_token(id) is None:
+            return ""
+        # Some decoders drop a space at the very start of a text, so the token is decoded behind another one.
+        anchor = self._anchor
+        if anchor is not None:
+            before, both = self.decode([anchor], False), self.decode([anchor, id], False)
+            if both.startswith(before):
+                return both[len(before) :]
+        return self.decode([id], False)
+
+    @cached_property
+    def _anchor(self) -> int | None:
+        ids = self.encode("a", add_special_tokens=False)
+        return ids[-1] if ids else None
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for these messages. `chat_template`: another template, or the name of one of the model's own."""
+        template = self._choose_template(chat_template, bool(tools))
+        known: dict[str, Any] = {**self.special_tokens, "documents": None, **variables}
+        known["tools"] = list(tools) if tools else None
+        known["add_generation_prompt"] = add_generation_prompt
+        known.pop("messages", None)
+        return render_chat_template(template, messages, known)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Takes what apply_chat_template takes. The template writes the special tokens, so none are added again."""
+        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+
+    def _choose_template(self, asked: str | None, has_tools: bool) -> str:
+        if asked is not None:
+            return self.chat_templates.get(asked, asked)
+        if has_tools and TOOL_TEMPLATE in self.chat_templates:
+            return self.chat_templates[TOOL_TEMPLATE]
+        if self.chat_template is None:
+            raise RequestError("messages", "this model has no chat template", "send a prompt, or a chat_template")
+        return self.chat_template
+
+
+def load_tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """From tokenizer.json and the small files beside it."""
+    from tokenizers import Tokenizer as Backend
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(str(folder), "has no tokenizer.json" + _other_tokenizer_files(folder), _how_to_convert())
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever it can't parse
+        raise ModelError(str(path), f"is no valid tokenizer: {error}", "fetch the file again") from error
+    return Tokenizer(backend, _read_special_tokens(folder), read_chat_templates(folder))
+
+
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """Templates by name, "default" being the usual one. Files of their own go before those in tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    configured = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(configured, str):
+        templates[DEFAULT_TEMPLATE] = configured
+    elif isinstance(configured, list):
+        templates.update({entry["name"]: entry["template"] for entry in configured})
+    in_json = read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(in_json, str):
+        templates[DEFAULT_TEMPLATE] = in_json
+    if (folder / "chat_template.jinja").is_file():
+        templates[DEFAULT_TEMPLATE] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(str(path), f"can't be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(str(path), f"holds a {type(found).__name__}", "expected a JSON object")
+    return found
+
+
+def _read_special_tokens(folder: Path) -> dict[str, str]:
+    """bos_token and so on, as text or as an object with its text in `content`."""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one wins
+        entries = read_json(folder / file)
+        for name in SPECIAL_TOKEN_NAMES:
+            value = entries.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _other_tokenizer_files(folder: Path) -> str:
+    others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()]
+    return f" (only {', '.join(others)})" if others else ""
+
+
+def _how_to_convert() -> str:
+    return "transformers writes one: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"

@@ -1,0 +1,66 @@
+"""The same engine on a CUDA device gives the greedy tokens of the CPU, in fp32. Runs where there is such a device."""
+
+import pytest
+import torch
+
+from ratoon import LLM, SamplingParams
+from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from ratoon.core.errors import ModelError
+from ratoon.core.request import EngineCoreRequest
+from ratoon.distributed.executor import UniProcExecutor
+from ratoon.engine.core import EngineCore
+from ratoon.observe.startup import StartupTimer
+from tests.golden import tiny_models
+from tests.golden.tiny_models import random_token_ids
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+FAMILIES = [
+    tiny_models.tiny_llama,
+    tiny_models.tiny_mistral,
+    tiny_models.tiny_qwen2,
+    tiny_models.tiny_qwen3,
+    tiny_models.tiny_gpt2,
+]
+LENGTHS = [1, 5, 16, 33, 40, 61]
+
+
+def greedy(tiny, device, **cache):
+    config = EngineConfig(
+        model="tiny",
+        device=device,
+        dtype="float32",
+        max_model_len=96,
+        cache=CacheConfig(num_blocks=200, **cache),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
+    )
+    core = EngineCore(config, UniProcExecutor(config, tiny.config, tiny.source, StartupTimer()))
+    for index, length in enumerate(LENGTHS):
+        params = SamplingParams(temperature=0.0, max_tokens=24, n=1 + index % 2)
+        core.add_request(EngineCoreRequest(str(index), random_token_ids(length, seed=index), params))
+    tokens = {}
+    while core.has_work():
+        for output in core.step().outputs:
+            assert output.error is None, output.error
+            tokens.setdefault((output.request_id, output.choice), []).extend(output.new_token_ids)
+    core.scheduler.check()
+    return tokens
+
+
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+def test_a_batch_on_cuda_gives_the_tokens_of_the_cpu(make):
+    tiny = make()
+    assert greedy(tiny, "cuda") == greedy(tiny, "cpu")
+
+
+def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():
+    prompts = ["The sea is", "Once upon a time", "def fibonacci(n):", "Water boils at a temperature of", "1, 2, 3, 4,"]
+    params = SamplingParams(temperature=0.0, max_tokens=32)
+    results = []
+    try:
+        for device in ("cpu", "cuda"):
+            with LLM("smollm2-135m", device=device, dtype="float32", max_model_len=512, num_blocks=400) as llm:
+                results.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    except ModelError as error:
+        pytest.skip(str(error))
+    assert results[0] == results[1]

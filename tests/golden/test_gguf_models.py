@@ -1,0 +1,150 @@
+"""Tensors and configs read from GGUF against the transformers models that they were made from.
+
+The files are written here as llama.cpp's converter writes them: its names come from the `gguf` package, its reordering
+of query and key rows and its transposed GPT-2 weights are spelled out below.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ratoon.models.hf_config import parse_hf_config
+from ratoon.models.source import resolve_model
+from tests.unit.models.model_files import write_gguf
+
+SIZES = {
+    "vocab_size": 48, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+}
+
+
+def build(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES
+    if kind == "gpt2":
+        sizes = {"vocab_size": 48, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 96}
+        model: Any = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, eos_token_id=2))
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True, eos_token_id=2))
+    else:
+        bias = kind == "llama with biases"
+        model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=bias))
+    for parameter in model.parameters():  # norms and biases start as ones and zeros, which would hide mistakes
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+def reorder_rows(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """Row i and row i + half of each head become neighbours."""
+    head_dim = tensor.shape[0] // heads
+    order = [
+        head * head_dim + coordinate * head_dim // 2 + pair
+        for head in range(heads)
+        for pair in range(head_dim // 2)
+        for coordinate in (0, 1)
+    ]
+    return tensor[order]
+
+
+def convert(model: Any, architecture: str, path: Path) -> Path:
+    config = model.config
+    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config.num_hidden_layers)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.numpy()
+        if architecture == "llama" and "q_proj" in name:
+            array = reorder_rows(array, config.num_attention_heads)
+        if architecture == "llama" and "k_proj" in name:
+            array = reorder_rows(array, config.num_key_value_heads)
+        if ".c_" in name and name.endswith("weight"):
+            array = array.T
+        new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert new_name is not None, name
+        tensors[new_name] = np.ascontiguousarray(array)
+    return write_gguf(path, architecture, metadata_of(config, architecture), tensors)
+
+
+def metadata_of(config: Any, architecture: str) -> dict[str, Any]:
+    values = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.n_inner if architecture == "gpt2" else config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+    }
+    if architecture == "gpt2":
+        values["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
+    else:
+        values["attention.head_count_kv"] = config.num_key_value_heads
+        values["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+        values["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
+    if architecture == "qwen3":
+        values |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    tokens = {"tokenizer.ggml.bos_token_id": config.bos_token_id, "tokenizer.ggml.eos_token_id": config.eos_token_id}
+    known = {f"{architecture}.{key}": value for key, value in values.items()} | tokens
+    return {key: value for key, value in known.items() if value is not None}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3", "gpt2"])
+def test_a_converted_model_reads_as_the_model_it_was(kind: str, tmp_path: Path) -> None:
+    model = build(kind)
+    source = resolve_model(str(convert(model, kind.split()[0], tmp_path / "m.gguf")))
+    wanted = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
+    assert dict(source.tensors.shapes()) == {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    for name, tensor in wanted.items():
+        assert torch.equal(source.tensors.read(name), tensor), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3", "gpt2"])
+def test_a_converted_model_has_the_config_it_had(kind: str, tmp_path: Path) -> None:
+    model = build(kind)
+    source = resolve_model(str(convert(model, kind.split()[0], tmp_path / "m.gguf")))
+    model.config.architectures = [type(model).__name__]
+    raw = model.config.to_dict() | {"dtype": "float32"}
+    wanted = parse_hf_config(raw, "test")
+    for field in set(wanted.__dataclass_fields__) - {"norm_eps"}:  # which GGUF has in single precision
+        assert getattr(source.config, field) == getattr(wanted, field), field
+    assert source.config.norm_eps == pytest.approx(wanted.norm_eps)
+
+
+def test_quantised_query_rows_are_put_back_in_order(tmp_path: Path) -> None:
+    """Reordering happens on quantised rows; it must come to the same as reordering numbers."""
+    model = build("llama")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    original = model.state_dict()[name].numpy()
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    stored = gguf.quants.quantize(reorder_rows(original, 4), q8)
+    path = convert(model, "llama", tmp_path / "m.gguf")
+    tensors: dict[str, Any] = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    tensors["blk.1.attn_q.weight"] = (stored, q8)
+    path = write_gguf(tmp_path / "q.gguf", "llama", metadata_of(model.config, "llama"), tensors)
+    wanted = gguf.quants.dequantize(gguf.quants.quantize(original, q8), q8)
+    np.testing.assert_array_equal(resolve_model(str(path)).tensors.read(name).numpy(), wanted)

@@ -1,0 +1,260 @@
+"""Tokenizers rebuilt from GGUF metadata against the originals, and against transformers' own conversion.
+
+The originals are trained here with the `tokenizers` library, with the splitting rules of the model families as their
+tokenizer.json files have them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+
+from ratoon.models.gguf_tokenizer import load_tokenizer_from_gguf, merges_from_scores
+from ratoon.models.source import resolve_model
+from ratoon.models.tokenizer import Tokenizer as OurTokenizer
+from ratoon.models.tokenizer import load_tokenizer_from_folder
+from tests.unit.models.model_files import NASTY_TEXTS, byte_level_metadata, sentencepiece_vocabulary, train_byte_level
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+
+
+def by_pattern(pattern: str) -> Any:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+@cache
+def original(pre: str) -> Tokenizer:
+    """As the family's tokenizer.json has it."""
+    if pre == "smollm":
+        return train_byte_level(
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        )
+    if pre == "llama-bpe":
+        tokenizer = train_byte_level(by_pattern(LLAMA3))
+        tokenizer.model.ignore_merges = True
+        return tokenizer
+    if pre == "qwen2":
+        tokenizer = train_byte_level(by_pattern(QWEN2))
+        tokenizer.normalizer = normalizers.NFC()
+        return tokenizer
+    return train_byte_level()
+
+
+@cache
+def rebuilt(pre: str) -> OurTokenizer:
+    return load_tokenizer_from_gguf(byte_level_metadata(original(pre), pre, add_bos_token=False), "test")
+
+
+PRES = ["gpt-2", "default", "smollm", "llama-bpe", "qwen2"]
+
+
+@pytest.mark.parametrize("pre", PRES)
+@pytest.mark.parametrize("text", NASTY_TEXTS)
+def test_byte_level_from_gguf_encodes_like_the_original(pre: str, text: str) -> None:
+    ids = rebuilt(pre).encode(text)
+    assert ids == original(pre).encode(text).ids
+    for skip in (True, False):
+        assert rebuilt(pre).decode(ids, skip) == original(pre).decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("pre", PRES)
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_byte_level_from_gguf_encodes_any_text_like_the_original(pre: str, text: str) -> None:
+    ids = rebuilt(pre).encode(text)
+    assert ids == original(pre).encode(text).ids
+    if pre != "qwen2":  # which normalises
+        assert rebuilt(pre).decode(ids, skip_special_tokens=False) == text
+
+
+def test_the_splitting_rules_differ() -> None:
+    """Otherwise the tests above would pass with any of them."""
+    assert len({tuple(rebuilt(pre).encode("in 2024, 1234567 THEY'VE said\n\n  it's")) for pre in PRES}) == len(PRES) - 1
+
+
+def test_llama3_takes_known_words_whole() -> None:
+    """A word in the vocabulary that no merge leads to: found with Llama 3's rule only."""
+    backend = train_byte_level(by_pattern(LLAMA3))
+    metadata = byte_level_metadata(backend, "llama-bpe", add_bos_token=False)
+    merges = metadata["tokenizer.ggml.merges"]
+    word = max((token for token in metadata["tokenizer.ggml.tokens"] if token.isalpha() and token.isascii()), key=len)
+    metadata["tokenizer.ggml.merges"] = [merge for merge in merges if merge.replace(" ", "") != word]
+    assert len(load_tokenizer_from_gguf(metadata, "test").encode(word)) == 1
+    metadata["tokenizer.ggml.pre"] = "qwen2"
+    assert len(load_tokenizer_from_gguf(metadata, "test").encode(word)) > 1
+
+
+WORDS = [
+    "▁the",
+    "▁then",
+    "▁hello",
+    "▁world",
+    "▁worldly",
+    "lo",
+    "or",
+    "▁▁",
+    "▁▁▁▁",
+    "ein",
+    "▁eine",
+    "12",
+    "23",
+    "nn",
+    "nnn",
+]
+
+
+def sentencepiece_metadata() -> dict[str, Any]:
+    tokens, scores, types = sentencepiece_vocabulary(WORDS)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+@cache
+def sentencepiece_pair() -> tuple[OurTokenizer, Tokenizer]:
+    """Ours, and Llama's original form with the merges that transformers derives from the scores."""
+    metadata = sentencepiece_metadata()
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    merges = generate_merges(vocabulary, dict(zip(tokens, scores)))
+    backend = Tokenizer(BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return load_tokenizer_from_gguf(metadata, "test"), backend
+
+
+def test_merges_from_scores_are_those_of_transformers() -> None:
+    tokens, scores, types = sentencepiece_vocabulary(WORDS)
+    theirs = generate_merges({token: id for id, token in enumerate(tokens)}, dict(zip(tokens, scores)))
+    assert merges_from_scores(tokens, scores, types) == theirs
+    tied = [-(id // 7) for id in range(len(tokens))]  # sevens of equal scores
+    ours = merges_from_scores(tokens, tied, types)
+    ranks = {token: tied[id] for id, token in enumerate(tokens)}
+    order = [ranks[left + right] for left, right in ours]
+    assert order == sorted(order, reverse=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet="thenworldylo ein123é🙂\n", max_size=30) | st.text(max_size=20))
+def test_sentencepiece_from_gguf_encodes_like_llamas_own(text: str) -> None:
+    ours, theirs = sentencepiece_pair()
+    assert ours.encode(text) == [1, *theirs.encode(text).ids]
+    assert ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", ["hello</s> world", "<s>the", "a  b   c", " hello"])
+def test_special_tokens_split_sentencepiece_text(text: str) -> None:
+    ours, theirs = sentencepiece_pair()
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text).ids
+
+
+def test_sentencepiece_joins_the_best_pair_first() -> None:
+    """Against the definition: join the neighbours with the best score until none can be joined."""
+    ours, _ = sentencepiece_pair()
+    metadata = sentencepiece_metadata()
+    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]))
+    for text in ("then hello worldly eine 123 nnnnn", "worlworldly lolo", "    hello     the"):
+        pieces = list("▁" + text.replace(" ", "▁"))
+        while True:
+            pairs = [(scores[a + b], -n) for n, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]
+            if not pairs:
+                break
+            place = -max(pairs)[1]
+            pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
+        assert [ours.id_to_token(id) for id in ours.encode(text, add_special_tokens=False)] == pieces
+
+
+def test_a_folder_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=original("llama-bpe"), bos_token="<|special|>", eos_token="<|end|>"
+    )
+    theirs.chat_template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    theirs.save_pretrained(tmp_path)
+    ours = load_tokenizer_from_folder(tmp_path)
+    assert (ours.bos_token_id, ours.eos_token_id, ours.vocab_size) == (0, 1, len(theirs))
+    assert ours.special_token_ids == set(theirs.all_special_ids)
+    for text in NASTY_TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+    messages = [{"role": "user", "content": "the fox"}]
+    assert ours.encode_chat(messages) == theirs.apply_chat_template(messages, return_dict=False)
+
+
+@pytest.fixture(scope="module")
+def smollm() -> OurTokenizer:
+    return resolve_model("smollm2-135m").load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def smollm_oracle() -> Tokenizer:
+    """transformers' reading of the same file, with the splitting rule of SmolLM2's own tokenizer.json.
+
+    AutoTokenizer does the same and reads the file several times, which takes it 17 s.
+    """
+    architecture, description, _ = get_gguf_tokenizer(str(resolve_model("smollm2-135m").path))
+    backend, _ = convert_gguf_tokenizer(architecture, description)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    return backend
+
+
+def test_smollm2_reads_like_in_transformers(smollm: OurTokenizer, smollm_oracle: Tokenizer) -> None:
+    texts = [*NASTY_TEXTS, "<|im_start|>user\nHi<|im_end|>\n", "<|endoftext|> x <|im_end|>", Path(__file__).read_text()]
+    for text in texts:
+        ids = smollm.encode(text)
+        assert ids == smollm_oracle.encode(text, add_special_tokens=False).ids
+        assert smollm.decode(ids, skip_special_tokens=False) == without_missing_bytes(smollm, text)
+    assert (smollm.vocab_size, smollm.bos_token_id, smollm.eos_token_id) == (49152, 1, 2)
+    assert (smollm.bos_token, smollm.eos_token) == ("<|im_start|>", "<|im_end|>")
+
+
+def test_smollm2_keeps_its_ids(smollm: OurTokenizer) -> None:
+    """Written down, so that a change which the oracle follows would show."""
+    assert smollm.encode("<|im_start|>user\nHello<|im_end|>\n") == [1, 4093, 198, 19556, 2, 198]
+    assert len(smollm.encode("2024")) == 4
+
+
+def without_missing_bytes(tokenizer: OurTokenizer, text: str) -> str:
+    """SmolLM2's vocabulary lacks some bytes (a few control characters, rare planes): they vanish, here as elsewhere."""
+    spelling, to_id = bytes_to_unicode(), tokenizer.backend.token_to_id
+    missing = {byte for byte, character in spelling.items() if to_id(character) is None}
+    kept = bytes(byte for byte in text.encode() if byte not in missing)
+    return kept.decode(errors="replace")
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60))
+def test_smollm2_loses_no_text_that_its_vocabulary_can_spell(smollm: OurTokenizer, text: str) -> None:
+    assert smollm.decode(smollm.encode(text), skip_special_tokens=False) == without_missing_bytes(smollm, text)

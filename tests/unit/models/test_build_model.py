@@ -1,0 +1,164 @@
+"""Building a model is strict and costs nothing until the checkpoint is known to fit; families are short files."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.errors import ModelError
+from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.models.base import CausalLM
+from ratoon.models.build import build_model, collect_shapes
+from ratoon.models.registry import MODEL_CLASSES, find_model_class
+
+LLAMA = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=11,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    max_position=32,
+)
+GPT2 = replace(LLAMA, architecture="GPT2LMHeadModel", num_kv_heads=2, activation="gelu_new", tie_word_embeddings=True)
+
+
+class ShapeSource:
+    """Random tensors of these shapes; counts the reads."""
+
+    name = "checkpoint"
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._shapes = dict(shapes)
+        self.num_reads = 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        self.num_reads += 1
+        return torch.randn(self._shapes[name], generator=torch.Generator().manual_seed(len(name)))
+
+
+def build(config: ModelConfig, source: ShapeSource) -> CausalLM:
+    return build_model(config, source, TorchOps(), torch.device("cpu"), torch.float32)
+
+
+def assert_refused(config: ModelConfig, source: ShapeSource, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build(config, source)
+    assert source.num_reads == 0, "the checkpoint was read before it was known to fit"
+
+
+@pytest.mark.parametrize("architecture", MODEL_CLASSES)
+def test_a_checkpoint_of_the_collected_shapes_builds_every_family(architecture: str) -> None:
+    base = GPT2 if architecture == "GPT2LMHeadModel" else LLAMA
+    config = replace(base, architecture=architecture)
+    source = ShapeSource(collect_shapes(config))
+    model = build(config, source)
+    assert source.num_reads == len(source.shapes())
+    assert len(model.attention_layers) == len(model.layers) == config.num_layers
+
+
+def test_the_collected_shapes_of_llama_are_those_of_its_checkpoints() -> None:
+    shapes = collect_shapes(replace(LLAMA, num_layers=1, attention_bias=True, tie_word_embeddings=True))
+    layer = "model.layers.0."
+    assert shapes == {
+        "model.embed_tokens.weight": (11, 8),
+        f"{layer}input_layernorm.weight": (8,),
+        f"{layer}self_attn.q_proj.weight": (8, 8),
+        f"{layer}self_attn.q_proj.bias": (8,),
+        f"{layer}self_attn.k_proj.weight": (4, 8),
+        f"{layer}self_attn.k_proj.bias": (4,),
+        f"{layer}self_attn.v_proj.weight": (4, 8),
+        f"{layer}self_attn.v_proj.bias": (4,),
+        f"{layer}self_attn.o_proj.weight": (8, 8),
+        f"{layer}post_attention_layernorm.weight": (8,),
+        f"{layer}mlp.gate_proj.weight": (12, 8),
+        f"{layer}mlp.up_proj.weight": (12, 8),
+        f"{layer}mlp.down_proj.weight": (8, 12),
+        "model.norm.weight": (8,),
+    }
+
+
+def test_a_missing_tensor_is_named_before_anything_is_read() -> None:
+    shapes = collect_shapes(LLAMA)
+    del shapes["model.layers.1.mlp.up_proj.weight"]
+    assert_refused(LLAMA, ShapeSource(shapes), r"'model\.layers\.1\.mlp\.up_proj\.weight' is missing")
+
+
+def test_a_tensor_without_a_place_is_named_before_anything_is_read() -> None:
+    shapes = collect_shapes(LLAMA) | {"model.layers.2.mlp.up_proj.weight": (12, 8)}
+    assert_refused(LLAMA, ShapeSource(shapes), r"no place for: model\.layers\.2\.mlp\.up_proj\.weight")
+
+
+def test_a_wrong_shape_is_named_before_anything_is_read() -> None:
+    shapes = collect_shapes(LLAMA) | {"model.norm.weight": (9,)}
+    assert_refused(LLAMA, ShapeSource(shapes), r"'model\.norm\.weight' has shape \(9,\).*\(8,\)")
+
+
+def test_an_untied_head_must_be_there_and_a_tied_one_may_be() -> None:
+    shapes = collect_shapes(LLAMA)
+    tied = replace(LLAMA, tie_word_embeddings=True)
+    build(tied, ShapeSource(shapes))
+    del shapes["lm_head.weight"]
+    build(tied, ShapeSource(shapes))
+    assert_refused(LLAMA, ShapeSource(shapes), r"'lm_head\.weight' is missing")
+
+
+def test_stored_rotary_tables_are_ignored() -> None:
+    stored = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq": (2,) for index in range(2)}
+    build(LLAMA, ShapeSource(collect_shapes(LLAMA) | stored | {"model.rotary_emb.inv_freq": (2,)}))
+
+
+def test_gpt2_files_without_prefix_and_with_stored_masks_give_the_same_model() -> None:
+    with_prefix = collect_shapes(GPT2)
+    assert "transformer.h.0.attn.c_attn.weight" in with_prefix
+    bare = {name.removeprefix("transformer."): shape for name, shape in with_prefix.items()}
+    masks = {"h.0.attn.bias": (1, 1, 32, 32), "h.1.attn.bias": (1, 1, 32, 32), "h.0.attn.masked_bias": ()}
+    model = build(GPT2, ShapeSource(bare | masks))
+    assert model.final_norm.weight.shape == (8,)
+    assert_refused(GPT2, ShapeSource(bare | {"h.0.attn.mask": (1,)}), r"h\.0\.attn\.mask")
+
+
+def test_an_unknown_architecture_is_answered_with_the_known_ones() -> None:
+    config = replace(LLAMA, architecture="ParrotForCausalLM")
+    with pytest.raises(ModelError, match=r"ParrotForCausalLM.*GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+        collect_shapes(config)
+
+
+def test_weights_are_held_in_the_asked_dtype_and_the_rotary_table_is_as_long_as_asked() -> None:
+    source = ShapeSource(collect_shapes(LLAMA))
+    model = build_model(LLAMA, source, TorchOps(), torch.device("cpu"), torch.bfloat16, max_position=20)
+    assert model.embed.table.dtype == model.final_norm.weight.dtype == torch.bfloat16
+    tables = {id(layer.attention.rotary.cos_sin): layer.attention.rotary.cos_sin.shape for layer in model.layers}
+    assert list(tables.values()) == [(20, 4)]  # one table, shared by all layers
+
+
+def test_attention_layers_declare_their_memory_and_windows() -> None:
+    config = replace(
+        LLAMA, architecture="Qwen2ForCausalLM", sliding_window=6, sliding_layers=(False, True), attention_bias=True
+    )
+    model = build(config, ShapeSource(collect_shapes(config)))
+    assert model.kv_specs(block_size=16, dtype_bytes=2) == [
+        FullAttentionSpec(16, 1, 4, 2),
+        SlidingWindowSpec(16, 1, 4, 2, window=6),
+    ]
+    assert [layer.index for layer in model.attention_layers] == [0, 1]
+    assert all(layer.scale == 0.5 for layer in model.attention_layers)
+
+
+@pytest.mark.parametrize("architecture", MODEL_CLASSES)
+def test_a_family_is_one_short_file(architecture: str) -> None:
+    find_model_class(architecture)
+    module = importlib.import_module(MODEL_CLASSES[architecture].split(":")[0])
+    assert module.__file__ is not None
+    assert len(Path(module.__file__).read_text().splitlines()) < 120

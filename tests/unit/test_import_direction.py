@@ -1,0 +1,87 @@
+"""The rooms and who may import whom: parsed from the source, so that an upward import can't hide in a function."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "ratoon"
+
+# A room may import the rooms named here, and whatever those may import. Everybody may import `observe`.
+BELOW = {
+    "core": (),
+    "observe": ("core",),
+    "memory": ("core",),
+    "scheduling": ("memory",),
+    "layers": ("core",),
+    "attention": ("layers",),
+    "models": ("layers",),
+    "execution": ("models", "attention"),
+    "distributed": ("execution",),
+    "engine": ("scheduling", "distributed"),
+    "api": ("engine",),
+}
+WITHOUT_TORCH = ("core", "observe", "memory", "scheduling")
+
+
+def allowed(room: str) -> set[str]:
+    rooms = {room, "observe", "core"} if room != "core" else {"core"}
+    for lower in BELOW[room]:
+        rooms |= allowed(lower)
+    return rooms
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Every import in a file, wherever it stands: (line, dotted name)."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            found.append((node.lineno, node.module or ""))
+    return found
+
+
+def room_files(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).rglob("*.py"))
+
+
+def test_every_folder_is_a_room_with_a_place_in_the_order():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert folders == set(BELOW)
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_no_room_imports_upwards(room):
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {name}"
+        for path in room_files(room)
+        for line, name in imports(path)
+        if name.startswith("ratoon.") and name != "ratoon.version" and name.split(".")[1] not in allowed(room)
+    ]
+    assert not wrong, f"{room} may import {sorted(allowed(room))}"
+
+
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_accounting_and_policy_know_no_tensors(room):
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {name}"
+        for path in room_files(room)
+        for line, name in imports(path)
+        if name.split(".")[0] in ("torch", "numpy", "transformers")
+    ]
+    assert not wrong
+
+
+def test_transformers_is_only_an_oracle():
+    wrong = [path for path in PACKAGE.rglob("*.py") for _, name in imports(path) if name.split(".")[0] == "transformers"]
+    assert not wrong
+
+
+def test_importing_the_package_loads_nothing_slow():
+    code = "import sys, ratoon, ratoon.api.cli; print([m for m in ('torch', 'numpy', 'tokenizers', 'rich') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
