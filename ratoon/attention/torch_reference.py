@@ -53,7 +53,9 @@ class TorchReferenceBackend(AttentionBackend):
             num_blocks = -(-seq_len // inputs.block_size)
             table = inputs.block_table_device[row, :num_blocks].long()
             cached = kv_cache[table]  # [blocks, 2, block_size, kv_heads, head_dim]
-            keys, values = (cached[:, part].flatten(0, 1)[:seq_len] for part in (0, 1))  # [S, kv_heads, head_dim]
+            # Blocks before the window may be somebody else's by now: zero times a NaN of theirs would be one of ours.
+            first = 0 if layer.window is None else max(0, seq_len - (end - start) - layer.window + 1)
+            keys, values = (cached[:, part].flatten(0, 1)[first:seq_len] for part in (0, 1))  # [S, kv_heads, head_dim]
             out[start:end] = _attend(layer, q[start:end], keys, values)
         return out.flatten(1)
 

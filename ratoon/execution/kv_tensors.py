@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from ratoon.attention.interface import AttentionBackend
@@ -19,8 +22,8 @@ class KVTensors:
         num_tensors = max(len(group.layers) for group in config.groups)
         shape = backend.kv_shape(config.num_blocks, config.groups[0].spec)
         try:
-            self._tensors = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_tensors)]
-        except RuntimeError as error:  # torch's way of saying that memory ran out
+            self._tensors = [_zeros(shape, dtype, device) for _ in range(num_tensors)]
+        except (RuntimeError, MemoryError) as error:  # torch's and numpy's ways of saying that memory ran out
             wanted = config.num_blocks * config.bytes_per_block
             raise ConfigError(
                 "cache.num_blocks",
@@ -44,3 +47,11 @@ class KVTensors:
         targets = torch.tensor([copy.dst for copy in copies], device=device)
         for tensor in self._tensors:
             tensor[targets] = tensor[sources]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, so that nothing that was never written is NaN. On a CPU as untouched pages: torch would write them all."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

@@ -83,4 +83,8 @@ class Weights:
         left = sorted(set(self.source.shapes()) - set(self._taken))
         if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-            raise ModelError(self.source.name, f"holds tensors that this model has no place for: {shown}")
+            raise ModelError(
+                self.source.name,
+                f"holds tensors that this model has no place for: {shown}",
+                "a config and weights of one model",
+            )

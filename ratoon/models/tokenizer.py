@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise ModelError(str(path), f"can't be read as JSON: {error}") from error
+        raise ModelError(str(path), f"can't be read as JSON: {error}", "fetch the file again") from error
     if not isinstance(found, dict):
         raise ModelError(str(path), f"holds a {type(found).__name__}", "expected a JSON object")
     return found

@@ -1,8 +1,8 @@
 // Causal attention over the paged cache, with an online softmax.
 //
-// A block of the cache holds, for each KV head, the keys transposed and the values as they are:
-//     keys   [kv_heads][head_dim][block_size]     a run of 16 tokens is a ready-made tile of B for q · kᵀ
-//     values [kv_heads][block_size][head_dim]     and here for p · v
+// A block of the cache holds, for each KV head, the keys transposed and the values in panels:
+//     keys   [kv_heads][head_dim][block_size]              a run of 16 tokens is a ready-made tile of B for q · kᵀ
+//     values [kv_heads][head_dim / 16][block_size][16]     and so is a run of tokens here, for p · v
 //
 // A unit of work is one KV head and a few tokens of one request: all query heads that share the KV head, so that keys and
 // values are read once for them. Keys are taken in stretches of 64 that start at multiples of 64, whatever the batch or the
@@ -100,26 +100,35 @@ INLINE void softmax_row(const attention_call *c, scratch *s, int64_t row, int64_
     s->total[row] += sum_lanes(total);
 }
 
+// With few rows the time goes into waiting for memory: ask for a run of keys or values before it is needed.
+INLINE void fetch(const float *p, int64_t floats) {
+    for (int64_t i = 0; i < floats; i += 16) __builtin_prefetch(p + i, 0, 3);
+}
+
+INLINE const float *keys_at(const attention_call *c, const int32_t *table, int64_t kv_head, int64_t key) {
+    return c->cache + table[key / c->block_size] * c->block_floats + kv_head * c->head_dim * c->block_size;
+}
+
 static void attend_stretch(const attention_call *c, scratch *s, const int32_t *table, int64_t kv_head, int64_t rows,
-                           int64_t group, int64_t first_position, int64_t first_key, int64_t keys) {
-    int64_t head_floats = c->head_dim * c->block_size;
+                           int64_t group, int64_t first_position, int64_t first_key, int64_t keys, int64_t last_key) {
+    const int few = rows <= 8;
     const float *values[STRETCH / TILE];
-    // Tiles that lie before every row's window are not read: their blocks may be somebody else's by now, and zero times
-    // a NaN of theirs would be a NaN of ours.
-    int64_t hidden = c->window > 0 ? first_position - c->window + 1 - first_key : 0;
-    int64_t first = hidden > 0 ? hidden / TILE * TILE : 0;
-    for (int64_t i = first; i < keys; i += TILE) {
-        int64_t key = first_key + i;
-        const float *block = c->cache + table[key / c->block_size] * c->block_floats + kv_head * head_floats;
-        int64_t offset = key % c->block_size;
-        values[i / TILE] = block + c->kv_heads * head_floats + offset * c->head_dim;
+    for (int64_t i = 0; i < keys; i += TILE) {
+        const float *block = keys_at(c, table, kv_head, first_key + i);
+        int64_t offset = (first_key + i) % c->block_size;
         const float *run = block + offset;
+        values[i / TILE] = block + c->kv_heads * c->head_dim * c->block_size + offset * TILE;
+        if (few)
+            for (int64_t column = 0; column < c->head_dim; column += TILE)
+                fetch(values[i / TILE] + column * c->block_size, TILE * TILE);
         product(rows, s->q, c->head_dim, &run, 0, c->block_size, c->head_dim, c->head_dim, s->p + i, STRETCH, 0);
     }
     for (int64_t row = 0; row < rows; row++) softmax_row(c, s, row, first_position + row / group, first_key, keys);
+    if (few)
+        for (int64_t key = first_key + STRETCH; key <= last_key && key < first_key + 2 * STRETCH; key += TILE)
+            fetch(keys_at(c, table, kv_head, key) + key % c->block_size * c->head_dim, TILE * c->head_dim);
     for (int64_t column = 0; column < c->head_dim; column += TILE)
-        product(rows, s->p + first, STRETCH, values + first / TILE, column, c->head_dim, TILE, keys - first,
-                s->sum + column, c->head_dim, 1);
+        product(rows, s->p, STRETCH, values, column * c->block_size, TILE, TILE, keys, s->sum + column, c->head_dim, 1);
 }
 
 static void attention_unit(void *context, int64_t unit) {
@@ -150,7 +159,8 @@ static void attention_unit(void *context, int64_t unit) {
     if (c->window > 0 && first_position - c->window + 1 > 0) first_key = (first_position - c->window + 1) / STRETCH * STRETCH;
     for (; first_key <= last_position; first_key += STRETCH) {
         int64_t keys = last_position + 1 - first_key < STRETCH ? last_position + 1 - first_key : STRETCH;
-        attend_stretch(c, s, c->block_table + low * c->table_width, kv_head, rows, group, first_position, first_key, keys);
+        attend_stretch(c, s, c->block_table + low * c->table_width, kv_head, rows, group, first_position, first_key, keys,
+                       last_position);
     }
     for (int64_t row = 0; row < rows; row++) {
         float *out = c->out + (c->query_start[low] + start + row / group) * c->ldo + (kv_head * group + row % group) * c->head_dim;
@@ -198,8 +208,10 @@ static void store_unit(void *context, int64_t unit) {
             const float *k = c->k + row * c->ldk + h * c->head_dim;
             float *target = keys + h * c->head_dim * c->block_size + offset;
             for (int64_t i = 0; i < c->head_dim; i++) target[i * c->block_size] = k[i];
-            memcpy(values + (h * c->block_size + offset) * c->head_dim, c->v + row * c->ldv + h * c->head_dim,
-                   (size_t)c->head_dim * sizeof(float));
+            const float *v = c->v + row * c->ldv + h * c->head_dim;
+            target = values + h * c->head_dim * c->block_size + offset * TILE;
+            for (int64_t i = 0; i < c->head_dim; i += TILE)
+                memcpy(target + i * c->block_size, v + i, TILE * sizeof(float));
         }
     }
 }

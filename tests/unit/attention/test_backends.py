@@ -51,7 +51,9 @@ class Batch:
     def run(self, backend, chunks=1):
         """History in one step, then the scheduled tokens in `chunks` steps; rows of sequence i in out[i]."""
         spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, 4)
-        cache = torch.full(backend.kv_shape(self.num_blocks, spec), float("nan"))  # what was never written must not be read
+        cache = torch.full(
+            backend.kv_shape(self.num_blocks, spec), float("nan")
+        )  # what was never written must not be read
         self.step(backend, cache, [0] * len(self.computed), self.computed)
         outputs = [[] for _ in self.computed]
         for chunk in range(chunks):
@@ -68,7 +70,9 @@ class Batch:
             return [torch.empty(0)] * len(counts)
         whole, tables = self.tables, self.tables[taking_part]
         self.tables = np.ascontiguousarray(tables)
-        metadata = backend.build_metadata(self.inputs([starts[i] for i in taking_part], [counts[i] for i in taking_part]))
+        metadata = backend.build_metadata(
+            self.inputs([starts[i] for i in taking_part], [counts[i] for i in taking_part])
+        )
         self.tables = whole
         layer = self.layer
         rows = torch.cat([self.sequences[i][starts[i] : starts[i] + counts[i]] for i in taking_part])

@@ -50,7 +50,12 @@ def test_linear_reads_rows_of_a_wider_tensor(ops):
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_norms_equal_the_reference_and_add_to_the_residual(ops, rows, width):
     reference = TorchOps()
-    x, residual, weight, bias = random(rows, width), random(rows, width, seed=1), random(width, seed=2), random(width, seed=3)
+    x, residual, weight, bias = (
+        random(rows, width),
+        random(rows, width, seed=1),
+        random(width, seed=2),
+        random(width, seed=3),
+    )
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
         ops.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5), rtol=1e-5, atol=1e-5

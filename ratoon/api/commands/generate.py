@@ -1,0 +1,173 @@
+"""`ratoon generate MODEL PROMPT…`: answer prompts and print the answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from ratoon.api.options import (
+    Subparsers,
+    add_common_options,
+    add_engine_options,
+    add_sampling_options,
+    check_sampling_options,
+    open_llm,
+    sampling_params,
+)
+from ratoon.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ratoon.api.llm import LLM
+    from ratoon.core.outputs import CompletionOutput, RequestOutput
+    from ratoon.core.params import SamplingParams
+
+DESCRIPTION = """Answer prompts and print the answers.
+
+If the model has a chat template, each prompt is sent through it as a user's message; --raw sends the text as it is.
+A single answer is streamed on a terminal. The prompt "-" is read from standard input."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="answer prompts",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to answer; - reads standard input")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", help="apply the chat template; an error if there is none")
+    form.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message, where the chat template is applied")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    parser.add_argument(
+        "--stream", action=argparse.BooleanOptionalAction, help="print the answer as it comes (one prompt, one choice)"
+    )
+    add_sampling_options(parser, max_tokens=256)
+    parser.add_argument("--n", type=int, metavar="N", help="choices for each prompt")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="log-probabilities of the N likeliest tokens (--json)"
+    )
+    add_engine_options(parser)
+    add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_sampling_options(args)
+    texts = read_prompts(args.prompts)
+    stream = choose_streaming(args, len(texts))
+    if args.logprobs is not None and not args.json:
+        raise RequestError("--logprobs", "has no plain form", "add --json")
+    with open_llm(args) as llm:
+        params = sampling_params(args, llm)
+        prompts = [make_prompt(llm, text, args) for text in texts]
+        if stream:
+            return stream_answer(llm, prompts[0], params)
+        outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params)
+    for index, output in enumerate(outputs):
+        if args.json:
+            print(json.dumps(output_as_dict(output, texts[index]), ensure_ascii=False))
+        else:
+            print_answer(output, texts[index], heading=len(outputs) > 1)
+    failed = [output for output in outputs if output.error is not None]
+    for output in failed:
+        print(f"error: {output.error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def read_prompts(arguments: list[str]) -> list[str]:
+    """The prompts of the command line. Without any, standard input is one, if it is not a terminal."""
+    if not arguments:
+        if sys.stdin.isatty():
+            raise RequestError("PROMPT", "is missing", "text to answer, or - to read standard input")
+        arguments = ["-"]
+    texts = [sys.stdin.read() if argument == "-" else argument for argument in arguments]
+    for index, text in enumerate(texts):
+        if not text:
+            raise RequestError(
+                f"prompts[{index}]" if len(texts) > 1 else "prompt", "is empty", "at least one character"
+            )
+    return texts
+
+
+def choose_streaming(args: argparse.Namespace, num_prompts: int) -> bool:
+    possible = num_prompts == 1 and (args.n or 1) == 1 and not args.json
+    if args.stream and not possible:
+        raise RequestError("--stream", "works for one prompt with one choice, without --json", "leave it out")
+    if args.stream is None:
+        return possible and sys.stdout.isatty()
+    return bool(args.stream)
+
+
+def make_prompt(llm: LLM, text: str, args: argparse.Namespace) -> str | dict[str, Any]:
+    if args.raw or not (args.chat or llm.has_chat_template):
+        return text
+    messages = [{"role": "user", "content": text}]
+    if args.system is not None:
+        messages.insert(0, {"role": "system", "content": args.system})
+    return llm.chat_prompt(messages)
+
+
+def stream_answer(llm: LLM, prompt: str | dict[str, Any], params: SamplingParams) -> int:
+    error = None
+    with closing(llm.stream(prompt, params)) as outputs:  # type: ignore[type-var]  # a generator, so it can be closed
+        for output in outputs:
+            for choice in output.outputs:
+                sys.stdout.write(choice.text)
+            sys.stdout.flush()
+            error = output.error
+    print()
+    if error is not None:
+        print(f"error: {error}", file=sys.stderr)
+    return 0 if error is None else 1
+
+
+def print_answer(output: RequestOutput, text: str, heading: bool) -> None:
+    if heading:
+        print(f"=== {shorten(text)}")
+    for choice in output.outputs:
+        if len(output.outputs) > 1:
+            print(f"--- choice {choice.index}")
+        print(choice.text.strip("\n") if heading else choice.text)
+
+
+def shorten(text: str, length: int = 70) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def output_as_dict(output: RequestOutput, text: str) -> dict[str, Any]:
+    metrics = output.metrics
+    return {
+        "prompt": text,
+        "num_prompt_tokens": len(output.prompt_token_ids or ()),
+        "num_cached_tokens": output.num_cached_tokens,
+        "time_to_first_token": None if metrics is None else metrics.time_to_first_token,
+        "outputs": [_choice_as_dict(choice) for choice in output.outputs],
+        "error": output.error,
+    }
+
+
+def _choice_as_dict(choice: CompletionOutput) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "index": choice.index,
+        "text": choice.text,
+        "token_ids": list(choice.token_ids),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if choice.logprobs is not None:
+        result["cumulative_logprob"] = choice.cumulative_logprob
+        result["logprobs"] = [
+            [
+                {"token_id": token, "text": entry.decoded_token, "logprob": entry.logprob, "rank": entry.rank}
+                for token, entry in position.items()
+            ]
+            for position in choice.logprobs
+        ]
+    return result

@@ -1,0 +1,98 @@
+"""`ratoon info MODEL`: what the model is, how the engine would run it, and where start-up spends its time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
+from ratoon.api.sizes import format_size
+
+if TYPE_CHECKING:
+    from ratoon.api.llm import LLM
+
+MODEL_FIELDS = (
+    "architecture", "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+    "vocab_size", "max_position", "sliding_window", "tie_word_embeddings", "checkpoint_dtype", "eos_token_ids",
+)  # fmt: skip
+
+LABELS = {
+    "weight_bytes": "weights",
+    "kv_bytes": "KV cache",
+    "kv_bytes_per_token": "KV per token",
+    "kv_groups": "KV groups",
+    "kv_tokens": "tokens in the KV cache",
+    "num_blocks": "blocks",
+    "block_size": "tokens in a block",
+}
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("info", help="resolved settings, memory, start-up time", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    add_engine_options(parser)
+    add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with open_llm(args) as llm:
+        facts = collect(llm)
+        startup_table = llm.startup_timer.table()
+    if args.json:
+        print(json.dumps(facts, indent=2, default=str))
+        return 0
+    for section in ("model", "engine", "memory", "scheduler"):
+        print_section(section, facts[section])
+    print("start-up")
+    print("\n".join(f"  {line}" for line in startup_table.splitlines()))
+    return 0
+
+
+def collect(llm: LLM) -> dict[str, Any]:
+    """All figures, by section. The memory figures are bytes."""
+    engine = llm.describe()
+    config, source = llm.config, llm.source
+    block_size, num_blocks = engine["block_size"], engine["num_blocks"]
+    memory = {name: engine.pop(name) for name in ("weight_bytes", "kv_bytes", "kv_bytes_per_token")}
+    memory |= {name: engine.pop(name) for name in ("block_size", "num_blocks", "kv_groups")}
+    memory["kv_tokens"] = (num_blocks - 1) * block_size  # block 0 is never handed out
+    model = asdict(source.config)
+    return {
+        "model": {
+            "name": source.name,
+            "path": str(source.path),
+            "format": source.format,
+            **{name: model[name] for name in MODEL_FIELDS},
+            "chat_template": source.chat_template is not None,
+            "generation_defaults": source.generation_defaults,
+        },
+        "engine": engine,
+        "memory": memory,
+        "scheduler": {**asdict(config.scheduler), "prefix_caching": config.cache.enable_prefix_caching},
+        "startup_seconds": llm.startup_timer.as_dict(),
+    }
+
+
+def print_section(title: str, values: dict[str, Any]) -> None:
+    print(title)
+    width = max(len(LABELS.get(name, name)) for name in values)
+    for name, value in values.items():
+        shown = format_size(value) if "bytes" in name else _show(value)
+        print(f"  {LABELS.get(name, name.replace('_', ' ')):<{width}}  {shown}")
+    print()
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(str, value)) or "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_show(entry)}" for name, entry in value.items()) or "-"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,352 @@
+"""LLM: a model that answers, in this process. Prompts in, outputs back; one call at a time, on one thread.
+
+It turns what people pass (one prompt or many, text, token ids, conversations) into requests and collects their outputs.
+How they are carried out is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from ratoon.api.interrupts import interrupts_held_back
+from ratoon.api.progress import request_progress
+from ratoon.api.sizes import parse_size
+from ratoon.core.config import (
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+    resolve_max_model_len,
+    verify_engine_config,
+)
+from ratoon.core.errors import ConfigError, RequestError
+from ratoon.core.outputs import RequestOutput
+from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.core.request import EngineCoreRequest
+from ratoon.core.stats import SchedulerStats
+from ratoon.engine.input_processor import InputProcessor, Prompt, default_sampling_params, split_prompt
+from ratoon.engine.llm_engine import LLMEngine
+from ratoon.engine.output_processor import OutputProcessor
+from ratoon.observe.startup import StartupTimer
+
+if TYPE_CHECKING:
+    from ratoon.models.tokenizer import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Checked: TypeAlias = tuple[EngineCoreRequest, str | None]  # a request, and its prompt's text where it has one
+
+
+class LLM:
+    """A model and an engine for it.
+
+        with LLM("smollm2-135m") as llm:
+            for output in llm.generate(["One prompt.", "Another."], SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    `model` is a folder, a GGUF file, a hub id or the name of an embedded model. What is left out is chosen to fit the
+    model and the machine. Errors: ModelError (the model can't be read), ConfigError (it can't run with these settings).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        block_size: int = CacheConfig().block_size,
+        num_blocks: int | None = None,
+        kv_memory: int | str | None = None,  # bytes, or text such as "2GiB"
+        kv_memory_fraction: float = CacheConfig().memory_fraction,
+        enable_prefix_caching: bool = True,
+        max_num_batched_tokens: int = SchedulerConfig().max_num_batched_tokens,
+        max_num_seqs: int = SchedulerConfig().max_num_seqs,
+        max_prefill_chunk: int | None = None,
+        policy: SchedulingPolicy | str = SchedulingPolicy.FCFS,
+        num_threads: int | None = None,
+        attention_backend: str = "auto",
+        max_logprobs: int = EngineConfig("").max_logprobs,
+        load_format: str = "auto",
+        skip_tokenizer: bool = False,  # work with token ids alone
+        seed: int | None = 0,  # of requests that bring none of their own; None: another one every time
+        startup_timer: StartupTimer | None = None,
+    ) -> None:
+        config = EngineConfig(
+            model=model,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            attention_backend=attention_backend,
+            num_threads=num_threads,
+            seed=0 if seed is None else seed,
+            max_logprobs=max_logprobs,
+            load_format=load_format,
+            cache=CacheConfig(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                memory_bytes=None if kv_memory is None else parse_size("kv_memory", kv_memory),
+                memory_fraction=kv_memory_fraction,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_prefill_chunk=max_prefill_chunk,
+                policy=_parse_policy(policy),
+            ),
+        )
+        verify_engine_config(config)
+        self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
+        self._start(config, seed, skip_tokenizer)
+
+    def _start(self, config: EngineConfig, seed: int | None, skip_tokenizer: bool) -> None:
+        timer = self.startup_timer
+        with timer.phase("find model"):
+            from ratoon.models.source import resolve_model
+
+            self.source = resolve_model(config.model)
+            config = config.with_(max_model_len=resolve_max_model_len(config.max_model_len, self.source.config))
+        self._tokenizer: Tokenizer | None = None
+        if not skip_tokenizer:
+            with timer.phase("load tokenizer"):
+                self._tokenizer = self.source.load_tokenizer()
+        from ratoon.engine.client import make_client
+
+        self.config = config
+        self._client = make_client(config, self.source, timer)
+        defaults = self.source.generation_defaults
+        self._default_params = default_sampling_params(defaults)
+        self.engine = LLMEngine(
+            self._client,
+            InputProcessor(
+                self.source.config, self._tokenizer, defaults, config.max_model_len, config.max_logprobs, seed
+            ),
+            OutputProcessor(self._tokenizer),
+        )
+        self._num_requests = 0
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request id: whose outputs these are
+        self._closed = False
+        timer.finish()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts, and return their outputs in the same order.
+
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. Params and priority are
+        one for all, or a list with one for each. Every prompt is checked before the first is started: a bad one raises
+        RequestError with its index. A request of a batch that fails later has `error` set and the finish reason
+        "error", and the others go on; one that is alone, and that the engine refuses, raises.
+        """
+        checked = self._check(prompts, sampling_params, priority, cache_salt, RequestOutputKind.FINAL_ONLY)
+        outputs: dict[str, RequestOutput] = {}
+        with request_progress(len(checked), progress) as advance:
+            for output in self._run(checked):
+                outputs[output.request_id] = output
+                advance(1, sum(len(choice.token_ids) for choice in output.outputs))
+        return [outputs[_external_id(request)] for request, _ in checked]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Answer prompts, and yield what is new as it comes: each output holds only new text and tokens.
+
+        Request ids tell the prompts apart, in their order. Closing the iterator takes back what is unfinished.
+        """
+        checked = self._check(prompts, sampling_params, priority, cache_salt, RequestOutputKind.DELTA)
+        return self._run(checked)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        progress: bool = True,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several, through the model's chat template. The rest is as in `generate`."""
+        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, **template_variables}
+        if not _is_sequence(messages):
+            raise RequestError("messages", f"{type(messages).__name__} is not a list", "a list of messages")
+        if not messages or not _is_sequence(messages[0]):
+            prompt = self.chat_prompt(messages, **variables)  # type: ignore[arg-type]
+            return self.generate(prompt, sampling_params, priority=priority, progress=progress)
+        prompts = []
+        for index, conversation in enumerate(messages):
+            try:
+                prompts.append(self.chat_prompt(conversation, **variables))  # type: ignore[arg-type]
+            except RequestError as error:
+                raise _with_index(error, index) from None
+        return self.generate(prompts, sampling_params, priority=priority, progress=progress)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> dict[str, Any]:
+        """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
+        tokenizer = self.get_tokenizer()
+        return {
+            "prompt": tokenizer.apply_chat_template(messages, **template_variables),
+            "prompt_token_ids": tokenizer.encode_chat(messages, **template_variables),
+        }
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("tokenizer", "was not loaded", "build the LLM without skip_tokenizer")
+        return self._tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer is not None and self.source.chat_template is not None
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without params uses: the model's generation defaults over ours."""
+        return self._default_params.clone()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes. False: requests are under way, and nothing was changed."""
+        return self._client.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        return self._client.stats()
+
+    def describe(self) -> dict[str, Any]:
+        """The resolved settings and the memory figures."""
+        return self._client.describe()
+
+    def close(self) -> None:
+        """Give the engine's memory back. The LLM can't be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._client.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params,
+        priority: int | Sequence[int] | None,
+        cache_salt: str | None,
+        output_kind: RequestOutputKind,
+    ) -> list[Checked]:
+        """All prompts as requests, or RequestError; nothing is started."""
+        if self._closed:
+            raise RequestError("llm", "is closed", "build another LLM")
+        single = not _is_many(prompts)
+        prompt_list: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[arg-type, list-item]
+        if isinstance(params, SamplingParams):
+            self.engine.input_processor.verify_params(params)  # shared by all: no prompt's index belongs to the error
+        params_list = _one_for_each("sampling_params", params, len(prompt_list), self._default_params)
+        priorities = _one_for_each("priority", priority, len(prompt_list), 0)
+        checked: list[Checked] = []
+        for index, (prompt, one_params, one_priority) in enumerate(zip(prompt_list, params_list, priorities)):
+            try:
+                if not isinstance(one_params, SamplingParams):
+                    raise RequestError("sampling_params", f"{one_params!r} is not SamplingParams", "a SamplingParams")
+                request = self.engine.input_processor.process(
+                    str(self._num_requests + index),
+                    prompt,
+                    msgspec.structs.replace(one_params, output_kind=output_kind),
+                    priority=one_priority,
+                    cache_salt=cache_salt,
+                )
+            except RequestError as error:
+                raise error if single else _with_index(error, index) from None
+            checked.append((request, split_prompt(prompt)[0]))
+        self._num_requests += len(checked)
+        return checked
+
+    def _run(self, checked: list[Checked]) -> Iterator[RequestOutput]:
+        """Submit requests and yield their outputs until all have ended. Left early, it takes back the rest."""
+        inbox: deque[RequestOutput] = deque()
+        unfinished = {_external_id(request) for request, _ in checked}
+        try:
+            for request, prompt in checked:
+                self._inboxes[_external_id(request)] = inbox
+                try:
+                    self.engine.submit(request, prompt)
+                except RequestError as error:
+                    if len(checked) == 1:
+                        raise
+                    inbox.append(self.engine.refuse(request, prompt, error))
+            while unfinished:
+                if not inbox:
+                    self._step()
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:
+            with interrupts_held_back():
+                self.engine.abort_request(unfinished)
+            for request, _ in checked:
+                self._inboxes.pop(_external_id(request), None)
+
+    def _step(self) -> None:
+        """One engine step. Its outputs go to those who wait for them: a stream may be open while another call runs."""
+        with interrupts_held_back():
+            for output in self.engine.step():
+                inbox = self._inboxes.get(output.request_id)
+                if inbox is not None:
+                    inbox.append(output)
+
+
+def _external_id(request: EngineCoreRequest) -> str:
+    assert request.external_id is not None
+    return request.external_id
+
+
+def _parse_policy(policy: SchedulingPolicy | str) -> SchedulingPolicy:
+    try:
+        return SchedulingPolicy(policy)
+    except ValueError:
+        names = " or ".join(known.value for known in SchedulingPolicy)
+        raise ConfigError("scheduler.policy", f"{policy!r} is unknown", names) from None
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """A list of prompts, and not one prompt that is a list of token ids. An empty list is no prompts."""
+    return _is_sequence(prompts) and (not prompts or isinstance(prompts[0], (str, Mapping)) or _is_sequence(prompts[0]))  # type: ignore[index]
+
+
+def _one_for_each(field: str, value: Any, count: int, default: Any) -> list[Any]:
+    if value is None:
+        return [default] * count
+    if not _is_sequence(value):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(field, f"has {len(value)} entries for {count} prompts", "one for all, or one for each")
+    return [default if entry is None else entry for entry in value]
+
+
+def _with_index(error: RequestError, index: int) -> RequestError:
+    return RequestError(f"prompts[{index}].{error.field}", error.problem, error.expected)

@@ -1,0 +1,123 @@
+"""Command-line options that several commands share, and what they turn into: an LLM, SamplingParams.
+
+Only argparse is imported here at the top: `ratoon --help` must not wait for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ratoon.api.llm import LLM
+    from ratoon.core.params import SamplingParams
+
+Subparsers = Any  # argparse has no public name for what add_subparsers returns
+
+# Option → keyword of LLM. Those left out on the command line are left to the LLM's own defaults.
+ENGINE_OPTIONS = (
+    "device", "dtype", "max_model_len", "block_size", "num_blocks", "kv_memory", "max_num_batched_tokens",
+    "max_num_seqs", "policy", "num_threads", "attention_backend", "load_format",
+)  # fmt: skip
+SAMPLING_OPTIONS = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop", "n", "logprobs", "ignore_eos",
+)  # fmt: skip
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show tracebacks (also: RATOON_DEBUG=1)")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N")
+    group.add_argument("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence, prompt and answer together")
+    group.add_argument("--block-size", type=int, metavar="N", help="tokens in a block of the KV cache")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the KV cache")
+    group.add_argument("--kv-memory", metavar="SIZE", help="memory for the KV cache, such as 512MiB or 2GiB")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in a step")
+    group.add_argument("--policy", metavar="NAME", help="fcfs or priority")
+    group.add_argument("--no-prefix-caching", action="store_true", help="compute shared prefixes again")
+    group.add_argument("--threads", type=int, metavar="N", dest="num_threads", help="CPU threads")
+    group.add_argument("--attention-backend", metavar="NAME", help="auto, or a backend's name")
+    group.add_argument("--load-format", metavar="NAME", help="auto, or dummy: random weights of the right shape")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default {max_tokens}")
+    group.add_argument("--min-tokens", type=int, metavar="N")
+    group.add_argument(
+        "--temperature", type=float, metavar="X", help="0 takes the likeliest token; default: the model's own, else 0"
+    )
+    group.add_argument("--top-p", type=float, metavar="X", help="sample from the likeliest tokens that sum up to X")
+    group.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
+    group.add_argument("--min-p", type=float, metavar="X", help="drop tokens below X times the likeliest one")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated"
+    )
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the model's end token")
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords for LLM, of what was given."""
+    settings = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name, None) is not None}
+    if args.no_prefix_caching:
+        settings["enable_prefix_caching"] = False
+    return settings
+
+
+def check_sampling_options(args: argparse.Namespace) -> None:
+    """RequestError for what no model can make sense of, before anyone waits for the model to load."""
+    from ratoon.core.params import SamplingParams
+
+    SamplingParams(**_given_sampling_options(args)).verify()
+
+
+def sampling_params(args: argparse.Namespace, llm: LLM) -> SamplingParams:
+    """The model's own defaults, over them what was given."""
+    import msgspec
+
+    given = _given_sampling_options(args)
+    # Plain sampling at temperature 1 suits few models; one that names no temperature is asked for its likeliest answer.
+    if "temperature" not in llm.source.generation_defaults:
+        given.setdefault("temperature", 0.0)
+    return msgspec.structs.replace(llm.get_default_sampling_params(), **given)
+
+
+def _given_sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
+
+
+@contextmanager
+def open_llm(args: argparse.Namespace, **settings: Any) -> Iterator[LLM]:
+    """The LLM that the command line asks for. While it loads, a terminal shows so."""
+    with status(f"loading {args.model}"):
+        from ratoon.api.llm import LLM
+
+        # Without --seed, sampling differs from run to run, as people expect of a command.
+        llm = LLM(args.model, **{"seed": None, **engine_settings(args), **settings})
+    with llm:
+        yield llm
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """A spinner on a terminal, nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield

@@ -1,0 +1,90 @@
+"""The synchronous engine: input processing, the engine core behind its client, output processing, in one step loop.
+
+It serves one caller on one thread. Lists of prompts, progress and chat templates are the API's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from ratoon.core.errors import EngineError, RequestError
+from ratoon.core.outputs import RequestOutput
+from ratoon.core.params import SamplingParams
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
+from ratoon.engine.input_processor import InputProcessor, Prompt, split_prompt
+from ratoon.engine.output_processor import OutputProcessor
+
+
+class EngineClient(Protocol):
+    """What is needed of the way to the engine core, wherever that runs."""
+
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def get_output(self) -> EngineCoreOutputs: ...
+    def has_work(self) -> bool: ...
+
+
+class LLMEngine:
+    def __init__(
+        self, client: EngineClient, input_processor: InputProcessor, output_processor: OutputProcessor
+    ) -> None:
+        self.client = client
+        self.input_processor = input_processor
+        self.output_processor = output_processor
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Check a request and hand it to the engine. RequestError: nothing of it is left behind."""
+        request = self.input_processor.process(
+            request_id, prompt, params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt
+        )
+        self.submit(request, split_prompt(prompt)[0])
+
+    def submit(self, request: EngineCoreRequest, prompt: str | None) -> None:
+        """Hand over a request that was processed before. RequestError: the engine refused it."""
+        self.output_processor.add_request(request, prompt)
+        try:
+            self.client.add_request(request)
+        except Exception as error:
+            self.output_processor.fail_request(request.external_id or request.request_id, str(error))
+            raise
+
+    def refuse(self, request: EngineCoreRequest, prompt: str | None, error: RequestError) -> RequestOutput:
+        """The output of a request that the engine did not take."""
+        self.output_processor.add_request(request, prompt)
+        output = self.output_processor.fail_request(request.external_id or request.request_id, str(error))
+        assert output is not None
+        return output
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what it brought for callers."""
+        if not self.client.has_work():
+            if self.has_unfinished_requests():
+                raise EngineError("the engine has no work left, but requests wait for their end")
+            return []
+        outputs, to_abort = self.output_processor.process_outputs(self.client.get_output())
+        if to_abort:
+            self.client.abort_requests(to_abort)
+        return outputs
+
+    def abort_request(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Take requests back, by the caller's ids; those that are unknown or finished are passed over."""
+        outputs, internal_ids = self.output_processor.abort_requests(request_ids)
+        if internal_ids:
+            self.client.abort_requests(internal_ids)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return self.output_processor.has_unfinished_requests()
+
+    def num_unfinished_requests(self) -> int:
+        return self.output_processor.num_unfinished_requests()

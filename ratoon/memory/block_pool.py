@@ -1,0 +1,209 @@
+"""The pool of physical blocks: who is free, who is referenced, and which content can be found again by its hash.
+
+Knows blocks and nothing of sequences: tables, windows and copy-on-write are the KVCacheManager's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ratoon.core.kv import NULL_BLOCK
+
+
+class Block(msgspec.Struct, eq=False, gc=False):
+    """A physical block. `prev` and `next` are block ids on the free list, and 0 for a block that is in use.
+
+    Ids instead of references: a pool of a million blocks then holds no cycles and nothing for Python's garbage
+    collector to walk, so that its size shows in no step.
+    """
+
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: bytes | None = None  # set exactly while this block is the one found under that hash
+    group: int = 0  # the KV group of `block_hash`
+    prev: int = 0
+    next: int = 0
+
+
+class BlockPool:
+    """All blocks of one engine.
+
+    Free blocks form a circular doubly linked list through the null block, which stands at both of its ends:
+
+        null → uncached … uncached → cached, least recently used … cached, most recently used → null
+
+    Blocks are taken from the front. Uncached ones go first, so cached content is given up only when nothing else is
+    left, and giving it up (eviction) is nothing more than taking the block.
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool = True, num_groups: int = 1) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and at least one more; got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        last = num_blocks - 1
+        self.blocks = [Block(i, 0, None, 0, i - 1, i + 1) for i in range(num_blocks)]
+        self.null_block = self.blocks[NULL_BLOCK]
+        self.null_block.prev = last
+        self.blocks[last].next = NULL_BLOCK
+        self.num_free_blocks = last
+        self._cached: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that somebody references, 0 to 1."""
+        return 1.0 - self.num_free_blocks / (self.num_blocks - 1)
+
+    def get_new_blocks(self, count: int) -> list[Block]:
+        """Take `count` free blocks, each with one reference. Evicts cached content where it must."""
+        if count > self.num_free_blocks:
+            raise ValueError(f"{count} blocks asked for, {self.num_free_blocks} are free")
+        blocks, null = self.blocks, self.null_block
+        taken = []
+        next_id = null.next
+        for _ in range(count):
+            block = blocks[next_id]
+            next_id = block.next
+            if block.block_hash is not None:
+                self._forget_hash(block)
+            block.ref_cnt = 1
+            block.prev = block.next = 0
+            taken.append(block)
+        null.next = next_id
+        blocks[next_id].prev = NULL_BLOCK
+        self.num_free_blocks -= count
+        return taken
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Add a reference to each block; free ones come off the free list with their content. The null block stays."""
+        null = self.null_block
+        for block in blocks:
+            if block is null:
+                continue
+            if block.ref_cnt == 0:
+                self._unlink(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[Block]) -> None:
+        """Drop a reference to each block. Of those that nobody holds any more, the ones named first are evicted first.
+
+        So a caller who names a sequence's tail before its head keeps the head, which more requests can share.
+        """
+        null = self.null_block
+        for block in blocks:
+            if block is null:
+                continue
+            if block.ref_cnt < 1:
+                raise ValueError(f"block {block.block_id} is freed more often than it was taken")
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._link(block)
+
+    def cache_full_block(self, block: Block, block_hash: bytes, group: int = 0) -> None:
+        """Let `block` be found under `block_hash`.
+
+        Where another block with the same content is already found there, that one stays if it is in use; if it is free,
+        the name moves to `block`, which lives longer, and the old one becomes ordinary free memory.
+        """
+        if not self.enable_caching or block.block_hash is not None:
+            return
+        cached = self._cached[group]
+        twin = cached.get(block_hash)
+        if twin is not None:
+            if twin.ref_cnt > 0:
+                return
+            self.uncache(twin)
+        cached[block_hash] = block
+        block.block_hash = block_hash
+        block.group = group
+
+    def get_cached_block(self, block_hash: bytes, group: int = 0) -> Block | None:
+        return self._cached[group].get(block_hash)
+
+    def cached_blocks(self, group: int = 0) -> dict[bytes, Block]:
+        """The whole map of a group, for loops that look up thousands of hashes. To read only."""
+        return self._cached[group]
+
+    def uncache(self, block: Block) -> None:
+        """Make a block's content unfindable, because it can't be trusted or is kept elsewhere."""
+        if block.block_hash is None:
+            return
+        self._forget_hash(block)
+        if block.ref_cnt == 0:  # it now belongs with the uncached ones, at the front
+            self._unlink(block)
+            self._link(block)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content. Refused (False) while any block is in use."""
+        if self.num_free_blocks != self.num_blocks - 1:
+            return False
+        for cached in self._cached:
+            for block in cached.values():
+                block.block_hash = None
+            cached.clear()
+        return True
+
+    def _forget_hash(self, block: Block) -> None:
+        assert block.block_hash is not None
+        del self._cached[block.group][block.block_hash]
+        block.block_hash = None
+
+    def _unlink(self, block: Block) -> None:
+        blocks = self.blocks
+        blocks[block.prev].next = block.next
+        blocks[block.next].prev = block.prev
+        block.prev = block.next = 0
+        self.num_free_blocks -= 1
+
+    def _link(self, block: Block) -> None:
+        """Put a block on the free list: at the front if its content is lost anyway, at the back if it can be found."""
+        blocks, null = self.blocks, self.null_block
+        if block.block_hash is None:
+            before, after = null, blocks[null.next]
+        else:
+            before, after = blocks[null.prev], null
+        block.prev, block.next = before.block_id, after.block_id
+        before.next = after.prev = block.block_id
+        self.num_free_blocks += 1
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is either free or referenced, and lists, counts and cache agree."""
+        on_free_list = self._walk_free_list()
+        assert len(on_free_list) == self.num_free_blocks, (
+            f"the free list holds {len(on_free_list)} blocks, the counter says {self.num_free_blocks}"
+        )
+        assert self.null_block.ref_cnt == 0, f"the null block has {self.null_block.ref_cnt} references"
+        assert self.null_block.block_hash is None, "the null block has a hash"
+        for block in self.blocks[1:]:
+            free = block.block_id in on_free_list
+            assert block.ref_cnt >= 0, f"block {block.block_id} has {block.ref_cnt} references"
+            assert free == (block.ref_cnt == 0), (
+                f"block {block.block_id} has {block.ref_cnt} references and is {'' if free else 'not '}on the free list"
+            )
+            if block.block_hash is not None:
+                found = self._cached[block.group].get(block.block_hash)
+                assert found is block, f"block {block.block_id} has a hash under which it is not found"
+        num_hashed = sum(block.block_hash is not None for block in self.blocks)
+        num_cached = sum(len(cached) for cached in self._cached)
+        assert num_hashed == num_cached, f"{num_hashed} blocks have a hash, {num_cached} can be found"
+
+    def _walk_free_list(self) -> set[int]:
+        seen: set[int] = set()
+        previous, current = NULL_BLOCK, self.null_block.next
+        met_cached = False
+        while current != NULL_BLOCK:
+            block = self.blocks[current]
+            assert current not in seen, f"the free list comes back to block {current}"
+            assert block.prev == previous, f"block {current} is linked back to {block.prev}, it follows {previous}"
+            assert block.block_hash is not None or not met_cached, f"uncached block {current} stands behind cached ones"
+            met_cached = block.block_hash is not None
+            seen.add(current)
+            previous, current = current, block.next
+        assert self.null_block.prev == previous, f"the free list ends at {previous}, not at {self.null_block.prev}"
+        return seen

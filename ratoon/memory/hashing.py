@@ -1,0 +1,55 @@
+"""Names for full blocks: a cryptographic hash chained over the parent block, the tokens and tagged extra keys.
+
+Two blocks have one name only if every token up to their end, and every extra key, is the same. What is done with the
+names (lookup, eviction) is the pool's business.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from hashlib import blake2b
+
+DIGEST_BYTES = 32
+# A fixed start of every chain, so that names are the same in every process and on every replica.
+ROOT_DIGEST = blake2b(b"ratoon kv block chain, version 1", digest_size=DIGEST_BYTES).digest()
+
+TOKEN_TYPECODE = "i"  # fixed width: 1,23 and 12,3 can't read the same
+
+
+def encode_extra_keys(keys: Iterable[tuple[str, str]]) -> bytes:
+    """Tagged keys, such as ("salt", "tenant-a"), as bytes that can be read in one way only.
+
+    Tag and value carry their lengths and the whole its count, so that no value can imitate another key or a token.
+    """
+    parts = [
+        struct.pack("<I", len(text)) + text
+        for key in keys
+        for text in (key[0].encode(), key[1].encode("utf-8", "surrogatepass"))
+    ]
+    return struct.pack("<I", len(parts) // 2) + b"".join(parts)
+
+
+NO_EXTRA_KEYS = encode_extra_keys(())
+
+
+def hash_block(parent: bytes, token_bytes: bytes, extra_keys: bytes = NO_EXTRA_KEYS) -> bytes:
+    """The name of a full block, given its parent's."""
+    return blake2b(parent + extra_keys + token_bytes, digest_size=DIGEST_BYTES).digest()
+
+
+class BlockHasher:
+    """Names the blocks of sequences, for one block size."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._pack_tokens = struct.Struct(f"<{block_size}{TOKEN_TYPECODE}").pack
+
+    def extend(self, block_hashes: list[bytes], token_ids: list[int], num_full_blocks: int, extra_keys: bytes) -> None:
+        """Bring `block_hashes` up to `num_full_blocks` entries. What is there already is not computed again."""
+        block_size, pack_tokens = self.block_size, self._pack_tokens
+        digest = block_hashes[-1] if block_hashes else ROOT_DIGEST
+        for index in range(len(block_hashes), num_full_blocks):
+            start = index * block_size
+            digest = hash_block(digest, pack_tokens(*token_ids[start : start + block_size]), extra_keys)
+            block_hashes.append(digest)

@@ -1,0 +1,298 @@
+"""Block tables of sequences: prefix hits, allocation, copy-on-write, forks. Accounting only; no tensor is touched here.
+
+Decides which block holds which tokens. When to run, preempt or refuse is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ratoon.core.kv import KVCacheConfig
+from ratoon.core.plan import BlockCopy, BlockIds
+from ratoon.core.stats import PrefixCacheStats
+from ratoon.memory.block_pool import Block, BlockPool
+from ratoon.memory.groups import SlidingWindowRule, rule_for
+from ratoon.memory.hashing import BlockHasher
+from ratoon.memory.sequence import TokenSequence
+
+TablePlace = tuple[int, int]  # KV group, index into its table
+GroupBlocks = tuple[list[Block], ...]  # one list of table entries for each KV group
+
+
+class KVCacheManager:
+    """The block tables of all sequences over one pool. A table entry is a reference; the null block stands for none."""
+
+    def __init__(self, kv_config: KVCacheConfig, max_model_len: int, enable_caching: bool = True) -> None:
+        for group in kv_config.groups:
+            if group.spec.block_size != kv_config.block_size:
+                raise ValueError(
+                    f"a group has blocks of {group.spec.block_size} tokens, the pool of {kv_config.block_size}"
+                )
+        self.block_size = kv_config.block_size
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.rules = [rule_for(group.spec) for group in kv_config.groups]
+        self.num_groups = len(self.rules)
+        self._has_windows = any(isinstance(rule, SlidingWindowRule) for rule in self.rules)
+        self.pool = BlockPool(kv_config.num_blocks, enable_caching, self.num_groups)
+        self.prefix_cache_stats = PrefixCacheStats()
+        self._hasher = BlockHasher(self.block_size)
+        self._block_copies: list[BlockCopy] = []
+
+    # ---- figures ----
+
+    @property
+    def usage(self) -> float:
+        return self.pool.usage
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free_blocks
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.pool.num_usable_blocks
+
+    def block_ids(self, branch: TokenSequence) -> BlockIds:
+        return tuple([block.block_id for block in table] for table in branch.block_tables)
+
+    def required_blocks(self, num_tokens: int, max_step_tokens: int | None = None) -> int:
+        """The most blocks that a sequence holds on its way to `num_tokens`, when it is alone."""
+        step = num_tokens if max_step_tokens is None else max_step_tokens
+        return sum(rule.most_blocks(num_tokens, step) for rule in self.rules)
+
+    def can_ever_fit(self, num_tokens: int, max_step_tokens: int | None = None) -> bool:
+        return self.required_blocks(num_tokens, max_step_tokens) <= self.num_usable_blocks
+
+    # ---- prefix cache ----
+
+    def get_computed_blocks(self, branch: TokenSequence) -> tuple[GroupBlocks, int]:
+        """The longest cached prefix: its table entries for each group, and its length in tokens.
+
+        Whole blocks only, and at least one token is left over: somebody has to compute the state to sample from.
+        Nothing is changed; allocate_slots takes the references.
+        """
+        limit = (branch.num_tokens - 1) // self.block_size
+        if not self.enable_caching or limit <= 0:
+            return tuple([] for _ in self.rules), 0
+        self._hasher.extend(branch.block_hashes, branch.token_ids, limit, branch.extra_keys)
+        # A hit must hold for every group. A shorter limit can change what a window group finds, so go round until no
+        # group shortens it any more.
+        while True:
+            hits = []
+            for group, rule in enumerate(self.rules):
+                hit = rule.longest_hit(branch.block_hashes, limit, self.pool.cached_blocks(group), self.pool.null_block)
+                limit = len(hit)
+                hits.append(hit)
+            if all(len(hit) == limit for hit in hits):
+                return tuple(hits), limit * self.block_size
+
+    def count_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
+        self.prefix_cache_stats.queries += num_tokens
+        self.prefix_cache_stats.hits += num_hit_tokens
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks, and the figures about them. Refused (False) while any block is in use."""
+        if not self.pool.reset_prefix_cache():
+            return False
+        self.prefix_cache_stats = PrefixCacheStats()
+        return True
+
+    # ---- memory of a sequence ----
+
+    def allocate_slots(
+        self,
+        branch: TokenSequence,
+        num_new_tokens: int,
+        new_computed_blocks: GroupBlocks | None = None,
+        num_new_computed_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+    ) -> BlockIds | None:
+        """Make room for the tokens of a step. Returns the ids appended to each table, or None (and nothing changed).
+
+            |  computed  |  new computed  |     new     |  lookahead  |
+            | in the     | prefix hit:    | written in this step      |
+            | tables     | taken by       | real tokens | guesses:    |
+            |            | reference      |             | not hashed  |
+                                          ^ num_computed              ^ num_slots
+
+        A written block that someone else holds, or that can be found by its hash, is replaced by a copy of its own.
+        """
+        block_size = self.block_size
+        num_computed = branch.num_computed_tokens + num_new_computed_tokens
+        num_real = num_computed + num_new_tokens
+        num_slots = min(num_real + num_lookahead_tokens, self.max_model_len) if num_lookahead_tokens else num_real
+        num_blocks = -(-num_slots // block_size)
+        tables = branch.block_tables or [[] for _ in self.rules]
+        num_held = len(tables[0])  # the tables of all groups are equally long
+        if new_computed_blocks is not None:
+            num_held += len(new_computed_blocks[0])
+        num_missing = num_blocks - num_held if num_blocks > num_held else 0
+
+        # Count first, so that a refusal leaves everything as it was. A decoding branch at the end of a block, which is
+        # most calls, needs none of the three helpers.
+        num_wanted, num_available = num_missing * self.num_groups, self.pool.num_free_blocks
+        to_copy: list[TablePlace] = []
+        unread: list[TablePlace] = []
+        if num_computed // block_size < len(tables[0]):
+            to_copy = self._places_to_copy(tables, num_computed // block_size, num_blocks)
+            num_wanted += len(to_copy)
+        if self._has_windows:
+            unread = self._unread_places(tables, num_computed)
+            num_available += sum(tables[group][place].ref_cnt == 1 for group, place in unread)
+        if new_computed_blocks is not None:
+            num_available -= self._count_free(new_computed_blocks)
+        if num_wanted > num_available:
+            return None
+
+        branch.block_tables = tables
+        if unread:
+            self._give_back(tables, unread)
+        if new_computed_blocks is not None:
+            for table, blocks in zip(tables, new_computed_blocks):
+                self.pool.touch(blocks)
+                table.extend(blocks)
+        for group, place in to_copy:
+            self._copy_on_write(branch, group, place)
+        appended = tuple([self._append_blocks(table, num_missing) for table in tables])
+        branch.write_limit = (num_held + num_missing) * block_size
+        if num_real // block_size > branch.num_registered_blocks:
+            self._register_full_blocks(branch, num_real // block_size)
+        return appended
+
+    def fork(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
+        """Let `child` share the first `num_tokens` computed tokens of `parent`, the partial last block included.
+
+        Takes no memory, so it can't fail. Whoever writes into the shared last block first gets a copy of it
+        (allocate_slots); the last holder writes in place.
+        """
+        if num_tokens > parent.num_computed_tokens:
+            raise ValueError(
+                f"{num_tokens} tokens asked for, {parent.branch_id} has computed {parent.num_computed_tokens}"
+            )
+        num_blocks = -(-num_tokens // self.block_size)
+        for rule, table in zip(self.rules, parent.block_tables):
+            first_read = rule.num_unread_tokens(num_tokens) // self.block_size
+            if any(block is self.pool.null_block for block in table[first_read:num_blocks]):
+                raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were given back")
+        child.block_tables = [table[:num_blocks] for table in parent.block_tables]
+        for table in child.block_tables:
+            self.pool.touch(table)
+        num_full = num_tokens // self.block_size
+        child.block_hashes = parent.block_hashes[:num_full]
+        child.num_registered_blocks = min(parent.num_registered_blocks, num_full)
+        child.num_computed_tokens = num_tokens
+        parent.write_limit = child.write_limit = 0  # the last block is shared now: both must ask before they write
+
+    def free(self, branch: TokenSequence, trusted: bool = True) -> None:
+        """Give back all memory of a sequence. Full, computed blocks stay findable until they are taken anew.
+
+        `trusted=False` is for a sequence whose step failed: nothing that it holds may be found again, whoever computed
+        it, for one bad block in a shared prefix would fail every request that starts with it.
+        """
+        num_valid = branch.num_computed_tokens // self.block_size if trusted else 0
+        self._register_full_blocks(branch, num_valid)
+        for table in branch.block_tables:
+            # A branch that is taken out of a plan again was registered ahead of a step that does not happen.
+            for block in table[num_valid : branch.num_registered_blocks if trusted else None]:
+                self.pool.uncache(block)
+            self.pool.free_blocks(reversed(table))
+        if self._block_copies:
+            self._block_copies = [copy for copy in self._block_copies if copy.req_id != branch.branch_id]
+        branch.block_tables = []
+        branch.num_computed_tokens = 0
+        branch.num_registered_blocks = 0
+        branch.write_limit = 0
+
+    def take_block_copies(self) -> list[BlockCopy]:
+        """The copies to carry out before the next forward pass, in order. They are handed over once."""
+        copies, self._block_copies = self._block_copies, []
+        return copies
+
+    def check(self, branches: Iterable[TokenSequence]) -> None:
+        """Raise AssertionError unless references are exactly the table entries of `branches`, and the pool is sound."""
+        self.pool.check()
+        num_references: dict[int, int] = {}
+        for branch in branches:
+            lengths = {len(table) for table in branch.block_tables}
+            assert len(lengths) <= 1, f"{branch.branch_id} has tables of different lengths: {sorted(lengths)}"
+            num_covered = max(lengths, default=0) * self.block_size
+            assert branch.num_computed_tokens <= num_covered, (
+                f"{branch.branch_id}: {branch.num_computed_tokens} tokens computed, memory for {num_covered}"
+            )
+            assert branch.write_limit <= num_covered, f"{branch.branch_id} may write beyond its blocks"
+            for table in branch.block_tables:
+                for block in table:
+                    if block is not self.pool.null_block:
+                        num_references[block.block_id] = num_references.get(block.block_id, 0) + 1
+        for block in self.pool.blocks[1:]:
+            expected = num_references.get(block.block_id, 0)
+            assert block.ref_cnt == expected, (
+                f"block {block.block_id}: {block.ref_cnt} references, {expected} table entries"
+            )
+
+    # ---- helpers ----
+
+    def _places_to_copy(self, tables: list[list[Block]], first_written: int, num_blocks: int) -> list[TablePlace]:
+        """Written blocks that are not this branch's alone: someone else holds them, or may find them by their hash."""
+        return [
+            (group, place)
+            for group, table in enumerate(tables)
+            for place in range(first_written, min(len(table), num_blocks))
+            if table[place].ref_cnt > 1 or table[place].block_hash is not None
+        ]
+
+    def _unread_places(self, tables: list[list[Block]], num_computed_tokens: int) -> list[TablePlace]:
+        """Blocks that lie wholly before the window of the next token."""
+        places = []
+        for group, (rule, table) in enumerate(zip(self.rules, tables)):
+            num_unread = min(rule.num_unread_tokens(num_computed_tokens) // self.block_size, len(table))
+            # From the right: everything before the first null block was given back earlier.
+            for place in range(num_unread - 1, -1, -1):
+                if table[place] is self.pool.null_block:
+                    break
+                places.append((group, place))
+        return places
+
+    def _count_free(self, blocks_by_group: GroupBlocks) -> int:
+        null = self.pool.null_block
+        return sum(block.ref_cnt == 0 and block is not null for blocks in blocks_by_group for block in blocks)
+
+    def _give_back(self, tables: list[list[Block]], places: list[TablePlace]) -> None:
+        self.pool.free_blocks([tables[group][place] for group, place in places])
+        for group, place in places:
+            tables[group][place] = self.pool.null_block
+
+    def _append_blocks(self, table: list[Block], count: int) -> list[int]:
+        if count == 0:
+            return []
+        blocks = self.pool.get_new_blocks(count)
+        table += blocks
+        return [block.block_id for block in blocks]
+
+    def _copy_on_write(self, branch: TokenSequence, group: int, place: int) -> None:
+        table = branch.block_tables[group]
+        shared = table[place]
+        (own,) = self.pool.get_new_blocks(1)
+        table[place] = own
+        self.pool.free_blocks((shared,))
+        self._block_copies.append(BlockCopy(branch.branch_id, group, place, shared.block_id, own.block_id))
+
+    def _register_full_blocks(self, branch: TokenSequence, num_full_blocks: int) -> None:
+        """Offer the full blocks that are new since the last time to the prefix cache.
+
+        A block that decoding fills is offered when the next one is allocated (or the sequence is freed), so that a
+        decoding branch asks the manager once a block and not twice.
+        """
+        first = branch.num_registered_blocks
+        if num_full_blocks <= first or not self.enable_caching:
+            return
+        block_hashes, null = branch.block_hashes, self.pool.null_block
+        self._hasher.extend(block_hashes, branch.token_ids, num_full_blocks, branch.extra_keys)
+        cache_full_block = self.pool.cache_full_block
+        for group, table in enumerate(branch.block_tables):
+            for place in range(first, num_full_blocks):
+                block = table[place]
+                if block is not null:
+                    cache_full_block(block, block_hashes[place], group)
+        branch.num_registered_blocks = num_full_blocks

@@ -1,0 +1,73 @@
+"""Where start-up spends its time: named phases, and a table of them. It measures; it decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Phase:
+    name: str
+    depth: int  # 0, or how many phases it stands inside
+    seconds: float = 0.0
+
+
+class StartupTimer:
+    """Phases may stand inside one another; the ones inside are parts of the outer one's time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begin = clock()
+        self._end: float | None = None
+        self._depth = 0
+        self.phases: list[Phase] = []  # in the order in which they began
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        entry = Phase(name, self._depth)
+        self.phases.append(entry)
+        self._depth += 1
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            entry.seconds = self._clock() - begin
+
+    def finish(self) -> None:
+        """Start-up is over: the total stands still from here on."""
+        if self._end is None:
+            self._end = self._clock()
+
+    @property
+    def total_seconds(self) -> float:
+        return (self._clock() if self._end is None else self._end) - self._begin
+
+    def rows(self) -> list[Phase]:
+        """The phases, and what no outer phase accounts for."""
+        named = sum(phase.seconds for phase in self.phases if phase.depth == 0)
+        return [*self.phases, Phase("other", 0, max(self.total_seconds - named, 0.0))]
+
+    def as_dict(self) -> dict[str, float]:
+        """Seconds by phase; a phase inside another is named `outer / inner`."""
+        seconds: dict[str, float] = {}
+        path: list[str] = []
+        for phase in self.rows():
+            path[phase.depth :] = [phase.name]
+            name = " / ".join(path)
+            seconds[name] = seconds.get(name, 0.0) + phase.seconds
+        seconds["total"] = self.total_seconds
+        return seconds
+
+    def table(self) -> str:
+        """The phases as lines of text, with their share of the whole."""
+        total = self.total_seconds
+        width = max([len("total"), *(len(phase.name) + 2 * phase.depth for phase in self.rows())])
+        lines = []
+        for name, seconds in [*(("  " * p.depth + p.name, p.seconds) for p in self.rows()), ("total", total)]:
+            share = seconds / total if total > 0 else 0.0
+            lines.append(f"{name:<{width}}  {seconds:8.3f} s  {share:4.0%}")
+        return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""Whether a request can ever be served. What passes here ends some day; the rest is refused, with the numbers."""
+
+from __future__ import annotations
+
+from array import array
+
+from ratoon.core.config import SchedulerConfig
+from ratoon.core.errors import RequestError
+from ratoon.core.request import EngineCoreRequest
+from ratoon.memory.hashing import TOKEN_TYPECODE
+from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.scheduling.branch import longest_total
+
+
+def max_step_tokens(config: SchedulerConfig) -> int:
+    """The most tokens of one branch in one step."""
+    if config.enable_chunked_prefill and config.max_prefill_chunk is not None:
+        return min(config.max_prefill_chunk, config.max_num_batched_tokens)
+    return config.max_num_batched_tokens
+
+
+def verify_request(
+    request: EngineCoreRequest, config: SchedulerConfig, kv_cache: KVCacheManager, max_model_len: int
+) -> None:
+    """Raise RequestError for a request that could never run to its end."""
+    _verify_prompt(request, config, max_model_len)
+    _verify_memory(request, config, kv_cache, max_model_len)
+
+
+def _verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_model_len: int) -> None:
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        raise RequestError("prompt", "is empty", "at least one token")
+    try:
+        array(TOKEN_TYPECODE, request.prompt_token_ids)
+    except (OverflowError, TypeError) as error:
+        raise RequestError(
+            "prompt", f"holds something that is no token id ({error})", "whole numbers of 32 bits"
+        ) from None
+    if num_prompt_tokens >= max_model_len:
+        raise RequestError(
+            "prompt",
+            f"has {num_prompt_tokens} tokens, sequences are limited to {max_model_len} (max_model_len)",
+            f"at most {max_model_len - 1} tokens, which leaves one to generate",
+        )
+    if not config.enable_chunked_prefill and num_prompt_tokens > config.max_num_batched_tokens:
+        raise RequestError(
+            "prompt",
+            f"has {num_prompt_tokens} tokens and must run in one step, which holds {config.max_num_batched_tokens} "
+            "(max_num_batched_tokens; chunked prefill is off)",
+            f"at most {config.max_num_batched_tokens} tokens",
+        )
+
+
+def _verify_memory(
+    request: EngineCoreRequest, config: SchedulerConfig, kv_cache: KVCacheManager, max_model_len: int
+) -> None:
+    """One branch at its full length must fit into the empty pool. Then the first in the order always gets on: everyone
+    else can be preempted for it. More branches than fit at a time take turns."""
+    step = max_step_tokens(config)
+    num_prompt_tokens = len(request.prompt_token_ids)
+    max_total = longest_total(num_prompt_tokens, request.sampling_params.max_tokens, max_model_len)
+    if kv_cache.can_ever_fit(max_total, step):
+        return
+    longest = _longest_that_fits(kv_cache, step, max_total)
+    room = longest - num_prompt_tokens
+    numbers = (
+        f"needs {kv_cache.required_blocks(max_total, step)} blocks of {kv_cache.block_size} tokens "
+        f"({num_prompt_tokens} of prompt, {max_total - num_prompt_tokens} to generate), "
+        f"the pool has {kv_cache.num_usable_blocks}"
+    )
+    if room >= 1:
+        raise RequestError("max_tokens", numbers, f"max_tokens of at most {room} for this prompt, or a larger KV cache")
+    raise RequestError("prompt", numbers, f"a prompt of at most {max(longest - 1, 0)} tokens, or a larger KV cache")
+
+
+def _longest_that_fits(kv_cache: KVCacheManager, step: int, too_long: int) -> int:
+    low, high = 0, too_long  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if kv_cache.can_ever_fit(middle, step):
+            low = middle
+        else:
+            high = middle
+    return low

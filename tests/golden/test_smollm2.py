@@ -1,0 +1,119 @@
+"""SmolLM2 out of the embedded GGUF file: the answers of transformers, which reads the same file, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ratoon.api.llm import LLM
+from ratoon.core.errors import ModelError
+from ratoon.core.params import SamplingParams
+from ratoon.models.embedded import find_embedded_model
+from tests.golden.engines import check_nothing_left
+
+pytestmark = pytest.mark.slow
+
+MODEL = "smollm2-135m"
+COUNT = 24
+TEXTS = [
+    "The three primary colours are",
+    "def fibonacci(n):\n    ",
+    "1, 2, 4, 8, 16,",
+    "Am Anfang war das",
+    "Once upon a time, in a village by the sea, there lived a clockmaker who never slept. Every night, when the lamps "
+    "went out one after the other, he climbed the tower and",
+]
+CHATS = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": "Name two fruits."}],
+    [
+        {"role": "user", "content": "Hi, I am Ann."},
+        {"role": "assistant", "content": "Hello Ann! How can I help you?"},
+        {"role": "user", "content": "What is my name?"},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    try:
+        find_embedded_model(MODEL)
+    except ModelError as error:  # its text has the command that installs it
+        pytest.skip(str(error))
+    with LLM(MODEL, num_blocks=200, max_num_seqs=32, num_threads=1) as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def prompts(llm: LLM) -> list[list[int]]:
+    return [*map(llm.get_tokenizer().encode, TEXTS), *(llm.chat_prompt(chat)["prompt_token_ids"] for chat in CHATS)]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Any:
+    path = find_embedded_model(MODEL)
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Each prompt alone; an answer may end before COUNT tokens, with its end token."""
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            generated = oracle.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+                max_new_tokens=COUNT,
+            )  # fmt: skip
+            answers.append(generated[0, len(prompt) :].tolist())
+    return answers
+
+
+def generate(llm: LLM, prompts: list[list[int]], **changes: Any) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, **changes)
+    outputs = llm.generate([list(prompt) for prompt in prompts], params, progress=False)
+    assert [output.error for output in outputs] == [None] * len(prompts)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_a_batch_of_texts_and_chats_gets_the_answers_of_transformers(
+    llm: LLM, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    assert generate(llm, prompts) == expected
+    assert len({tuple(answer) for answer in expected}) == len(prompts)
+    check_nothing_left(llm)
+
+
+def test_and_again_from_the_prefix_cache(llm: LLM, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    generate(llm, prompts[4:6])
+    hits = llm.stats().prefix_cache.hits
+    assert generate(llm, prompts[4:6]) == expected[4:6]
+    assert llm.stats().prefix_cache.hits - hits == sum((len(prompt) - 1) // 16 * 16 for prompt in prompts[4:6])
+
+
+def test_logprobs_are_those_of_transformers(llm: LLM, prompts: list[list[int]], oracle: Any) -> None:
+    prompt = prompts[4]
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, prompt_logprobs=0)
+    (output,) = llm.generate([list(prompt)], params, progress=False)
+    choice = output.outputs[0]
+    sequence = prompt + list(choice.token_ids)
+    with torch.inference_mode():
+        logprobs = oracle(torch.tensor([sequence])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs is not None and choice.logprobs is not None
+    rows = output.prompt_logprobs[1:] + choice.logprobs
+    assert len(rows) == len(sequence) - 1
+    for position, row in enumerate(rows):
+        assert row is not None and sequence[position + 1] in row
+        for token, entry in row.items():
+            assert entry.logprob == pytest.approx(logprobs[position, token].item(), abs=1e-3)
+
+
+def test_the_chat_answer_is_the_text_of_those_tokens(llm: LLM, expected: list[list[int]]) -> None:
+    (output,) = llm.chat(CHATS[0], SamplingParams(temperature=0.0, max_tokens=COUNT), progress=False)
+    assert list(output.outputs[0].token_ids) == expected[5]
+    assert output.outputs[0].text == llm.get_tokenizer().decode(expected[5]) == "The capital of France is Paris."
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)

@@ -1,0 +1,218 @@
+"""A runner without a model: it carries out plans to the letter, on a KV store that remembers what was written where.
+
+The content of a slot is a hash of every token up to it (and of the tenant's salt), so a wrong block, a missing copy or
+a block shared by mistake all show as wrong content where a branch reads. The next token is a function of the whole
+prefix and the branch's seed, so that batching, preemption and forks must not change a single one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
+from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import NewRequestData, SchedulerOutput
+
+GARBAGE = "garbage"
+
+
+def extend_prefix(prefix: int, token: int) -> int:
+    return hash((prefix, token))
+
+
+def next_token(prefix: int, seed: int, num_output_tokens: int, params: SamplingParams, vocabulary: int) -> int:
+    token = hash((prefix, seed, 4)) % vocabulary
+    stops = params.all_stop_token_ids or []
+    while token in stops and num_output_tokens < params.min_tokens:
+        token = (token + 1) % vocabulary
+    return token
+
+
+def reference_tokens(
+    prompt: list[int], params: SamplingParams, seed: int, max_total_tokens: int, vocabulary: int
+) -> list[int]:
+    """What one choice must come to, computed alone."""
+    prefix = 0
+    for token in prompt:
+        prefix = extend_prefix(prefix, token)
+    output: list[int] = []
+    while len(prompt) + len(output) < max_total_tokens:
+        token = next_token(prefix, seed, len(output), params, vocabulary)
+        output.append(token)
+        prefix = extend_prefix(prefix, token)
+        if token in (params.all_stop_token_ids or []):
+            break
+    return output
+
+
+def logprobs_of(tokens: list[int]) -> LogprobsLists:
+    return LogprobsLists([[token] for token in tokens], [[-float(token)] for token in tokens], [1] * len(tokens))
+
+
+@dataclass
+class Row:
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    tables: list[list[int]]
+    num_computed_tokens: int
+    salt: int
+    prefixes: list[int] = field(default_factory=list)  # of tokens, for sampling
+    contents: list[int] = field(default_factory=list)  # of tokens and salt, for the store
+
+    def extend(self, token_ids: list[int]) -> None:
+        for token in token_ids:
+            self.token_ids.append(token)
+            self.prefixes.append(extend_prefix(self.prefixes[-1] if self.prefixes else 0, token))
+            self.contents.append(hash((self.salt, self.prefixes[-1])))
+
+
+class FakeRunner:
+    def __init__(self, kv_config: KVCacheConfig, salts: dict[str, int], vocabulary: int, burst: int = 1) -> None:
+        self.block_size = kv_config.block_size
+        self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in kv_config.groups]
+        self.salts = salts  # request id → salt
+        self.vocabulary = vocabulary
+        self.burst = burst  # tokens that a branch may get in one step
+        self.rows: dict[str, Row] = {}
+        self.store: dict[int, list[object]] = {}  # block id → (group, content) by offset
+        self.num_computed = 0  # tokens, over all steps
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        for row_id in plan.finished_req_ids + plan.preempted_req_ids:
+            del self.rows[row_id]  # and nobody else may be named
+        for new in plan.scheduled_new_reqs:
+            self._add_row(new)
+        self._copy_blocks(plan)
+        self._append_blocks(plan)
+        assert plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens.values())
+        self._write(plan)
+        for row_id, count in plan.num_scheduled_tokens.items():
+            self._read(row_id, self.rows[row_id], count)
+        return self._results(plan)
+
+    def spoil(self, plan: SchedulerOutput) -> None:
+        """What a step that raised may leave behind: garbage in every block that only its own branches hold."""
+        bystanders = [row for row_id, row in self.rows.items() if row_id not in plan.num_scheduled_tokens]
+        kept = {block for row in bystanders for table in row.tables for block in table}
+        for row_id in plan.num_scheduled_tokens:
+            for table in self.rows[row_id].tables:
+                for block in set(table) - kept:
+                    self.store[block] = [GARBAGE] * self.block_size
+
+    def _add_row(self, new: NewRequestData) -> None:
+        assert new.req_id not in self.rows, f"{new.req_id} is sent in full although the runner knows it"
+        salt = self.salts[new.req_id.split("#")[0]]
+        tables = [list(ids) for ids in new.block_ids]
+        row = Row([], new.num_prompt_tokens, new.sampling_params, new.seed, tables, new.num_computed_tokens, salt)
+        row.extend(new.token_ids)
+        self.rows[new.req_id] = row
+
+    def _copy_blocks(self, plan: SchedulerOutput) -> None:
+        new_ids = {new.req_id for new in plan.scheduled_new_reqs}
+        for copy in plan.block_copies:
+            table = self.rows[copy.req_id].tables[copy.group]
+            assert copy.req_id in plan.num_scheduled_tokens, "a copy for a branch that does not run"
+            assert table[copy.index] == (copy.dst if copy.req_id in new_ids else copy.src)
+            table[copy.index] = copy.dst
+            self.store[copy.dst] = list(self.store[copy.src])
+
+    def _append_blocks(self, plan: SchedulerOutput) -> None:
+        known = plan.scheduled_cached_reqs
+        for row_id, num_computed, appended in zip(known.req_ids, known.num_computed_tokens, known.new_block_ids):
+            row = self.rows[row_id]
+            assert row.num_computed_tokens == num_computed
+            for table, ids in zip(row.tables, appended or [[] for _ in row.tables]):
+                table.extend(ids)
+
+    def _write(self, plan: SchedulerOutput) -> None:
+        written: set[tuple[int, int]] = set()
+        readers = self._readers()
+        new_ids = {new.req_id for new in plan.scheduled_new_reqs}
+        for row_id, count in plan.num_scheduled_tokens.items():
+            row = self.rows[row_id]
+            end = row.num_computed_tokens + count
+            assert count > 0 and end <= len(row.token_ids)
+            self.num_computed += count
+            for position in range(row.num_computed_tokens, end):
+                place, offset = divmod(position, self.block_size)
+                for group, table in enumerate(row.tables):
+                    block = table[place]
+                    assert block != 0, f"{row_id} writes position {position} to the null block"
+                    assert (block, offset) not in written, f"slot {block}:{offset} is written twice"
+                    written.add((block, offset))
+                    self.store.setdefault(block, [None] * self.block_size)[offset] = (group, row.contents[position])
+                    for other in readers.get(block, set()) - {row_id}:
+                        # Only a branch that comes in with this very step may share what it writes, as a prefix hit.
+                        assert other in new_ids, f"{row_id} writes block {block}, which {other} holds"
+                        assert end >= (place + 1) * self.block_size, f"{other} has hit a block that is not full"
+
+    def _readers(self) -> dict[int, set[str]]:
+        readers: dict[int, set[str]] = {}
+        for row_id, row in self.rows.items():
+            for group, table in enumerate(row.tables):
+                first = self._first_read(group, row.num_computed_tokens) // self.block_size
+                for block in table[first:]:
+                    readers.setdefault(block, set()).add(row_id)
+        return readers
+
+    def _first_read(self, group: int, position: int) -> int:
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1)
+
+    def _read(self, row_id: str, row: Row, count: int) -> None:
+        end = row.num_computed_tokens + count
+        for group, table in enumerate(row.tables):
+            for position in range(self._first_read(group, row.num_computed_tokens), end):
+                block = table[position // self.block_size]
+                found = self.store[block][position % self.block_size] if block else "null"
+                assert found == (group, row.contents[position]), (
+                    f"{row_id} reads {found!r} at {position}, block {block}"
+                )
+
+    def _results(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        result = ModelRunnerOutput()
+        sampled: list[tuple[str, list[int]]] = []
+        for row_id, count in plan.num_scheduled_tokens.items():
+            row = self.rows[row_id]
+            chunk = self._prompt_logprobs(row, count)
+            if chunk is not None:
+                result.prompt_logprobs[row_id] = chunk
+            row.num_computed_tokens += count
+        for row_id in plan.sampled_req_ids:
+            row = self.rows[row_id]
+            assert row.num_computed_tokens == len(row.token_ids)
+            for child_id, seed in plan.fanout.get(row_id, []):
+                sampled.append((child_id, self._sample(row, seed)))
+            tokens = self._sample(row, row.seed)
+            row.extend(tokens)
+            sampled.append((row_id, tokens))
+        for row_id, tokens in sampled:
+            result.req_ids.append(row_id)
+            result.sampled_token_ids.append(tokens)
+            root_id = row_id.split("#")[0]  # a child has no row yet
+            if self.rows[row_id if row_id in self.rows else root_id].params.logprobs is not None:
+                result.logprobs[row_id] = logprobs_of(tokens)
+        return result
+
+    def _sample(self, row: Row, seed: int) -> list[int]:
+        """One token, or a run of them where bursts are on, as with speculation."""
+        prefix = row.prefixes[-1]
+        num_output = len(row.token_ids) - row.num_prompt_tokens
+        tokens: list[int] = []
+        for _ in range(1 + hash((prefix, 5)) % self.burst):
+            tokens.append(next_token(prefix, seed, num_output + len(tokens), row.params, self.vocabulary))
+            prefix = extend_prefix(prefix, tokens[-1])
+        return tokens
+
+    def _prompt_logprobs(self, row: Row, count: int) -> PromptLogprobsChunk | None:
+        if row.params.prompt_logprobs is None:
+            return None
+        # The row at position p says how probable the prompt token at p + 1 was.
+        start = row.num_computed_tokens + 1
+        tokens = row.token_ids[start : min(start + count, row.num_prompt_tokens)]
+        if not tokens:
+            return None
+        return PromptLogprobsChunk(start, logprobs_of(tokens))

@@ -1,0 +1,232 @@
+"""The scheduler and its memory against a runner that notices every wrong slot, under random load."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from ratoon.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from ratoon.core.errors import RequestError
+from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import SchedulerOutput
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.scheduling.branch import branch_seed
+from ratoon.scheduling.scheduler import Scheduler
+from tests.property.fake_runner import FakeRunner, reference_tokens
+
+VOCABULARY = 6
+EOS = 5
+MAX_STEPS = 3000
+
+
+@dataclass
+class Load:
+    """Everything that happens in one example."""
+
+    scheduler: SchedulerConfig
+    kv: KVCacheConfig
+    caching: bool
+    max_model_len: int
+    burst: int
+    arrivals: dict[int, list[EngineCoreRequest]]  # step → requests
+    aborts: dict[int, list[str]]
+    mid_step_aborts: dict[int, list[str]]  # while the step runs
+    raising_steps: set[int]
+    bad_rows: set[int]  # steps in which the first sampled branch has NaN logits
+
+
+@dataclass
+class Received:
+    tokens: list[int] = field(default_factory=list)
+    num_logprobs: int = 0
+    prompt_positions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+@st.composite
+def kv_configs(draw: st.DrawFn, max_model_len: int) -> KVCacheConfig:
+    """Pools in which the longest sequence just fits, or a few of them; sometimes one in which it does not."""
+    block_size = draw(st.integers(1, 5))
+    full = FullAttentionSpec(block_size, 1, 8, 2)
+    window = SlidingWindowSpec(block_size, 1, 8, 2, window=draw(st.integers(1, 12)))
+    wide = SlidingWindowSpec(block_size, 1, 8, 2, window=draw(st.integers(13, 20)))
+    specs = draw(st.sampled_from([[full], [full], [window], [full, window], [window, full], [full, window, wide]]))
+    groups = tuple(KVCacheGroup(spec, (layer,)) for layer, spec in enumerate(specs))
+    blocks_of_longest = len(groups) * -(-max_model_len // block_size)
+    share = draw(st.sampled_from([0.6, 1.0, 1.0, 1.2, 1.6, 2.5]))
+    return KVCacheConfig(2 + int(share * blocks_of_longest), block_size, groups)
+
+
+@st.composite
+def requests(draw: st.DrawFn, index: int) -> EngineCoreRequest:
+    family = draw(st.sampled_from([[1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2, 3, 3, 4, 4], [1, 2, 3, 4, 2, 2, 2, 2], []]))
+    prompt = family[: draw(st.integers(0, 16))] + draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+    stops = draw(st.sampled_from([[], [], [EOS], [EOS, 0]]))
+    max_tokens = draw(st.one_of(st.none(), st.integers(1, 24)))
+    params = SamplingParams(
+        n=draw(st.sampled_from([1, 1, 1, 2, 3, 5])),
+        seed=draw(st.one_of(st.none(), st.integers(0, 3))),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(3, max_tokens or 3))),
+        all_stop_token_ids=stops,
+        stop_token_ids=stops[1:],
+        logprobs=draw(st.sampled_from([None, 0])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+    )
+    return EngineCoreRequest(
+        f"r{index}",
+        prompt,
+        params,
+        arrival_time=float(index),
+        priority=draw(st.integers(0, 2)),
+        cache_salt=draw(st.sampled_from([None, None, "a", "b"])),
+    )
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    all_requests = [draw(requests(index)) for index in range(draw(st.integers(1, 10)))]
+    arrivals: dict[int, list[EngineCoreRequest]] = defaultdict(list)
+    for request in all_requests:
+        arrivals[draw(st.sampled_from([0, 0, 1, 2, 5, 12, 20]))].append(request)
+    some_steps = st.dictionaries(
+        st.integers(0, 25), st.lists(st.sampled_from([r.request_id for r in all_requests]), max_size=2), max_size=2
+    )
+    max_model_len = draw(st.integers(16, 40))
+    rare_steps = st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, 25), max_size=2))
+    return Load(
+        SchedulerConfig(
+            max_num_batched_tokens=draw(st.one_of(st.integers(1, 40), st.integers(20, 60))),
+            max_num_seqs=draw(st.integers(1, 8)),
+            max_prefill_chunk=draw(st.one_of(st.none(), st.integers(1, 9))),
+            policy=draw(st.sampled_from(SchedulingPolicy)),
+            enable_chunked_prefill=draw(st.sampled_from([True, True, False])),
+        ),
+        draw(kv_configs(max_model_len)),
+        caching=draw(st.sampled_from([True, True, True, False])),
+        max_model_len=max_model_len,
+        burst=draw(st.sampled_from([1, 1, 3])),
+        arrivals=arrivals,
+        aborts=draw(some_steps),
+        mid_step_aborts=draw(some_steps),
+        raising_steps=set(draw(rare_steps)),
+        bad_rows=set(draw(rare_steps)),
+    )
+
+
+class Drive:
+    """Runs one load to its end, checking as it goes."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.scheduler = Scheduler(
+            load.scheduler, CacheConfig(enable_prefix_caching=load.caching), load.kv, load.max_model_len
+        )
+        self.salts: dict[str, int] = {}
+        self.runner = FakeRunner(load.kv, self.salts, VOCABULARY, load.burst)
+        self.accepted: dict[str, EngineCoreRequest] = {}
+        self.received: dict[tuple[str, int], Received] = defaultdict(Received)
+
+    def run(self) -> None:
+        last_arrival = max(self.load.arrivals)
+        for step in range(MAX_STEPS):
+            for request in self.load.arrivals.get(step, []):
+                self.arrive(request)
+            self.take(self.scheduler.abort_requests(self.load.aborts.get(step, [])))
+            if step > last_arrival and not self.scheduler.has_requests():
+                return
+            self.step(step)
+            self.scheduler.check()
+        raise AssertionError(f"not done after {MAX_STEPS} steps: {self.scheduler.stats()}")
+
+    def arrive(self, request: EngineCoreRequest) -> None:
+        try:
+            self.scheduler.add_request(request)
+        except RequestError as error:
+            event(f"refused: {error.field}")
+            return
+        self.accepted[request.request_id] = request
+        self.salts[request.request_id] = hash(tuple(map(ord, request.cache_salt or "")))
+
+    def step(self, step: int) -> None:
+        plan = self.scheduler.schedule()
+        self.scheduler.check()
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)
+        assert decoded == plan
+        self.check_limits(plan)
+        result = self.runner.execute(decoded)
+        if step in self.load.raising_steps:
+            self.runner.spoil(plan)
+            self.take(self.scheduler.fail_requests(plan.num_scheduled_tokens, "the device is on fire"))
+            return
+        self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
+        if step in self.load.bad_rows and result.req_ids:
+            self.drop_row(result)
+        self.take(self.scheduler.update_from_output(plan, result))
+        if plan.preempted_req_ids:
+            event("preempted")
+            from_nothing = [new for new in plan.scheduled_new_reqs if new.num_computed_tokens == 0]
+            assert not from_nothing, "admitted while preempting"
+        if plan.block_copies:
+            event("copied on write")
+
+    def drop_row(self, result: ModelRunnerOutput) -> None:
+        bad_id = result.req_ids.pop(0)
+        result.sampled_token_ids.pop(0)
+        result.logprobs.pop(bad_id, None)
+        result.errors[bad_id] = "NaN logits"
+
+    def check_limits(self, plan: SchedulerOutput) -> None:
+        config = self.load.scheduler
+        assert plan.total_num_scheduled_tokens <= config.max_num_batched_tokens
+        assert len(plan.num_scheduled_tokens) <= config.max_num_seqs
+        longest = max(plan.num_scheduled_tokens.values(), default=0)
+        if config.enable_chunked_prefill and config.max_prefill_chunk is not None:
+            assert longest <= config.max_prefill_chunk
+        if plan.is_empty:
+            assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
+
+    def take(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            received = self.received[output.request_id, output.choice]
+            assert received.finish is None, "an output after the end"
+            assert output.num_cached_tokens < len(self.accepted[output.request_id].prompt_token_ids)
+            received.tokens += output.new_token_ids
+            received.finish = output.finish_reason
+            if output.new_logprobs is not None:
+                received.num_logprobs += len(output.new_logprobs.token_ids)
+            for chunk in output.prompt_logprobs or []:
+                received.prompt_positions += range(chunk.start, chunk.start + len(chunk.rows.token_ids))
+
+
+@settings(max_examples=max(400, settings.default.max_examples))
+@given(loads())
+def test_every_request_ends_with_the_tokens_it_would_get_alone(load: Load) -> None:
+    drive = Drive(load)
+    drive.run()
+    for request_id, request in drive.accepted.items():
+        params = request.sampling_params
+        prompt = request.prompt_token_ids
+        max_total = min(len(prompt) + (params.max_tokens or load.max_model_len), load.max_model_len)
+        for choice in range(params.n):
+            received = drive.received[request_id, choice]
+            seed = branch_seed(params.seed, request_id, choice)
+            expected = reference_tokens(prompt, params, seed, max_total, VOCABULARY)
+            if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
+                assert received.tokens == expected[: len(received.tokens)]
+                continue
+            assert received.tokens == expected
+            assert received.num_logprobs == (0 if params.logprobs is None else len(expected))
+            stopped = expected[-1] in params.all_stop_token_ids
+            assert received.finish == (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            wanted = range(1, len(prompt)) if params.prompt_logprobs is not None and choice == 0 else []
+            assert received.prompt_positions == list(wanted)
+    assert drive.scheduler.kv_cache.usage == 0.0
+    assert not drive.runner.rows, "rows that nobody told the runner to drop"
+    assert drive.scheduler.reset_prefix_cache()

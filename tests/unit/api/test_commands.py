@@ -1,0 +1,276 @@
+"""The commands, on an engine that plays a script: what they print, and the exit code."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+
+import pytest
+
+from ratoon.api.cli import main
+from ratoon.core.errors import EngineError, ModelError, RequestError
+
+
+@pytest.fixture(autouse=True)
+def no_debug(monkeypatch):
+    monkeypatch.delenv("RATOON_DEBUG", raising=False)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_generate_prints_the_answer(client, capsys):
+    assert main(["generate", "fake", "abc", "--raw"]) == 0
+    assert capsys.readouterr().out == "cba\n"
+
+
+def test_generate_applies_the_chat_template_where_there_is_one(client, source, capsys):
+    main(["generate", "fake", "hi", "--system", "be kind", "--max-tokens", "1"])
+    assert bytes(client.added[0].prompt_token_ids) == b"[system]be kind\n[user]hi\n[assistant]"
+    source.chat_template = None
+    main(["generate", "fake", "hi", "--max-tokens", "1"])
+    assert bytes(client.added[1].prompt_token_ids) == b"hi"
+
+
+def test_generate_takes_what_the_model_recommends_and_what_was_given(client, source):
+    main(["generate", "fake", "ab", "--raw", "--top-k", "7", "--stop", "x", "--stop", "y", "--seed", "3"])
+    params = client.added[0].sampling_params
+    assert (params.temperature, params.top_k, params.stop, params.seed) == (0.5, 7, ["x", "y"], 3)
+    source.generation_defaults = {}
+    main(["generate", "fake", "ab", "--raw"])
+    assert client.added[1].sampling_params.is_greedy
+
+
+def test_generate_reads_standard_input(client, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("xyz"))
+    assert main(["generate", "fake", "-", "--raw"]) == 0
+    assert capsys.readouterr().out == "zyx\n"
+
+
+def test_generate_prints_one_json_object_a_prompt(client, capsys):
+    assert main(["generate", "fake", "ab", "cd", "--raw", "--json", "--n", "2"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("ab", "cd")
+    assert [choice["text"] for choice in second["outputs"]] == ["dc", "dc"]
+    assert first["outputs"][0]["finish_reason"] == "stop"
+    assert first["num_prompt_tokens"] == 2
+
+
+def test_generate_streams_on_a_terminal(client, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    seen = []
+    client.on_step = lambda: seen.append(terminal.getvalue())
+    assert main(["generate", "fake", "abc", "--raw"]) == 0
+    assert terminal.getvalue() == "cba\n"
+    assert "c" in seen and "cb" in seen
+
+
+def test_generate_does_not_stream_into_a_pipe(client, monkeypatch):
+    pipe = io.StringIO()
+    monkeypatch.setattr("sys.stdout", pipe)
+    seen = []
+    client.on_step = lambda: seen.append(pipe.getvalue())
+    main(["generate", "fake", "abc", "--raw"])
+    assert set(seen) == {""}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["generate", "fake", ""], "prompt"),
+        (["generate", "fake", "a", ""], "prompts[1]"),
+        (["generate", "fake", "hi", "--temperature", "-1"], "temperature"),
+        (["generate", "fake", "hi", "--temperature", "nan"], "temperature"),
+        (["generate", "fake", "hi", "--n", "0"], "n:"),
+        (["generate", "fake", "hi", "--logprobs", "9999", "--json"], "logprobs"),
+        (["generate", "fake", "hi", "--logprobs", "1"], "--json"),
+        (["generate", "fake", "hi", "--stream", "--json"], "--stream"),
+        (["generate", "fake", "a" * 99, "--raw"], "99 tokens"),
+        (["generate", "fake", "hi", "--kv-memory", "lots"], "kv_memory"),
+        (["generate", "fake", "hi", "--policy", "lottery"], "policy"),
+        (["bench", "latency", "fake", "--input-len", "0"], "--input-len"),
+        (["bench", "latency", "fake", "--input-len", "60", "--output-len", "60"], "120 tokens"),
+        (["chat", "fake", "--top-p", "7"], "top_p"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(client, capsys, arguments, part):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert part in captured.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ModelError("m", "is broken"), 2),
+        (RequestError("prompt", "is broken"), 2),
+        (EngineError("is broken"), 1),
+        (RuntimeError("is broken\nin two lines"), 1),
+    ],
+)
+def test_errors_have_their_exit_codes(client, capsys, error, code):
+    def fail() -> None:
+        raise error
+
+    client.on_step = fail
+    assert main(["generate", "fake", "hi"]) == code
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    assert "is broken" in message
+
+
+def test_debug_shows_the_traceback(client, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("broken")
+
+    client.on_step = fail
+    with pytest.raises(RuntimeError):
+        main(["generate", "fake", "hi", "--debug"])
+    monkeypatch.setenv("RATOON_DEBUG", "1")
+    with pytest.raises(RuntimeError):
+        main(["generate", "fake", "hi"])
+
+
+def test_an_interrupt_is_exit_code_130(client):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    client.on_step = interrupt
+    assert main(["generate", "fake", "hi"]) == 130
+    assert client.closed
+
+
+def test_a_request_that_fails_in_a_batch_is_exit_code_1_and_the_others_are_printed(client, capsys):
+    client.refuse = lambda request: RequestError("prompt", "no room") if len(request.prompt_token_ids) == 3 else None
+    assert main(["generate", "fake", "ab", "abc", "--raw"]) == 1
+    captured = capsys.readouterr()
+    assert "ba" in captured.out
+    assert "no room" in captured.err
+
+
+def chat(monkeypatch, lines, arguments=()) -> int:
+    """Run `chat` on lines that a user types; an exception in their place is raised instead."""
+    typed = iter(lines)
+
+    def read(prompt: str = "") -> str:
+        line = next(typed, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr(builtins, "input", read)
+    return main(["chat", "fake", "--max-tokens", "3", *arguments])
+
+
+def test_chat_remembers_the_conversation_until_it_is_reset(client, monkeypatch, capsys):
+    client.script = lambda request, choice: [*b"ok", 256]
+    assert chat(monkeypatch, ["one", "two", "/reset", "three"], ["--system", "s"]) == 0
+    sent = [bytes(request.prompt_token_ids).decode() for request in client.added]
+    assert sent == [
+        "[system]s\n[user]one\n[assistant]",
+        "[system]s\n[user]one\n[assistant]ok\n[user]two\n[assistant]",
+        "[system]s\n[user]three\n[assistant]",
+    ]
+    assert capsys.readouterr().out.count("ok\n") == 3
+
+
+def test_chat_ctrl_c_stops_the_answer_and_not_the_program(client, monkeypatch, capsys):
+    client.script = lambda request, choice: [*b"abcdef"]
+    steps = []
+
+    def interrupt_the_second_step() -> None:
+        steps.append(True)
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+
+    client.on_step = interrupt_the_second_step
+    assert chat(monkeypatch, ["one", "two"]) == 0
+    assert client.aborted == [client.added[0].request_id]
+    assert "[assistant]a\n[user]two" in bytes(client.added[1].prompt_token_ids).decode()
+    captured = capsys.readouterr()
+    assert captured.out.startswith("a\nabc\n")
+    assert "stopped" in captured.err
+
+
+def test_chat_ctrl_c_at_the_prompt_gives_up_the_line_alone(client, monkeypatch, capsys):
+    client.script = lambda request, choice: [*b"ok", 256]
+    assert chat(monkeypatch, [KeyboardInterrupt(), "one"]) == 0
+    assert len(client.added) == 1
+
+
+def test_chat_commands_do_not_reach_the_model(client, monkeypatch, capsys):
+    assert chat(monkeypatch, ["/help", "/stats", "/unknown", "", "/exit", "never"]) == 0
+    assert client.added == []
+    out = capsys.readouterr().out
+    assert "/reset" in out and "hit rate" in out and "/unknown is no command" in out
+
+
+def test_chat_that_grows_too_long_says_so_and_goes_on(client, monkeypatch, capsys):
+    client.script = lambda request, choice: [*b"ok", 256]
+    assert chat(monkeypatch, ["x" * 80, "y"]) == 0
+    assert "/reset" in capsys.readouterr().err
+    assert bytes(client.added[0].prompt_token_ids).decode() == "[user]y\n[assistant]"
+
+
+def test_chat_without_a_template_is_refused(client, source, capsys):
+    source.chat_template = None
+    assert main(["chat", "fake"]) == 2
+    assert "chat template" in capsys.readouterr().err
+
+
+def test_info_has_all_sections_as_json(client, capsys):
+    assert main(["info", "fake", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts) == {"model", "engine", "memory", "scheduler", "startup_seconds"}
+    assert facts["memory"]["kv_tokens"] == 8 * 16
+    assert facts["startup_seconds"]["total"] >= facts["startup_seconds"]["find model"]
+
+
+def test_info_shows_settings_and_start_up(client, capsys):
+    assert main(["info", "fake", "--max-num-seqs", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM" in out and "max num seqs" in out and "load tokenizer" in out
+
+
+@pytest.mark.parametrize(("kind", "count"), [("latency", "--batch"), ("throughput", "--num-requests")])
+def test_bench_reports_speed_of_what_was_asked(client, capsys, kind, count):
+    client.script = lambda request, choice: [1] * 64
+    shape = ["--input-len", "10", "--output-len", "5", count, "3", "--repeat", "2", "--json"]
+    assert main(["bench", kind, "fake", *shape]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["kind"], result["num_requests"], result["repeat"]) == (kind, 3, 2)
+    assert result["output_tokens_per_second"]["min"] <= result["output_tokens_per_second"]["median"]
+    measured = client.added[3:]  # the first round warms up
+    assert len(measured) == 6
+    assert all(len(request.prompt_token_ids) == 10 for request in measured)
+    assert all(request.sampling_params.all_stop_token_ids == [] for request in measured)
+    assert len({tuple(request.prompt_token_ids) for request in client.added}) == 9
+
+
+def test_bench_prompts_are_the_same_in_every_run(client):
+    client.script = lambda request, choice: [1] * 64
+    for _ in range(2):
+        main(["bench", "latency", "fake", "--input-len", "4", "--output-len", "2", "--repeat", "1"])
+    half = len(client.added) // 2
+    prompts = [request.prompt_token_ids for request in client.added]
+    assert prompts[:half] == prompts[half:]
+
+
+def test_demo_answers_everything_and_sends_the_shared_prefix_second(client, source, capsys):
+    from dataclasses import replace
+
+    source.config = replace(source.config, max_position=8192)
+    client.script = lambda request, choice: [*b"ok", 256]
+    order = []
+    client.on_step = lambda: order.append(len(client.added))
+    assert main(["demo", "fake"]) == 0
+    assert order[0] == 5 and order[1] == 6
+    out = capsys.readouterr().out
+    assert out.count("\nok\n") == 6
+    assert "library 2" in out and "prefix cache" in out

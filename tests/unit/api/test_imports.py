@@ -1,0 +1,26 @@
+"""What must be quick stays quick: these load neither torch nor the engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SLOW_MODULES = ("torch", "numpy", "transformers", "tokenizers", "rich", "huggingface_hub", "jinja2", "gguf")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import ratoon", "import ratoon.api.cli; ratoon.api.cli.build_parser()", "from ratoon import SamplingParams"],
+)
+def test_nothing_slow_is_imported(statement):
+    code = f"{statement}\nimport sys\nprint([name for name in {SLOW_MODULES!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_api_class_is_importable_without_torch():
+    code = "import ratoon.api.llm, sys; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

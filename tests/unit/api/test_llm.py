@@ -1,0 +1,220 @@
+"""LLM: what goes in, what comes back, and what happens to the rest when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from ratoon.api.llm import LLM
+from ratoon.core.errors import ConfigError, RequestError
+from ratoon.core.params import SamplingParams
+
+
+@pytest.fixture
+def llm(client) -> LLM:
+    return LLM("fake")
+
+
+def texts(outputs) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("ab", ["ba"]),
+        ([97, 98], ["ba"]),
+        ({"prompt_token_ids": [97, 98]}, ["ba"]),
+        (["ab", "cd"], ["ba", "dc"]),
+        ([[97, 98], "cd", {"prompt": "ef"}], ["ba", "dc", "fe"]),
+        ([], []),
+    ],
+)
+def test_one_prompt_or_many_come_back_in_their_order(llm, prompts, expected):
+    assert texts(llm.generate(prompts)) == expected
+
+
+def test_outputs_keep_the_prompts_order_when_they_finish_in_another(llm):
+    outputs = llm.generate(["abcdef", "x", "abc"])
+    assert texts(outputs) == ["fedcba", "x", "cba"]
+    assert [output.prompt for output in outputs] == ["abcdef", "x", "abc"]
+
+
+def test_params_are_one_for_all_or_one_for_each(llm):
+    assert texts(llm.generate(["abc", "def"], SamplingParams(max_tokens=1))) == ["c", "f"]
+    assert texts(llm.generate(["abc", "def"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)])) == [
+        "c",
+        "fe",
+    ]
+    with pytest.raises(RequestError) as caught:
+        llm.generate(["abc", "def"], [SamplingParams()])
+    assert caught.value.field == "sampling_params"
+
+
+def test_priorities_reach_the_engine(llm, client):
+    llm.generate(["a", "b"], priority=[3, -1])
+    assert [request.priority for request in client.added] == [3, -1]
+
+
+def test_without_params_the_models_defaults_are_used(llm, client):
+    llm.generate("ab")
+    assert client.added[0].sampling_params.temperature == 0.5
+    assert llm.get_default_sampling_params().temperature == 0.5
+
+
+@pytest.mark.parametrize("bad", ["", [], [5, -1], None, "a" * 64])
+def test_a_bad_prompt_of_a_list_is_named_before_anything_starts(llm, client, bad):
+    with pytest.raises(RequestError) as caught:
+        llm.generate(["good", bad, "good"])
+    assert caught.value.field.startswith("prompts[1].")
+    assert client.added == []
+    assert texts(llm.generate("ab")) == ["ba"]
+
+
+def test_a_single_bad_prompt_is_named_without_an_index(llm):
+    with pytest.raises(RequestError) as caught:
+        llm.generate("")
+    assert caught.value.field == "prompt"
+
+
+def test_params_of_another_type_are_refused(llm):
+    with pytest.raises(RequestError) as caught:
+        llm.generate("ab", {"max_tokens": 5})
+    assert caught.value.field == "sampling_params"
+
+
+def test_a_request_that_the_engine_refuses_is_an_error_in_its_place(llm, client):
+    client.refuse = lambda request: RequestError("prompt", "never fits") if len(request.prompt_token_ids) == 3 else None
+    good, bad, last = llm.generate(["ab", "abc", "cd"])
+    assert (good.error, last.error) == (None, None)
+    assert texts([good, last]) == ["ba", "dc"]
+    assert "never fits" in bad.error
+    assert (bad.outputs[0].finish_reason, bad.finished) == ("error", True)
+
+
+def test_a_request_that_is_alone_and_refused_raises(llm, client):
+    client.refuse = lambda request: RequestError("prompt", "never fits")
+    with pytest.raises(RequestError, match="never fits"):
+        llm.generate("abc")
+    client.refuse = lambda request: None
+    assert texts(llm.generate("ab")) == ["ba"]
+
+
+def test_an_exception_takes_the_calls_requests_back(llm, client):
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    client.on_step = fail
+    with pytest.raises(RuntimeError, match="device lost"):
+        llm.generate(["ab", "cd"])
+    assert sorted(client.aborted) == sorted(request.request_id for request in client.added)
+    client.on_step = lambda: None
+    assert texts(llm.generate("ab")) == ["ba"]
+
+
+def test_ctrl_c_ends_the_call_between_steps_and_the_llm_goes_on(llm, client):
+    finished_steps = []
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        finished_steps.append(True)  # not reached if the interrupt came through inside the step
+
+    client.on_step = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abcdef")
+    assert finished_steps == [True]
+    assert client.aborted == [client.added[0].request_id]
+    client.on_step = lambda: None
+    assert texts(llm.generate("ab")) == ["ba"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_stream_yields_pieces_that_join_to_the_text(llm):
+    outputs = list(llm.stream("héllo", SamplingParams(max_tokens=20)))
+    assert "".join(texts(outputs)) == llm.generate("héllo", SamplingParams(max_tokens=20))[0].outputs[0].text
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert len(outputs) > 3
+
+
+def test_a_stream_that_is_left_takes_its_request_back(llm, client):
+    stream = llm.stream("abcdef")
+    next(stream)
+    stream.close()
+    assert client.aborted == [client.added[0].request_id]
+
+
+def test_a_call_while_a_stream_is_open_disturbs_neither(llm):
+    stream = llm.stream("abcdef")
+    pieces = [next(stream).outputs[0].text]
+    assert texts(llm.generate("xyz")) == ["zyx"]
+    pieces += [output.outputs[0].text for output in stream]
+    assert "".join(pieces) == "fedcba"
+
+
+def test_choices_come_back_together(llm, client):
+    client.script = lambda request, choice: [97 + choice, 256]
+    (output,) = llm.generate("p", SamplingParams(n=3))
+    assert [choice.text for choice in output.outputs] == ["a", "b", "c"]
+
+
+def test_a_conversation_goes_through_the_chat_template(llm):
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1))
+    assert output.prompt == "[user]hi\n[assistant]"
+    assert output.prompt_token_ids == list(output.prompt.encode())
+
+
+def test_many_conversations_come_back_in_order(llm):
+    conversations = [[{"role": "user", "content": text}] for text in ("a", "b")]
+    outputs = llm.chat(conversations, SamplingParams(max_tokens=1))
+    assert [output.prompt for output in outputs] == ["[user]a\n[assistant]", "[user]b\n[assistant]"]
+
+
+@pytest.mark.parametrize("messages", ["hi", 5, None])
+def test_bad_messages_are_refused(llm, messages):
+    with pytest.raises(RequestError) as caught:
+        llm.chat(messages)
+    assert "messages" in caught.value.field
+
+
+def test_a_closed_llm_says_so_and_gives_the_engine_back(client):
+    with LLM("fake") as llm:
+        llm.generate("ab")
+    assert client.closed
+    with pytest.raises(RequestError, match="closed"):
+        llm.generate("ab")
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"policy": "random"}, "scheduler.policy"),
+        ({"kv_memory": "2 apples"}, "kv_memory"),
+        ({"block_size": 0}, "cache.block_size"),
+        ({"max_model_len": 65}, "max_model_len"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"num_threads": 0}, "num_threads"),
+    ],
+)
+def test_senseless_settings_are_refused_by_name(client, settings, field):
+    with pytest.raises(ConfigError) as caught:
+        LLM("fake", **settings)
+    assert caught.value.field == field
+
+
+def test_settings_reach_the_config(client):
+    config = LLM("fake", kv_memory="2MiB", policy="priority", max_num_seqs=4, enable_prefix_caching=False).config
+    assert config.cache.memory_bytes == 2 * 2**20
+    assert config.scheduler.policy.value == "priority"
+    assert config.scheduler.max_num_seqs == 4
+    assert not config.cache.enable_prefix_caching
+    assert config.max_model_len == 64
+
+
+def test_without_a_tokenizer_token_ids_still_work(client):
+    llm = LLM("fake", skip_tokenizer=True)
+    (output,) = llm.generate([97, 98])
+    assert (output.outputs[0].text, list(output.outputs[0].token_ids)) == ("", [98, 97, 256])
+    with pytest.raises(RequestError):
+        llm.generate("text")

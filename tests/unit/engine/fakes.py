@@ -1,0 +1,175 @@
+"""Stand-ins for what the front end stands on: small real tokenizers, and an engine core that plays a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.stats import SchedulerStats
+
+END = 256  # the special token of ByteTokenizer
+VOCAB_SIZE = 258
+
+
+class FakeTokenizer:
+    """The part of ratoon.models.tokenizer.Tokenizer that the front end uses."""
+
+    def __init__(self, backend: Backend, eos: str) -> None:
+        self.backend = backend
+        self.vocab_size = backend.get_vocab_size()
+        self.eos_token_id = backend.token_to_id(eos)
+        self.bos_token_id = None
+        self.special_token_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token: int) -> str:
+        return self.backend.decode([token], skip_special_tokens=False)
+
+    def apply_chat_template(self, messages: list[dict], *, add_generation_prompt: bool = True, tools=None, **_) -> str:
+        text = "".join(f"[{message['role']}]{message['content']}\n" for message in messages)
+        return text + ("[assistant]" if add_generation_prompt else "")
+
+    def encode_chat(self, messages: list[dict], **variables) -> list[int]:
+        return self.encode(self.apply_chat_template(messages, **variables))
+
+
+def byte_tokenizer() -> FakeTokenizer:
+    """One token for each byte, as GPT-2 and its children spell them, and one special token."""
+    alphabet = {byte: place for place, byte in enumerate(_byte_characters())}
+    backend = Backend(models.BPE(vocab=alphabet, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>", "<|other|>"])
+    return FakeTokenizer(backend, "<|end|>")
+
+
+def sentencepiece_tokenizer() -> FakeTokenizer:
+    """Words with a leading-space mark, and bytes for what has no word: as Llama-2 and Mistral do it."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+    for piece in ["▁", "▁hello", "▁world", "lo", "wor", "ld", "a", "b", "▁a", "あ", ".", "!"]:
+        vocab[piece] = len(vocab)
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["</s>"])
+    return FakeTokenizer(backend, "</s>")
+
+
+class SlowTokenizer:
+    """A tokenizer without a `tokenizers` backend."""
+
+    def __init__(self, tokenizer: FakeTokenizer) -> None:
+        self.backend = None
+        self.decode = tokenizer.decode
+        self.special_token_ids = tokenizer.special_token_ids
+
+
+def model_config(**changes: object) -> ModelConfig:
+    fields: dict = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "max_position": 64,
+        "eos_token_ids": (END,),
+    }
+    return ModelConfig(**(fields | changes))
+
+
+Script = Callable[[EngineCoreRequest, int], list[int]]  # (request, choice) → the tokens it will get
+
+
+def echo(request: EngineCoreRequest, choice: int) -> list[int]:
+    """The prompt once more, backwards, then the end."""
+    return [*reversed(request.prompt_token_ids), END]
+
+
+class FakeClient:
+    """An engine core that gives each choice the next token of its script, one a step."""
+
+    def __init__(self, script: Script = echo) -> None:
+        self.script = script
+        self.refuse: Callable[[EngineCoreRequest], Exception | None] = lambda request: None
+        self.added: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.on_step: Callable[[], None] = lambda: None
+        self.closed = False
+        self._left: dict[tuple[str, int], list[int]] = {}
+        self._requests: dict[str, EngineCoreRequest] = {}
+        self._given: dict[tuple[str, int], int] = {}
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        error = self.refuse(request)
+        if error is not None:
+            raise error
+        self.added.append(request)
+        self._requests[request.request_id] = request
+        for choice in range(request.sampling_params.n):
+            self._left[request.request_id, choice] = list(self.script(request, choice))
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.aborted.extend(request_ids)
+        for name in request_ids:
+            request_id, _, choice = name.partition("#")
+            for key in [key for key in self._left if key[0] == request_id and choice in ("", str(key[1]))]:
+                del self._left[key]
+
+    def get_output(self) -> EngineCoreOutputs:
+        self.on_step()
+        outputs = []
+        for key in list(self._left):
+            params = self._requests[key[0]].sampling_params
+            token = self._left[key].pop(0)
+            given = self._given[key] = self._given.get(key, 0) + 1
+            reason = stop = None
+            if token in (params.all_stop_token_ids or ()):
+                reason, stop = FinishReason.STOP, token
+            elif given == params.max_tokens:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                del self._left[key]
+            outputs.append(
+                EngineCoreOutput(
+                    request_id=key[0], new_token_ids=[token], choice=key[1], finish_reason=reason, stop_reason=stop
+                )
+            )
+        return EngineCoreOutputs(outputs=outputs)
+
+    def has_work(self) -> bool:
+        return bool(self._left)
+
+    def reset_prefix_cache(self) -> bool:
+        return not self._left
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats()
+
+    def describe(self) -> dict:
+        names = ("device", "dtype", "num_threads", "weight_bytes", "kv_bytes", "kv_bytes_per_token", "kv_groups")
+        return {**dict.fromkeys(names, 1), "block_size": 16, "num_blocks": 9}
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary, in the order of the bytes."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    characters = {byte: chr(byte) for byte in shown}
+    hidden = [byte for byte in range(256) if byte not in characters]
+    characters.update({byte: chr(256 + place) for place, byte in enumerate(hidden)})
+    return [characters[byte] for byte in range(256)]

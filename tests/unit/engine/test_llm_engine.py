@@ -1,0 +1,74 @@
+"""The step loop between a caller and an engine core."""
+
+from __future__ import annotations
+
+import pytest
+
+from ratoon.core.errors import EngineError, RequestError
+from ratoon.core.params import SamplingParams
+from ratoon.engine.input_processor import InputProcessor
+from ratoon.engine.llm_engine import LLMEngine
+from ratoon.engine.output_processor import OutputProcessor
+from tests.unit.engine.fakes import FakeClient, byte_tokenizer, model_config
+
+TOKENIZER = byte_tokenizer()
+
+
+def make(client: FakeClient) -> LLMEngine:
+    return LLMEngine(client, InputProcessor(model_config(), TOKENIZER), OutputProcessor(TOKENIZER))
+
+
+def run_to_end(engine: LLMEngine) -> dict:
+    last = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            last[output.request_id] = output
+    return last
+
+
+def test_requests_run_together_to_their_ends():
+    engine = make(FakeClient())
+    engine.add_request("one", "abc", SamplingParams())
+    engine.add_request("two", "xy", SamplingParams())
+    outputs = run_to_end(engine)
+    assert {name: output.outputs[0].text for name, output in outputs.items()} == {"one": "cba", "two": "yx"}
+    assert engine.step() == []
+
+
+def test_a_stop_string_is_aborted_in_the_engine_by_its_choice():
+    client = FakeClient(lambda request, choice: list(b"a.bcdefgh" if choice else b"abcdefg."))
+    engine = make(client)
+    engine.add_request("one", "p", SamplingParams(n=2, stop=["."], max_tokens=20))
+    output = run_to_end(engine)["one"]
+    assert [choice.text for choice in output.outputs] == ["abcdefg", "a"]
+    internal = client.added[0].request_id
+    assert client.aborted == [f"{internal}#1", f"{internal}#0"]
+
+
+def test_a_request_that_the_engine_refuses_leaves_nothing_behind():
+    client = FakeClient()
+    client.refuse = lambda request: RequestError("prompt", "needs 9 blocks of 4")
+    engine = make(client)
+    with pytest.raises(RequestError):
+        engine.add_request("one", "abc", SamplingParams())
+    assert not engine.has_unfinished_requests()
+
+
+def test_an_aborted_request_is_gone_on_both_sides():
+    client = FakeClient()
+    engine = make(client)
+    engine.add_request("one", "abcdef", SamplingParams())
+    engine.step()
+    (output,) = engine.abort_request(["one"])
+    assert output.outputs[0].finish_reason == "abort"
+    assert client.aborted == [client.added[0].request_id]
+    assert not engine.has_unfinished_requests() and not client.has_work()
+
+
+def test_an_engine_that_loses_a_request_is_an_error_and_not_a_wait():
+    client = FakeClient()
+    engine = make(client)
+    engine.add_request("one", "abc", SamplingParams())
+    client._left.clear()
+    with pytest.raises(EngineError):
+        engine.step()

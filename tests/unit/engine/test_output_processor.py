@@ -1,0 +1,223 @@
+"""Engine outputs become what callers asked for, by choice and by output kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from ratoon.core.errors import RequestError
+from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
+from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.engine.output_processor import OutputProcessor
+from tests.unit.engine.fakes import END, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(params: SamplingParams, clock: Clock | None = None, prompt: str = "p") -> OutputProcessor:
+    processor = OutputProcessor(TOKENIZER, clock or Clock())
+    request = EngineCoreRequest(
+        request_id="r-internal",
+        prompt_token_ids=list(prompt.encode()),
+        sampling_params=params,
+        external_id="r",
+    )
+    processor.add_request(request, prompt)
+    return processor
+
+
+def out(text: str, choice: int = 0, **fields) -> EngineCoreOutput:
+    return EngineCoreOutput("r-internal", list(text.encode()), choice=choice, **fields)
+
+
+def step(processor: OutputProcessor, *outputs: EngineCoreOutput):
+    return processor.process_outputs(EngineCoreOutputs(outputs=list(outputs)))
+
+
+def texts(result) -> list[tuple[int, str]]:
+    return [(choice.index, choice.text) for choice in result.outputs]
+
+
+def test_cumulative_outputs_hold_everything_so_far():
+    processor = make(SamplingParams())
+    (first,), _ = step(processor, out("a"))
+    (second,), _ = step(processor, out("b", finish_reason=FinishReason.LENGTH))
+    assert (first.outputs[0].text, first.outputs[0].token_ids, first.finished) == ("a", [97], False)
+    assert (second.outputs[0].text, second.outputs[0].token_ids, second.finished) == ("ab", [97, 98], True)
+    assert second.outputs[0].finish_reason == "length"
+    assert (second.request_id, second.prompt, second.prompt_token_ids) == ("r", "p", [112])
+
+
+def test_delta_outputs_hold_what_is_new():
+    processor = make(SamplingParams(output_kind=RequestOutputKind.DELTA))
+    results = [
+        step(processor, output)[0] for output in (out("a"), out("bc"), out("d", finish_reason=FinishReason.LENGTH))
+    ]
+    assert [(one.outputs[0].text, one.outputs[0].token_ids) for (one,) in results] == [
+        ("a", [97]),
+        ("bc", [98, 99]),
+        ("d", [100]),
+    ]
+
+
+def test_a_final_only_request_gives_one_output():
+    processor = make(SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY))
+    assert step(processor, out("a")) == ([], [])
+    (result,), _ = step(processor, out("b", finish_reason=FinishReason.LENGTH))
+    assert result.outputs[0].text == "ab"
+
+
+def test_a_step_without_tokens_gives_no_output():
+    processor = make(SamplingParams())
+    assert step(processor, out("")) == ([], [])
+    assert processor.has_unfinished_requests()
+
+
+def test_a_stop_token_ends_the_text_and_is_named():
+    processor = make(SamplingParams(stop_token_ids=[33]))
+    (result,), to_abort = step(processor, out("a!", finish_reason=FinishReason.STOP, stop_reason=33))
+    assert (result.outputs[0].text, result.outputs[0].stop_reason) == ("a", 33)
+    assert result.outputs[0].token_ids == [97, 33]
+    assert to_abort == []
+
+
+def test_a_stop_string_ends_the_request_and_the_engine_is_told():
+    processor = make(SamplingParams(stop=["bc"]))
+    (held,), _ = step(processor, out("ab"))
+    assert held.outputs[0].text == "a"
+    (result,), to_abort = step(processor, out("c"))
+    assert (result.outputs[0].text, result.outputs[0].finish_reason, result.outputs[0].stop_reason) == (
+        "a",
+        "stop",
+        "bc",
+    )
+    assert result.finished
+    assert to_abort == ["r-internal"]
+    assert not processor.has_unfinished_requests()
+    assert step(processor, out("late")) == ([], [])
+
+
+def test_a_stop_string_that_ends_with_the_engines_last_token_needs_no_abort():
+    processor = make(SamplingParams(stop=["b"]))
+    (result,), to_abort = step(processor, out("ab", finish_reason=FinishReason.LENGTH))
+    assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == ("stop", "b")
+    assert to_abort == []
+
+
+def test_choices_of_a_step_are_merged_and_sorted():
+    processor = make(SamplingParams(n=3, output_kind=RequestOutputKind.DELTA))
+    (result,), _ = step(processor, out("c", 2), out("a", 0))
+    assert texts(result) == [(0, "a"), (2, "c")]
+    (result,), _ = step(processor, out("b", 1))
+    assert texts(result) == [(1, "b")]
+
+
+def test_a_stop_string_in_one_choice_ends_that_choice_alone():
+    processor = make(SamplingParams(n=2, stop=["."]))
+    (result,), to_abort = step(processor, out("x.", 0), out("y", 1))
+    assert to_abort == ["r-internal#0"]
+    assert [choice.finish_reason for choice in result.outputs] == ["stop", None]
+    assert not result.finished
+    (result,), to_abort = step(processor, out("ignored", 0), out(".", 1))
+    assert to_abort == ["r-internal#1"]
+    assert result.finished
+    assert texts(result) == [(0, "x"), (1, "y")]
+
+
+def test_a_request_with_choices_ends_when_the_last_one_does():
+    processor = make(SamplingParams(n=2, output_kind=RequestOutputKind.FINAL_ONLY))
+    assert step(processor, out("a", 1, finish_reason=FinishReason.LENGTH), out("b", 0)) == ([], [])
+    (result,), _ = step(processor, out("c", 0, finish_reason=FinishReason.LENGTH))
+    assert texts(result) == [(0, "bc"), (1, "a")]
+
+
+def test_an_error_reaches_the_caller_with_the_text_so_far():
+    processor = make(SamplingParams())
+    step(processor, out("a"))
+    (result,), _ = step(processor, out("", finish_reason=FinishReason.ERROR, error="logits are not finite"))
+    assert (result.error, result.finished) == ("logits are not finite", True)
+    assert (result.outputs[0].finish_reason, result.outputs[0].text) == ("error", "a")
+
+
+def test_a_request_that_fails_before_its_choices_were_forked_ends_whole():
+    processor = make(SamplingParams(n=3))
+    (result,), _ = step(processor, out("", 0, finish_reason=FinishReason.ERROR, error="no"))
+    assert result.finished
+    assert [choice.finish_reason for choice in result.outputs] == ["error"] * 3
+
+
+def test_a_choice_that_fails_later_leaves_the_others_running():
+    processor = make(SamplingParams(n=2))
+    step(processor, out("a", 0), out("b", 1))
+    (result,), _ = step(processor, out("", 0, finish_reason=FinishReason.ERROR, error="no"), out("c", 1))
+    assert [choice.finish_reason for choice in result.outputs] == ["error", None]
+
+
+def test_an_abort_gives_what_there_is_and_the_engines_id():
+    processor = make(SamplingParams(stop=["xyz"]))
+    step(processor, out("ax"))
+    (result,), internal = processor.abort_requests(["r", "unknown"])
+    assert internal == ["r-internal"]
+    assert (result.outputs[0].text, result.outputs[0].finish_reason, result.finished) == ("ax", "abort", True)
+    assert not processor.has_unfinished_requests()
+
+
+def test_logprobs_of_tokens_and_prompt_arrive_once_in_deltas():
+    params = SamplingParams(logprobs=0, prompt_logprobs=0, output_kind=RequestOutputKind.DELTA)
+    processor = make(params, prompt="pq")
+    prompt_rows = PromptLogprobsChunk(1, LogprobsLists([[113]], [[-0.5]], [1]))
+    (first,), _ = step(
+        processor, out("a", new_logprobs=LogprobsLists([[97]], [[-1.0]], [1]), prompt_logprobs=[prompt_rows])
+    )
+    (second,), _ = step(processor, out("b", new_logprobs=LogprobsLists([[98]], [[-2.0]], [1])))
+    assert first.prompt_logprobs is not None and len(first.prompt_logprobs) == 2
+    assert second.prompt_logprobs is None
+    assert [list(position) for position in second.outputs[0].logprobs] == [[98]]
+    assert second.outputs[0].cumulative_logprob == pytest.approx(-3.0)
+
+
+def test_logprobs_are_cut_with_the_tokens_behind_a_stop_string():
+    processor = make(SamplingParams(logprobs=0, stop=["."]))
+    rows = LogprobsLists([[97], [46], [98]], [[-1.0], [-1.0], [-1.0]], [1, 1, 1])
+    (result,), _ = step(processor, out("a.b", new_logprobs=rows))
+    assert len(result.outputs[0].token_ids) == len(result.outputs[0].logprobs) == 2
+
+
+def test_without_logprobs_there_is_no_sum():
+    (result,), _ = step(make(SamplingParams()), out("a"))
+    assert (result.outputs[0].logprobs, result.outputs[0].cumulative_logprob) == (None, None)
+
+
+def test_times_and_counts_are_kept():
+    clock = Clock()
+    processor = make(SamplingParams(), clock)
+    clock.now = 2.0
+    (result,), _ = step(processor, out("a", num_cached_tokens=16))
+    clock.now = 5.0
+    (result,), _ = step(processor, out("b", finish_reason=FinishReason.LENGTH))
+    metrics = result.metrics
+    assert (metrics.time_to_first_token, metrics.finished_time, metrics.num_generation_tokens) == (2.0, 5.0, 2)
+    assert result.num_cached_tokens == 16
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards():
+    processor = make(SamplingParams())
+    again = EngineCoreRequest("r-other", [1], SamplingParams(), external_id="r")
+    with pytest.raises(RequestError) as caught:
+        processor.add_request(again, None)
+    assert caught.value.field == "request_id"
+    step(processor, out("", finish_reason=FinishReason.LENGTH))
+    processor.add_request(again, None)
+
+
+def test_a_special_stop_token_does_not_show_in_the_text():
+    processor = make(SamplingParams(skip_special_tokens=False))
+    (result,), _ = step(processor, EngineCoreOutput("r-internal", [97, END], finish_reason=FinishReason.STOP))
+    assert result.outputs[0].text == "a"

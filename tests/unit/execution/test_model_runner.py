@@ -1,0 +1,482 @@
+"""The runner, driven by plans that are written by hand: it does what the plan says, and knows nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ratoon.attention.cpu import CpuAttentionBackend
+from ratoon.attention.torch_reference import TorchReferenceBackend
+from ratoon.core.kv import KVCacheConfig, group_layers
+from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from ratoon.execution import model_runner
+from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.model_runner import ModelRunner
+from ratoon.execution.step_inputs import InputPreparation
+from ratoon.layers.native_ops import NativeOps, native_ops_reasons
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.models.build import build_model
+from tests.golden.tiny_models import DictSource, TinyModel, random_token_ids, tiny_llama, tiny_qwen2
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+GREEDY = SamplingParams(temperature=0.0)
+WITH_LOGPROBS = SamplingParams(temperature=0.0, logprobs=2)
+NAN_TOKEN = 96  # its embedding in the poisoned model
+PROMPT = random_token_ids(37, seed=1)
+OTHER = random_token_ids(21, seed=2)
+
+LLAMA = tiny_llama()
+TWO_GROUPS = tiny_qwen2(window=6, first_window_layer=1)
+needs_kernels = pytest.mark.skipif(bool(native_ops_reasons(CPU, torch.float32)), reason="no native kernels here")
+BACKENDS = ["torch", pytest.param("native", marks=needs_kernels)]
+
+
+class Driver:
+    """A runner, and short ways to write a plan for it and to carry it out."""
+
+    def __init__(self, tiny: TinyModel = LLAMA, backend: str = "torch", max_num_reqs: int = 8) -> None:
+        ops = NativeOps() if backend == "native" else TorchOps()
+        model = build_model(tiny.config, tiny.source, ops, CPU, torch.float32)
+        self.groups = group_layers(model.kv_specs(BLOCK_SIZE, 4))
+        self.runner = ModelRunner(
+            model,
+            CpuAttentionBackend() if backend == "native" else TorchReferenceBackend(),
+            KVCacheConfig(num_blocks=40, block_size=BLOCK_SIZE, groups=self.groups),
+            dtype=torch.float32,
+            device=CPU,
+            max_model_len=tiny.config.max_position,
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=256,
+        )
+
+    def new(
+        self,
+        req_id: str,
+        token_ids: Sequence[int],
+        first_block: int,
+        *,
+        params: SamplingParams = GREEDY,
+        seed: int = 0,
+        computed: int = 0,
+        num_prompt: int | None = None,
+    ) -> NewRequestData:
+        """With room for one more block of tokens, in consecutive blocks; groups are 10 ids apart."""
+        blocks = range(first_block, first_block + len(token_ids) // BLOCK_SIZE + 2)
+        return NewRequestData(
+            req_id=req_id,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids) if num_prompt is None else num_prompt,
+            sampling_params=params,
+            seed=seed,
+            block_ids=tuple([block + 10 * group for block in blocks] for group in range(len(self.groups))),
+            num_computed_tokens=computed,
+        )
+
+    def step(
+        self,
+        *,
+        new: Sequence[NewRequestData] = (),
+        known: dict[str, int] | None = None,  # id → computed before
+        counts: dict[str, int] | None = None,
+        sampled: Sequence[str] | None = None,  # all, unless said
+        **rest: Any,
+    ) -> ModelRunnerOutput:
+        known = known or {}
+        counts = counts or {}
+        for branch in new:
+            counts.setdefault(branch.req_id, len(branch.token_ids) - branch.num_computed_tokens)
+        for req_id in known:
+            counts.setdefault(req_id, 1)
+        rest.setdefault(
+            "scheduled_cached_reqs", CachedRequestData(list(known), list(known.values()), [None] * len(known))
+        )
+        self.runner.execute_model(
+            SchedulerOutput(
+                scheduled_new_reqs=list(new),
+                num_scheduled_tokens=counts,
+                total_num_scheduled_tokens=sum(counts.values()),
+                sampled_req_ids=list(counts) if sampled is None else list(sampled),
+                **rest,
+            )
+        )
+        return self.runner.sample_tokens()
+
+    def decode(self, req_id: str, computed: int, count: int) -> list[int]:
+        """So many more tokens of one branch, a step for each."""
+        return [token_of(self.step(known={req_id: computed + i}), req_id) for i in range(count)]
+
+
+def token_of(output: ModelRunnerOutput, req_id: str) -> int:
+    (token,) = output.sampled_token_ids[output.req_ids.index(req_id)]
+    return token
+
+
+def oracle_greedy(tiny: TinyModel, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(tiny.oracle_logits(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiny", [LLAMA, TWO_GROUPS], ids=["one group", "two groups"])
+def test_branches_of_a_batch_get_the_tokens_that_the_model_alone_would_give_them(tiny: TinyModel, backend: str) -> None:
+    driver = Driver(tiny, backend)
+    output = driver.step(new=[driver.new("a", PROMPT, 1), driver.new("b", OTHER, 21)])
+    assert output.req_ids == ["a", "b"] and not output.errors
+    tokens: dict[str, list[int]] = {"a": [token_of(output, "a")], "b": [token_of(output, "b")]}
+    for i in range(5):
+        output = driver.step(known={"b": len(OTHER) + i, "a": len(PROMPT) + i})
+        for req_id, so_far in tokens.items():
+            so_far.append(token_of(output, req_id))
+    assert tokens == {"a": oracle_greedy(tiny, PROMPT, 6), "b": oracle_greedy(tiny, OTHER, 6)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("border", [1, 15, 16, 30])
+def test_a_prompt_in_two_plans_is_the_prompt_in_one(border: int, backend: str) -> None:
+    whole = Driver(backend=backend)
+    expected = whole.step(new=[whole.new("a", PROMPT, 1, params=WITH_LOGPROBS)])
+    parts = Driver(backend=backend)
+    nothing = parts.step(new=[parts.new("a", PROMPT, 1, params=WITH_LOGPROBS)], counts={"a": border}, sampled=[])
+    assert nothing == ModelRunnerOutput()
+    output = parts.step(known={"a": border}, counts={"a": len(PROMPT) - border})
+    assert output.sampled_token_ids == expected.sampled_token_ids
+    assert_same_logprobs(output.logprobs["a"], expected.logprobs["a"], exactly=backend == "native")
+
+
+def assert_same_logprobs(ours: LogprobsLists, theirs: LogprobsLists, exactly: bool) -> None:
+    assert (ours.token_ids, ours.sampled_ranks) == (theirs.token_ids, theirs.sampled_ranks)
+    if exactly:
+        assert ours.logprobs == theirs.logprobs
+    else:
+        np.testing.assert_allclose(np.array(ours.logprobs), np.array(theirs.logprobs), atol=1e-5)
+
+
+def test_blocks_that_come_later_are_appended_to_the_table() -> None:
+    driver = Driver()
+    short = NewRequestData("a", PROMPT, len(PROMPT), GREEDY, 0, ([5],), 0)
+    driver.step(new=[short], counts={"a": 16}, sampled=[])
+    output = driver.step(counts={"a": 21}, scheduled_cached_reqs=CachedRequestData(["a"], [16], [([9, 3],)]))
+    assert token_of(output, "a") == oracle_greedy(LLAMA, PROMPT, 1)[0]
+    assert driver.runner.rows.block_tables[0][driver.runner.rows.row_of["a"]].tolist()[:4] == [5, 9, 3, 0]
+
+
+# ---- coming and going ----
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiny", [LLAMA, TWO_GROUPS], ids=["one group", "two groups"])
+def test_a_branch_that_is_dropped_and_comes_back_elsewhere_goes_on_as_if_nothing_had_happened(
+    tiny: TinyModel, backend: str
+) -> None:
+    expected = oracle_greedy(tiny, PROMPT, 6)
+    driver = Driver(tiny, backend)
+    tokens = [token_of(driver.step(new=[driver.new("a", PROMPT, 1)]), "a")]
+    tokens += driver.decode("a", len(PROMPT), 2)
+    # Preempted: another takes its row and its blocks.
+    output = driver.step(new=[driver.new("b", OTHER, 1)], preempted_req_ids=["a"])
+    assert token_of(output, "b") == oracle_greedy(tiny, OTHER, 1)[0]
+    # Back in the step in which the other ends, with its output, computed anew in other blocks.
+    back = driver.new("a", PROMPT + tokens, 4, num_prompt=len(PROMPT))
+    tokens.append(token_of(driver.step(new=[back], finished_req_ids=["b"]), "a"))
+    tokens += driver.decode("a", len(PROMPT) + 3, 2)
+    assert tokens == expected
+    assert list(driver.runner.rows.row_of) == ["a"]
+
+
+def test_a_branch_can_be_dropped_and_added_in_one_plan() -> None:
+    driver = Driver()
+    first = token_of(driver.step(new=[driver.new("a", PROMPT, 1)]), "a")
+    again = driver.new("a", [*PROMPT, first], 5, num_prompt=len(PROMPT))
+    output = driver.step(new=[again], preempted_req_ids=["a"])
+    assert [first, token_of(output, "a")] == oracle_greedy(LLAMA, PROMPT, 2)
+
+
+def test_a_resumed_branch_draws_the_random_numbers_that_it_would_have_drawn() -> None:
+    params = SamplingParams(temperature=1.5, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.5)
+    driver = Driver()
+    expected = [token_of(driver.step(new=[driver.new("a", PROMPT, 1, params=params, seed=5)]), "a")]
+    expected += driver.decode("a", len(PROMPT), 7)
+    driver = Driver()
+    tokens = [token_of(driver.step(new=[driver.new("a", PROMPT, 1, params=params, seed=5)]), "a")]
+    tokens += driver.decode("a", len(PROMPT), 3)
+    back = driver.new("a", PROMPT + tokens, 7, params=params, seed=5, num_prompt=len(PROMPT))
+    tokens.append(token_of(driver.step(new=[back], preempted_req_ids=["a"]), "a"))
+    tokens += driver.decode("a", len(PROMPT) + 4, 3)
+    assert tokens == expected
+    assert len(set(tokens)) > 3
+
+
+def test_ids_that_the_runner_never_heard_of_can_end() -> None:
+    driver = Driver()
+    output = driver.step(new=[driver.new("a", PROMPT, 1)], finished_req_ids=["ghost"], preempted_req_ids=["ghost#1"])
+    assert output.req_ids == ["a"]
+
+
+def test_an_empty_plan_gives_an_empty_result_and_still_drops_rows() -> None:
+    driver = Driver()
+    assert driver.step() == ModelRunnerOutput()
+    driver.step(new=[driver.new("a", PROMPT, 1)])
+    assert driver.step(finished_req_ids=["a"]) == ModelRunnerOutput()
+    assert len(driver.runner.rows) == 0
+    assert driver.runner.sample_tokens() == ModelRunnerOutput()
+
+
+def test_a_row_that_is_given_up_leaves_no_sampling_demands_to_the_next() -> None:
+    driver = Driver(max_num_reqs=1)
+    wild = SamplingParams(temperature=2.0, logprobs=3, allowed_token_ids=[4], min_tokens=9, eos_token_ids=[2])
+    assert token_of(driver.step(new=[driver.new("a", PROMPT, 1, params=wild)]), "a") == 4
+    output = driver.step(new=[driver.new("b", PROMPT, 1)], finished_req_ids=["a"])
+    assert token_of(output, "b") == oracle_greedy(LLAMA, PROMPT, 1)[0]
+    assert output.logprobs == {}
+
+
+def test_only_the_rows_that_the_plan_names_are_sampled() -> None:
+    driver = Driver()
+    output = driver.step(
+        new=[driver.new("half", PROMPT, 1), driver.new("whole", OTHER, 5)], counts={"half": 20, "whole": 21},
+        sampled=["whole"],
+    )  # fmt: skip
+    assert output.req_ids == ["whole"]
+    rows = driver.runner.rows
+    assert rows.num_tokens[rows.row_of["half"]] == len(PROMPT)
+    assert driver.runner.num_computed_tokens == 41
+
+
+def test_a_plan_whose_step_raised_leaves_the_runner_usable() -> None:
+    driver = Driver()
+    forward = driver.runner.model.forward
+    driver.runner.model.forward = lambda *arguments: (_ for _ in ()).throw(RuntimeError("device lost"))
+    with pytest.raises(RuntimeError, match="device lost"):
+        driver.step(new=[driver.new("a", PROMPT, 1)])
+    driver.runner.model.forward = forward
+    assert driver.runner.sample_tokens() == ModelRunnerOutput()
+    output = driver.step(new=[driver.new("b", OTHER, 1)], finished_req_ids=["a"])
+    assert token_of(output, "b") == oracle_greedy(LLAMA, OTHER, 1)[0]
+
+
+# ---- copy-on-write and fan-out ----
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiny", [LLAMA, TWO_GROUPS], ids=["one group", "two groups"])
+def test_forks_write_into_copies_and_the_shared_block_stays_as_it_was(tiny: TinyModel, backend: str) -> None:
+    """A prompt of 21 tokens in blocks 1 and 2. The known branch and the new one both leave block 2 for their own."""
+    driver = Driver(tiny, backend)
+    groups = range(len(driver.groups))
+    first = token_of(driver.step(new=[driver.new("a", OTHER, 1)]), "a")
+    shared = [tensor[2 + 10 * group].clone() for group in groups for tensor in driver.runner.kv._tensors]
+    other = (first + 1) % 97
+    child = driver.new("a#1", [*OTHER, other], 1, computed=len(OTHER), num_prompt=len(OTHER))
+    for group in groups:
+        child.block_ids[group][1] = 8 + 10 * group
+    copies = [BlockCopy("a", group, 1, 2 + 10 * group, 7 + 10 * group) for group in groups]
+    copies += [BlockCopy("a#1", group, 1, 2 + 10 * group, 8 + 10 * group) for group in groups]
+    output = driver.step(known={"a": len(OTHER)}, new=[child], block_copies=copies)
+    assert [first, token_of(output, "a")] == oracle_greedy(tiny, OTHER, 2)
+    assert token_of(output, "a#1") == oracle_greedy(tiny, [*OTHER, other], 1)[0]
+    now = [tensor[2 + 10 * group] for group in groups for tensor in driver.runner.kv._tensors]
+    assert all(torch.equal(before, after) for before, after in zip(shared, now))
+    rows = driver.runner.rows
+    for group in groups:
+        assert rows.block_tables[group][rows.row_of["a"], :3].tolist() == [
+            1 + 10 * group,
+            7 + 10 * group,
+            3 + 10 * group,
+        ]
+        assert rows.block_tables[group][rows.row_of["a#1"], 1] == 8 + 10 * group
+    tokens = driver.decode("a", len(OTHER) + 1, 3)
+    assert [first, token_of(output, "a"), *tokens] == oracle_greedy(tiny, OTHER, 5)
+
+
+def test_a_block_can_be_the_source_of_one_copy_and_the_target_of_another() -> None:
+    driver = Driver()
+    tokens = {"a": [token_of(driver.step(new=[driver.new("a", OTHER, 1)]), "a")]}
+    tokens["b"] = [token_of(driver.step(new=[driver.new("b", PROMPT[:21], 5)]), "b")]
+    # Block 2 of `a` moves to 9; at once `b` moves its own block 6 into the 2 that has become free.
+    copies = [BlockCopy("a", 0, 1, 2, 9), BlockCopy("b", 0, 1, 6, 2)]
+    output = driver.step(known={"a": 21, "b": 21}, block_copies=copies)
+    for req_id, prompt in (("a", OTHER), ("b", PROMPT[:21])):
+        assert [*tokens[req_id], token_of(output, req_id)] == oracle_greedy(LLAMA, prompt, 2)
+
+
+def test_children_of_a_fan_out_are_drawn_from_one_row_each_with_its_own_seed() -> None:
+    params = SamplingParams(temperature=2.0, logprobs=1, n=4)
+    seeds = {"a": 11, "a#1": 12, "a#2": 13, "a#3": 14}
+    alone = {}
+    for name, seed in seeds.items():
+        driver = Driver()
+        output = driver.step(new=[driver.new("x", PROMPT, 1, params=params, seed=seed)])
+        alone[name] = (token_of(output, "x"), output.logprobs["x"])
+    driver = Driver()
+    output = driver.step(
+        new=[driver.new("b", OTHER, 6), driver.new("a", PROMPT, 1, params=params, seed=11)],
+        fanout={"a": [(child, seeds[child]) for child in ("a#1", "a#2", "a#3")]},
+    )
+    assert output.req_ids == ["b", "a", "a#1", "a#2", "a#3"]
+    for name, (token, logprobs) in alone.items():
+        assert token_of(output, name) == token
+        assert_same_logprobs(output.logprobs[name], logprobs, exactly=False)
+    assert len({token for token, _ in alone.values()}) > 1
+    rows = driver.runner.rows
+    assert sorted(rows.row_of) == ["a", "b"]  # children have no row yet
+    assert rows.num_tokens[rows.row_of["a"]] == len(PROMPT) + 1
+    assert rows.token_ids[rows.row_of["a"], len(PROMPT)] == alone["a"][0]
+
+
+def test_a_child_goes_on_with_its_own_random_stream() -> None:
+    """Choice 1 after the fork draws what a branch with its seed would have drawn alone."""
+    params = SamplingParams(temperature=1.5)
+    driver = Driver()
+    expected = [token_of(driver.step(new=[driver.new("x", OTHER, 1, params=params, seed=12)]), "x")]
+    expected += driver.decode("x", len(OTHER), 3)
+    driver = Driver()
+    output = driver.step(new=[driver.new("a", OTHER, 1, params=params, seed=11)], fanout={"a": [("a#1", 12)]})
+    tokens = [token_of(output, "a#1")]
+    child = driver.new("a#1", [*OTHER, *tokens], 1, params=params, seed=12, computed=21, num_prompt=21)
+    child.block_ids[0][1] = 8
+    output = driver.step(known={"a": 21}, new=[child], block_copies=[BlockCopy("a#1", 0, 1, 2, 8)])
+    tokens.append(token_of(output, "a#1"))
+    for i in range(2):
+        tokens.append(token_of(driver.step(known={"a": 22 + i, "a#1": 22 + i}), "a#1"))
+    assert tokens == expected
+
+
+# ---- prompt log-probabilities ----
+
+
+@pytest.mark.parametrize("rows_at_a_time", [5, 128])
+@pytest.mark.parametrize("borders", [[37], [1, 37], [16, 37], [15, 17, 36, 37]])
+def test_prompt_logprobs_join_at_the_borders_of_chunks(
+    borders: list[int], rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "PROMPT_LOGPROBS_ROWS", rows_at_a_time)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    driver = Driver()
+    rows: list[list[float]] = []
+    for start, end in zip([0, *borders], borders):
+        last = end == len(PROMPT)
+        step: dict[str, Any] = {"counts": {"a": end - start}, "sampled": ["a"] if last else []}
+        if start:
+            output = driver.step(known={"a": start}, **step)
+        else:
+            output = driver.step(new=[driver.new("a", PROMPT, 1, params=params)], **step)
+        if end - start == 1 and last:  # the last row is about the first new token, which is no prompt token
+            assert output.prompt_logprobs == {}
+            continue
+        chunk = output.prompt_logprobs["a"]
+        assert chunk.start == len(rows) + 1
+        for own, values, ids in zip(PROMPT[chunk.start :], chunk.rows.logprobs, chunk.rows.token_ids):
+            assert ids[0] == own and len(values) == 3
+            rows.append(values)
+    logprobs = LLAMA.oracle_logits(PROMPT).log_softmax(-1)[:-1]
+    own = logprobs[range(36), PROMPT[1:]]
+    expected = torch.cat([own[:, None], logprobs.topk(2).values], dim=1)
+    np.testing.assert_allclose(np.array(rows), expected.numpy(), atol=1e-4)
+
+
+def test_decoding_brings_no_further_prompt_logprobs() -> None:
+    driver = Driver()
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    output = driver.step(new=[driver.new("a", PROMPT, 1, params=params), driver.new("b", OTHER, 6)])
+    assert list(output.prompt_logprobs) == ["a"]
+    assert driver.step(known={"a": len(PROMPT), "b": len(OTHER)}).prompt_logprobs == {}
+
+
+# ---- numbers that are none ----
+
+
+def poisoned(tiny: TinyModel) -> TinyModel:
+    """The same model, but whoever meets NAN_TOKEN gets NaN keys, values and logits."""
+    tensors = dict(tiny.source.tensors)
+    embedding = tensors["model.embed_tokens.weight"].clone()
+    embedding[NAN_TOKEN] = float("nan")
+    tensors["model.embed_tokens.weight"] = embedding
+    return tiny._replace(source=DictSource(tensors))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_branch_whose_logits_are_nan_fails_alone(backend: str) -> None:
+    driver = Driver(poisoned(LLAMA), backend)
+    bad = [*PROMPT[:20], NAN_TOKEN]
+    output = driver.step(
+        new=[driver.new("a", PROMPT, 1, params=WITH_LOGPROBS), driver.new("bad", bad, 6, params=WITH_LOGPROBS),
+             driver.new("b", OTHER, 11)],
+        fanout={"bad": [("bad#1", 3)]},
+    )  # fmt: skip
+    assert set(output.errors) == {"bad", "bad#1"} and "NaN" in output.errors["bad"]
+    assert output.req_ids == ["a", "b"] and list(output.logprobs) == ["a"]
+    assert [token_of(output, "a"), token_of(output, "b")] == [
+        oracle_greedy(LLAMA, PROMPT, 1)[0], oracle_greedy(LLAMA, OTHER, 1)[0],
+    ]  # fmt: skip
+    output = driver.step(known={"a": len(PROMPT), "b": len(OTHER)}, finished_req_ids=["bad"])
+    assert token_of(output, "b") == oracle_greedy(LLAMA, OTHER, 2)[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiny", [LLAMA, TWO_GROUPS], ids=["one group", "two groups"])
+def test_blocks_that_hold_nan_from_an_earlier_branch_do_no_harm_to_the_next(tiny: TinyModel, backend: str) -> None:
+    driver = Driver(poisoned(tiny), backend)
+    output = driver.step(new=[driver.new("bad", [NAN_TOKEN] * 60, 1)])
+    assert set(output.errors) == {"bad"}
+    output = driver.step(new=[driver.new("a", OTHER, 1)], finished_req_ids=["bad"])
+    tokens = [token_of(output, "a"), *driver.decode("a", len(OTHER), 3)]
+    assert tokens == oracle_greedy(tiny, OTHER, 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_a_block_that_fell_out_of_the_window_does_no_harm(backend: str) -> None:
+    """The row's table still names the block; the pool may have given it to somebody else long ago."""
+    driver = Driver(poisoned(TWO_GROUPS), backend)
+    tokens = [token_of(driver.step(new=[driver.new("a", PROMPT, 1)]), "a")]
+    windowed = next(index for index, group in enumerate(driver.groups) if hasattr(group.spec, "window"))
+    bad = driver.new("bad", [NAN_TOKEN] * 10, 25)
+    bad.block_ids[windowed][:] = [1 + 10 * windowed, 28]  # the first block of `a`, which reads from position 32 on
+    output = driver.step(known={"a": len(PROMPT)}, new=[bad])
+    assert set(output.errors) == {"bad"}
+    tokens += [token_of(output, "a"), *driver.decode("a", len(PROMPT) + 1, 3)]
+    assert tokens == oracle_greedy(TWO_GROUPS, PROMPT, 5)
+
+
+# ---- buffers ----
+
+
+def test_steps_reuse_the_same_memory() -> None:
+    driver = Driver()
+    inputs = driver.runner.inputs
+    seen = []
+    prepare = inputs.prepare
+
+    def remember(*arguments: Any) -> Any:
+        step = prepare(*arguments)
+        group = step.groups[0]
+        seen.append([step.input_ids.data_ptr(), step.positions.data_ptr(), group.slot_mapping.data_ptr(),
+                     group.block_table_device.data_ptr(), group.seq_lens_device.data_ptr()])  # fmt: skip
+        return step
+
+    inputs.prepare = remember
+    driver.step(new=[driver.new("a", PROMPT, 1)])
+    driver.decode("a", len(PROMPT), 2)
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_everything_that_the_model_reads_is_put_on_the_device() -> None:
+    """On a device that is not the host's memory: every tensor lies there, and the host's arrays hold the numbers."""
+    rows = BranchRows(4, 64, BLOCK_SIZE, num_groups=2)
+    rows.add(NewRequestData("a", PROMPT, len(PROMPT), GREEDY, 0, ([1, 2, 3], [4, 5, 6]), 16))
+    step = InputPreparation(rows, 64, 4, torch.device("meta")).prepare(np.array([0]), np.array([21]))
+    tensors = [step.input_ids, step.positions]
+    for group in step.groups:
+        tensors += [group.slot_mapping, group.positions, group.block_table_device, group.seq_lens_device]
+        tensors.append(group.query_start_loc_device)
+        assert (group.seq_lens.tolist(), group.query_start_loc.tolist()) == ([37], [0, 21])
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert len(step.input_ids) == len(step.positions) == 21
