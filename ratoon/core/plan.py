@@ -1,6 +1,6 @@
 """The step plan: what the scheduler tells the runner to do in one step. A diff, and data only.
 
-The runner keeps a row for each branch. A branch travels once in full (NewBranchData), from then on by id with what
+The runner keeps a row for each branch. A branch travels once in full (NewRequestData), from then on by id with what
 changed. A branch that was preempted is dropped by the runner and travels in full again when it resumes.
 
 Order in which the runner carries a plan out:

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ratoon.api.llm import LLM
 from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestError
 from ratoon.core.params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 from ratoon.models.source import resolve_model
-from tests.golden.engines import check_nothing_left, greedy, oracle_tokens, scheduler_of, tokens_of
-from tests.golden.tiny_models import MAX_POSITION, VOCAB_SIZE, random_token_ids, tiny_llama
+from tests.golden.engines import check_nothing_left, greedy, model_folder, oracle_tokens, scheduler_of, tokens_of
+from tests.golden.tiny_models import MAX_POSITION, VOCAB_SIZE, random_token_ids
 from tests.unit.models.model_files import embedding_only, llama_metadata, write_gguf
 
 NAN, INF = math.nan, math.inf
+FAMILY = "llama with grouped heads"
 GOOD = [1, 2, 3]
 SETTINGS: dict[str, Any] = {"num_blocks": 12, "num_threads": 1}  # 11 blocks of 16 tokens
 
@@ -30,12 +30,7 @@ SETTINGS: dict[str, Any] = {"num_blocks": 12, "num_threads": 1}  # 11 blocks of 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model, tokenizer included: the words w0 to w96."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_llama().oracle.save_pretrained(path)
-    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB_SIZE)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path / "tokenizer.json"))
-    return path
+    return copied(model_folder(FAMILY), tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +51,7 @@ def everything_goes_back(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def answer(prompt: list[int], count: int) -> list[int]:
     """What the model says, by transformers."""
-    return oracle_tokens("llama with grouped heads", prompt, count)
+    return oracle_tokens(FAMILY, prompt, count)
 
 
 def copied(folder: Path, target: Path) -> Path:

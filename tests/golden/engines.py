@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ratoon.api.llm import LLM
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import SamplingParams
 from ratoon.scheduling.scheduler import Scheduler
 from tests.golden.test_model_logits import FAMILIES
-from tests.golden.tiny_models import TinyModel, tiny_mistral, tiny_qwen3
+from tests.golden.tiny_models import VOCAB_SIZE, TinyModel, tiny_mistral, tiny_qwen3
 
 NUM_BLOCKS = 96  # enough for every batch of these tests, unless a test wants less
 
@@ -46,10 +47,18 @@ def _saved_models() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def model_folder(family: str) -> Path:
-    """The model as transformers saves it."""
+    """The model as transformers saves it, and a tokenizer for it."""
     folder = Path(_saved_models().name) / family.replace(" ", "-").replace("/", "-")
     tiny_model(family).oracle.save_pretrained(folder)
+    write_word_tokenizer(folder)
     return folder
+
+
+def write_word_tokenizer(folder: Path) -> None:
+    """Token n is the word "w<n>"."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB_SIZE)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @contextmanager
@@ -97,7 +106,9 @@ def greedy(count: int, **changes: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **changes)
 
 
-def run(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
+def run(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]
+) -> list[RequestOutput]:
     outputs = llm.generate([list(prompt) for prompt in prompts], params, progress=False)
     assert [output.error for output in outputs] == [None] * len(outputs)
     return outputs

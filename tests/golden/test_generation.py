@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
+import numpy as np
 import pytest
-import torch
 
 from ratoon.api.llm import LLM
 from ratoon.core.outputs import RequestOutput, TokenLogprobs
+from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy
 from tests.golden.engines import (
     ENGINE_FAMILIES,
@@ -63,7 +65,7 @@ def test_logprobs_of_prompt_and_answer_are_those_of_transformers(family: str) ->
 def check_logprobs(family: str, prompt: list[int], output: RequestOutput) -> None:
     (choice,) = output.outputs
     sequence = prompt + list(choice.token_ids)
-    logprobs = tiny_model(family).oracle_logits(sequence).log_softmax(-1)  # row i is about token i + 1
+    logprobs = tiny_model(family).oracle_logits(sequence).log_softmax(-1).numpy()  # row i is about token i + 1
     assert output.prompt_logprobs is not None and choice.logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert (len(output.prompt_logprobs), len(choice.logprobs)) == (len(prompt), len(choice.token_ids))
@@ -73,17 +75,17 @@ def check_logprobs(family: str, prompt: list[int], output: RequestOutput) -> Non
         check_row(row, sequence[position], logprobs[position - 1], num_top=3)
     for index, row in enumerate(choice.logprobs):
         check_row(row, sequence[len(prompt) + index], logprobs[len(prompt) + index - 1], num_top=5)
-    own = [logprobs[position - 1, sequence[position]].item() for position in range(len(prompt), len(sequence))]
+    own = [float(logprobs[position - 1, sequence[position]]) for position in range(len(prompt), len(sequence))]
     assert choice.cumulative_logprob == pytest.approx(sum(own), abs=1e-4 * len(own))
 
 
-def check_row(row: TokenLogprobs, token: int, oracle: torch.Tensor, num_top: int) -> None:
+def check_row(row: TokenLogprobs, token: int, oracle: np.ndarray, num_top: int) -> None:
     """The token itself and the top ones, with the ranks that transformers' numbers give them."""
     top_ranks = {entry.rank for entry in row.values()}
     assert token in row and set(range(1, num_top + 1)) <= top_ranks and len(row) in (num_top, num_top + 1)
     for candidate, entry in row.items():
-        value = oracle[candidate].item()
-        assert entry.logprob == pytest.approx(value, abs=1e-4)
+        value = float(oracle[candidate])
+        assert abs(entry.logprob - value) < 1e-4
         lowest, highest = int((oracle > value + 1e-5).sum()) + 1, int((oracle >= value - 1e-5).sum())
         assert entry.rank is not None and lowest <= entry.rank <= highest  # the same number, but for ties
 
@@ -144,7 +146,7 @@ def test_the_reference_backend_answers_as_the_native_one(family: str) -> None:
 @pytest.mark.parametrize("chunk", [11, EVERYTHING])
 def test_prompts_that_share_a_prefix_compute_only_what_differs(family: str, chunk: int) -> None:
     base = PROMPTS[2]  # 61 tokens
-    sharing = [base[:50], base + [7], base[:32] + [3, 3], base[:31] + [3, 3], base[:15] + [4] * 20]
+    sharing = [base[:50], [*base, 7], [*base[:32], 3, 3], [*base[:31], 3, 3], base[:15] + [4] * 20]
     hits = [48, 48, 32, 16, 0]
     with engine(family, max_num_batched_tokens=chunk) as llm:
         run(llm, [base], greedy(COUNT))
@@ -159,7 +161,7 @@ def test_prompts_that_share_a_prefix_compute_only_what_differs(family: str, chun
 
 def test_prompts_of_one_batch_share_their_prefix_while_it_is_being_computed() -> None:
     base = PROMPTS[2]
-    batch = [base, base[:40] + [5], base[:20] + [6]]
+    batch = [base, [*base[:40], 5], [*base[:20], 6]]
     with engine(LLAMA) as llm:
         outputs = run(llm, batch, greedy(COUNT))
         assert tokens_of(outputs) == expected(LLAMA, batch)
@@ -169,7 +171,7 @@ def test_prompts_of_one_batch_share_their_prefix_while_it_is_being_computed() ->
 def test_an_answer_can_be_gone_on_from_without_computing_it_again() -> None:
     with engine(LLAMA) as llm:
         answer = tokens_of(run(llm, [PROMPTS[0]], greedy(COUNT)))[0]
-        longer = PROMPTS[0] + answer + [8, 9]  # 33 + 14 + 2: the answer's block is full but for one token
+        longer = PROMPTS[0] + answer + [8, 9]  # 33 + 13 of these 49 tokens were computed: two whole blocks
         (output,) = run(llm, [longer], greedy(COUNT))
         assert output.num_cached_tokens == 32
         longest = longer + tokens_of([output])[0]  # 63 tokens, of which the last was never computed
@@ -335,6 +337,25 @@ def test_an_end_token_ends_the_answer_where_it_ends_that_of_transformers(family:
         choice = output.outputs[0]
         assert list(choice.token_ids) == tokens[:length]
         assert (choice.finish_reason, choice.stop_reason) == ("stop", end)
+
+
+def test_a_stop_string_ends_its_own_choice_and_no_other() -> None:
+    params = SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=12, ignore_eos=True)
+    with engine(LLAMA, skip_tokenizer=False) as llm:
+        (free,) = run(llm, PROMPTS[:1], params)
+        stop = free.outputs[2].text.split()[4]  # a word that choice 2 says
+        (stopped,) = run(llm, PROMPTS[:1], msgspec.structs.replace(params, stop=[f" {stop} "]))
+    num_stopped = 0
+    for before, after in zip(free.outputs, stopped.outputs):
+        words = [f"w{token}" for token in before.token_ids]
+        if stop in words[1:-1]:
+            num_stopped += 1
+            assert (after.finish_reason, after.stop_reason) == ("stop", f" {stop} ")
+            assert after.text.split() == words[: words.index(stop, 1)]
+        else:
+            assert (after.finish_reason, after.text) == ("length", before.text)
+            assert list(after.token_ids) == list(before.token_ids)
+    assert 0 < num_stopped < 4
 
 
 def test_a_sequence_ends_at_the_models_length() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.initialization import no_init_weights
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from ratoon.api.llm import LLM
 from ratoon.core.errors import ModelError
@@ -55,8 +57,17 @@ def prompts(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
+    """Config and weights by transformers' own reader of GGUF files. `from_pretrained(folder, gguf_file=name)` would be
+    shorter, but wants a further package (accelerate)."""
     path = find_embedded_model(MODEL)
-    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
+    model.tie_weights()
+    return model.eval()
 
 
 @pytest.fixture(scope="module")

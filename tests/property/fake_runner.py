@@ -94,13 +94,11 @@ class FakeRunner:
         return self._results(plan)
 
     def spoil(self, plan: SchedulerOutput) -> None:
-        """What a step that raised may leave behind: garbage in every block that only its own branches hold."""
-        bystanders = [row for row_id, row in self.rows.items() if row_id not in plan.num_scheduled_tokens]
-        kept = {block for row in bystanders for table in row.tables for block in table}
-        for row_id in plan.num_scheduled_tokens:
-            for table in self.rows[row_id].tables:
-                for block in set(table) - kept:
-                    self.store[block] = [GARBAGE] * self.block_size
+        """What a step that raised may leave behind: garbage in every block that only its own branches read or write."""
+        bystanders = {row_id for row_id in self.rows if row_id not in plan.num_scheduled_tokens}
+        for block, readers in self._readers().items():
+            if not readers & bystanders:
+                self.store[block] = [GARBAGE] * self.block_size
 
     def _add_row(self, new: NewRequestData) -> None:
         assert new.req_id not in self.rows, f"{new.req_id} is sent in full although the runner knows it"
@@ -150,6 +148,7 @@ class FakeRunner:
                         assert end >= (place + 1) * self.block_size, f"{other} has hit a block that is not full"
 
     def _readers(self) -> dict[int, set[str]]:
+        """Who holds a block. Entries that fell out of a window are stale: the block may be anybody's by now."""
         readers: dict[int, set[str]] = {}
         for row_id, row in self.rows.items():
             for group, table in enumerate(row.tables):

@@ -112,23 +112,27 @@ INLINE const float *keys_at(const attention_call *c, const int32_t *table, int64
 static void attend_stretch(const attention_call *c, scratch *s, const int32_t *table, int64_t kv_head, int64_t rows,
                            int64_t group, int64_t first_position, int64_t first_key, int64_t keys, int64_t last_key) {
     const int few = rows <= 8;
-    const float *values[STRETCH / TILE];
+    const int64_t to_values = c->kv_heads * c->head_dim * c->block_size;
+    const float *values[STRETCH / TILE], *next_values[STRETCH / TILE];
+    int64_t num_next = 0;
     for (int64_t i = 0; i < keys; i += TILE) {
         const float *block = keys_at(c, table, kv_head, first_key + i);
         int64_t offset = (first_key + i) % c->block_size;
         const float *run = block + offset;
-        values[i / TILE] = block + c->kv_heads * c->head_dim * c->block_size + offset * TILE;
-        if (few)
-            for (int64_t column = 0; column < c->head_dim; column += TILE)
-                fetch(values[i / TILE] + column * c->block_size, TILE * TILE);
+        values[i / TILE] = block + to_values + offset * TILE;
+        int64_t ahead = first_key + STRETCH + i;
+        if (few && ahead <= last_key) {
+            const float *next = keys_at(c, table, kv_head, ahead);
+            next_values[num_next++] = next + to_values + ahead % c->block_size * TILE;
+            fetch(next + ahead % c->block_size * c->head_dim, TILE * c->head_dim);
+        }
         product(rows, s->q, c->head_dim, &run, 0, c->block_size, c->head_dim, c->head_dim, s->p + i, STRETCH, 0);
     }
     for (int64_t row = 0; row < rows; row++) softmax_row(c, s, row, first_position + row / group, first_key, keys);
-    if (few)
-        for (int64_t key = first_key + STRETCH; key <= last_key && key < first_key + 2 * STRETCH; key += TILE)
-            fetch(keys_at(c, table, kv_head, key) + key % c->block_size * c->head_dim, TILE * c->head_dim);
-    for (int64_t column = 0; column < c->head_dim; column += TILE)
+    for (int64_t column = 0; column < c->head_dim; column += TILE) {
+        for (int64_t i = 0; i < num_next; i++) fetch(next_values[i] + column * c->block_size, TILE * TILE);
         product(rows, s->p, STRETCH, values, column * c->block_size, TILE, TILE, keys, s->sum + column, c->head_dim, 1);
+    }
 }
 
 static void attention_unit(void *context, int64_t unit) {

@@ -345,8 +345,7 @@ def test_a_child_goes_on_with_its_own_random_stream() -> None:
     child.block_ids[0][1] = 8
     output = driver.step(known={"a": 21}, new=[child], block_copies=[BlockCopy("a#1", 0, 1, 2, 8)])
     tokens.append(token_of(output, "a#1"))
-    for i in range(2):
-        tokens.append(token_of(driver.step(known={"a": 22 + i, "a#1": 22 + i}), "a#1"))
+    tokens += [token_of(driver.step(known={"a": 22 + i, "a#1": 22 + i}), "a#1") for i in range(2)]
     assert tokens == expected
 
 
