@@ -182,6 +182,7 @@ def test_a_choice_has_a_stream_of_its_own_whatever_the_number_of_choices() -> No
         (other_seed,) = answers(llm, [(prompt, params(12))])
     assert four[:2] == two[:2] and four[0] == one[0]
     assert len({tuple(choice[0]) for choice in four[:4]}) == 4
+    assert len({choice[0][0] for choice in four[:4]}) > 1  # from the very first token on
     assert other_seed[0] != one[0]
 
 

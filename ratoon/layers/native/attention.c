@@ -115,7 +115,11 @@ static void attend_stretch(const attention_call *c, scratch *s, const int32_t *t
     const int64_t to_values = c->kv_heads * c->head_dim * c->block_size;
     const float *values[STRETCH / TILE], *next_values[STRETCH / TILE];
     int64_t num_next = 0;
-    for (int64_t i = 0; i < keys; i += TILE) {
+    // Runs that lie before the window of every row are not touched: their blocks may belong to somebody else by now, and
+    // zero times what stands there need not be zero.
+    int64_t lowest = c->window > 0 ? first_position - c->window + 1 : 0;
+    int64_t skipped = lowest > first_key ? (lowest - first_key) / TILE * TILE : 0;
+    for (int64_t i = skipped; i < keys; i += TILE) {
         const float *block = keys_at(c, table, kv_head, first_key + i);
         int64_t offset = (first_key + i) % c->block_size;
         const float *run = block + offset;
@@ -131,7 +135,8 @@ static void attend_stretch(const attention_call *c, scratch *s, const int32_t *t
     for (int64_t row = 0; row < rows; row++) softmax_row(c, s, row, first_position + row / group, first_key, keys);
     for (int64_t column = 0; column < c->head_dim; column += TILE) {
         for (int64_t i = 0; i < num_next; i++) fetch(next_values[i] + column * c->block_size, TILE * TILE);
-        product(rows, s->p, STRETCH, values, column * c->block_size, TILE, TILE, keys, s->sum + column, c->head_dim, 1);
+        product(rows, s->p + skipped, STRETCH, values + skipped / TILE, column * c->block_size, TILE, TILE, keys - skipped,
+                s->sum + column, c->head_dim, 1);
     }
 }
 
