@@ -74,18 +74,19 @@ INLINE void softmax_row(const attention_call *c, scratch *s, int64_t row, int64_
     int64_t lowest = c->window > 0 && position - c->window + 1 > 0 ? position - c->window + 1 : 0;
     int64_t begin = lowest > first_key ? lowest - first_key : 0;  // visible: [begin, end)
     int64_t end = position + 1 - first_key < keys ? position + 1 - first_key : keys;
-    for (int64_t i = 0; i < begin && i < STRETCH; i++) p[i] = -INFINITY;
-    for (int64_t i = end > 0 ? end : 0; i < STRETCH; i++) p[i] = -INFINITY;
+    for (int64_t i = 0; i < begin && i < keys; i++) p[i] = -INFINITY;
+    const int64_t width = (keys + TILE - 1) / TILE * TILE;
+    for (int64_t i = end > 0 ? end : 0; i < width; i++) p[i] = -INFINITY;
     vec top = load(p);
-    for (int64_t i = W; i < STRETCH; i += W) top = max_(top, load(p + i));
+    for (int64_t i = W; i < width; i += W) top = max_(top, load(p + i));
     float highest = max_lanes(top);
     if (s->highest[row] > highest) highest = s->highest[row];
     if (highest == -INFINITY) {  // nothing visible yet
-        memset(p, 0, STRETCH * sizeof(float));
+        memset(p, 0, (size_t)width * sizeof(float));
         return;
     }
     vec total = {};
-    for (int64_t i = 0; i < STRETCH; i += W) {
+    for (int64_t i = 0; i < width; i += W) {
         vec weight = exp_(load(p + i) - splat(highest));
         store(p + i, weight);
         total += weight;

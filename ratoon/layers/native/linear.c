@@ -4,6 +4,8 @@
 #include "threads.h"
 #include "tile.h"
 
+#define DEPTH_BLOCK 768  // depth of a panel that stays in the first-level cache while rows go by
+#define UNITS_PER_THREAD 8
 #define ROW_BLOCK 96  // rows of x that are multiplied with a panel while they are in the second-level cache
 
 int64_t ratoon_packed_size(int64_t out, int64_t in) { return (out + TILE - 1) / TILE * TILE * in; }
@@ -25,32 +27,46 @@ typedef struct {
     int64_t ldx, ldy, rows, in, out, panels, panels_per_unit, units_per_block;
 } linear_call;
 
-INLINE void write_tile(int rows, const linear_call *c, int64_t row, int64_t panel, vec acc[][TILE_VECS]) {
-    int64_t column = panel * TILE;
-    if (c->bias)
-        for (int j = 0; j < TILE_VECS; j++) {
-            float b[W] = {0};
-            for (int l = 0; l < W; l++)
-                if (column + j * W + l < c->out) b[l] = c->bias[column + j * W + l];
-            for (int i = 0; i < rows; i++) acc[i][j] += load(b);
-        }
-    for (int i = 0; i < rows; i++) {
-        float *y = c->y + (row + i) * c->ldy + column;
-        if (column + TILE <= c->out) {
-            for (int j = 0; j < TILE_VECS; j++) store(y + j * W, acc[i][j]);
-        } else {
-            float whole[TILE];
-            for (int j = 0; j < TILE_VECS; j++) store(whole + j * W, acc[i][j]);
-            memcpy(y, whole, (size_t)(c->out - column) * sizeof(float));
-        }
+// Sixteen values of a row of y, or of the bias, that may end before the panel does.
+INLINE void read_part(const float *p, int64_t count, vec v[TILE_VECS]) {
+    float part[TILE] = {0};
+    if (count < TILE) {
+        memcpy(part, p, (size_t)count * sizeof(float));
+        p = part;
     }
+    for (int j = 0; j < TILE_VECS; j++) v[j] = load(p + j * W);
 }
 
-#define TILE_OF(ROWS)                                                                              \
-    static void tile_##ROWS(const linear_call *c, int64_t row, int64_t panel) {                    \
-        vec acc[ROWS][TILE_VECS] = {};                                                             \
-        tile_product(ROWS, c->x + row * c->ldx, c->ldx, c->packed + panel * TILE * c->in, TILE, c->in, acc); \
-        write_tile(ROWS, c, row, panel, acc);                                                      \
+INLINE void write_part(float *p, int64_t count, const vec v[TILE_VECS]) {
+    float part[TILE];
+    float *target = count < TILE ? part : p;
+    for (int j = 0; j < TILE_VECS; j++) store(target + j * W, v[j]);
+    if (count < TILE) memcpy(p, part, (size_t)count * sizeof(float));
+}
+
+// Adds depth [first, first + depth) of the sums to a tile of y. The sums rest in y between two stretches of depth, which
+// changes nothing in them: they are float32 there too.
+INLINE void add_tile(int rows, const linear_call *c, int64_t row, int64_t panel, int64_t first, int64_t depth) {
+    vec acc[MAX_TILE_ROWS][TILE_VECS];
+    float *y = c->y + row * c->ldy + panel * TILE;
+    int64_t count = c->out - panel * TILE;
+    for (int i = 0; i < rows; i++) {
+        if (first > 0) read_part(y + i * c->ldy, count, acc[i]);
+        else for (int j = 0; j < TILE_VECS; j++) acc[i][j] = (vec){};
+    }
+    tile_product(rows, c->x + row * c->ldx + first, c->ldx, c->packed + (panel * c->in + first) * TILE, TILE, depth, acc);
+    if (c->bias && first + depth == c->in) {
+        vec bias[TILE_VECS];
+        read_part(c->bias + panel * TILE, count, bias);
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < TILE_VECS; j++) acc[i][j] += bias[j];
+    }
+    for (int i = 0; i < rows; i++) write_part(y + i * c->ldy, count, acc[i]);
+}
+
+#define TILE_OF(ROWS)                                                                                              \
+    static void tile_##ROWS(const linear_call *c, int64_t row, int64_t panel, int64_t first, int64_t depth) {      \
+        add_tile(ROWS, c, row, panel, first, depth);                                                               \
     }
 TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4)
 #if MAX_TILE_ROWS > 4
@@ -59,7 +75,7 @@ TILE_OF(5) TILE_OF(6)
 #if MAX_TILE_ROWS > 6
 TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)
 #endif
-typedef void (*tile_function)(const linear_call *, int64_t, int64_t);
+typedef void (*tile_function)(const linear_call *, int64_t, int64_t, int64_t, int64_t);
 static const tile_function tiles[] = {
     NULL, tile_1, tile_2, tile_3, tile_4,
 #if MAX_TILE_ROWS > 4
@@ -76,26 +92,29 @@ static void linear_unit(void *context, int64_t unit) {
     int64_t last_row = first_row + ROW_BLOCK < c->rows ? first_row + ROW_BLOCK : c->rows;
     int64_t first = unit % c->units_per_block * c->panels_per_unit;
     int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
-    for (int64_t panel = first; panel < last; panel++) {
-        int64_t row = first_row;
-        while (row < last_row) {
-            // Even heights: 5 rows go as 3 + 2, not as 4 + 1.
-            int64_t left = last_row - row;
-            int64_t tiles_left = (left + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-            int64_t height = (left + tiles_left - 1) / tiles_left;
-            tiles[height](c, row, panel);
-            row += height;
+    // One pass for a single tile of rows: nothing is gained by keeping a part of the panel near.
+    int64_t max_depth = last_row - first_row > MAX_TILE_ROWS ? DEPTH_BLOCK : c->in;
+    for (int64_t panel = first; panel < last; panel++)
+        for (int64_t k = 0; k < c->in; k += max_depth) {
+            int64_t depth = c->in - k < max_depth ? c->in - k : max_depth;
+            for (int64_t row = first_row; row < last_row;) {
+                // Even heights: 5 rows go as 3 + 2, not as 4 + 1.
+                int64_t left = last_row - row;
+                int64_t tiles_left = (left + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+                int64_t height = (left + tiles_left - 1) / tiles_left;
+                tiles[height](c, row, panel, k, depth);
+                row += height;
+            }
         }
-    }
 }
 
 void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
                    const float *bias, float *y, int64_t ldy) {
     if (rows <= 0) return;
     linear_call c = {x, packed, bias, y, ldx, ldy, rows, in, out, (out + TILE - 1) / TILE, 0, 0};
-    // Units small enough that no thread waits long for the last one, large enough that handing them out costs nothing.
-    int64_t per_unit = (1 << 17) / (in * TILE * (rows < ROW_BLOCK ? rows : ROW_BLOCK) / 4 + 1);
-    c.panels_per_unit = per_unit < 1 ? 1 : per_unit;
+    // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another.
+    c.panels_per_unit = c.panels / (UNITS_PER_THREAD * thread_count());
+    if (c.panels_per_unit < 1) c.panels_per_unit = 1;
     c.units_per_block = (c.panels + c.panels_per_unit - 1) / c.panels_per_unit;
     parallel_units(linear_unit, &c, c.units_per_block * ((rows + ROW_BLOCK - 1) / ROW_BLOCK));
 }

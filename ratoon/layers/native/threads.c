@@ -10,7 +10,8 @@
 #include <sched.h>
 #endif
 
-#define SPINS_BEFORE_SLEEP 20000
+#define MAX_THREADS 128
+#define SPINS_BEFORE_SLEEP 500000
 
 static struct {
     pthread_mutex_t lock;
@@ -26,8 +27,6 @@ static struct {
     int threads;  // the caller included
     int started;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .threads = 1};
-
-_Thread_local int thread_index = 0;
 
 static inline void relax(void) {
 #if defined(__aarch64__)
@@ -46,7 +45,7 @@ static void work(void) {
 }
 
 static void *worker(void *argument) {
-    thread_index = (int)(intptr_t)argument;
+    const int index = (int)(intptr_t)argument;
     uint64_t seen = 0;
     for (;;) {
         int spins = 0;
@@ -64,11 +63,13 @@ static void *worker(void *argument) {
         seen = atomic_load_explicit(&pool.generation, memory_order_acquire);
         // Announce first, look second: either the caller sees this worker and waits, or this worker sees the call closed.
         atomic_fetch_add(&pool.joined, 1);
-        if (atomic_load(&pool.open) == seen && thread_index < pool.threads) work();
+        if (atomic_load(&pool.open) == seen && index < pool.threads) work();
         atomic_fetch_sub_explicit(&pool.joined, 1, memory_order_release);
     }
     return NULL;
 }
+
+int thread_count(void) { return pool.threads; }
 
 // Not safe while a parallel_units call runs: set once, at start-up, by the thread that computes.
 int ratoon_set_threads(int threads) {

@@ -6,6 +6,4 @@
 typedef void (*unit_body)(void *context, int64_t unit);
 void parallel_units(unit_body body, void *context, int64_t units);
 
-// Which thread of the pool this is: 0 for the caller.
-extern _Thread_local int thread_index;
-#define MAX_THREADS 128
+int thread_count(void);
