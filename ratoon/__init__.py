@@ -12,10 +12,23 @@ from ratoon.version import __version__
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
+    from ratoon.core.errors import ConfigError, EngineError, ModelError, RatoonError, RequestError
     from ratoon.core.outputs import CompletionOutput, RequestOutput
     from ratoon.core.params import RequestOutputKind, SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "RequestOutputKind", "RequestOutput", "CompletionOutput", "__version__"]
+__all__ = [
+    "LLM",
+    "SamplingParams",
+    "RequestOutputKind",
+    "RequestOutput",
+    "CompletionOutput",
+    "RatoonError",
+    "RequestError",
+    "ConfigError",
+    "ModelError",
+    "EngineError",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "ratoon.api.llm",
@@ -23,6 +36,11 @@ _HOMES = {
     "RequestOutputKind": "ratoon.core.params",
     "RequestOutput": "ratoon.core.outputs",
     "CompletionOutput": "ratoon.core.outputs",
+    "RatoonError": "ratoon.core.errors",
+    "RequestError": "ratoon.core.errors",
+    "ConfigError": "ratoon.core.errors",
+    "ModelError": "ratoon.core.errors",
+    "EngineError": "ratoon.core.errors",
 }
 
 

@@ -68,6 +68,7 @@ class LLM:
         max_num_batched_tokens: int = SchedulerConfig().max_num_batched_tokens,
         max_num_seqs: int = SchedulerConfig().max_num_seqs,
         max_prefill_chunk: int | None = None,
+        enable_chunked_prefill: bool = True,
         policy: SchedulingPolicy | str = SchedulingPolicy.FCFS,
         num_threads: int | None = None,
         attention_backend: str = "auto",
@@ -99,6 +100,7 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_prefill_chunk=max_prefill_chunk,
                 policy=_parse_policy(policy),
+                enable_chunked_prefill=enable_chunked_prefill,
             ),
         )
         verify_engine_config(config)
@@ -179,25 +181,26 @@ class LLM:
         sampling_params: Params = None,
         *,
         priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
         progress: bool = True,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
-        **template_variables: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,  # further variables for the template
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template. The rest is as in `generate`."""
-        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, **template_variables}
+        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, **(chat_template_kwargs or {})}
         if not _is_sequence(messages):
             raise RequestError("messages", f"{type(messages).__name__} is not a list", "a list of messages")
         if not messages or not _is_sequence(messages[0]):
             prompt = self.chat_prompt(messages, **variables)  # type: ignore[arg-type]
-            return self.generate(prompt, sampling_params, priority=priority, progress=progress)
+            return self.generate(prompt, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
         prompts = []
         for index, conversation in enumerate(messages):
             try:
                 prompts.append(self.chat_prompt(conversation, **variables))  # type: ignore[arg-type]
             except RequestError as error:
                 raise _with_index(error, index) from None
-        return self.generate(prompts, sampling_params, priority=priority, progress=progress)
+        return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> dict[str, Any]:
         """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
@@ -262,6 +265,10 @@ class LLM:
             self.engine.input_processor.verify_params(params)  # shared by all: no prompt's index belongs to the error
         params_list = _one_for_each("sampling_params", params, len(prompt_list), self._default_params)
         priorities = _one_for_each("priority", priority, len(prompt_list), 0)
+        if any(priorities) and self.config.scheduler.policy != SchedulingPolicy.PRIORITY:
+            raise RequestError(
+                "priority", "has no meaning first come, first served", 'build the LLM with policy="priority"'
+            )
         checked: list[Checked] = []
         for index, (prompt, one_params, one_priority) in enumerate(zip(prompt_list, params_list, priorities)):
             try:
@@ -326,7 +333,7 @@ def _parse_policy(policy: SchedulingPolicy | str) -> SchedulingPolicy:
         return SchedulingPolicy(policy)
     except ValueError:
         names = " or ".join(known.value for known in SchedulingPolicy)
-        raise ConfigError("scheduler.policy", f"{policy!r} is unknown", names) from None
+        raise ConfigError("policy", f"{policy!r} is unknown", names) from None
 
 
 def _is_sequence(value: Any) -> bool:

@@ -128,17 +128,17 @@ def resolve_max_model_len(asked: int | None, model: ModelConfig) -> int:
 def verify_engine_config(config: EngineConfig) -> None:
     """Raise ConfigError for settings that contradict themselves, before anything is loaded."""
     cache, scheduler = config.cache, config.scheduler
-    _at_least("cache.block_size", cache.block_size, 1)
-    _at_least("scheduler.max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
-    _at_least("scheduler.max_num_seqs", scheduler.max_num_seqs, 1)
+    _at_least("block_size", cache.block_size, 1)
+    _at_least("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
+    _at_least("max_num_seqs", scheduler.max_num_seqs, 1)
     if scheduler.max_prefill_chunk is not None:
-        _at_least("scheduler.max_prefill_chunk", scheduler.max_prefill_chunk, 1)
+        _at_least("max_prefill_chunk", scheduler.max_prefill_chunk, 1)
     if cache.num_blocks is not None:
-        _at_least("cache.num_blocks", cache.num_blocks, 2)
+        _at_least("num_blocks", cache.num_blocks, 2)
     if config.num_threads is not None:
         _at_least("num_threads", config.num_threads, 1)
     if not (math.isfinite(cache.memory_fraction) and 0 < cache.memory_fraction <= 1):
-        raise ConfigError("cache.memory_fraction", f"{cache.memory_fraction} is out of range", "above 0 and at most 1")
+        raise ConfigError("kv_memory_fraction", f"{cache.memory_fraction} is out of range", "above 0 and at most 1")
     if config.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError("dtype", f"{config.dtype!r} is unknown", "auto, float32, bfloat16 or float16")
     if config.load_format not in ("auto", "dummy"):

@@ -159,5 +159,5 @@ def _require_list(field: str, value: Any, kind: type, longest: int | None) -> No
 def _range_text(what: str, low: float | None, high: float | None, above: bool) -> str:
     if low is None:
         return what
-    lower = f"above {low:g}" if above else f"at least {low:g}"
+    lower = f"above {low:g}" if above else f"of at least {low:g}"
     return f"expected {what} {lower}" + (f" and at most {high:g}" if high is not None else "")

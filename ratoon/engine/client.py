@@ -9,7 +9,10 @@ from ratoon.core.config import EngineConfig, ModelConfig, verify_engine_config
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
 from ratoon.core.stats import SchedulerStats
 from ratoon.models.source import ModelSource
+from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
+
+logger = get_logger(__name__)
 
 
 class InprocClient:
@@ -21,8 +24,13 @@ class InprocClient:
         with timer.phase("import torch"):
             from ratoon.distributed.executor import UniProcExecutor
             from ratoon.engine.core import EngineCore
-        executor = UniProcExecutor(config, model, source.tensors, timer)
+            from ratoon.models.build import collect_shapes
+            from ratoon.models.dummy_source import DummySource
+        # Random weights need no files: a config alone is enough to size an engine.
+        tensors = DummySource(collect_shapes(model)) if config.load_format == "dummy" else source.tensors
+        executor = UniProcExecutor(config, model, tensors, timer)
         self.facts = executor.facts
+        logger.info("%s is ready: %s", source.name, self.describe())
         self.core = EngineCore(config, executor)
 
     def add_request(self, request: EngineCoreRequest) -> None:

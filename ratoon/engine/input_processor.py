@@ -100,11 +100,9 @@ class InputProcessor:
         self._verify_vocabulary("logit_bias", params.logit_bias)
         if self._tokenizer is None:
             if params.stop:
-                raise RequestError(
-                    "stop", "stop strings need a tokenizer, and this model has none", "use stop_token_ids"
-                )
+                raise RequestError("stop", "stop strings need a tokenizer, and none is loaded", "use stop_token_ids")
             if params.bad_words:
-                raise RequestError("bad_words", "words need a tokenizer, and this model has none", "use logit_bias")
+                raise RequestError("bad_words", "words need a tokenizer, and none is loaded", "use logit_bias")
 
     def _verify_vocabulary(self, field: str, token_ids: Iterable[int] | None) -> None:
         for token in token_ids or ():
@@ -135,7 +133,7 @@ class InputProcessor:
         if not text:
             raise RequestError("prompt", "is empty", "at least one character")
         if self._tokenizer is None:
-            raise RequestError("prompt", "text needs a tokenizer, and this model has none", "give prompt_token_ids")
+            raise RequestError("prompt", "text needs a tokenizer, and none is loaded", "give prompt_token_ids")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -143,6 +141,12 @@ class InputProcessor:
                 "prompt", f"is not valid Unicode at character {error.start}", "text without surrogates"
             ) from None
         token_ids: list[int] = list(self._tokenizer.encode(text))
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise RequestError(
+                "prompt",
+                f"is tokenised to id {max(token_ids)}, and the model's vocabulary ends at {self._vocab_size - 1}",
+                "the tokenizer that belongs to the model",
+            )
         return token_ids
 
     def _verify_token_ids(self, token_ids: Sequence[int]) -> list[int]:

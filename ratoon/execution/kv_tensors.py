@@ -26,9 +26,9 @@ class KVTensors:
         except (RuntimeError, MemoryError) as error:  # torch's and numpy's ways of saying that memory ran out
             wanted = config.num_blocks * config.bytes_per_block
             raise ConfigError(
-                "cache.num_blocks",
+                "num_blocks",
                 f"{config.num_blocks} blocks of {config.bytes_per_block:,} bytes ({wanted / 2**30:.1f} GiB) don't fit",
-                "lower num_blocks, memory_bytes or memory_fraction",
+                "lower num_blocks, kv_memory or kv_memory_fraction",
             ) from error
         self.group_of_layer: dict[int, int] = {}
         self.of_layer: dict[int, torch.Tensor] = {}

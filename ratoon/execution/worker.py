@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass
 
 import torch
 
+from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import select_backend
 from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
@@ -21,9 +23,10 @@ from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource
 from ratoon.models.base import CausalLM
-from ratoon.models.build import build_model, collect_shapes
-from ratoon.models.dummy_source import DummySource
+from ratoon.models.build import build_model
 from ratoon.observe.startup import StartupTimer
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_KV_LIMIT = 4 * 2**30  # unless asked for more: on a CPU, memory that the cache takes is missing elsewhere
@@ -53,14 +56,17 @@ class Worker:
         max_model_len = resolve_max_model_len(config.max_model_len, model_config)
         threads = config.num_threads or usable_cores()
         set_native_threads(threads)
+        if config.num_threads is not None:  # torch's own choice otherwise: it may serve others in this process
+            torch.set_num_threads(threads)
         ops: Ops = TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
         needs = AttentionNeeds(
             device.type, dtype, config.cache.block_size, model_config.head_dim, model_config.num_heads,
             model_config.num_kv_heads,
         )  # fmt: skip
         backend = select_backend(config.attention_backend, needs)
-        if config.load_format == "dummy":
-            tensors = DummySource(collect_shapes(model_config))
+        if ops.name == "native" and backend.name != CpuAttentionBackend.name and config.attention_backend == "auto":
+            reasons = "; ".join(CpuAttentionBackend.reasons_against(needs))
+            logger.warning("attention runs on the slow %s backend: %s", backend.name, reasons)
         with timer.phase("load weights"), torch.inference_mode():
             model = build_model(model_config, tensors, ops, device, dtype, max_model_len)
         with timer.phase("allocate the KV cache"):
@@ -96,7 +102,7 @@ class Worker:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on: a container's share, not the machine's size."""
+    """Cores that this process may run on, which can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -143,7 +149,7 @@ def cut_kv_memory(config: EngineConfig, model: CausalLM, dtype: torch.dtype, dev
         num_blocks = memory // price
         if num_blocks < 2:
             raise ConfigError(
-                "cache.memory_bytes" if cache.memory_bytes is not None else "cache.memory_fraction",
+                "kv_memory" if cache.memory_bytes is not None else "kv_memory_fraction",
                 f"{memory:,} bytes for keys and values hold {num_blocks} blocks of {price:,} bytes",
                 f"at least 2 blocks are needed: {2 * price:,} bytes",
             )

@@ -95,7 +95,9 @@ def find_weight_files(folder: Path) -> list[Path]:
     # Mistral's folders have the same weights once more in their own format.
     names = [name for name in names if not name.startswith("consolidated")] or names
     if not names:
-        raise ModelError(str(folder), "has no safetensors files" + _pickled_weights(folder), "*.safetensors")
+        raise ModelError(
+            str(folder), "has no safetensors files" + _pickled_weights(folder), "the weights as .safetensors files"
+        )
     return _all_present(folder, _with_missing_shards(names))
 
 

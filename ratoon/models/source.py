@@ -159,6 +159,8 @@ def _read_generation_defaults(folder: Path) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ModelError(str(path), f"{name} is {value!r}", "expected a number")
         found[name] = value
+    if raw.get("do_sample") is False:  # the file's temperature is then for those who turn sampling on
+        found["temperature"] = 0.0
     eos_token_ids = token_ids(raw.get("eos_token_id"), str(path))
     if eos_token_ids:
         found["eos_token_ids"] = eos_token_ids

@@ -9,6 +9,7 @@ from ratoon.core.errors import ModelError
 from ratoon.core.request import EngineCoreRequest
 from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
+from ratoon.execution.model_runner import ModelRunner
 from ratoon.observe.startup import StartupTimer
 from tests.golden import tiny_models
 from tests.golden.tiny_models import random_token_ids
@@ -64,3 +65,18 @@ def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():
     except ModelError as error:
         pytest.skip(str(error))
     assert results[0] == results[1]
+
+
+def test_launching_a_step_waits_for_nothing_on_the_device(monkeypatch):
+    """The scheduler's next move may overlap with the device: `execute_model` must not contain a hidden wait."""
+    launch = ModelRunner.execute_model
+
+    def launch_without_waiting(runner, plan):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch(runner, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(ModelRunner, "execute_model", launch_without_waiting)
+    assert greedy(tiny_models.tiny_qwen2(), "cuda")

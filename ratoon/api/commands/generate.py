@@ -63,20 +63,23 @@ def run(args: argparse.Namespace) -> int:
     stream = choose_streaming(args, len(texts))
     if args.logprobs is not None and not args.json:
         raise RequestError("--logprobs", "has no plain form", "add --json")
+    if args.system is not None and args.raw:
+        raise RequestError("--system", "has no place in a raw prompt", "leave out --raw or --system")
     with open_llm(args) as llm:
         params = sampling_params(args, llm)
         prompts = [make_prompt(llm, text, args) for text in texts]
         if stream:
             return stream_answer(llm, prompts[0], params)
         outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params)
+    failed = 0
     for index, output in enumerate(outputs):
         if args.json:
             print(json.dumps(output_as_dict(output, texts[index]), ensure_ascii=False))
-        else:
+        elif output.error is None:
             print_answer(output, texts[index], heading=len(outputs) > 1)
-    failed = [output for output in outputs if output.error is not None]
-    for output in failed:
-        print(f"error: {output.error}", file=sys.stderr)
+        if output.error is not None:
+            failed += 1
+            print(f"error: prompts[{index}]: {output.error}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -86,7 +89,8 @@ def read_prompts(arguments: list[str]) -> list[str]:
         if sys.stdin.isatty():
             raise RequestError("PROMPT", "is missing", "text to answer, or - to read standard input")
         arguments = ["-"]
-    texts = [sys.stdin.read() if argument == "-" else argument for argument in arguments]
+    # A pipe ends its text with a line break that nobody typed.
+    texts = [sys.stdin.read().removesuffix("\n") if argument == "-" else argument for argument in arguments]
     for index, text in enumerate(texts):
         if not text:
             raise RequestError(
@@ -106,6 +110,8 @@ def choose_streaming(args: argparse.Namespace, num_prompts: int) -> bool:
 
 def make_prompt(llm: LLM, text: str, args: argparse.Namespace) -> str | dict[str, Any]:
     if args.raw or not (args.chat or llm.has_chat_template):
+        if args.system is not None:
+            raise RequestError("--system", "needs a chat template, and this model has none", "put it into the prompt")
         return text
     messages = [{"role": "user", "content": text}]
     if args.system is not None:

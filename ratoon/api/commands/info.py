@@ -39,7 +39,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with open_llm(args) as llm:
+    # Sizing an engine with random weights needs a config, and nothing else of the model.
+    with open_llm(args, skip_tokenizer=args.load_format == "dummy") as llm:
         facts = collect(llm)
         startup_table = llm.startup_timer.table()
     if args.json:

@@ -53,9 +53,21 @@ def test_params_are_one_for_all_or_one_for_each(llm):
     assert caught.value.field == "sampling_params"
 
 
-def test_priorities_reach_the_engine(llm, client):
-    llm.generate(["a", "b"], priority=[3, -1])
+def test_priorities_reach_the_engine(client):
+    LLM("fake", policy="priority").generate(["a", "b"], priority=[3, -1])
     assert [request.priority for request in client.added] == [3, -1]
+
+
+def test_a_priority_that_the_policy_would_ignore_is_refused(llm, client):
+    with pytest.raises(RequestError, match="policy=") as caught:
+        llm.generate(["a", "b"], priority=[0, 1])
+    assert caught.value.field == "priority"
+    assert not client.added
+
+
+def test_a_chats_salt_reaches_the_engine(llm, client):
+    llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1), cache_salt="tenant")
+    assert [request.cache_salt for request in client.added] == ["tenant"]
 
 
 def test_without_params_the_models_defaults_are_used(llm, client):
@@ -189,9 +201,9 @@ def test_a_closed_llm_says_so_and_gives_the_engine_back(client):
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"policy": "random"}, "scheduler.policy"),
+        ({"policy": "random"}, "policy"),
         ({"kv_memory": "2 apples"}, "kv_memory"),
-        ({"block_size": 0}, "cache.block_size"),
+        ({"block_size": 0}, "block_size"),
         ({"max_model_len": 65}, "max_model_len"),
         ({"dtype": "int3"}, "dtype"),
         ({"num_threads": 0}, "num_threads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -188,3 +189,11 @@ def test_default_params_come_from_the_models_generation_config():
 
 def test_a_senseless_generation_default_is_passed_over():
     assert default_sampling_params({"temperature": -3, "top_k": 5}) == SamplingParams(top_k=5)
+
+
+def test_a_tokenizer_that_knows_more_than_the_model_fails_only_the_prompts_that_show_it():
+    small = processor(config=replace(model_config(), vocab_size=105))
+    assert small.process("a", "hi"[:1], SamplingParams()).prompt_token_ids == [104]
+    with pytest.raises(RequestError, match="id 105, and the model's vocabulary ends at 104") as caught:
+        small.process("b", "hi", SamplingParams())
+    assert caught.value.field == "prompt"

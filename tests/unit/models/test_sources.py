@@ -40,6 +40,12 @@ def test_a_folder_is_a_model(tmp_path: Path) -> None:
     assert source.tensors is source.tensors
 
 
+def test_a_model_that_says_it_does_not_sample_is_greedy_by_default(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    write_json(tmp_path / "generation_config.json", {"temperature": 0.6, "do_sample": False})
+    assert resolve_model(str(tmp_path)).generation_defaults == {"temperature": 0.0}
+
+
 def test_generation_defaults_and_further_eos_tokens_come_from_generation_config(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tiny")
     content = {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [9, 2], "min_p": None}
