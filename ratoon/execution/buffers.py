@@ -6,6 +6,12 @@ import numpy as np
 import torch
 
 
+def indices_on(device: torch.device, indices: list[int]) -> torch.Tensor:
+    """A short list of numbers as a device tensor, without waiting for the device (the host side is pinned)."""
+    host = torch.tensor(indices, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 class StepBuffer:
     """`array` and the host tensor share memory. On a CPU the device tensor is the host tensor; elsewhere it is a copy
     that `to_device` brings up to date without waiting (the host side is pinned)."""

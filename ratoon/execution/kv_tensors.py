@@ -11,6 +11,7 @@ from ratoon.attention.interface import AttentionBackend
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.plan import BlockCopy
+from ratoon.execution.buffers import indices_on
 
 
 class KVTensors:
@@ -43,8 +44,8 @@ class KVTensors:
         if not copies:
             return
         device = self._tensors[0].device
-        sources = torch.tensor([copy.src for copy in copies], device=device)
-        targets = torch.tensor([copy.dst for copy in copies], device=device)
+        sources = indices_on(device, [copy.src for copy in copies])
+        targets = indices_on(device, [copy.dst for copy in copies])
         for tensor in self._tensors:
             tensor[targets] = tensor[sources]
 

@@ -16,6 +16,7 @@ from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.buffers import indices_on
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.sampler import Sampler, SamplingRows, prompt_logprobs
 from ratoon.execution.step_context import PagedStep
@@ -100,7 +101,7 @@ class ModelRunner:
             wanted += range(first, first + span.count)
         if wanted == list(range(plan.total_num_scheduled_tokens)):
             return spans, None
-        return spans, torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
+        return spans, indices_on(self.device, wanted)
 
     def _prompt_spans(self, plan: SchedulerOutput) -> list[PromptSpan]:
         spans = []

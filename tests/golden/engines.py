@@ -64,7 +64,7 @@ def write_word_tokenizer(folder: Path) -> None:
 @contextmanager
 def engine(family: str, **settings: Any) -> Iterator[LLM]:
     """An engine that is checked afterwards: whatever was done with it, no block may be left over."""
-    defaults = {"num_blocks": NUM_BLOCKS, "num_threads": 1, "skip_tokenizer": True, "max_num_seqs": 32}
+    defaults = {"device": "cpu", "num_blocks": NUM_BLOCKS, "num_threads": 1, "skip_tokenizer": True, "max_num_seqs": 32}
     with LLM(str(model_folder(family)), **(defaults | settings)) as llm:
         yield llm
         check_nothing_left(llm)
