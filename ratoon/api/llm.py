@@ -63,7 +63,7 @@ class LLM:
         block_size: int = CacheConfig().block_size,
         num_blocks: int | None = None,
         kv_memory: int | str | None = None,  # bytes, or text such as "2GiB"
-        kv_memory_fraction: float = CacheConfig().memory_fraction,
+        kv_memory_fraction: float | None = None,
         enable_prefix_caching: bool = True,
         max_num_batched_tokens: int = SchedulerConfig().max_num_batched_tokens,
         max_num_seqs: int = SchedulerConfig().max_num_seqs,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -74,7 +73,7 @@ class CacheConfig:
     block_size: int = 16
     num_blocks: int | None = None  # None: as many as `memory_bytes` or `memory_fraction` allow
     memory_bytes: int | None = None  # for keys and values
-    memory_fraction: float = 0.4  # of what is free once the weights are loaded
+    memory_fraction: float | None = None  # of what is free once the weights are loaded; None: fits the kind of device
     enable_prefix_caching: bool = True
 
 
@@ -137,7 +136,7 @@ def verify_engine_config(config: EngineConfig) -> None:
         _at_least("num_blocks", cache.num_blocks, 2)
     if config.num_threads is not None:
         _at_least("num_threads", config.num_threads, 1)
-    if not (math.isfinite(cache.memory_fraction) and 0 < cache.memory_fraction <= 1):
+    if cache.memory_fraction is not None and not 0 < cache.memory_fraction <= 1:  # NaN is not above 0 either
         raise ConfigError("kv_memory_fraction", f"{cache.memory_fraction} is out of range", "above 0 and at most 1")
     if config.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError("dtype", f"{config.dtype!r} is unknown", "auto, float32, bfloat16 or float16")

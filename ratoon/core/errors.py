@@ -11,34 +11,38 @@ class RatoonError(Exception):
     """Base of every error that Ratoon raises on purpose."""
 
 
-class RequestError(RatoonError, ValueError):
+class ExplainedError(RatoonError):
+    """What is wrong with something that has a name, and what would be right."""
+
+    def __init__(self, subject: str, problem: str, expected: str = "") -> None:
+        self.subject = subject
+        self.problem = problem
+        self.expected = expected
+        super().__init__(f"{subject}: {problem}" + (f"; {expected}" if expected else ""))
+
+
+class RequestError(ExplainedError, ValueError):
     """One request asks for something that can't be done. `field` names the part of the request that is wrong."""
 
-    def __init__(self, field: str, problem: str, expected: str = "") -> None:
-        self.field = field
-        self.problem = problem
-        self.expected = expected
-        super().__init__(f"{field}: {problem}" + (f"; {expected}" if expected else ""))
+    @property
+    def field(self) -> str:
+        return self.subject
 
 
-class ConfigError(RatoonError, ValueError):
+class ConfigError(ExplainedError, ValueError):
     """The engine can't be built as asked (sizes, devices, memory). `field` names the setting."""
 
-    def __init__(self, field: str, problem: str, expected: str = "") -> None:
-        self.field = field
-        self.problem = problem
-        self.expected = expected
-        super().__init__(f"{field}: {problem}" + (f"; {expected}" if expected else ""))
+    @property
+    def field(self) -> str:
+        return self.subject
 
 
-class ModelError(RatoonError):
-    """A model can't be found, read or understood."""
+class ModelError(ExplainedError):
+    """A model can't be found, read or understood. `source` names it."""
 
-    def __init__(self, source: str, problem: str, expected: str = "") -> None:
-        self.source = source
-        self.problem = problem
-        self.expected = expected
-        super().__init__(f"{source}: {problem}" + (f"; {expected}" if expected else ""))
+    @property
+    def source(self) -> str:
+        return self.subject
 
 
 class EngineError(RatoonError):

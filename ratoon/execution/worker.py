@@ -29,7 +29,9 @@ from ratoon.observe.startup import StartupTimer
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CPU_KV_LIMIT = 4 * 2**30  # unless asked for more: on a CPU, memory that the cache takes is missing elsewhere
+# Unless asked for more: a GPU is the engine's own, a CPU's memory is also everybody else's.
+KV_FRACTION = {"cuda": 0.85, "cpu": 0.4}
+CPU_KV_LIMIT = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,9 @@ def cut_kv_memory(config: EngineConfig, model: CausalLM, dtype: torch.dtype, dev
     if num_blocks is None:
         memory = cache.memory_bytes
         if memory is None:
-            memory = int(free_memory(device) * cache.memory_fraction)
-            memory = min(memory, CPU_KV_LIMIT) if device.type == "cpu" else memory
+            memory = int(free_memory(device) * (cache.memory_fraction or KV_FRACTION[device.type]))
+            if device.type == "cpu" and cache.memory_fraction is None:
+                memory = min(memory, CPU_KV_LIMIT)
         num_blocks = memory // price
         if num_blocks < 2:
             raise ConfigError(

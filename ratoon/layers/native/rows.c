@@ -63,13 +63,16 @@ typedef struct {
     float eps;
 } norm_call;
 
+INLINE const float *row_to_norm(const norm_call *c, int64_t row) {
+    const float *x = c->x + row * c->ldx;
+    if (!c->residual) return x;
+    add_into(c->residual + row * c->ldr, x, c->width);
+    return c->residual + row * c->ldr;
+}
+
 static void rms_norm_row(const void *context, int64_t row) {
     const norm_call *c = context;
-    const float *x = c->x + row * c->ldx;
-    if (c->residual) {
-        add_into(c->residual + row * c->ldr, x, c->width);
-        x = c->residual + row * c->ldr;
-    }
+    const float *x = row_to_norm(c, row);
     float *y = c->y + row * c->width;
     float scale = 1.0f / sqrtf(sum_of_squares(x, c->width) / (float)c->width + c->eps);
     int64_t i = 0;
@@ -85,11 +88,7 @@ void ratoon_rms_norm(const float *x, int64_t ldx, float *residual, int64_t ldr, 
 
 static void layer_norm_row(const void *context, int64_t row) {
     const norm_call *c = context;
-    const float *x = c->x + row * c->ldx;
-    if (c->residual) {
-        add_into(c->residual + row * c->ldr, x, c->width);
-        x = c->residual + row * c->ldr;
-    }
+    const float *x = row_to_norm(c, row);
     float *y = c->y + row * c->width;
     float mean = sum_of(x, c->width) / (float)c->width;
     for (int64_t i = 0; i < c->width; i++) y[i] = x[i] - mean;
