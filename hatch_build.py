@@ -38,6 +38,8 @@ class NativeKernels(BuildHookInterface):
         if not sources or not variants:
             return
         suffix = ".dylib" if platform.system() == "Darwin" else ".so"
+        for stale in (root / NATIVE).glob("kernels_*"):
+            stale.unlink()
         for variant, (target, cpu) in variants.items():
             output = root / NATIVE / f"kernels_{variant}{suffix}"
             if "RATOON_CC" in os.environ:
