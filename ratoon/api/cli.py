@@ -32,8 +32,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """As argparse does, except that prompts may stand behind options, where it gives them up as unknown."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    options = [word for word in rest if word.startswith("-") and word != "-"]
+    if rest and (options or not hasattr(args, "prompts")):
+        parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
+    if rest:
+        args.prompts += rest
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args = parse_arguments(argv)
     configure_logging()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop

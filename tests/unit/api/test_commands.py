@@ -274,3 +274,17 @@ def test_demo_answers_everything_and_sends_the_shared_prefix_second(client, sour
     out = capsys.readouterr().out
     assert out.count("\nok\n") == 6
     assert "library 2" in out and "prefix cache" in out
+
+
+def test_prompts_may_stand_behind_options(client, capsys):
+    assert main(["generate", "fake", "ab", "--max-tokens", "2", "cd", "--raw", "ef"]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("===")] == ["=== ab", "=== cd", "=== ef"]
+
+
+@pytest.mark.parametrize("arguments", [["generate", "fake", "ab", "--tempature", "1"], ["info", "fake", "more"]])
+def test_words_that_mean_nothing_are_refused(client, capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
