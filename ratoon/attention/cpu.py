@@ -95,7 +95,7 @@ class CpuAttentionBackend(AttentionBackend):
             metadata.num_tokens, layer.num_kv_heads, layer.head_dim, block_size,
         )  # fmt: skip
         width = layer.num_heads * layer.head_dim
-        out = torch.empty((q.shape[0], width))
+        out = torch.empty(q.shape[0], width)
         failed = self._attention(
             q.data_ptr(), q.stride(0), out.data_ptr(), width, cache, block_floats, metadata.block_table,
             metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.num_requests, layer.num_heads,

@@ -15,9 +15,9 @@ PLAIN_ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")  #
 
 
 class GatedMLP:
-    """down(silu(gate(x)) · up(x)), with gate and up as one product."""
+    """down(silu(gate(x)) · up(x)), with gate and up as one product: [T, H] → [T, H]."""
 
-    __slots__ = ("down", "gate_up", "silu_and_mul")
+    __slots__ = ("feed_forward",)
 
     def __init__(
         self, weights: Weights, hidden_size: int, intermediate_size: int, bias: bool = False, activation: str = "silu"
@@ -25,12 +25,12 @@ class GatedMLP:
         if activation != "silu":
             raise ModelError(weights.source.name, f"gated activation {activation!r} is unknown", "known: silu")
         sizes = (intermediate_size, intermediate_size)
-        self.gate_up = MergedLinear(weights, ("gate_proj", "up_proj"), hidden_size, sizes, bias)
-        self.down = Linear(weights / "down_proj", intermediate_size, hidden_size, bias)
-        self.silu_and_mul = weights.ops.silu_and_mul
+        gate_up = MergedLinear(weights, ("gate_proj", "up_proj"), hidden_size, sizes, bias)
+        down = Linear(weights / "down_proj", intermediate_size, hidden_size, bias)
+        self.feed_forward = weights.ops.make_gated_mlp(gate_up.multiply, down.multiply)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.silu_and_mul(self.gate_up(x)))  # [T, H] → [T, 2·I] → [T, I] → [T, H]
+        return self.feed_forward(x)
 
 
 class MLP:

@@ -20,7 +20,7 @@ _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "ge
 class NativeLinear:
     """[T, in] → [T, out] with a packed weight."""
 
-    __slots__ = ("_bias", "_bias_pointer", "_multiply", "_packed", "_packed_pointer", "in_features", "out_features")
+    __slots__ = ("_bias", "_multiply", "_packed", "bias_pointer", "in_features", "out_features", "packed_pointer")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         kernels = library()
@@ -28,18 +28,43 @@ class NativeLinear:
         self.out_features, self.in_features = weight.shape
         weight = weight.contiguous()
         self._packed = torch.empty(kernels.ratoon_packed_size(self.out_features, self.in_features))
-        self._packed_pointer = self._packed.data_ptr()
-        kernels.ratoon_pack_weight(weight.data_ptr(), self.out_features, self.in_features, self._packed_pointer)
+        self.packed_pointer = self._packed.data_ptr()
+        kernels.ratoon_pack_weight(weight.data_ptr(), self.out_features, self.in_features, self.packed_pointer)
         self._bias = None if bias is None else bias.contiguous()
-        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self.bias_pointer = None if self._bias is None else self._bias.data_ptr()
         self._multiply = kernels.ratoon_linear
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        y = torch.empty((rows, self.out_features))
+        y = torch.empty(rows, self.out_features)
         self._multiply(
-            x.data_ptr(), x.stride(0), rows, self._packed_pointer, self.in_features, self.out_features,
-            self._bias_pointer, y.data_ptr(), self.out_features,
+            x.data_ptr(), x.stride(0), rows, self.packed_pointer, self.in_features, self.out_features,
+            self.bias_pointer, y.data_ptr(), self.out_features,
+        )  # fmt: skip
+        return y
+
+
+class NativeGatedMLP:
+    """[T, H] → [T, H]: two products and what is between them, in one call."""
+
+    __slots__ = ("_down", "_gate_up", "_run")
+
+    def __init__(self, gate_up: NativeLinear, down: NativeLinear) -> None:
+        kernels = library()
+        assert kernels is not None
+        assert gate_up.out_features == 2 * down.in_features
+        self._gate_up = gate_up
+        self._down = down
+        self._run = kernels.ratoon_gated_mlp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate_up, down, rows = self._gate_up, self._down, x.shape[0]
+        between = torch.empty(rows, 3 * down.in_features)  # gate and up side by side, then what goes down
+        y = torch.empty(rows, down.out_features)
+        self._run(
+            x.data_ptr(), x.stride(0), rows, gate_up.packed_pointer, gate_up.bias_pointer, gate_up.in_features,
+            down.packed_pointer, down.bias_pointer, down.in_features, down.out_features, between.data_ptr(),
+            y.data_ptr(),
         )  # fmt: skip
         return y
 
@@ -55,20 +80,26 @@ class NativeOps:
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         return NativeLinear(weight, bias)
 
+    def make_gated_mlp(
+        self, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        assert isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear)
+        return NativeGatedMLP(gate_up, down)
+
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.index_select(table, 0, ids)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = torch.empty(x.shape)
         rows, width = x.shape
+        y = torch.empty(rows, width)
         self._kernels.ratoon_rms_norm(
             x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), eps, y.data_ptr(), rows, width
         )
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = torch.empty(x.shape)
         rows, width = x.shape
+        y = torch.empty(rows, width)
         self._kernels.ratoon_rms_norm(
             x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), eps, y.data_ptr(),
             rows, width,
@@ -84,8 +115,8 @@ class NativeOps:
     def _layer_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        y = torch.empty(x.shape)
         rows, width = x.shape
+        y = torch.empty(rows, width)
         self._kernels.ratoon_layer_norm(
             x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
             0 if residual is None else residual.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
@@ -106,13 +137,13 @@ class NativeOps:
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         rows, double = x.shape
-        y = torch.empty((rows, double // 2))
+        y = torch.empty(rows, double // 2)
         self._kernels.ratoon_silu_and_mul(x.data_ptr(), x.stride(0), y.data_ptr(), rows, double // 2)
         return y
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        y = torch.empty(x.shape)
         rows, width = x.shape
+        y = torch.empty(rows, width)
         self._kernels.ratoon_activation(x.data_ptr(), x.stride(0), y.data_ptr(), rows, width, _ACTIVATIONS[kind])
         return y
 

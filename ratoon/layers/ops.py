@@ -26,6 +26,12 @@ class Ops(Protocol):
         """
         ...
 
+    def make_gated_mlp(
+        self, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """down(silu_and_mul(gate_up(x))) as one call; both products are this object's own, from `make_linear`."""
+        ...
+
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         """[V, H], [T] → [T, H]."""
         ...

@@ -26,6 +26,14 @@ class TorchOps:
 
         return multiply
 
+    def make_gated_mlp(
+        self, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        def feed_forward(x: Tensor) -> Tensor:
+            return down(self.silu_and_mul(gate_up(x)))  # [T, H] → [T, 2·I] → [T, I] → [T, H]
+
+        return feed_forward
+
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         return functional.embedding(ids, table)
 

@@ -20,6 +20,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_packed_size": (_INT, [_INT, _INT]),
     "ratoon_pack_weight": (None, [_POINTER, _INT, _INT, _POINTER]),
     "ratoon_linear": (None, [_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT]),
+    "ratoon_gated_mlp": (None, [_POINTER, _INT, _INT, *[_POINTER, _POINTER, _INT] * 2, _INT, _POINTER, _POINTER]),
     "ratoon_rms_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
     "ratoon_layer_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
     "ratoon_head_rms_norm": (None, [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _INT]),

@@ -97,3 +97,13 @@ def test_extreme_inputs_stay_finite(ops):
 def test_kernels_say_why_they_cannot_serve():
     reasons = " ".join(native_ops_reasons(torch.device("cuda"), torch.bfloat16))
     assert "not for cuda" in reasons and "float32" in reasons
+
+
+@pytest.mark.parametrize("rows", [1, 5, 130])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_gated_mlp_in_one_call_gives_the_bits_of_its_parts(ops, rows, with_bias):
+    x = random(rows, 40)
+    gate_up = ops.make_linear(random(2 * 37, 40, seed=1), random(2 * 37, seed=2) if with_bias else None)
+    down = ops.make_linear(random(24, 37, seed=3), random(24, seed=4) if with_bias else None)
+    expected = down(ops.silu_and_mul(gate_up(x)))
+    assert torch.equal(ops.make_gated_mlp(gate_up, down)(x), expected)
