@@ -7,7 +7,7 @@ How they are carried out is the engine's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -167,7 +167,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer prompts, and yield what is new as it comes: each output holds only new text and tokens.
 
         Request ids tell the prompts apart, in their order. Closing the iterator takes back what is unfinished.
@@ -287,7 +287,7 @@ class LLM:
         self._num_requests += len(checked)
         return checked
 
-    def _run(self, checked: list[Checked]) -> Iterator[RequestOutput]:
+    def _run(self, checked: list[Checked]) -> Generator[RequestOutput, None, None]:
         """Submit requests and yield their outputs until all have ended. Left early, it takes back the rest."""
         inbox: deque[RequestOutput] = deque()
         unfinished = {_external_id(request) for request, _ in checked}

@@ -113,7 +113,7 @@ class Conversation:
         note = ""
         stream = self._llm.stream(self._llm.chat_prompt(self._messages), self._params)
         try:
-            with contextlib.closing(stream):  # type: ignore[type-var]  # a generator, so it can be closed
+            with contextlib.closing(stream):
                 for output in stream:
                     choice = output.outputs[0]
                     pieces.append(choice.text)

@@ -121,7 +121,7 @@ def make_prompt(llm: LLM, text: str, args: argparse.Namespace) -> str | dict[str
 
 def stream_answer(llm: LLM, prompt: str | dict[str, Any], params: SamplingParams) -> int:
     error = None
-    with closing(llm.stream(prompt, params)) as outputs:  # type: ignore[type-var]  # a generator, so it can be closed
+    with closing(llm.stream(prompt, params)) as outputs:
         for output in outputs:
             for choice in output.outputs:
                 sys.stdout.write(choice.text)
