@@ -9,25 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import msgspec
 
 from ratoon.api.interrupts import interrupts_held_back
 from ratoon.api.progress import request_progress
-from ratoon.api.sizes import parse_size
-from ratoon.core.config import (
-    CacheConfig,
-    EngineConfig,
-    SchedulerConfig,
-    SchedulingPolicy,
-    resolve_max_model_len,
-    verify_engine_config,
-)
-from ratoon.core.errors import ConfigError, RequestError
+from ratoon.core.config import EngineConfig, SchedulingPolicy, resolve_max_model_len
+from ratoon.core.errors import RequestError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
+from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.input_processor import InputProcessor, Prompt, default_sampling_params, split_prompt
 from ratoon.engine.llm_engine import LLMEngine
@@ -57,53 +50,12 @@ class LLM:
         self,
         model: str,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        block_size: int = CacheConfig().block_size,
-        num_blocks: int | None = None,
-        kv_memory: int | str | None = None,  # bytes, or text such as "2GiB"
-        kv_memory_fraction: float | None = None,
-        enable_prefix_caching: bool = True,
-        max_num_batched_tokens: int = SchedulerConfig().max_num_batched_tokens,
-        max_num_seqs: int = SchedulerConfig().max_num_seqs,
-        max_prefill_chunk: int | None = None,
-        enable_chunked_prefill: bool = True,
-        policy: SchedulingPolicy | str = SchedulingPolicy.FCFS,
-        num_threads: int | None = None,
-        attention_backend: str = "auto",
-        max_logprobs: int = EngineConfig("").max_logprobs,
-        load_format: str = "auto",
         skip_tokenizer: bool = False,  # work with token ids alone
         seed: int | None = 0,  # of requests that bring none of their own; None: another one every time
         startup_timer: StartupTimer | None = None,
+        **settings: Unpack[EngineSettings],
     ) -> None:
-        config = EngineConfig(
-            model=model,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            attention_backend=attention_backend,
-            num_threads=num_threads,
-            seed=0 if seed is None else seed,
-            max_logprobs=max_logprobs,
-            load_format=load_format,
-            cache=CacheConfig(
-                block_size=block_size,
-                num_blocks=num_blocks,
-                memory_bytes=None if kv_memory is None else parse_size("kv_memory", kv_memory),
-                memory_fraction=kv_memory_fraction,
-                enable_prefix_caching=enable_prefix_caching,
-            ),
-            scheduler=SchedulerConfig(
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-                max_prefill_chunk=max_prefill_chunk,
-                policy=_parse_policy(policy),
-                enable_chunked_prefill=enable_chunked_prefill,
-            ),
-        )
-        verify_engine_config(config)
+        config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
         self._start(config, seed, skip_tokenizer)
 
@@ -326,14 +278,6 @@ class LLM:
 def _external_id(request: EngineCoreRequest) -> str:
     assert request.external_id is not None
     return request.external_id
-
-
-def _parse_policy(policy: SchedulingPolicy | str) -> SchedulingPolicy:
-    try:
-        return SchedulingPolicy(policy)
-    except ValueError:
-        names = " or ".join(known.value for known in SchedulingPolicy)
-        raise ConfigError("policy", f"{policy!r} is unknown", names) from None
 
 
 def _is_sequence(value: Any) -> bool:

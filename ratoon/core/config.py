@@ -99,6 +99,7 @@ class EngineConfig:
     seed: int = 0
     max_logprobs: int = MAX_LOGPROBS
     load_format: str = "auto"  # auto, or dummy: random weights of the right shape
+    executor: str = "uniproc"  # uniproc: one worker in the engine's process; or "module:Class" with the same interface
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

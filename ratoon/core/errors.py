@@ -47,3 +47,7 @@ class ModelError(ExplainedError):
 
 class EngineError(RatoonError):
     """The engine failed while it carried out a step; the requests of that step get this."""
+
+
+class EngineDeadError(EngineError):
+    """The engine process is gone and could not be brought back. Nothing more will be answered."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+
+from ratoon.core.wire import WireTensor
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
@@ -36,6 +39,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     sampled_token_ids: list[list[int]] = []  # one list a branch; more than one token with speculation
     logprobs: dict[str, LogprobsLists] = {}  # only branches that asked
     prompt_logprobs: dict[str, PromptLogprobsChunk] = {}
+    pooled: dict[str, WireTensor] = {}  # float32 [hidden], for `pooled_req_ids`
     errors: dict[str, str] = {}  # branches that this step failed, and why (NaN logits, for one)
 
 
@@ -82,6 +86,18 @@ class CompletionOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """What a caller gets for a pooling request."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: Any  # a numpy array, float32 [hidden], or as many of them as `dimensions` asked for
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ MAX_LOGPROBS = (
 MAX_CHOICES = 256  # the same for `n`
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
+POOLING_KINDS = ("last", "mean")
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy
 
 
@@ -126,6 +127,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
                 if isinstance(token, bool) or not isinstance(token, int):
                     raise RequestError("logit_bias", f"key {token!r} is not a token id", "keys are whole numbers")
                 _require_number("logit_bias", bias, -100.0, 100.0)
+
+
+class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """How the hidden states of a prompt become one vector."""
+
+    pooling: str = "last"  # last: of the last token; mean: over all tokens
+    normalize: bool = True  # to length 1
+    dimensions: int | None = None  # keep this many of the first; None: all
+
+    def verify(self) -> None:
+        if self.pooling not in POOLING_KINDS:
+            raise RequestError("pooling", f"{self.pooling!r} is unknown", " or ".join(POOLING_KINDS))
+        if not isinstance(self.normalize, bool):
+            raise RequestError("normalize", f"{self.normalize!r} is neither true nor false", "true or false")
+        if self.dimensions is not None:
+            _require_int("dimensions", self.dimensions, 1, None)
 
 
 def _require_int(field: str, value: Any, low: int | None, high: int | None, hint: str = "") -> None:

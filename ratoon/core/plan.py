@@ -7,14 +7,15 @@ Order in which the runner carries a plan out:
   1. drop the rows of `finished_req_ids` and `preempted_req_ids`;
   2. add new rows, apply `block_copies` (table entry and content) and the appended blocks of known rows;
   3. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
-  4. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row.
+  4. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row;
+  5. read the vectors of `pooled_req_ids` out.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import PoolingParams, SamplingParams
 
 BlockIds = tuple[list[int], ...]  # one list for each KV group
 
@@ -29,6 +30,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     seed: int  # of this branch's own random stream
     block_ids: BlockIds
     num_computed_tokens: int
+    pooling_params: PoolingParams | None = None  # set: never sampled; its vector is read out at the end of the prompt
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -59,6 +61,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     total_num_scheduled_tokens: int = 0
     sampled_req_ids: list[str] = []  # branches whose last scheduled token is the newest: they get a token
     fanout: dict[str, list[tuple[str, int]]] = {}  # branch id → children (id, seed), sampled from the same row
+    pooled_req_ids: list[str] = []  # pooling branches whose last token is in this step: they get their vector
     block_copies: list[BlockCopy] = []
     finished_req_ids: list[str] = []
     preempted_req_ids: list[str] = []

@@ -9,9 +9,11 @@ import enum
 
 import msgspec
 
+from ratoon.core.messages import Fault
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.stats import SchedulerStats
+from ratoon.core.wire import WireTensor
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -35,6 +37,13 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class ResumedChoice(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A choice that another engine process had begun: the tokens that it had already given."""
+
+    token_ids: list[int]
+    finished: bool = False
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request, normalised: tokenised, checked, with every default filled in."""
 
@@ -49,6 +58,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     data_parallel_rank: int | None = None
     client_index: int = 0
     external_id: str | None = None
+    pooling_params: PoolingParams | None = None  # set: the answer is one vector, and nothing is sampled
+    # Set: go on from these tokens, one entry for each choice. They are not sent again.
+    resumed: list[ResumedChoice] | None = None
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -63,6 +75,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     prompt_logprobs: list[PromptLogprobsChunk] | None = None  # in prompt order, each once, on choice 0
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None
+    refusal: Fault | None = None  # the engine could never serve this request; `error` says the same as text
+    pooled: WireTensor | None = None  # float32 [hidden], at the end of a pooling request
 
     @property
     def finished(self) -> bool:

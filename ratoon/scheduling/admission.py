@@ -24,6 +24,7 @@ def verify_request(
 ) -> None:
     """Raise RequestError for a request that could never run to its end."""
     _verify_prompt(request, config, max_model_len)
+    _verify_resumed(request, max_model_len)
     _verify_memory(request, config, kv_cache, max_model_len)
 
 
@@ -50,6 +51,25 @@ def _verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_mode
             "(max_num_batched_tokens; chunked prefill is off)",
             f"at most {config.max_num_batched_tokens} tokens",
         )
+
+
+def _verify_resumed(request: EngineCoreRequest, max_model_len: int) -> None:
+    if request.resumed is None:
+        return
+    num_choices = request.sampling_params.n
+    if len(request.resumed) != num_choices:
+        raise RequestError("resumed", f"has {len(request.resumed)} entries for {num_choices} choices", "one for each")
+    if all(choice.finished for choice in request.resumed):
+        raise RequestError("resumed", "all choices are finished", "at least one that is not")
+    num_prompt_tokens = len(request.prompt_token_ids)
+    room = longest_total(num_prompt_tokens, request.sampling_params.max_tokens, max_model_len) - num_prompt_tokens
+    for index, choice in enumerate(request.resumed):
+        if not choice.token_ids:
+            raise RequestError(f"resumed[{index}]", "has no token", "choices that have begun, or no `resumed` at all")
+        if not choice.finished and len(choice.token_ids) >= room:
+            raise RequestError(
+                f"resumed[{index}]", f"has {len(choice.token_ids)} tokens and is not finished", f"fewer than {room}"
+            )
 
 
 def _verify_memory(

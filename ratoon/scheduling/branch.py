@@ -69,7 +69,24 @@ class Request:
         if params.prompt_logprobs is not None:
             self.params_without_prompt = params.clone()
             self.params_without_prompt.prompt_logprobs = None
-        self.branches: list[Branch] = [Branch(self, 0, list(request.prompt_token_ids), extra_keys_of(request))]
+        extra_keys = extra_keys_of(request)
+        self.branches: list[Branch] = [Branch(self, 0, list(request.prompt_token_ids), extra_keys)]
+        if request.resumed is not None:
+            self._resume(request, extra_keys)
+
+    def _resume(self, request: EngineCoreRequest, extra_keys: bytes) -> None:
+        """All choices are past their prompt: each goes on behind the tokens that it had given elsewhere, as a branch
+        does that was preempted. The caller has what belongs to the prompt."""
+        assert request.resumed is not None
+        self.forked = True
+        self.next_prompt_logprob = self.num_prompt_tokens
+        self.branches = []
+        for choice, resumed in enumerate(request.resumed):
+            branch = Branch(self, choice, request.prompt_token_ids + resumed.token_ids, extra_keys)
+            branch.status = BranchStatus.FINISHED if resumed.finished else BranchStatus.PREEMPTED
+            if resumed.finished:
+                self.finished_choices.add(choice)
+            self.branches.append(branch)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -89,9 +89,10 @@ class Scheduler:
         self._num_added += 1
         self._reserved_ids.update(state.branch_ids)
         self.requests[state.request_id] = state
-        root = state.branches[0]
-        self._branches[root.branch_id] = root
-        self.waiting.add(root)
+        for branch in state.branches:  # one, unless the request began elsewhere and is resumed
+            if branch.status != BranchStatus.FINISHED:
+                self._branches[branch.branch_id] = branch
+                self.waiting.add(branch)
 
     def abort_requests(self, ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End what callers no longer want: whole requests by their ids, one choice of several by `id#choice` (a stop

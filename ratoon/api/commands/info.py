@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
-from ratoon.api.sizes import format_size
+from ratoon.core.sizes import format_size
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM

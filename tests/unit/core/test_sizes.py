@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ratoon.api.sizes import format_size, parse_size
 from ratoon.core.errors import ConfigError
+from ratoon.core.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""Settings as people write them (keywords, "2GiB", "fcfs") to an EngineConfig. One list, for every way to an engine."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict, Unpack
+
+from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig, SchedulingPolicy, verify_engine_config
+from ratoon.core.errors import ConfigError
+from ratoon.core.sizes import parse_size
+
+
+class EngineSettings(TypedDict, total=False):
+    """What can be set about an engine. What is left out is chosen to fit the model and the machine."""
+
+    device: str  # auto, cpu, cuda, cuda:N
+    dtype: str  # auto, float32, bfloat16, float16
+    max_model_len: int | None  # longest sequence, prompt and answer together
+    block_size: int  # tokens in a block of the KV cache
+    num_blocks: int | None
+    kv_memory: int | str | None  # bytes, or text such as "2GiB"
+    kv_memory_fraction: float | None
+    enable_prefix_caching: bool
+    max_num_batched_tokens: int  # token budget of a step
+    max_num_seqs: int  # sequences in a step
+    max_prefill_chunk: int | None
+    enable_chunked_prefill: bool
+    policy: SchedulingPolicy | str  # fcfs or priority
+    num_threads: int | None  # CPU threads
+    attention_backend: str
+    max_logprobs: int
+    load_format: str  # auto, or dummy: random weights of the right shape
+    executor: str  # uniproc, or "module:Class"
+
+
+_CACHE_NAMES = {"block_size": "block_size", "num_blocks": "num_blocks", "kv_memory": "memory_bytes",
+                "kv_memory_fraction": "memory_fraction", "enable_prefix_caching": "enable_prefix_caching"}  # fmt: skip
+_SCHEDULER_NAMES = ("max_num_batched_tokens", "max_num_seqs", "max_prefill_chunk", "enable_chunked_prefill", "policy")
+
+
+def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfig:
+    """The checked config. ConfigError names the setting that is wrong; TypeError one that does not exist."""
+    given: dict[str, Any] = dict(settings)
+    unknown = sorted(given.keys() - EngineSettings.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"there is no engine setting {unknown[0]!r}")
+    if given.get("kv_memory") is not None:
+        given["kv_memory"] = parse_size("kv_memory", given["kv_memory"])
+    if "policy" in given:
+        given["policy"] = _parse_policy(given["policy"])
+    cache = CacheConfig(**{_CACHE_NAMES[name]: given.pop(name) for name in list(given) if name in _CACHE_NAMES})
+    scheduler = SchedulerConfig(**{name: given.pop(name) for name in list(given) if name in _SCHEDULER_NAMES})
+    config = EngineConfig(model=model, cache=cache, scheduler=scheduler, **given)
+    verify_engine_config(config)
+    return config
+
+
+def _parse_policy(policy: SchedulingPolicy | str) -> SchedulingPolicy:
+    try:
+        return SchedulingPolicy(policy)
+    except ValueError:
+        names = " or ".join(known.value for known in SchedulingPolicy)
+        raise ConfigError("policy", f"{policy!r} is unknown", names) from None
