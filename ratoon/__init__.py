@@ -12,35 +12,44 @@ from ratoon.version import __version__
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
-    from ratoon.core.errors import ConfigError, EngineError, ModelError, RatoonError, RequestError
-    from ratoon.core.outputs import CompletionOutput, RequestOutput
-    from ratoon.core.params import RequestOutputKind, SamplingParams
+    from ratoon.core.errors import ConfigError, EngineDeadError, EngineError, ModelError, RatoonError, RequestError
+    from ratoon.core.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+    from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
+    from ratoon.engine.async_llm import AsyncLLM
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "SamplingParams",
+    "PoolingParams",
     "RequestOutputKind",
     "RequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "RatoonError",
     "RequestError",
     "ConfigError",
     "ModelError",
     "EngineError",
+    "EngineDeadError",
     "__version__",
 ]
 
 _HOMES = {
     "LLM": "ratoon.api.llm",
+    "AsyncLLM": "ratoon.engine.async_llm",
     "SamplingParams": "ratoon.core.params",
+    "PoolingParams": "ratoon.core.params",
     "RequestOutputKind": "ratoon.core.params",
     "RequestOutput": "ratoon.core.outputs",
     "CompletionOutput": "ratoon.core.outputs",
+    "EmbeddingOutput": "ratoon.core.outputs",
     "RatoonError": "ratoon.core.errors",
     "RequestError": "ratoon.core.errors",
     "ConfigError": "ratoon.core.errors",
     "ModelError": "ratoon.core.errors",
     "EngineError": "ratoon.core.errors",
+    "EngineDeadError": "ratoon.core.errors",
 }
 
 

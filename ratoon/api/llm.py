@@ -7,7 +7,7 @@ How they are carried out is the engine's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
@@ -17,8 +17,8 @@ from ratoon.api.interrupts import interrupts_held_back
 from ratoon.api.progress import request_progress
 from ratoon.core.config import EngineConfig, SchedulingPolicy, resolve_max_model_len
 from ratoon.core.errors import RequestError
-from ratoon.core.outputs import RequestOutput
-from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.core.outputs import EmbeddingOutput, RequestOutput
+from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Checked: TypeAlias = tuple[EngineCoreRequest, str | None]  # a request, and its prompt's text where it has one
+MakeRequest: TypeAlias = Callable[[str, Prompt, Any, int], EngineCoreRequest]  # of an id, a prompt, params, a priority
 
 
 class LLM:
@@ -52,14 +53,15 @@ class LLM:
         *,
         skip_tokenizer: bool = False,  # work with token ids alone
         seed: int | None = 0,  # of requests that bring none of their own; None: another one every time
+        process: bool = False,  # run the engine in a process of its own, which is started again should it die
         startup_timer: StartupTimer | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
         config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
-        self._start(config, seed, skip_tokenizer)
+        self._start(config, seed, skip_tokenizer, process)
 
-    def _start(self, config: EngineConfig, seed: int | None, skip_tokenizer: bool) -> None:
+    def _start(self, config: EngineConfig, seed: int | None, skip_tokenizer: bool, process: bool) -> None:
         timer = self.startup_timer
         with timer.phase("find model"):
             from ratoon.models.source import resolve_model
@@ -73,7 +75,7 @@ class LLM:
         from ratoon.engine.client import make_client
 
         self.config = config
-        self._client = make_client(config, self.source, timer)
+        self._client = make_client(config, self.source, timer, process)
         defaults = self.source.generation_defaults
         self._default_params = default_sampling_params(defaults)
         self.engine = LLMEngine(
@@ -84,7 +86,7 @@ class LLM:
             OutputProcessor(self._tokenizer),
         )
         self._num_requests = 0
-        self._inboxes: dict[str, deque[RequestOutput]] = {}  # by request id: whose outputs these are
+        self._inboxes: dict[str, deque[Any]] = {}  # by request id: whose outputs these are
         self._closed = False
         timer.finish()
 
@@ -154,6 +156,26 @@ class LLM:
                 raise _with_index(error, index) from None
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        progress: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """The vectors of prompts, in the same order: hidden states behind the final norm, of the last token or their
+        mean over all tokens. Prompts, params and errors are as in `generate`; what fails has `error` set and no vector.
+        """
+        checked = self._check_pooling(prompts, pooling_params, priority, cache_salt)
+        outputs: dict[str, EmbeddingOutput] = {}
+        with request_progress(len(checked), progress) as advance:
+            for output in self._run(checked):
+                outputs[output.request_id] = output
+                advance(1, len(output.prompt_token_ids))
+        return [outputs[_external_id(request)] for request, _ in checked]
+
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> dict[str, Any]:
         """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
         tokenizer = self.get_tokenizer()
@@ -208,14 +230,52 @@ class LLM:
         cache_salt: str | None,
         output_kind: RequestOutputKind,
     ) -> list[Checked]:
-        """All prompts as requests, or RequestError; nothing is started."""
+        """All prompts as requests to generate, or RequestError; nothing is started."""
+        processor = self.engine.input_processor
+        if isinstance(params, SamplingParams):
+            processor.verify_params(params)  # shared by all: no prompt's index belongs to the error
+
+        def make_request(request_id: str, prompt: Prompt, one_params: Any, one_priority: int) -> EngineCoreRequest:
+            if not isinstance(one_params, SamplingParams):
+                raise RequestError("sampling_params", f"{one_params!r} is not SamplingParams", "a SamplingParams")
+            one_params = msgspec.structs.replace(one_params, output_kind=output_kind)
+            return processor.process(request_id, prompt, one_params, priority=one_priority, cache_salt=cache_salt)
+
+        return self._make_requests(prompts, "sampling_params", params, self._default_params, priority, make_request)
+
+    def _check_pooling(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        priority: int | Sequence[int] | None,
+        cache_salt: str | None,
+    ) -> list[Checked]:
+        """The same for vectors."""
+        processor = self.engine.input_processor
+        if isinstance(params, PoolingParams):
+            processor.verify_pooling_params(params)
+
+        def make_request(request_id: str, prompt: Prompt, one_params: Any, one_priority: int) -> EngineCoreRequest:
+            return processor.process_pooling(
+                request_id, prompt, one_params, priority=one_priority, cache_salt=cache_salt
+            )
+
+        return self._make_requests(prompts, "pooling_params", params, PoolingParams(), priority, make_request)
+
+    def _make_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params_field: str,
+        params: Any,
+        default_params: Any,
+        priority: int | Sequence[int] | None,
+        make_request: MakeRequest,
+    ) -> list[Checked]:
         if self._closed:
             raise RequestError("llm", "is closed", "build another LLM")
         single = not _is_many(prompts)
         prompt_list: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[arg-type, list-item]
-        if isinstance(params, SamplingParams):
-            self.engine.input_processor.verify_params(params)  # shared by all: no prompt's index belongs to the error
-        params_list = _one_for_each("sampling_params", params, len(prompt_list), self._default_params)
+        params_list = _one_for_each(params_field, params, len(prompt_list), default_params)
         priorities = _one_for_each("priority", priority, len(prompt_list), 0)
         if any(priorities) and self.config.scheduler.policy != SchedulingPolicy.PRIORITY:
             raise RequestError(
@@ -224,24 +284,17 @@ class LLM:
         checked: list[Checked] = []
         for index, (prompt, one_params, one_priority) in enumerate(zip(prompt_list, params_list, priorities)):
             try:
-                if not isinstance(one_params, SamplingParams):
-                    raise RequestError("sampling_params", f"{one_params!r} is not SamplingParams", "a SamplingParams")
-                request = self.engine.input_processor.process(
-                    str(self._num_requests + index),
-                    prompt,
-                    msgspec.structs.replace(one_params, output_kind=output_kind),
-                    priority=one_priority,
-                    cache_salt=cache_salt,
-                )
+                request = make_request(str(self._num_requests + index), prompt, one_params, one_priority)
             except RequestError as error:
                 raise error if single else _with_index(error, index) from None
             checked.append((request, split_prompt(prompt)[0]))
         self._num_requests += len(checked)
         return checked
 
-    def _run(self, checked: list[Checked]) -> Generator[RequestOutput, None, None]:
-        """Submit requests and yield their outputs until all have ended. Left early, it takes back the rest."""
-        inbox: deque[RequestOutput] = deque()
+    def _run(self, checked: list[Checked]) -> Generator[Any, None, None]:
+        """Submit requests and yield their outputs (RequestOutput, or EmbeddingOutput for a vector) until all have
+        ended. Left early, it takes back the rest."""
+        inbox: deque[Any] = deque()
         unfinished = {_external_id(request) for request, _ in checked}
         try:
             for request, prompt in checked:
@@ -249,8 +302,6 @@ class LLM:
                 try:
                     self.engine.submit(request, prompt)
                 except RequestError as error:
-                    if len(checked) == 1:
-                        raise
                     inbox.append(self.engine.refuse(request, prompt, error))
             while unfinished:
                 if not inbox:
@@ -259,6 +310,8 @@ class LLM:
                     output = inbox.popleft()
                     if output.finished:
                         unfinished.discard(output.request_id)
+                    if output.refusal is not None and len(checked) == 1:
+                        raise output.refusal
                     yield output
         finally:
             with interrupts_held_back():

@@ -1,8 +1,8 @@
 """What travels between an engine process and the client that started it, beside requests and outputs.
 
     client → engine  (ROUTER → DEALER)   kind (EngineCoreRequestType, one byte), message
-    engine → client  (DEALER → ROUTER)   secret, kind (EngineMessageType, one byte), READY or START_FAILED
-    engine → client  (PUSH → PULL)       secret, kind, OUTPUTS, UTILITY_RESULT or HEARTBEAT
+    engine → client  (DEALER → ROUTER)   secret: once, when it has connected
+    engine → client  (PUSH → PULL)       secret, kind (EngineMessageType, one byte), message
 
 The secret is made anew for every process that is started: what a stranger or a dead process sent is told apart by it.
 """
@@ -32,6 +32,7 @@ class EngineLaunch(msgspec.Struct, gc=False):
 
     config: EngineConfig
     index: int  # which of several engines it is
+    num_engines: int
     secret: bytes
     input_address: str
     output_address: str

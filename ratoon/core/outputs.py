@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ratoon.core.errors import RequestError
 from ratoon.core.wire import WireTensor
 
 
@@ -90,14 +91,20 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """What a caller gets for a pooling request."""
+    """What a caller gets for a pooling request, once, at its end."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    embedding: Any  # a numpy array, float32 [hidden], or as many of them as `dimensions` asked for
+    embedding: Any  # a numpy array, float32 [hidden], or as many as `dimensions` asked for; None if it failed
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    error: str | None = None
+    refusal: RequestError | None = None  # the engine could never serve it
+
+    @property
+    def finished(self) -> bool:
+        return True
 
 
 @dataclass(slots=True)
@@ -113,4 +120,5 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
+    refusal: RequestError | None = None  # the engine could never serve it; `error` says the same as text
     kv_transfer_params: dict[str, object] | None = field(default=None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Protocol
 
 from ratoon.core.config import EngineConfig, ModelConfig
+from ratoon.core.errors import ConfigError
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.worker import Worker, WorkerFacts
@@ -21,7 +24,27 @@ class Executor(Protocol):
 
     def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput: ...
 
+    def sleep(self, level: int) -> None:
+        """Give memory back: the KV cache, and from level 2 on the weights. Nothing is executed until `wake_up`."""
+
+    def wake_up(self) -> None: ...
+
     def shutdown(self) -> None: ...
+
+
+ExecutorClass = Callable[[EngineConfig, ModelConfig, TensorSource, StartupTimer], Executor]
+
+
+def executor_class(name: str) -> ExecutorClass:
+    """The class that a config names: "uniproc", or "module:Class" for one from elsewhere."""
+    if name == "uniproc":
+        return UniProcExecutor
+    module_name, _, class_name = name.partition(":")
+    try:
+        found: ExecutorClass = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("executor", f"{name!r} can't be loaded ({error})", 'uniproc, or "module:Class"') from None
+    return found
 
 
 class UniProcExecutor:
@@ -34,6 +57,12 @@ class UniProcExecutor:
 
     def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
         return self._worker.sample_tokens(grammar)
+
+    def sleep(self, level: int) -> None:
+        self._worker.sleep(level)
+
+    def wake_up(self) -> None:
+        self._worker.wake_up()
 
     def shutdown(self) -> None:
         del self._worker

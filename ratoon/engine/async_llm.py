@@ -1,51 +1,354 @@
 """AsyncLLM: many callers on one event loop, one engine behind them, in processes of its own.
 
-It hands requests over, and one task takes what comes back and gives it to whoever waits for it. Input and output
-processing are the synchronous engine's own; how engine processes live, die and come back is the client's.
+It checks requests, hands them over and yields what comes back. Input and output processing are the synchronous engine's
+own; who waits for what is kept by the OutputHandler; how engine processes live, die and come back is the client's.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Unpack
 
-from ratoon.core.config import EngineConfig
-from ratoon.core.health import Health
-from ratoon.core.messages import EngineReady
+import msgspec
+
+from ratoon.core.config import SchedulingPolicy
+from ratoon.core.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
 from ratoon.core.params import PoolingParams, SamplingParams
-from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
-from ratoon.core.settings import EngineSettings
+from ratoon.core.request import EngineCoreRequest
+from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
-from ratoon.engine.input_processor import Prompt
+from ratoon.engine.client_interface import AsyncEngineClient
+from ratoon.engine.input_processor import InputProcessor, Prompt, default_sampling_params, split_prompt
+from ratoon.engine.output_collector import OutputCollector
+from ratoon.engine.output_handler import OutputHandler
+from ratoon.engine.output_processor import OutputProcessor
+from ratoon.models.tokenizer import LONG_TEXT, Tokenizer
+from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
     from ratoon.models.source import ModelSource
-    from ratoon.models.tokenizer import Tokenizer
+    from ratoon.observe.metrics import EngineMetrics
+
+__all__ = ["AsyncEngineClient", "AsyncLLM"]
+
+DRAIN_POLL = 0.02  # seconds
 
 
-class AsyncEngineClient(Protocol):
-    """What AsyncLLM needs of the way to the engine cores."""
+class AsyncLLM:
+    """A model and engines for it, for use with asyncio.
 
-    ready: EngineReady  # of the first engine; set once `start` has returned
+        async with AsyncLLM("smollm2-135m") as llm:
+            async for output in llm.generate("One prompt.", SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    Takes the model and the settings that LLM takes. All methods belong on the event loop that `start` ran on.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        num_replicas: int = 1,  # engines with the same model, among which requests are shared out
+        seed: int | None = None,  # of requests that bring none of their own; None: another one every time
+        skip_tokenizer: bool = False,  # work with token ids alone
+        metrics: EngineMetrics | None = None,
+        client: AsyncEngineClient | None = None,  # in the place of engine processes
+        startup_timer: StartupTimer | None = None,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        """Checks the settings (ConfigError); `start` does the rest."""
+        if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
+            raise ConfigError("num_replicas", f"{num_replicas!r} is out of range", "a whole number of at least 1")
+        self.config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
+        self.metrics = metrics
+        self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
+        self._num_replicas = num_replicas
+        self._seed = seed
+        self._skip_tokenizer = skip_tokenizer
+        self._tokenizer: Tokenizer | None = None
+        self._client = client
+        self._handler: OutputHandler | None = None  # from the start to the end
+        self._ended = False
+        self._drain_until = math.inf
+        self._shutdown_lock = asyncio.Lock()
+
+    # ---- beginning and end ----
 
     async def start(self) -> None:
-        """Start the engine processes and wait until they are ready. Raises what made one fail (ConfigError, …)."""
+        """Start engine and tokenizer, side by side. ModelError: the model can't be read; ConfigError: it can't run with
+        these settings; EngineError: an engine process failed."""
+        if self._ended:
+            raise EngineError("the engine has ended: build another AsyncLLM")
+        if self._handler is not None:
+            return
+        client = self._client
+        if client is None:
+            from ratoon.engine.async_client import make_async_client
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a request over; never waits. What is wrong with it comes back as an output with `refusal`.
-        EngineDeadError once the engine is given up."""
+            client = self._client = make_async_client(self.config, self._num_replicas, self.startup_timer)
+        starting = asyncio.create_task(client.start())
+        try:
+            await asyncio.gather(starting, asyncio.to_thread(self._load_model))
+            if self._ended:
+                raise EngineError("the engine was shut down while it started")
+        except BaseException:
+            self._ended = True
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await client.shutdown()
+            raise
+        self._serve(client)
+        self.startup_timer.finish()
 
-    def abort_requests(self, request_ids: list[str]) -> None: ...
+    def _load_model(self) -> None:
+        """All that the front end knows of the model. Weights, and torch with them, are the engine's."""
+        from ratoon.models.source import resolve_model
 
-    async def get_outputs(self) -> EngineCoreOutputs:
-        """The next step's outputs, of whichever engine. EngineDeadError once the engine is given up."""
-        ...
+        self.source: ModelSource = resolve_model(self.config.model)
+        if not self._skip_tokenizer:
+            self._tokenizer = self.source.load_tokenizer()
 
-    async def call_utility(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a utility on every engine; their results, in the engines' order."""
-        ...
+    def _serve(self, client: AsyncEngineClient) -> None:
+        defaults = self.source.generation_defaults
+        self.config = self.config.with_(max_model_len=client.ready.max_model_len)
+        self._default_params = default_sampling_params(defaults)
+        self._input_processor = InputProcessor(
+            self.source.config,
+            self._tokenizer,
+            defaults,
+            self.config.max_model_len,
+            self.config.max_logprobs,
+            self._seed,
+        )
+        self._handler = OutputHandler(client, OutputProcessor(self._tokenizer, metrics=self.metrics), self.metrics)
+        if self.metrics is not None:
+            self.metrics.watch(client.health)
 
-    def health(self) -> Health: ...
+    async def shutdown(self, drain_seconds: float = 0.0) -> None:
+        """Take no more requests, wait so long for those under way, abort the rest, end the engine processes.
 
-    async def shutdown(self) -> None: ...
+        May be called again; a call that is less patient shortens the wait of one that is under way.
+        """
+        self._ended = True
+        self._drain_until = min(self._drain_until, time.monotonic() + drain_seconds)
+        async with self._shutdown_lock:
+            handler, client = self._handler, self._client
+            if handler is None or client is None:
+                return
+            while handler.collectors and time.monotonic() < self._drain_until:
+                await asyncio.sleep(DRAIN_POLL)
+            handler.abort(list(handler.collectors))
+            await handler.stop()
+            await client.shutdown()
+            self._handler = None
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    # ---- requests ----
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        arrival_time: float | None = None,  # on the clock of time.monotonic
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a prompt, and yield outputs as the params' `output_kind` asks until one is `finished`.
+
+        RequestError is raised at the first step for a request that can't be served, and EngineDeadError when the engine
+        is gone for good. A request that fails later ends with an output that has `error` set and the finish reason
+        "error". Closing the generator, or cancelling the task that waits for it, aborts the request.
+        """
+        handler = self._running()
+        process = partial(
+            self._input_processor.process,
+            _request_id(request_id),
+            prompt,
+            self._default_params if sampling_params is None else sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+        )
+        request, collector = await self._begin(process, prompt, priority, data_parallel_rank)
+        try:
+            finished = False
+            while not finished:
+                output = await collector.get()
+                assert isinstance(output, RequestOutput)
+                if output.refusal is not None:
+                    raise output.refusal
+                finished = output.finished
+                yield output
+        finally:
+            handler.release(request, collector)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EmbeddingOutput:
+        """A prompt as a vector. RequestError if it can't be served, EngineError if it failed."""
+        handler = self._running()
+        process = partial(
+            self._input_processor.process_pooling,
+            _request_id(request_id),
+            prompt,
+            PoolingParams() if pooling_params is None else pooling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=time.monotonic(),
+        )
+        request, collector = await self._begin(process, prompt, priority, None)
+        try:
+            output = await collector.get()
+        finally:
+            handler.release(request, collector)
+        assert isinstance(output, EmbeddingOutput)
+        if output.refusal is not None:
+            raise output.refusal
+        if output.error is not None:
+            raise EngineError(output.error)
+        return output
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests, by the callers' ids: each gets a last output, with the finish reason "abort"."""
+        if self._handler is not None:
+            self._handler.abort([request_id] if isinstance(request_id, str) else request_id)
+
+    def num_unfinished_requests(self) -> int:
+        return 0 if self._handler is None else len(self._handler.collectors)
+
+    def _running(self) -> OutputHandler:
+        """The way to an engine that takes requests, or an error that says why there is none."""
+        if self._handler is not None and self._handler.dead is not None:
+            raise EngineDeadError(*self._handler.dead.args)
+        if self._ended:
+            raise EngineError("the engine is shut down")
+        if self._handler is None:
+            raise EngineError("the engine is not started")
+        return self._handler
+
+    def _verify_placement(self, priority: int, data_parallel_rank: int | None) -> None:
+        if priority and self.config.scheduler.policy != SchedulingPolicy.PRIORITY:
+            raise RequestError(
+                "priority", "has no meaning first come, first served", 'start the engine with policy="priority"'
+            )
+        if data_parallel_rank is not None and data_parallel_rank not in range(self._num_replicas):
+            raise RequestError(
+                "data_parallel_rank", f"{data_parallel_rank!r} is no engine", f"from 0 to {self._num_replicas - 1}"
+            )
+
+    async def _begin(
+        self,
+        process: Callable[[], EngineCoreRequest],
+        prompt: Prompt,
+        priority: int,
+        data_parallel_rank: int | None,
+    ) -> tuple[EngineCoreRequest, OutputCollector]:
+        """Check a request and hand it over. Whatever is raised, nothing of it is left behind."""
+        try:
+            self._verify_placement(priority, data_parallel_rank)
+            text, token_ids = split_prompt(prompt)
+            if token_ids is None and text is not None and len(text) > LONG_TEXT:
+                request = await asyncio.to_thread(process)  # the event loop has others to serve
+            else:
+                request = process()
+            request.data_parallel_rank = data_parallel_rank
+            return request, self._running().submit(request, text)  # asked again: much may have happened in a thread
+        except RequestError:
+            if self.metrics is not None:
+                self.metrics.record_refused()
+            raise
+
+    # ---- the model and the engine ----
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_variables: Any) -> dict[str, Any]:
+        """A conversation as a prompt for `generate`, through the model's chat template."""
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, **template_variables)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("tokenizer", "was not loaded", "start the engine without skip_tokenizer")
+        return self._tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer is not None and self.source.chat_template is not None
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without params uses: the model's generation defaults over ours."""
+        return self._default_params.clone()
+
+    def describe(self) -> dict[str, Any]:
+        """The resolved settings and the memory figures, of the first engine."""
+        assert self._client is not None
+        return dict(self._client.ready.description)
+
+    def health(self) -> Health:
+        if self._client is None:
+            return Health([EngineHealth(index, EngineState.STARTING) for index in range(self._num_replicas)])
+        return self._client.health()
+
+    async def pause(self) -> None:
+        """No further step until `resume`. Requests keep their places, and new ones queue up."""
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes. False: requests are under way in an engine, and there nothing was changed."""
+        return all(await self._call("reset_prefix_cache"))
+
+    async def stats(self) -> list[SchedulerStats]:
+        """One for each engine."""
+        return [msgspec.convert(figures, SchedulerStats) for figures in await self._call("stats")]
+
+    async def start_profile(self) -> None:
+        await self._call("start_profile")
+
+    async def stop_profile(self) -> list[str]:
+        """The paths of the traces, one for each engine."""
+        return await self._call("stop_profile")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back while nobody asks anything: the KV cache (1), the weights as well (2)."""
+        await self._call("sleep", level)
+
+    async def wake_up(self) -> None:
+        await self._call("wake_up")
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        self._running()
+        assert self._client is not None
+        return await self._client.call_utility(method, *arguments)
+
+
+def _request_id(asked: str | None) -> str:
+    """One that nobody can guess, for who brings none: an id is all that it takes to abort a request."""
+    return secrets.token_hex(16) if asked is None else asked

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from ratoon.core.config import EngineConfig
+from ratoon.core.errors import RequestError
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.core.stats import SchedulerStats
-from ratoon.distributed.executor import Executor
 from ratoon.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from ratoon.distributed.executor import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +24,8 @@ class EngineCore:
         facts = executor.facts
         self.scheduler = Scheduler(config.scheduler, config.cache, facts.kv_config, facts.max_model_len)
         self._pending: list[EngineCoreOutput] = []  # outputs that no step brought: aborts
+        self.paused = False
+        self.asleep = False
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """RequestError when it can never be served; nothing is kept of it then."""
@@ -31,8 +37,14 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._pending) or self.scheduler.has_requests()
 
+    @property
+    def can_step(self) -> bool:
+        """Is there something to do, and is it wanted now?"""
+        return self.has_work() and not self.paused and not self.asleep
+
     def step(self) -> EngineCoreOutputs:
-        """One turn. An exception while executing fails the requests of this step, and the engine goes on."""
+        """One turn. An exception while executing fails the request that it belongs to, and the engine goes on: if there
+        are several in the step, each is tried alone to find out."""
         outputs, self._pending = self._pending, []
         if self.scheduler.has_requests():
             plan = self.scheduler.schedule()
@@ -41,8 +53,9 @@ class EngineCore:
                 result = self.executor.sample_tokens(None)
             except Exception as error:
                 logger.exception("a step failed")
-                message = f"{type(error).__name__}: {error}"
-                outputs += self.scheduler.fail_requests(list(plan.num_scheduled_tokens), message)
+                if not self.scheduler.try_apart(plan):
+                    message = f"{type(error).__name__}: {error}"
+                    outputs += self.scheduler.fail_requests(list(plan.num_scheduled_tokens), message)
             else:
                 outputs += self.scheduler.update_from_output(plan, result)
         return EngineCoreOutputs(outputs, self.scheduler.stats())
@@ -53,6 +66,34 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def pause(self) -> None:
+        """Take no further step. Requests keep their place and their memory, and new ones queue up."""
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back while nobody needs it: the KV cache (1), the weights as well (2)."""
+        if level not in (1, 2):
+            raise RequestError("level", f"{level!r} is unknown", "1: free the KV cache; 2: free the weights as well")
+        if self.asleep:
+            return
+        if self.scheduler.has_unfinished_requests():
+            raise RequestError("sleep", "requests are under way", "wait for their end, or abort them")
+        if self.scheduler.has_requests():
+            self.step()  # rows of ended requests that the runner should still drop
+        if not self.scheduler.reset_prefix_cache():
+            raise RequestError("sleep", "blocks of the KV cache are held", "wait for what holds them")
+        self.executor.sleep(level)
+        self.asleep = True
+
+    def wake_up(self) -> None:
+        """Take the memory again; requests that came meanwhile are answered."""
+        if self.asleep:
+            self.executor.wake_up()
+            self.asleep = False
 
     def shutdown(self) -> None:
         self.executor.shutdown()

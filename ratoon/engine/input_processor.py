@@ -18,7 +18,7 @@ import msgspec
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError
-from ratoon.core.params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from ratoon.core.params import MAX_LOGPROBS, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.observe.logging import get_logger
 
@@ -47,6 +47,7 @@ class InputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
+        self._hidden_size = model_config.hidden_size
         self._max_model_len = model_config.max_position if max_model_len is None else max_model_len
         self._max_logprobs = max_logprobs
         self._random = random.Random(seed)  # for the seeds of requests that bring none
@@ -65,14 +66,9 @@ class InputProcessor:
     ) -> EngineCoreRequest:
         if arrival_time is None:
             arrival_time = self._clock()
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError("request_id", f"{request_id!r} is not an id", "text of at least one character")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError("priority", f"{priority!r} is not a whole number", "lower goes first; 0 is usual")
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise RequestError("cache_salt", f"{cache_salt!r} is not a salt", "text of at least one character, or None")
+        _verify_envelope(request_id, priority, cache_salt)
         self.verify_params(params)
-        token_ids = self._tokenize(prompt)
+        token_ids = self._tokenize(prompt, num_places=1)  # for the first new token
         return EngineCoreRequest(
             request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=token_ids,
@@ -82,6 +78,32 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             external_id=request_id,
+        )
+
+    def process_pooling(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        cache_salt: str | None = None,
+    ) -> EngineCoreRequest:
+        """A request for the prompt's vector. Nothing is generated, so the prompt may fill the model's whole length."""
+        if arrival_time is None:
+            arrival_time = self._clock()
+        _verify_envelope(request_id, priority, cache_salt)
+        self.verify_pooling_params(pooling_params)
+        return EngineCoreRequest(
+            request_id=f"{request_id}-{_random_suffix()}",
+            prompt_token_ids=self._tokenize(prompt, num_places=0),
+            sampling_params=SamplingParams(max_tokens=1, detokenize=False),  # the field is not optional
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+            external_id=request_id,
+            pooling_params=pooling_params,
         )
 
     def verify_params(self, params: SamplingParams) -> None:
@@ -104,6 +126,17 @@ class InputProcessor:
             if params.bad_words:
                 raise RequestError("bad_words", "words need a tokenizer, and none is loaded", "use logit_bias")
 
+    def verify_pooling_params(self, params: PoolingParams) -> None:
+        if not isinstance(params, PoolingParams):
+            raise RequestError("pooling_params", f"{type(params).__name__} is not PoolingParams", "a PoolingParams")
+        params.verify()
+        if params.dimensions is not None and params.dimensions > self._hidden_size:
+            raise RequestError(
+                "dimensions",
+                f"{params.dimensions} is more than the model's vectors have",
+                f"a whole number from 1 to {self._hidden_size}",
+            )
+
     def _verify_vocabulary(self, field: str, token_ids: Iterable[int] | None) -> None:
         for token in token_ids or ():
             if not 0 <= token < self._vocab_size:
@@ -111,7 +144,8 @@ class InputProcessor:
                     field, f"token id {token} is not in the vocabulary", f"ids from 0 to {self._vocab_size - 1}"
                 )
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
+    def _tokenize(self, prompt: Prompt, num_places: int) -> list[int]:
+        """The prompt's tokens, which must leave this many places of the model's length free."""
         text, token_ids = split_prompt(prompt)
         if token_ids is not None:
             field, checked = "prompt_token_ids", self._verify_token_ids(token_ids)
@@ -120,11 +154,12 @@ class InputProcessor:
             field, checked = "prompt", self._encode(text)
         if not checked:
             raise RequestError(field, "is empty", "at least one token")
-        longest = self._max_model_len - 1  # one place is for the first new token
+        longest = self._max_model_len - num_places
         if len(checked) > longest:
             raise RequestError(
                 field,
-                f"has {len(checked)} tokens, and at most {longest} leave room (max_model_len is {self._max_model_len})",
+                f"has {len(checked)} tokens, and at most {longest} {'leave room' if num_places else 'fit'} "
+                f"(max_model_len is {self._max_model_len})",
                 "shorten it, or start the engine with a greater max_model_len if the model can do it",
             )
         return checked
@@ -207,6 +242,16 @@ class InputProcessor:
                 if token_ids:
                     sequences[token_ids] = None
         return [list(token_ids) for token_ids in sequences]
+
+
+def _verify_envelope(request_id: str, priority: int, cache_salt: str | None) -> None:
+    """What every kind of request brings beside its prompt."""
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError("request_id", f"{request_id!r} is not an id", "text of at least one character")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError("priority", f"{priority!r} is not a whole number", "lower goes first; 0 is usual")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise RequestError("cache_salt", f"{cache_salt!r} is not a salt", "text of at least one character, or None")
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:

@@ -6,23 +6,14 @@ It serves one caller on one thread. Lists of prompts, progress and chat template
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from ratoon.core.errors import EngineError, RequestError
-from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import SamplingParams
-from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
+from ratoon.core.request import EngineCoreRequest
+from ratoon.engine.client_interface import EngineClient
 from ratoon.engine.input_processor import InputProcessor, Prompt, split_prompt
 from ratoon.engine.output_processor import OutputProcessor
-
-
-class EngineClient(Protocol):
-    """What is needed of the way to the engine core, wherever that runs."""
-
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-    def abort_requests(self, request_ids: list[str]) -> None: ...
-    def get_output(self) -> EngineCoreOutputs: ...
-    def has_work(self) -> bool: ...
+from ratoon.engine.request_state import Output
 
 
 class LLMEngine:
@@ -50,22 +41,23 @@ class LLMEngine:
         self.submit(request, split_prompt(prompt)[0])
 
     def submit(self, request: EngineCoreRequest, prompt: str | None) -> None:
-        """Hand over a request that was processed before. RequestError: the engine refused it."""
+        """Hand over a request that was processed before. RequestError: the engine refused it. An engine in another
+        process refuses it later: a step then brings an output with `refusal`."""
         self.output_processor.add_request(request, prompt)
         try:
             self.client.add_request(request)
         except Exception as error:
-            self.output_processor.fail_request(request.external_id or request.request_id, str(error))
+            self.output_processor.fail_request(request.external_id or request.request_id, error)
             raise
 
-    def refuse(self, request: EngineCoreRequest, prompt: str | None, error: RequestError) -> RequestOutput:
-        """The output of a request that the engine did not take."""
+    def refuse(self, request: EngineCoreRequest, prompt: str | None, error: RequestError) -> Output:
+        """The output of a request that the engine did not take, as if a step had brought it."""
         self.output_processor.add_request(request, prompt)
-        output = self.output_processor.fail_request(request.external_id or request.request_id, str(error))
+        output = self.output_processor.fail_request(request.external_id or request.request_id, error)
         assert output is not None
         return output
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Output]:
         """Run one step and return what it brought for callers."""
         if not self.client.has_work():
             if self.has_unfinished_requests():
@@ -76,7 +68,7 @@ class LLMEngine:
             self.client.abort_requests(to_abort)
         return outputs
 
-    def abort_request(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+    def abort_request(self, request_ids: Iterable[str]) -> list[Output]:
         """Take requests back, by the caller's ids; those that are unknown or finished are passed over."""
         outputs, internal_ids = self.output_processor.abort_requests(request_ids)
         if internal_ids:

@@ -1,95 +1,53 @@
-"""Engine outputs to what callers get: text, stop strings, log-probabilities, choices put together, times.
+"""Engine outputs to what callers get, for every request that is under way on this side of the engine.
 
-It knows every request that is under way on this side of the engine. It never talks to the engine: what must be ended
-there, because a stop string ended it here, it returns as ids.
+It never talks to the engine: what must be ended there, because it ended here first (at a stop string, say), it returns
+as ids. What becomes of one request is worked out by its RequestState.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import RequestError
-from ratoon.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from ratoon.core.params import RequestOutputKind, SamplingParams
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from ratoon.engine.detokenizer import Detokenizer, make_detokenizer
-from ratoon.engine.logprobs import PromptLogprobsCollector, SampleLogprobsCollector
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.engine.request_state import Output, RequestState, make_request_state
+from ratoon.observe.logging import get_logger
 
+if TYPE_CHECKING:
+    from ratoon.observe.metrics import EngineMetrics
 
-@dataclass(slots=True)
-class ChoiceState:
-    """One of a request's n choices."""
-
-    index: int
-    detokenizer: Detokenizer
-    logprobs: SampleLogprobsCollector | None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    num_tokens_delivered: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass(slots=True)
-class RequestState:
-    request_id: str  # the internal one
-    external_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    metrics: RequestMetrics
-    choices: list[ChoiceState]
-    prompt_logprobs: PromptLogprobsCollector | None
-    prompt_logprobs_delivered: bool = False
-    num_cached_tokens: int | None = None
-    error: str | None = None
-    changed: set[int] = field(default_factory=set)  # choices with something new in this step
-
-    @property
-    def finished(self) -> bool:
-        return all(choice.finished for choice in self.choices)
-
-    def abort_id(self, choice: ChoiceState) -> str:
-        """What the engine calls this choice alone."""
-        return self.request_id if len(self.choices) == 1 else f"{self.request_id}#{choice.index}"
+logger = get_logger(__name__)
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Any | None, clock: Callable[[], float] = time.monotonic) -> None:
+    """Requests go in by `add_request`; `process_outputs`, `abort_requests` and `fail_request` give their outputs.
+
+    A generating request gives RequestOutputs, one or many as its `output_kind` asks. A pooling request gives one
+    EmbeddingOutput, when it ends; if it failed, `error` is set and `embedding` is None. Both stand in the same list:
+    `request_id` says whose they are, `finished` that nothing more will come. What the engine refused has `refusal`, the
+    RequestError that a caller should get; `error` says the same as text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: EngineMetrics | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
+        self._metrics = metrics
         self._states: dict[str, RequestState] = {}  # by internal id
         self._internal_ids: dict[str, str] = {}  # by the caller's id
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None) -> None:
-        external_id = request.external_id if request.external_id is not None else request.request_id
-        if external_id in self._internal_ids:
-            raise RequestError("request_id", f"{external_id!r} is in use", "an id that no unfinished request has")
-        params = request.sampling_params
-        choices = [
-            ChoiceState(
-                index=index,
-                detokenizer=make_detokenizer(self._tokenizer, request.prompt_token_ids, params),
-                logprobs=None if params.logprobs is None else SampleLogprobsCollector(self._tokenizer),
-            )
-            for index in range(params.n)
-        ]
-        self._internal_ids[external_id] = request.request_id
-        self._states[request.request_id] = RequestState(
-            request_id=request.request_id,
-            external_id=external_id,
-            prompt=prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            params=params,
-            metrics=RequestMetrics(arrival_time=request.arrival_time),
-            choices=choices,
-            prompt_logprobs=None if params.prompt_logprobs is None else PromptLogprobsCollector(self._tokenizer),
-        )
+        state = make_request_state(request, prompt, self._tokenizer)
+        if state.external_id in self._internal_ids:
+            raise RequestError("request_id", f"{state.external_id!r} is in use", "an id that no unfinished request has")
+        self._internal_ids[state.external_id] = state.request_id
+        self._states[state.request_id] = state
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._states)
@@ -100,146 +58,111 @@ class OutputProcessor:
     def internal_id(self, external_id: str) -> str | None:
         return self._internal_ids.get(external_id)
 
-    def process_outputs(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
-        """What callers get for this step, and the ids that the engine should abort: a stop string ended them."""
+    def process_outputs(self, outputs: EngineCoreOutputs) -> tuple[list[Output], list[str]]:
+        """What callers get for this step, and the ids that the engine should abort: they ended here alone.
+
+        Whatever goes wrong here with one request ends that request, with an error, and no other.
+        """
         now = self._clock()
         touched: dict[str, RequestState] = {}
+        results: list[Output] = []
         to_abort: list[str] = []
         for output in outputs.outputs:
             state = self._states.get(output.request_id)
             # The engine may have been a step ahead of an abort: what it still sends is nobody's.
             if state is None or output.choice >= len(state.choices) or state.choices[output.choice].finished:
                 continue
-            touched[state.request_id] = state
             choice = state.choices[output.choice]
-            self._update(state, choice, output, now)
+            try:
+                state.take(choice, output, now)
+            except Exception as error:
+                touched.pop(state.request_id, None)
+                results.append(self._give_up(state, error, now))
+                to_abort.append(state.request_id)
+                continue
+            touched[state.request_id] = state
             if choice.finished and not output.finished:
                 to_abort.append(state.abort_id(choice))
-        results = []
         for state in touched.values():
-            _end_choices_that_never_began(state)
-            result = self._deliver(state, now)
+            try:
+                state.end_choices_that_never_began()
+                result = self._deliver(state, now)
+            except Exception as error:
+                result = self._give_up(state, error, now)
+                to_abort.append(state.request_id)
             if result is not None:
                 results.append(result)
         return results, to_abort
 
-    def abort_requests(self, external_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
+    def abort_requests(self, external_ids: Iterable[str]) -> tuple[list[Output], list[str]]:
         """End requests here. Returns their last outputs, and the ids to abort in the engine."""
         return self._end(external_ids, FinishReason.ABORT, None)
 
-    def fail_request(self, external_id: str, error: str) -> RequestOutput | None:
-        """End a request that the engine could not take or carry out."""
+    def fail_request(self, external_id: str, error: Exception) -> Output | None:
+        """End a request that the engine could not take or carry out; a RequestError becomes its `refusal`."""
         results, _ = self._end([external_id], FinishReason.ERROR, error)
         return results[0] if results else None
 
     def _end(
-        self, external_ids: Iterable[str], reason: FinishReason, error: str | None
-    ) -> tuple[list[RequestOutput], list[str]]:
-        results, internal_ids = [], []
+        self, external_ids: Iterable[str], reason: FinishReason, error: Exception | None
+    ) -> tuple[list[Output], list[str]]:
+        results: list[Output] = []
+        internal_ids = []
         now = self._clock()
         for external_id in external_ids:
             state = self._states.get(self._internal_ids.get(external_id, ""))
             if state is None:
                 continue
-            state.error = state.error or error
-            for choice in state.choices:
-                if not choice.finished:
-                    _finish(choice, reason)
-                    state.changed.add(choice.index)
             internal_ids.append(state.request_id)
-            result = self._deliver(state, now)
+            try:
+                state.end(reason, error)
+                result = self._deliver(state, now)
+            except Exception as failure:
+                result = self._give_up(state, failure, now)
             if result is not None:
                 results.append(result)
         return results, internal_ids
 
-    def _update(self, state: RequestState, choice: ChoiceState, output: EngineCoreOutput, now: float) -> None:
-        if state.num_cached_tokens is None:
-            state.num_cached_tokens = output.num_cached_tokens
-        if output.prompt_logprobs and state.prompt_logprobs is not None:
-            state.prompt_logprobs.add(output.prompt_logprobs)
-        if output.error is not None and state.error is None:
-            state.error = output.error
-        if output.new_token_ids:
-            self._take_tokens(state, choice, output, now)
-        if output.finish_reason is not None and not choice.finished:
-            choice.stop_reason = output.stop_reason
-            _finish(choice, output.finish_reason)
-        if output.new_token_ids or choice.finished:
-            state.changed.add(choice.index)
-
-    def _take_tokens(self, state: RequestState, choice: ChoiceState, output: EngineCoreOutput, now: float) -> None:
-        if state.metrics.first_token_time is None:
-            state.metrics.first_token_time = now
-        num_before = len(choice.detokenizer.token_ids)
-        ended_by_token = output.finish_reason == FinishReason.STOP
-        stop_string = choice.detokenizer.update(output.new_token_ids, ended_by_token)
-        num_new = len(choice.detokenizer.token_ids) - num_before
-        state.metrics.num_generation_tokens += num_new
-        if output.new_logprobs is not None and choice.logprobs is not None:
-            choice.logprobs.add(output.new_logprobs, num_new)
-        if stop_string is not None:
-            choice.finish_reason = FinishReason.STOP
-            choice.stop_reason = stop_string
-
-    def _deliver(self, state: RequestState, now: float) -> RequestOutput | None:
+    def _deliver(self, state: RequestState, now: float) -> Output | None:
         """The caller's output for what changed, if there is one to give; forget the request once it is finished."""
+        if self._metrics is not None and state.num_new_tokens:
+            self._measure_tokens(self._metrics, state, now)
+        state.num_new_tokens = 0
         finished = state.finished
         if finished:
             state.metrics.finished_time = now
-            del self._states[state.request_id]
-            del self._internal_ids[state.external_id]
-        kind = state.params.output_kind
-        if not state.changed or (kind == RequestOutputKind.FINAL_ONLY and not finished):
-            state.changed.clear()
-            return None
-        delta = kind == RequestOutputKind.DELTA
-        shown = [choice for choice in state.choices if not delta or choice.index in state.changed]
-        state.changed.clear()
-        prompt_logprobs = None
-        if state.prompt_logprobs is not None and not (delta and state.prompt_logprobs_delivered):
-            prompt_logprobs = state.prompt_logprobs.logprobs
-            state.prompt_logprobs_delivered = True
-        return RequestOutput(
-            request_id=state.external_id,
-            prompt=state.prompt,
-            prompt_token_ids=state.prompt_token_ids,
-            outputs=[_completion_output(choice, delta) for choice in shown],
-            finished=finished,
-            prompt_logprobs=prompt_logprobs,
-            metrics=state.metrics,
-            num_cached_tokens=state.num_cached_tokens,
-            error=state.error,
-        )
+        result = state.next_output(finished)
+        if finished:
+            self._forget(state)
+        return result
 
+    def _give_up(self, state: RequestState, error: Exception, now: float) -> Output:
+        logger.error("request %s failed in the front end", state.external_id, exc_info=error)
+        state.error = f"{type(error).__name__}: {error}"
+        state.metrics.finished_time = now
+        result = state.last_output()
+        self._forget(state)
+        return result
 
-def _finish(choice: ChoiceState, reason: FinishReason) -> None:
-    choice.finish_reason = reason
-    stop_string = choice.detokenizer.finish()
-    if stop_string is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-        choice.finish_reason = FinishReason.STOP
-        choice.stop_reason = stop_string
+    def _forget(self, state: RequestState) -> None:
+        del self._states[state.request_id]
+        del self._internal_ids[state.external_id]
+        if self._metrics is not None:
+            self._measure_end(self._metrics, state)
 
+    def _measure_tokens(self, metrics: EngineMetrics, state: RequestState, now: float) -> None:
+        if state.last_token_time is None:
+            metrics.record_first_token(now - state.metrics.arrival_time, len(state.prompt_token_ids))
+        else:
+            metrics.record_next_token(now - state.last_token_time)
+        state.last_token_time = now
+        metrics.record_generated(state.num_new_tokens)
 
-def _end_choices_that_never_began(state: RequestState) -> None:
-    """Choices are forked from the first when the prompt is done. If that one failed before, there will be no others."""
-    first = state.choices[0]
-    if first.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT) or first.detokenizer.token_ids:
-        return
-    for choice in state.choices[1:]:
-        if not choice.finished and not choice.detokenizer.token_ids:
-            _finish(choice, first.finish_reason)
-            state.changed.add(choice.index)
-
-
-def _completion_output(choice: ChoiceState, delta: bool) -> CompletionOutput:
-    start = choice.num_tokens_delivered if delta else 0
-    choice.num_tokens_delivered = len(choice.detokenizer.token_ids)
-    return CompletionOutput(
-        index=choice.index,
-        text=choice.detokenizer.next_text(choice.finished, delta),
-        token_ids=choice.detokenizer.token_ids[start:],
-        cumulative_logprob=None if choice.logprobs is None else choice.logprobs.cumulative_logprob,
-        logprobs=None if choice.logprobs is None else choice.logprobs.logprobs[start:],
-        finish_reason=None if choice.finish_reason is None else str(choice.finish_reason),
-        stop_reason=choice.stop_reason,
-    )
+    def _measure_end(self, metrics: EngineMetrics, state: RequestState) -> None:
+        if state.refusal is not None:
+            metrics.record_refused()
+            return
+        if state.pooled is not None:
+            metrics.record_vector(len(state.prompt_token_ids))
+        longest = max(len(choice.detokenizer.token_ids) for choice in state.choices)
+        metrics.record_end(str(state.finish_reason), state.metrics, len(state.prompt_token_ids), longest)

@@ -20,10 +20,20 @@ class KVTensors:
     ) -> None:
         prices = {group.spec.bytes_per_block for group in config.groups}
         assert len(prices) == 1, "groups share tensors, so their blocks must be of one size"
+        self._config = config
+        self._shape = backend.kv_shape(config.num_blocks, config.groups[0].spec)
+        self._dtype = dtype
+        self._device = device
+        self._tensors: list[torch.Tensor] = []
+        self.group_of_layer = {layer: number for number, group in enumerate(config.groups) for layer in group.layers}
+        self.of_layer: dict[int, torch.Tensor] = {}
+        self.allocate()
+
+    def allocate(self) -> None:
+        config = self._config
         num_tensors = max(len(group.layers) for group in config.groups)
-        shape = backend.kv_shape(config.num_blocks, config.groups[0].spec)
         try:
-            self._tensors = [_zeros(shape, dtype, device) for _ in range(num_tensors)]
+            self._tensors = [_zeros(self._shape, self._dtype, self._device) for _ in range(num_tensors)]
         except (RuntimeError, MemoryError) as error:  # torch's and numpy's ways of saying that memory ran out
             wanted = config.num_blocks * config.bytes_per_block
             raise ConfigError(
@@ -31,12 +41,13 @@ class KVTensors:
                 f"{config.num_blocks} blocks of {config.bytes_per_block:,} bytes ({wanted / 2**30:.1f} GiB) don't fit",
                 "lower num_blocks, kv_memory or kv_memory_fraction",
             ) from error
-        self.group_of_layer: dict[int, int] = {}
-        self.of_layer: dict[int, torch.Tensor] = {}
-        for number, group in enumerate(config.groups):
-            for tensor, layer in zip(self._tensors, group.layers, strict=False):
-                self.group_of_layer[layer] = number
-                self.of_layer[layer] = tensor
+        for group in config.groups:
+            self.of_layer.update(zip(group.layers, self._tensors, strict=False))
+
+    def release(self) -> None:
+        """Give the memory back. Nothing may run before `allocate`, and what the blocks held is gone."""
+        self._tensors = []
+        self.of_layer.clear()
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """Copy-on-write, in all layers. All sources are read before a target is written: a block that was freed and

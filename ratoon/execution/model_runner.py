@@ -18,6 +18,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.pooling import PoolingBranches, PoolingSpan
 from ratoon.execution.sampler import Sampler, SamplingRows, prompt_logprobs
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation
@@ -42,8 +43,10 @@ class ExecutedStep:
     """What the first phase leaves for the second. Tensors are on the device and may still be in the making."""
 
     plan: SchedulerOutput
-    hidden: torch.Tensor  # [S + P, H]: the newest token of every sampled branch, then rows for prompt log-probabilities
+    # [S + P + V, H]: the newest token of every sampled branch, rows for prompt log-probabilities, rows for vectors
+    hidden: torch.Tensor
     prompt_spans: list[PromptSpan]
+    pooling_spans: list[PoolingSpan]
 
 
 class ModelRunner:
@@ -66,6 +69,7 @@ class ModelRunner:
         self.rows = BranchRows(max_num_reqs, max_model_len, kv_config.block_size, len(kv_config.groups))
         self.sampling_rows = SamplingRows(max_num_reqs)
         self.sampler = Sampler(self.sampling_rows)
+        self.pooling = PoolingBranches()
         self.inputs = InputPreparation(self.rows, max_num_tokens, max_num_reqs, device)
         self.num_computed_tokens = 0  # rows that went through the model, since the start
         self._executed: ExecutedStep | None = None
@@ -84,24 +88,31 @@ class ModelRunner:
         inputs = self.inputs.prepare(batch_rows, num_scheduled)
         metadata = [self.backend.build_metadata(group) for group in inputs.groups]
         last_token = dict(zip(batch_ids, (inputs.cu_num_tokens - 1).tolist(), strict=True))
-        spans, wanted = self._wanted_rows(plan, last_token)
+        prompt_spans = self._prompt_spans(plan)
+        pooling_spans = self.pooling.spans(plan, last_token) if self.pooling else []
+        wanted = self._wanted_rows(plan, last_token, prompt_spans, pooling_spans)
         step = PagedStep(self.backend, self.kv, metadata)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
         self.num_computed_tokens += plan.total_num_scheduled_tokens
-        self._executed = ExecutedStep(plan, hidden, spans)
+        self._executed = ExecutedStep(plan, hidden, prompt_spans, pooling_spans)
 
     def _wanted_rows(
-        self, plan: SchedulerOutput, last_token: dict[str, int]
-    ) -> tuple[list[PromptSpan], torch.Tensor | None]:
+        self,
+        plan: SchedulerOutput,
+        last_token: dict[str, int],
+        prompt_spans: list[PromptSpan],
+        pooling_spans: list[PoolingSpan],
+    ) -> torch.Tensor | None:
         """Which rows of the step anybody reads: None when that is all of them, in order."""
-        spans = self._prompt_spans(plan)
         wanted = [last_token[req_id] for req_id in plan.sampled_req_ids]
-        for span in spans:
+        for span in prompt_spans:
             first = last_token[span.req_id] + 1 - plan.num_scheduled_tokens[span.req_id]
             wanted += range(first, first + span.count)
+        for pooled in pooling_spans:
+            wanted += range(pooled.first, pooled.first + pooled.count)
         if wanted == list(range(plan.total_num_scheduled_tokens)):
-            return spans, None
-        return spans, indices_on(self.device, wanted)
+            return None
+        return indices_on(self.device, wanted)
 
     def _prompt_spans(self, plan: SchedulerOutput) -> list[PromptSpan]:
         spans = []
@@ -122,11 +133,15 @@ class ModelRunner:
             row = self.rows.drop(req_id)
             if row is not None:
                 self.sampling_rows.remove(row)
+        if self.pooling:
+            self.pooling.drop((*plan.finished_req_ids, *plan.preempted_req_ids))
         new_ids = set()
         for new in plan.scheduled_new_reqs:
             row = self.rows.add(new)
             prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
             self.sampling_rows.add(row, new.sampling_params, new.seed, prompt, output)
+            if new.pooling_params is not None:
+                self.pooling.add(new)
             new_ids.add(new.req_id)
         for copy in plan.block_copies:
             if copy.req_id not in new_ids:  # a new branch came with the copy in its table
@@ -149,6 +164,9 @@ class ModelRunner:
             return ModelRunnerOutput()
         plan = executed.plan
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(executed))
+        if executed.pooling_spans:
+            num_rows = sum(span.count for span in executed.pooling_spans)
+            self.pooling.pool(executed.pooling_spans, executed.hidden[-num_rows:], output)
         if not plan.sampled_req_ids:
             return output
         logits = self.model.compute_logits(executed.hidden[: len(plan.sampled_req_ids)])

@@ -69,8 +69,9 @@ class Worker:
         if ops.name == "native" and backend.name != CpuAttentionBackend.name and config.attention_backend == "auto":
             reasons = "; ".join(CpuAttentionBackend.reasons_against(needs))
             logger.warning("attention runs on the slow %s backend: %s", backend.name, reasons)
+        self._build_model = lambda: build_model(model_config, tensors, ops, device, dtype, max_model_len)
         with timer.phase("load weights"), torch.inference_mode():
-            model = build_model(model_config, tensors, ops, device, dtype, max_model_len)
+            model = self._build_model()
         with timer.phase("allocate the KV cache"):
             kv_config = cut_kv_memory(config, model, dtype, device)
             self.runner = ModelRunner(
@@ -101,6 +102,20 @@ class Worker:
 
     def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
         return self.runner.sample_tokens(grammar)
+
+    def sleep(self, level: int) -> None:
+        """Level 1 gives the KV cache's memory back, level 2 the weights' too."""
+        self.runner.kv.release()
+        if level >= 2:
+            del self.runner.model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        if not hasattr(self.runner, "model"):
+            with torch.inference_mode():
+                self.runner.model = self._build_model()
+        self.runner.kv.allocate()
 
 
 def usable_cores() -> int:

@@ -9,7 +9,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.request import EngineCoreRequest
 from ratoon.memory.hashing import TOKEN_TYPECODE
 from ratoon.memory.kv_cache_manager import KVCacheManager
-from ratoon.scheduling.branch import longest_total
+from ratoon.scheduling.branch import longest_total, max_new_tokens
 
 
 def max_step_tokens(config: SchedulerConfig) -> int:
@@ -24,6 +24,7 @@ def verify_request(
 ) -> None:
     """Raise RequestError for a request that could never run to its end."""
     _verify_prompt(request, config, max_model_len)
+    _verify_pooling(request)
     _verify_resumed(request, max_model_len)
     _verify_memory(request, config, kv_cache, max_model_len)
 
@@ -38,11 +39,14 @@ def _verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_mode
         raise RequestError(
             "prompt", f"holds something that is no token id ({error})", "whole numbers of 32 bits"
         ) from None
-    if num_prompt_tokens >= max_model_len:
+    longest, reason = max_model_len - 1, ", which leaves one to generate"
+    if request.pooling_params is not None:
+        longest, reason = max_model_len, ""
+    if num_prompt_tokens > longest:
         raise RequestError(
             "prompt",
             f"has {num_prompt_tokens} tokens, sequences are limited to {max_model_len} (max_model_len)",
-            f"at most {max_model_len - 1} tokens, which leaves one to generate",
+            f"at most {longest} tokens{reason}",
         )
     if not config.enable_chunked_prefill and num_prompt_tokens > config.max_num_batched_tokens:
         raise RequestError(
@@ -51,6 +55,20 @@ def _verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_mode
             "(max_num_batched_tokens; chunked prefill is off)",
             f"at most {config.max_num_batched_tokens} tokens",
         )
+
+
+def _verify_pooling(request: EngineCoreRequest) -> None:
+    """A prompt has one vector: what belongs to generated tokens has no meaning beside it."""
+    if request.pooling_params is None:
+        return
+    request.pooling_params.verify()
+    params = request.sampling_params
+    if params.n != 1:
+        raise RequestError("n", f"is {params.n}, and a prompt has one vector", "1")
+    if params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs", "are not computed while a prompt is pooled", "None")
+    if request.resumed is not None:
+        raise RequestError("resumed", "has no meaning for a vector", "None: it is computed anew")
 
 
 def _verify_resumed(request: EngineCoreRequest, max_model_len: int) -> None:
@@ -64,7 +82,7 @@ def _verify_resumed(request: EngineCoreRequest, max_model_len: int) -> None:
     num_prompt_tokens = len(request.prompt_token_ids)
     room = longest_total(num_prompt_tokens, request.sampling_params.max_tokens, max_model_len) - num_prompt_tokens
     for index, choice in enumerate(request.resumed):
-        if not choice.token_ids:
+        if not choice.token_ids and not choice.finished:
             raise RequestError(f"resumed[{index}]", "has no token", "choices that have begun, or no `resumed` at all")
         if not choice.finished and len(choice.token_ids) >= room:
             raise RequestError(
@@ -79,7 +97,7 @@ def _verify_memory(
     else can be preempted for it. More branches than fit at a time take turns."""
     step = max_step_tokens(config)
     num_prompt_tokens = len(request.prompt_token_ids)
-    max_total = longest_total(num_prompt_tokens, request.sampling_params.max_tokens, max_model_len)
+    max_total = longest_total(num_prompt_tokens, max_new_tokens(request), max_model_len)
     if kv_cache.can_ever_fit(max_total, step):
         return
     longest = _longest_that_fits(kv_cache, step, max_total)
@@ -91,7 +109,8 @@ def _verify_memory(
     )
     if room >= 1:
         raise RequestError("max_tokens", numbers, f"max_tokens of at most {room} for this prompt, or a larger KV cache")
-    raise RequestError("prompt", numbers, f"a prompt of at most {max(longest - 1, 0)} tokens, or a larger KV cache")
+    longest_prompt = longest if request.pooling_params is not None else max(longest - 1, 0)
+    raise RequestError("prompt", numbers, f"a prompt of at most {longest_prompt} tokens, or a larger KV cache")
 
 
 def _longest_that_fits(kv_cache: KVCacheManager, step: int, too_long: int) -> int:

@@ -40,6 +40,7 @@ class Request:
         "num_prompt_tokens",
         "params",
         "params_without_prompt",
+        "pooling_params",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -51,9 +52,10 @@ class Request:
         params = request.sampling_params
         self.request_id = request.request_id
         self.params = params
+        self.pooling_params = request.pooling_params
         self.num_choices = params.n
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.max_total_tokens = longest_total(self.num_prompt_tokens, params.max_tokens, max_model_len)
+        self.max_total_tokens = longest_total(self.num_prompt_tokens, max_new_tokens(request), max_model_len)
         self.stop_token_ids = stop_tokens_of(params, request.eos_token_id)
         self.priority = request.priority
         self.arrival_time = request.arrival_time
@@ -92,6 +94,11 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Are there prompt rows that somebody asked for and that are not computed yet?"""
         return self.params.prompt_logprobs is not None and self.next_prompt_logprob < self.num_prompt_tokens
+
+    @property
+    def needs_every_prompt_row(self) -> bool:
+        """Must the whole prompt be computed, whatever the prefix cache has of it? A mean is over all its rows."""
+        return self.wants_prompt_logprobs or (self.pooling_params is not None and self.pooling_params.pooling == "mean")
 
     def fork_branch(self, choice: int) -> Branch:
         """A further choice at the end of the prompt, without memory yet."""
@@ -154,6 +161,11 @@ class Branch(TokenSequence):
 
 def branch_id_of(request_id: str, choice: int) -> str:
     return request_id if choice == 0 else f"{request_id}#{choice}"
+
+
+def max_new_tokens(request: EngineCoreRequest) -> int | None:
+    """What may be generated behind the prompt, at most; None: as much as fits."""
+    return 0 if request.pooling_params is not None else request.sampling_params.max_tokens
 
 
 def longest_total(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:

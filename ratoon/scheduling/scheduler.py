@@ -72,6 +72,7 @@ class Scheduler:
         self._reserved_ids: set[str] = set()  # branch ids of unfinished requests, those not forked yet included
         self._with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
         self._finished_rows: list[str] = []  # for the next plan
+        self._on_trial: dict[str, Request] = {}  # of a step that failed; each runs alone until it has got something
         self._num_added = 0
         self._num_preemptions = 0
         self._num_steps = 0
@@ -129,6 +130,30 @@ class Scheduler:
         """
         return self._end_requests(self._find_requests(ids), FinishReason.ERROR, message)
 
+    def try_apart(self, plan: SchedulerOutput) -> bool:
+        """A step raised, and nobody knows whose fault it was. Its requests give their memory back, and each runs alone
+        until it has got a token: the one at fault then fails alone, and the others go on. Nothing that the step may
+        have spoilt is found again. False: there is only one request in it, so it is known whose fault it was.
+
+        Call it before anything else is done with the scheduler, as with `fail_requests`.
+        """
+        requests = self._find_requests(plan.num_scheduled_tokens)
+        if len(requests) == 1:
+            return False
+        for branch_id in plan.fanout:
+            if branch_id in self._branches:
+                self._branches[branch_id].request.forked = False  # its children were not made
+        branches = [self._branches[branch_id] for branch_id in plan.num_scheduled_tokens if branch_id in self._branches]
+        for branch in branches:
+            if branch.known_to_runner:
+                self._finished_rows.append(branch.branch_id)
+            self._set_back(branch, trusted=False)
+        self.running = [branch for branch in self.running if branch.status == BranchStatus.RUNNING]
+        for branch in sorted(branches, key=self._order, reverse=True):
+            self.waiting.prepend(branch)
+        self._on_trial.update((request.request_id, request) for request in requests)
+        return True
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
@@ -141,6 +166,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan a step: running branches first, then waiting ones, then the plan."""
         step = StepDraft(self.config.max_num_batched_tokens)
+        if self._on_trial:
+            self._schedule_alone(step, next(iter(self._on_trial.values())))
+            return self._build_plan(step)
         self._schedule_running(step)
         if not step.preempted:  # memory is short: whoever comes in now would be the next to go
             self._schedule_waiting(step)
@@ -205,6 +233,22 @@ class Scheduler:
         while self.waiting and step.budget > 0 and len(self.running) < self.config.max_num_seqs:
             if not self._admit(step, self.waiting.peek()):
                 break  # nobody overtakes the first in the queue
+            self.waiting.pop()
+
+    def _schedule_alone(self, step: StepDraft, request: Request) -> None:
+        """One request, whatever its place in the order. If memory or rows are short, others give way."""
+        for branch in request.branches:
+            if step.budget <= 0:
+                return
+            if branch.status == BranchStatus.RUNNING:
+                self._schedule_with_memory(step, branch, branch.num_tokens - branch.num_computed_tokens)
+            elif branch.status != BranchStatus.FINISHED:
+                while len(self.running) >= self.config.max_num_seqs or not self._admit(step, branch):
+                    others = [other for other in self.running if other.request is not request]
+                    if not others:
+                        return
+                    self._preempt(step, max(others, key=self._order))
+                self.waiting.remove({branch})
 
     def _admit(self, step: StepDraft, branch: Branch) -> bool:
         hit_blocks, num_hit_tokens = self._find_computed_prefix(branch)
@@ -215,7 +259,6 @@ class Scheduler:
         appended = self.kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_hit_tokens)
         if appended is None:
             return False
-        self.waiting.pop()
         self.running.append(branch)
         if branch.status == BranchStatus.WAITING:  # its first time; what a resumed branch finds is its own work
             branch.num_cached_tokens = num_hit_tokens
@@ -227,8 +270,8 @@ class Scheduler:
         return True
 
     def _find_computed_prefix(self, branch: Branch) -> tuple[GroupBlocks | None, int]:
-        # Log-probabilities of the prompt need every prompt row computed, so there is nothing to look up.
-        if branch.choice == 0 and branch.request.wants_prompt_logprobs:
+        # Log-probabilities of the prompt and means over it need every prompt row computed: there is nothing to look up.
+        if branch.choice == 0 and branch.request.needs_every_prompt_row:
             return None, 0
         return self.kv_cache.get_computed_blocks(branch)
 
@@ -278,8 +321,11 @@ class Scheduler:
         if branch.num_computed_tokens < branch.num_tokens:
             branch.write_limit = 0  # the end of a prompt must come through here, for it may fork
             return
-        plan.sampled_req_ids.append(branch_id)
         request = branch.request
+        if request.pooling_params is not None:
+            plan.pooled_req_ids.append(branch_id)
+            return
+        plan.sampled_req_ids.append(branch_id)
         if not request.forked:
             request.forked = True
             plan.fanout[branch_id] = [
@@ -296,6 +342,7 @@ class Scheduler:
             seed=branch.seed,
             block_ids=self.kv_cache.block_ids(branch),
             num_computed_tokens=branch.num_computed_tokens,
+            pooling_params=branch.request.pooling_params,
         )
 
     # ---- what a step brought ----
@@ -312,9 +359,15 @@ class Scheduler:
         for branch_id, chunk in output.prompt_logprobs.items():
             self._keep_prompt_logprobs(branch_id, chunk)
         self._take_tokens(output, outputs)
+        if plan.pooled_req_ids:
+            outputs += self._take_vectors(plan, output)
         if children:
             self._place_children(children)
         outputs += self._fail_unanswered(plan, output)
+        if self._on_trial:
+            for answer in outputs:
+                if answer.new_token_ids:
+                    self._on_trial.pop(answer.request_id, None)
         return outputs
 
     def _take_tokens(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
@@ -364,6 +417,32 @@ class Scheduler:
         if finished:
             self._release(finished)
 
+    def _take_vectors(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """A pooling branch ends with its vector. One that should have got it and did not would wait for it forever."""
+        outputs: list[EngineCoreOutput] = []
+        finished: list[Branch] = []
+        missing: list[str] = []
+        for branch_id in plan.pooled_req_ids:
+            branch = self._branches.get(branch_id)
+            if branch is None or branch.num_computed_tokens != branch.num_tokens:
+                continue  # it failed or was aborted; its id may be in use again
+            vector = output.pooled.get(branch_id)
+            if vector is None:
+                missing.append(branch_id)
+                continue
+            finished.append(branch)
+            outputs.append(
+                EngineCoreOutput(
+                    branch.request_id,
+                    [],
+                    finish_reason=FinishReason.STOP,
+                    num_cached_tokens=branch.num_cached_tokens,
+                    pooled=vector,
+                )
+            )
+        self._release(finished)
+        return outputs + self.fail_requests(missing, "the runner returned no vector")
+
     def _fork_children(self, plan: SchedulerOutput) -> list[Branch]:
         """The other choices of prompts that this step has completed, each on the memory of the first."""
         children = []
@@ -395,8 +474,8 @@ class Scheduler:
         for child in reversed(queued):
             self.waiting.prepend(child)
 
-    def _set_back(self, branch: Branch) -> None:
-        self.kv_cache.free(branch)
+    def _set_back(self, branch: Branch, trusted: bool = True) -> None:
+        self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
 
@@ -492,6 +571,7 @@ class Scheduler:
         if self.requests.pop(request.request_id, None) is not None:
             self._reserved_ids.difference_update(request.branch_ids)
             self._with_prompt_logprobs.discard(request.request_id)
+            self._on_trial.pop(request.request_id, None)
 
     # ---- figures and checks ----
 
@@ -515,6 +595,7 @@ class Scheduler:
         self.kv_cache.check(self._branches.values())
         running, waiting = set(self.running), set(self.waiting)
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
+        assert self._on_trial.keys() <= self.requests.keys(), "somebody is on trial who is gone"
         assert running | waiting == set(self._branches.values()), (
             "the queues do not hold exactly the unfinished branches"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,7 +14,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from ratoon.api.llm import LLM
 from ratoon.core.errors import ModelError
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.models.embedded import find_embedded_model
 from tests.golden.engines import check_nothing_left
 
@@ -128,3 +129,14 @@ def test_the_chat_answer_is_the_text_of_those_tokens(llm: LLM, expected: list[li
     assert list(output.outputs[0].token_ids) == expected[5]
     assert output.outputs[0].text == llm.get_tokenizer().decode(expected[5]) == "The capital of France is Paris."
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_vectors_are_those_of_transformers(llm: LLM, prompts: list[list[int]], oracle: Any, pooling: str) -> None:
+    outputs = llm.embed(prompts, PoolingParams(pooling=pooling), progress=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            states = oracle.base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
+        expected = states[-1] if pooling == "last" else states.mean(axis=0)
+        np.testing.assert_allclose(output.embedding, expected / np.linalg.norm(expected), atol=1e-4, rtol=0)
+    check_nothing_left(llm)

@@ -7,12 +7,14 @@ prefix and the branch's seed, so that batching, preemption and forks must not ch
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
+from ratoon.core.wire import WireTensor
 
 GARBAGE = "garbage"
 
@@ -46,6 +48,18 @@ def reference_tokens(
     return output
 
 
+def reference_vector(prompt: list[int], params: PoolingParams) -> WireTensor:
+    """What a prompt's vector must be: a number for each row that went into it, in order."""
+    prefixes: list[int] = []
+    for token in prompt:
+        prefixes.append(extend_prefix(prefixes[-1] if prefixes else 0, token))
+    return vector_of(prefixes if params.pooling == "mean" else prefixes[-1:])
+
+
+def vector_of(numbers: list[int]) -> WireTensor:
+    return WireTensor("int64", (len(numbers),), array("q", numbers).tobytes())
+
+
 def logprobs_of(tokens: list[int]) -> LogprobsLists:
     return LogprobsLists([[token] for token in tokens], [[-float(token)] for token in tokens], [1] * len(tokens))
 
@@ -59,6 +73,8 @@ class Row:
     tables: list[list[int]]
     num_computed_tokens: int
     salt: int
+    pooling: PoolingParams | None = None
+    pooled: list[int] = field(default_factory=list)  # the prefixes of computed rows, for a mean
     prefixes: list[int] = field(default_factory=list)  # of tokens, for sampling
     contents: list[int] = field(default_factory=list)  # of tokens and salt, for the store
 
@@ -104,7 +120,10 @@ class FakeRunner:
         assert new.req_id not in self.rows, f"{new.req_id} is sent in full although the runner knows it"
         salt = self.salts[new.req_id.split("#")[0]]
         tables = [list(ids) for ids in new.block_ids]
-        row = Row([], new.num_prompt_tokens, new.sampling_params, new.seed, tables, new.num_computed_tokens, salt)
+        row = Row(
+            [], new.num_prompt_tokens, new.sampling_params, new.seed, tables, new.num_computed_tokens, salt,
+            new.pooling_params,
+        )  # fmt: skip
         row.extend(new.token_ids)
         self.rows[new.req_id] = row
 
@@ -179,10 +198,15 @@ class FakeRunner:
             chunk = self._prompt_logprobs(row, count)
             if chunk is not None:
                 result.prompt_logprobs[row_id] = chunk
+            row.pooled += row.prefixes[row.num_computed_tokens : row.num_computed_tokens + count]
             row.num_computed_tokens += count
+        for row_id in plan.pooled_req_ids:
+            row = self.rows[row_id]
+            assert row.pooling is not None and row.num_computed_tokens == len(row.token_ids)
+            result.pooled[row_id] = vector_of(row.pooled if row.pooling.pooling == "mean" else row.pooled[-1:])
         for row_id in plan.sampled_req_ids:
             row = self.rows[row_id]
-            assert row.num_computed_tokens == len(row.token_ids)
+            assert row.pooling is None and row.num_computed_tokens == len(row.token_ids)
             for child_id, seed in plan.fanout.get(row_id, []):
                 sampled.append((child_id, self._sample(row, seed)))
             tokens = self._sample(row, row.seed)

@@ -13,12 +13,13 @@ from ratoon.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import RequestError
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from ratoon.core.outputs import ModelRunnerOutput
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.plan import SchedulerOutput
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
+from ratoon.core.wire import WireTensor
 from ratoon.scheduling.branch import branch_seed
 from ratoon.scheduling.scheduler import Scheduler
-from tests.property.fake_runner import FakeRunner, reference_tokens
+from tests.property.fake_runner import FakeRunner, reference_tokens, reference_vector
 
 VOCABULARY = 6
 EOS = 5
@@ -38,7 +39,8 @@ class Load:
     aborts: dict[int, list[str]]
     mid_step_aborts: dict[int, list[str]]  # while the step runs
     raising_steps: set[int]
-    bad_rows: set[int]  # steps in which the first sampled branch has NaN logits
+    bad_rows: set[int]  # steps in which the first sampled branch has NaN logits, or the first vector a NaN
+    restarts: set[int]  # steps before which the engine dies and another one goes on
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Received:
     tokens: list[int] = field(default_factory=list)
     num_logprobs: int = 0
     prompt_positions: list[int] = field(default_factory=list)
+    pooled: WireTensor | None = None
     finish: FinishReason | None = None
 
 
@@ -79,18 +82,20 @@ def requests(draw: st.DrawFn, index: int) -> EngineCoreRequest:
         logprobs=draw(st.sampled_from([None, 0])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
     )
+    pooling = draw(st.sampled_from([None, None, None, None, "last", "mean"]))
     return EngineCoreRequest(
         f"r{index}",
         prompt,
-        params,
+        params if pooling is None else SamplingParams(max_tokens=1, detokenize=False),
         arrival_time=float(index),
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from([None, None, "a", "b"])),
+        pooling_params=None if pooling is None else PoolingParams(pooling=pooling),
     )
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> Load:
+def loads(draw: st.DrawFn, restarting: bool = False) -> Load:
     all_requests = [draw(requests(index)) for index in range(draw(st.integers(1, 10)))]
     arrivals: dict[int, list[EngineCoreRequest]] = defaultdict(list)
     for request in all_requests:
@@ -117,6 +122,7 @@ def loads(draw: st.DrawFn) -> Load:
         mid_step_aborts=draw(some_steps),
         raising_steps=set(draw(rare_steps)),
         bad_rows=set(draw(rare_steps)),
+        restarts=draw(st.sets(st.integers(1, 30), min_size=1, max_size=3)) if restarting else set(),
     )
 
 
@@ -125,17 +131,37 @@ class Drive:
 
     def __init__(self, load: Load) -> None:
         self.load = load
+        self.salts: dict[str, int] = {}
+        self.accepted: dict[str, EngineCoreRequest] = {}
+        self.received: dict[tuple[str, int], Received] = defaultdict(Received)
+        self.start()
+
+    def start(self) -> None:
+        load = self.load
         self.scheduler = Scheduler(
             load.scheduler, CacheConfig(enable_prefix_caching=load.caching), load.kv, load.max_model_len
         )
-        self.salts: dict[str, int] = {}
         self.runner = FakeRunner(load.kv, self.salts, VOCABULARY, load.burst)
-        self.accepted: dict[str, EngineCoreRequest] = {}
-        self.received: dict[tuple[str, int], Received] = defaultdict(Received)
+
+    def restart(self) -> None:
+        """All is lost but what callers have received: a new engine goes on from there."""
+        self.start()
+        for request in self.accepted.values():
+            choices = [self.received[request.request_id, choice] for choice in range(request.sampling_params.n)]
+            if all(received.finish is not None for received in choices):
+                continue
+            if any(received.tokens for received in choices):
+                event("resumed")
+                resumed = [ResumedChoice(received.tokens.copy(), received.finish is not None) for received in choices]
+                request = msgspec.structs.replace(request, resumed=resumed)
+            self.scheduler.add_request(request)
+            self.scheduler.check()
 
     def run(self) -> None:
         last_arrival = max(self.load.arrivals)
         for step in range(MAX_STEPS):
+            if step in self.load.restarts:
+                self.restart()
             for request in self.load.arrivals.get(step, []):
                 self.arrive(request)
             self.take(self.scheduler.abort_requests(self.load.aborts.get(step, [])))
@@ -166,7 +192,7 @@ class Drive:
             self.take(self.scheduler.fail_requests(plan.num_scheduled_tokens, "the device is on fire"))
             return
         self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
-        if step in self.load.bad_rows and result.req_ids:
+        if step in self.load.bad_rows and (result.req_ids or result.pooled):
             self.drop_row(result)
         self.take(self.scheduler.update_from_output(plan, result))
         if plan.preempted_req_ids:
@@ -177,10 +203,14 @@ class Drive:
             event("copied on write")
 
     def drop_row(self, result: ModelRunnerOutput) -> None:
-        bad_id = result.req_ids.pop(0)
-        result.sampled_token_ids.pop(0)
-        result.logprobs.pop(bad_id, None)
-        result.errors[bad_id] = "NaN logits"
+        if result.req_ids:
+            bad_id = result.req_ids.pop(0)
+            result.sampled_token_ids.pop(0)
+            result.logprobs.pop(bad_id, None)
+        else:
+            bad_id = next(iter(result.pooled))
+            del result.pooled[bad_id]
+        result.errors[bad_id] = "NaN"
 
     def check_limits(self, plan: SchedulerOutput) -> None:
         config = self.load.scheduler
@@ -199,6 +229,7 @@ class Drive:
             assert output.num_cached_tokens < len(self.accepted[output.request_id].prompt_token_ids)
             received.tokens += output.new_token_ids
             received.finish = output.finish_reason
+            received.pooled = output.pooled
             if output.new_logprobs is not None:
                 received.num_logprobs += len(output.new_logprobs.token_ids)
             for chunk in output.prompt_logprobs or []:
@@ -210,23 +241,52 @@ class Drive:
 def test_every_request_ends_with_the_tokens_it_would_get_alone(load: Load) -> None:
     drive = Drive(load)
     drive.run()
-    for request_id, request in drive.accepted.items():
-        params = request.sampling_params
-        prompt = request.prompt_token_ids
-        max_total = min(len(prompt) + (params.max_tokens or load.max_model_len), load.max_model_len)
-        for choice in range(params.n):
-            received = drive.received[request_id, choice]
-            seed = branch_seed(params.seed, request_id, choice)
-            expected = reference_tokens(prompt, params, seed, max_total, VOCABULARY)
-            if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
-                assert received.tokens == expected[: len(received.tokens)]
-                continue
-            assert received.tokens == expected
-            assert received.num_logprobs == (0 if params.logprobs is None else len(expected))
-            stopped = expected[-1] in params.all_stop_token_ids
-            assert received.finish == (FinishReason.STOP if stopped else FinishReason.LENGTH)
-            wanted = range(1, len(prompt)) if params.prompt_logprobs is not None and choice == 0 else []
-            assert received.prompt_positions == list(wanted)
+    check_results(drive)
+
+
+@settings(max_examples=max(300, settings.default.max_examples))
+@given(loads(restarting=True))
+def test_requests_that_go_on_in_a_new_engine_end_with_the_same_tokens_each_once(load: Load) -> None:
+    drive = Drive(load)
+    drive.run()
+    check_results(drive)
+
+
+def check_results(drive: Drive) -> None:
+    for request in drive.accepted.values():
+        if request.pooling_params is not None:
+            check_vector(request, drive.received[request.request_id, 0])
+            continue
+        for choice in range(request.sampling_params.n):
+            check_choice(request, choice, drive.received[request.request_id, choice], drive.load.max_model_len)
     assert drive.scheduler.kv_cache.usage == 0.0
     assert not drive.runner.rows, "rows that nobody told the runner to drop"
     assert drive.scheduler.reset_prefix_cache()
+
+
+def check_choice(request: EngineCoreRequest, choice: int, received: Received, max_model_len: int) -> None:
+    params = request.sampling_params
+    prompt = request.prompt_token_ids
+    max_total = min(len(prompt) + (params.max_tokens or max_model_len), max_model_len)
+    seed = branch_seed(params.seed, request.request_id, choice)
+    expected = reference_tokens(prompt, params, seed, max_total, VOCABULARY)
+    assert received.pooled is None
+    if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
+        assert received.tokens == expected[: len(received.tokens)]
+        return
+    assert received.tokens == expected
+    assert received.num_logprobs == (0 if params.logprobs is None else len(expected))
+    stopped = expected[-1] in params.all_stop_token_ids
+    assert received.finish == (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    wanted = range(1, len(prompt)) if params.prompt_logprobs is not None and choice == 0 else []
+    assert received.prompt_positions == list(wanted)
+
+
+def check_vector(request: EngineCoreRequest, received: Received) -> None:
+    assert received.tokens == []
+    if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
+        assert received.pooled is None
+        return
+    event(f"pooled: {request.pooling_params.pooling}")
+    assert received.finish == FinishReason.STOP
+    assert received.pooled == reference_vector(request.prompt_token_ids, request.pooling_params)

@@ -33,7 +33,7 @@ def client(monkeypatch, source) -> FakeClient:
     made = FakeClient()
     models, clients = ModuleType("ratoon.models.source"), ModuleType("ratoon.engine.client")
     models.resolve_model = lambda name: source
-    clients.make_client = lambda config, source, timer: made
+    clients.make_client = lambda config, source, timer, process: made
     monkeypatch.setitem(sys.modules, "ratoon.models.source", models)
     monkeypatch.setitem(sys.modules, "ratoon.engine.client", clients)
     return made

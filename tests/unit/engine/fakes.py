@@ -8,6 +8,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from ratoon.core.config import ModelConfig
+from ratoon.core.errors import RequestError
+from ratoon.core.messages import Fault
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.core.stats import SchedulerStats
 
@@ -98,12 +100,19 @@ def echo(request: EngineCoreRequest, choice: int) -> list[int]:
     return [*reversed(request.prompt_token_ids), END]
 
 
+def refusal(request: EngineCoreRequest, error: RequestError) -> EngineCoreOutput:
+    """A refusal as it comes from another process."""
+    fault = Fault("RequestError", error.subject, error.problem, error.expected)
+    return EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault)
+
+
 class FakeClient:
     """An engine core that gives each choice the next token of its script, one a step."""
 
     def __init__(self, script: Script = echo) -> None:
         self.script = script
         self.refuse: Callable[[EngineCoreRequest], Exception | None] = lambda request: None
+        self.refuses_by_output = False  # as an engine in another process does
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
@@ -111,9 +120,13 @@ class FakeClient:
         self._left: dict[tuple[str, int], list[int]] = {}
         self._requests: dict[str, EngineCoreRequest] = {}
         self._given: dict[tuple[str, int], int] = {}
+        self._refused: list[EngineCoreOutput] = []
 
     def add_request(self, request: EngineCoreRequest) -> None:
         error = self.refuse(request)
+        if isinstance(error, RequestError) and self.refuses_by_output:
+            self._refused.append(refusal(request, error))
+            return
         if error is not None:
             raise error
         self.added.append(request)
@@ -130,7 +143,7 @@ class FakeClient:
 
     def get_output(self) -> EngineCoreOutputs:
         self.on_step()
-        outputs = []
+        outputs, self._refused = self._refused, []
         for key in list(self._left):
             params = self._requests[key[0]].sampling_params
             token = self._left[key].pop(0)
@@ -150,7 +163,7 @@ class FakeClient:
         return EngineCoreOutputs(outputs=outputs)
 
     def has_work(self) -> bool:
-        return bool(self._left)
+        return bool(self._left or self._refused)
 
     def reset_prefix_cache(self) -> bool:
         return not self._left

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import RequestError
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from ratoon.core.outputs import ModelRunnerOutput
@@ -62,7 +65,7 @@ class FakeExecutor:
 
 
 @contextmanager
-def make_core(num_blocks: int = 33, **scheduler: int) -> Iterator[tuple[EngineCore, FakeExecutor]]:
+def make_core(num_blocks: int = 33, **scheduler: Any) -> Iterator[tuple[EngineCore, FakeExecutor]]:
     """Afterwards everything must have gone back, on both sides."""
     executor = FakeExecutor(num_blocks)
     core = EngineCore(EngineConfig("fake", cache=CacheConfig(), scheduler=SchedulerConfig(**scheduler)), executor)
@@ -195,23 +198,104 @@ def test_shutdown_reaches_the_executor() -> None:
 # ---- steps that fail ----
 
 
+def fail_with(name: str) -> Callable[[SchedulerOutput], None]:
+    """Every step with this request in it fails."""
+
+    def raise_always(plan: SchedulerOutput) -> None:
+        if any(branch_id.split("#")[0] == name for branch_id in plan.num_scheduled_tokens):
+            raise RuntimeError("device lost")
+
+    return raise_always
+
+
 @pytest.mark.parametrize("phase", ["before_forward", "before_sampling"])
-def test_an_exception_fails_the_requests_of_the_step_and_the_engine_goes_on(phase: str) -> None:
-    with make_core(max_num_seqs=2) as (core, executor):
-        for name, first in (("a", 100), ("b", 200), ("waits", 300)):
-            core.add_request(request(name, first=first))
-        core.step()
-        setattr(executor, phase, fail_once())
-        failed = core.step().outputs
-        assert [(o.request_id, o.finish_reason, o.new_token_ids) for o in failed] == [
-            ("a", FinishReason.ERROR, []), ("b", FinishReason.ERROR, []),
-        ]  # fmt: skip
-        assert all(o.error == "RuntimeError: device lost" for o in failed)
-        core.add_request(request("later", first=400))
+def test_an_exception_fails_the_request_that_it_belongs_to_and_no_other(phase: str) -> None:
+    with make_core(max_num_seqs=3) as (core, executor):
+        for name, first in (("a", 100), ("bad", 200), ("b", 300), ("waits", 400)):
+            core.add_request(request(name, first=first, n=2 if name == "b" else 1))
+        setattr(executor, phase, fail_with("bad"))
+        core.add_request(request("later", first=500))
         outputs = run(core)
-        assert set(outputs) == {"waits", "later"}
-        assert tokens_of(outputs["waits"]) == tokens_of(outputs["later"]) == [6, 7, 8]
-        assert all(output.error is None for output in outputs["waits"] + outputs["later"])
+        assert [(o.finish_reason, o.error) for o in outputs.pop("bad")] == [
+            (FinishReason.ERROR, "RuntimeError: device lost")
+        ]
+        assert set(outputs) == {"a", "b", "waits", "later"}
+        for name, given in outputs.items():
+            assert tokens_of(given) == [6, 7, 8], name
+            assert all(output.error is None for output in given)
+        assert tokens_of(outputs["b"], choice=1) == [6, 7, 8]
+
+
+@pytest.mark.parametrize("phase", ["before_forward", "before_sampling"])
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_step_that_fails_for_no_ones_fault_costs_time_and_nothing_else(phase: str, num_steps: int) -> None:
+    with make_core(max_num_seqs=3) as (core, executor):
+        before: dict[str, list[EngineCoreOutput]] = {"a": [], "b": []}
+        core.add_request(request("a", max_tokens=6, n=2))
+        core.add_request(request("b", 9, max_tokens=6, first=500))
+        for _ in range(num_steps):
+            for output in core.step().outputs:
+                before[output.request_id].append(output)
+        setattr(executor, phase, fail_once())
+        outputs = run(core)
+        assert tokens_of(before["a"] + outputs["a"]) == tokens_of(before["a"] + outputs["a"], 1) == [*range(6, 12)]
+        assert tokens_of(before["b"] + outputs["b"]) == [*range(9, 15)]
+
+
+def test_on_trial_others_give_way_where_memory_is_short() -> None:
+    with make_core(num_blocks=12) as (core, executor):
+        core.add_request(request("old", 20, max_tokens=10))
+        core.step()
+        core.add_request(request("bad", 9, first=300))
+        core.add_request(request("big", 30, max_tokens=10, first=400))
+        executor.before_forward = fail_with("bad")
+        outputs = run(core)
+        assert ends_of(outputs["bad"]) == [(0, FinishReason.ERROR)]
+        assert len(tokens_of(outputs["old"])) == 9 and len(tokens_of(outputs["big"])) == 10
+
+
+def test_a_request_on_trial_can_be_aborted() -> None:
+    with make_core() as (core, executor):
+        for name, first in (("a", 100), ("b", 200), ("c", 300)):
+            core.add_request(request(name, first=first))
+        executor.before_forward = fail_once()
+        assert core.step().outputs == []
+        core.abort_requests(["a", "c"])
+        outputs = run(core)
+        assert ends_of(outputs["a"]) == ends_of(outputs["c"]) == [(0, FinishReason.ABORT)]
+        assert tokens_of(outputs["b"]) == [6, 7, 8]
+
+
+@given(
+    bad=st.sets(st.integers(0, 7), max_size=3),
+    flaky=st.lists(st.booleans(), max_size=30),
+    choices=st.lists(st.integers(1, 3), min_size=8, max_size=8),
+    num_blocks=st.integers(12, 40),
+    policy=st.sampled_from(SchedulingPolicy),
+)
+def test_whatever_fails_the_right_ones_fail(
+    bad: set[int], flaky: list[bool], choices: list[int], num_blocks: int, policy: SchedulingPolicy
+) -> None:
+    """Steps with a bad request in them always fail, others now and then, when they hold several requests."""
+    with make_core(num_blocks, max_num_batched_tokens=16, max_num_seqs=5, policy=policy) as (core, executor):
+        dice = iter(flaky)
+
+        def maybe_raise(plan: SchedulerOutput) -> None:
+            inside = {int(branch_id.split("#")[0]) for branch_id in plan.num_scheduled_tokens}
+            if inside & bad or (len(inside) > 1 and next(dice, False)):
+                raise RuntimeError("no")
+
+        executor.before_sampling = maybe_raise
+        for index, n in enumerate(choices):
+            core.add_request(request(str(index), 3 + 4 * index, max_tokens=4, first=100 * index, n=n))
+        outputs = run(core)
+        for index, n in enumerate(choices):
+            for choice in range(n):
+                ends = [end for number, end in ends_of(outputs[str(index)]) if number == choice]
+                assert ends == [FinishReason.ERROR if index in bad else FinishReason.LENGTH]
+                length = 3 + 4 * index
+                expected = [] if index in bad else [*range(length, length + 4)]
+                assert tokens_of(outputs[str(index)], choice) == expected
 
 
 def test_an_exception_before_the_fork_ends_every_choice() -> None:
@@ -265,8 +349,7 @@ def test_steps_that_fail_again_and_again_leave_nothing_behind() -> None:
             core.add_request(request(str(index), 5, max_tokens=2, first=50 * index, n=1 + index % 2))
         outputs = run(core)
         assert len(outputs) == 10
-        ends = [end for request_outputs in outputs.values() for _, end in ends_of(request_outputs)]
-        assert set(ends) == {FinishReason.ERROR, FinishReason.LENGTH} and len(ends) == 15
+        assert sum(len(ends_of(request_outputs)) for request_outputs in outputs.values()) == 15
 
 
 def test_an_error_that_the_runner_reports_for_one_branch_fails_that_request_alone() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ratoon.core.errors import RequestError
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.engine.input_processor import InputProcessor, default_sampling_params
 from tests.unit.engine.fakes import END, VOCAB_SIZE, byte_tokenizer, model_config
 
@@ -197,3 +197,41 @@ def test_a_tokenizer_that_knows_more_than_the_model_fails_only_the_prompts_that_
     with pytest.raises(RequestError, match="id 105, and the model's vocabulary ends at 104") as caught:
         small.process("b", "hi", SamplingParams())
     assert caught.value.field == "prompt"
+
+
+# ---- vectors ----
+
+
+def test_a_pooling_request_generates_nothing_and_may_fill_the_whole_length():
+    request = processor().process_pooling("r", "x" * 20, PoolingParams(pooling="mean"), priority=3, cache_salt="s")
+    assert request.pooling_params == PoolingParams(pooling="mean")
+    assert len(request.prompt_token_ids) == 20
+    assert (request.external_id, request.priority, request.cache_salt) == ("r", 3, "s")
+    assert request.request_id.startswith("r-") and len(request.request_id) == 10
+    assert (request.sampling_params.n, request.sampling_params.detokenize) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ("x" * 21, PoolingParams(), "prompt"),
+        ([], PoolingParams(), "prompt_token_ids"),
+        ([VOCAB_SIZE], PoolingParams(), "prompt_token_ids[0]"),
+        ("x", PoolingParams(pooling="max"), "pooling"),
+        ("x", PoolingParams(normalize="yes"), "normalize"),
+        ("x", PoolingParams(dimensions=0), "dimensions"),
+        ("x", PoolingParams(dimensions=9), "dimensions"),  # the model's states have 8
+        ("x", SamplingParams(), "pooling_params"),
+        ("x", None, "pooling_params"),
+    ],
+)
+def test_what_can_have_no_vector_is_refused_with_the_fields_name(prompt, params, field):
+    with pytest.raises(RequestError) as caught:
+        processor().process_pooling("r", prompt, params)
+    assert caught.value.field == field
+
+
+def test_a_pooling_request_arrives_before_it_is_tokenised():
+    times = iter([1.0, 2.0])
+    assert processor(clock=lambda: next(times)).process_pooling("r", "x", PoolingParams()).arrival_time == 1.0
+    assert processor().process_pooling("r", "x", PoolingParams(), arrival_time=7.0).arrival_time == 7.0

@@ -72,3 +72,15 @@ def test_an_engine_that_loses_a_request_is_an_error_and_not_a_wait():
     client._left.clear()
     with pytest.raises(EngineError):
         engine.step()
+
+
+def test_a_refusal_from_another_process_comes_as_an_output():
+    client = FakeClient()
+    client.refuse = lambda request: RequestError("prompt", "needs 9 blocks of 4")
+    client.refuses_by_output = True
+    engine = make(client)
+    engine.add_request("one", "abc", SamplingParams())
+    (output,) = engine.step()
+    assert isinstance(output.refusal, RequestError) and output.refusal.field == "prompt"
+    assert output.outputs[0].finish_reason == "error"
+    assert not engine.has_unfinished_requests()

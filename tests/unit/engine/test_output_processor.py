@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import array
+
 import pytest
 
 from ratoon.core.errors import RequestError
-from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
-from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.core.messages import Fault
+from ratoon.core.outputs import EmbeddingOutput, LogprobsLists, PromptLogprobsChunk
+from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.wire import WireTensor
 from ratoon.engine.output_processor import OutputProcessor
 from tests.unit.engine.fakes import END, byte_tokenizer
 
@@ -221,3 +225,101 @@ def test_a_special_stop_token_does_not_show_in_the_text():
     processor = make(SamplingParams(skip_special_tokens=False))
     (result,), _ = step(processor, EngineCoreOutput("r-internal", [97, END], finish_reason=FinishReason.STOP))
     assert result.outputs[0].text == "a"
+
+
+def test_a_refusal_becomes_the_error_that_the_caller_should_get():
+    processor = make(SamplingParams(n=2))
+    fault = Fault("RequestError", "max_tokens", "is too much", "at most 7")
+    (result,), to_abort = step(processor, out("", finish_reason=FinishReason.ERROR, refusal=fault))
+    assert isinstance(result.refusal, RequestError)
+    assert (result.refusal.field, result.refusal.problem, result.refusal.expected) == (
+        "max_tokens", "is too much", "at most 7",
+    )  # fmt: skip
+    assert result.error == "max_tokens: is too much; at most 7"
+    assert result.finished and to_abort == []
+    assert not processor.has_unfinished_requests()
+
+
+def test_a_request_that_can_not_be_handled_here_fails_alone():
+    processor = make(SamplingParams(n=2))
+    other = EngineCoreRequest("other", [1], SamplingParams(), external_id="other")
+    processor.add_request(other, None)
+
+    def fail(*arguments):
+        raise ZeroDivisionError("a bug")
+
+    step(processor, out("a", 0), out("b", 1))
+    processor._states["r-internal"].choices[1].detokenizer.update = fail
+    results, to_abort = step(processor, out("c", 0), out("d", 1), EngineCoreOutput("other", [97]), out("e", 0))
+    by_id = {result.request_id: result for result in results}
+    assert by_id["other"].outputs[0].text == "a"
+    assert "a bug" in by_id["r"].error and by_id["r"].finished
+    assert [choice.finish_reason for choice in by_id["r"].outputs] == ["error", "error"]
+    assert to_abort == ["r-internal"]
+    assert processor.internal_id("r") is None
+
+
+def test_a_request_whose_last_text_can_not_be_made_still_ends():
+    processor = make(SamplingParams(output_kind=RequestOutputKind.DELTA))
+
+    def fail(*arguments):
+        raise ZeroDivisionError("a bug")
+
+    processor._states["r-internal"].choices[0].detokenizer.finish = fail
+    (result,), internal = processor.abort_requests(["r"])
+    assert "a bug" in result.error and result.finished
+    assert internal == ["r-internal"]
+    assert not processor.has_unfinished_requests()
+
+
+# ---- vectors ----
+
+
+def make_pooling(params: PoolingParams) -> OutputProcessor:
+    processor = OutputProcessor(TOKENIZER, Clock())
+    request = EngineCoreRequest(
+        "r-internal", [112], SamplingParams(max_tokens=1), external_id="r", pooling_params=params
+    )
+    processor.add_request(request, "p")
+    return processor
+
+
+def vector(*values: float) -> WireTensor:
+    return WireTensor("float32", (len(values),), array.array("f", values).tobytes())
+
+
+def embedding(params: PoolingParams, *values: float) -> list[float]:
+    (result,), to_abort = step(make_pooling(params), out("", finish_reason=FinishReason.STOP, pooled=vector(*values)))
+    assert isinstance(result, EmbeddingOutput)
+    assert (result.request_id, result.prompt, result.prompt_token_ids, result.error) == ("r", "p", [112], None)
+    assert result.finished and to_abort == []
+    assert str(result.embedding.dtype) == "float32"
+    return result.embedding.tolist()
+
+
+def test_a_vector_is_brought_to_length_one_or_left_alone():
+    assert embedding(PoolingParams(), 3.0, -4.0) == pytest.approx([0.6, -0.8])
+    assert embedding(PoolingParams(normalize=False), 3.0, -4.0) == [3.0, -4.0]
+
+
+def test_a_vector_is_cut_before_it_is_brought_to_length_one():
+    assert embedding(PoolingParams(dimensions=2), 3.0, 4.0, 100.0) == pytest.approx([0.6, 0.8])
+    assert embedding(PoolingParams(dimensions=2, normalize=False), 3.0, 4.0, 100.0) == [3.0, 4.0]
+
+
+def test_vectors_of_zeros_and_of_huge_numbers_stay_finite():
+    assert embedding(PoolingParams(), 0.0, 0.0) == [0.0, 0.0]
+    assert embedding(PoolingParams(), 3e38, 0.0) == [1.0, 0.0]
+
+
+def test_a_vector_that_failed_or_was_aborted_says_so():
+    processor = make_pooling(PoolingParams())
+    (result,), _ = step(processor, out("", finish_reason=FinishReason.ERROR, error="it broke"))
+    assert (result.embedding, result.error) == (None, "it broke")
+    processor = make_pooling(PoolingParams())
+    (result,), internal = processor.abort_requests(["r"])
+    assert (result.embedding, result.error, internal) == (None, "the request was aborted", ["r-internal"])
+    processor = make_pooling(PoolingParams())
+    fault = Fault("RequestError", "prompt", "is too long")
+    (result,), _ = step(processor, out("", finish_reason=FinishReason.ERROR, refusal=fault))
+    assert isinstance(result.refusal, RequestError)

@@ -1,0 +1,88 @@
+"""Which of several engines a request should go to: the one that will have it done with the least work.
+
+The work in front of a request is what its engine still has to do, and the part of its own prompt that this engine does
+not have in its cache. Both are estimates from this side of the border: nobody is asked. Pure: no clock, no sockets.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ratoon.core.request import EngineCoreRequest
+
+MAX_REMEMBERED = 1 << 16  # pieces of prompts
+TOKENS_TO_COME = 64  # what a request is worth in prompt tokens for as long as it generates
+
+
+@dataclass(slots=True)
+class Load:
+    num_requests: int = 0
+    num_tokens: int = 0  # of work that is left, in prompt tokens
+
+
+class LoadBalancer:
+    def __init__(self, num_engines: int, piece: int = 16) -> None:
+        self._piece = piece  # tokens; the engine's block size, for that is what it can share
+        self.loads = [Load() for _ in range(num_engines)]
+        self._homes: OrderedDict[int, set[int]] = OrderedDict()  # chained hash of a prompt's pieces → who has them
+        self._work: dict[str, tuple[int, int]] = {}  # request id → engine, and the tokens that are counted for it
+
+    def choose(self, request: EngineCoreRequest, candidates: Sequence[int]) -> int:
+        """The engine for this request, which is counted as its from now on."""
+        known = self._known_tokens(request, candidates)
+        num_tokens = len(request.prompt_token_ids)
+        engine = min(
+            candidates, key=lambda index: (self.loads[index].num_tokens + num_tokens - known.get(index, 0), index)
+        )
+        work = num_tokens - known.get(engine, 0) + TOKENS_TO_COME
+        self._work[request.request_id] = engine, work
+        self.loads[engine].num_requests += 1
+        self.loads[engine].num_tokens += work
+        self.learn(engine, request, request.prompt_token_ids)
+        return engine
+
+    def started(self, request_id: str) -> None:
+        """Its prompt is done: only what it generates is left."""
+        engine, work = self._work.get(request_id, (0, 0))
+        if work > TOKENS_TO_COME:
+            self.loads[engine].num_tokens -= work - TOKENS_TO_COME
+            self._work[request_id] = engine, TOKENS_TO_COME
+
+    def ended(self, request_id: str) -> None:
+        if request_id in self._work:
+            engine, work = self._work.pop(request_id)
+            self.loads[engine].num_requests -= 1
+            self.loads[engine].num_tokens -= work
+
+    def learn(self, engine: int, request: EngineCoreRequest, token_ids: Sequence[int]) -> None:
+        """This engine has these tokens in its cache now."""
+        for key in self._keys(request, token_ids):
+            homes = self._homes.setdefault(key, set())
+            homes.add(engine)
+            self._homes.move_to_end(key)
+        while len(self._homes) > MAX_REMEMBERED:
+            self._homes.popitem(last=False)
+
+    def forget(self, engine: int) -> None:
+        """It was started again, and its cache is empty."""
+        for homes in self._homes.values():
+            homes.discard(engine)
+
+    def _known_tokens(self, request: EngineCoreRequest, candidates: Sequence[int]) -> dict[int, int]:
+        """By engine: how many of the prompt's tokens it probably has."""
+        known: dict[int, int] = {}
+        left = set(candidates)
+        for number, key in enumerate(self._keys(request, request.prompt_token_ids), start=1):
+            left &= self._homes.get(key, set())
+            if not left:
+                break
+            known.update(dict.fromkeys(left, number * self._piece))
+        return known
+
+    def _keys(self, request: EngineCoreRequest, token_ids: Sequence[int]) -> Iterator[int]:
+        key = hash((request.cache_salt, request.adapter))
+        for start in range(0, len(token_ids) - self._piece + 1, self._piece):
+            key = hash((key, *token_ids[start : start + self._piece]))
+            yield key

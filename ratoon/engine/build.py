@@ -1,0 +1,52 @@
+"""Builds an engine core from settings and a model: the one place where executor, weights and scheduler meet."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ratoon.core.config import EngineConfig
+from ratoon.engine.core import EngineCore
+from ratoon.models.source import ModelSource
+from ratoon.observe.logging import get_logger
+from ratoon.observe.startup import StartupTimer
+
+logger = get_logger(__name__)
+
+
+def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -> EngineCore:
+    with timer.phase("import torch"):
+        from ratoon.distributed.executor import executor_class
+        from ratoon.models.build import collect_shapes
+        from ratoon.models.dummy_source import DummySource
+    # Random weights need no files: a config alone is enough to size an engine.
+    tensors = DummySource(collect_shapes(source.config)) if config.load_format == "dummy" else source.tensors
+    executor = executor_class(config.executor)(config, source.config, tensors, timer)
+    core = EngineCore(config, executor)
+    logger.info("%s is ready: %s", source.name, describe(core))
+    return core
+
+
+def describe(core: EngineCore) -> dict[str, Any]:
+    """Resolved settings and memory figures, for people."""
+    facts = core.executor.facts
+    kv = facts.kv_config
+    return {
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "kernels": facts.ops,
+        "attention_backend": facts.attention_backend,
+        "num_threads": facts.num_threads,
+        "max_model_len": facts.max_model_len,
+        "weight_bytes": facts.weight_bytes,
+        "kv_bytes": facts.kv_bytes,
+        "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
+        "num_blocks": kv.num_blocks,
+        "block_size": kv.block_size,
+        "kv_groups": len(kv.groups),
+    }
+
+
+def calm_thread_pools() -> None:
+    """Threads of torch that spin while they wait would take the cores from ours. Heeded only before torch is loaded."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,0 +1,239 @@
+"""The engine core in a process of its own: a busy loop, and threads around it for what comes in and goes out.
+
+    input thread   DEALER socket → decoded messages → queue ┐
+    main thread                                             └→ loop: take messages, step ┐
+    output thread  PUSH socket ← encoded messages ← queue ←──────────────────────────────┘
+    heartbeat thread: tells the client how long the step under way has taken
+    lifeline thread:  ends the process when standard input closes, that is when its parent is gone
+
+The parent's side is launch.py. Run as `python -m ratoon.engine.core_process FD`, where FD is a pipe that is never
+written to: the parent sees it close when this process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import zmq
+
+from ratoon.core.errors import RequestError
+from ratoon.core.messages import EngineLaunch, EngineMessageType, EngineReady, Fault, Heartbeat, UtilityCall
+from ratoon.core.request import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+)
+from ratoon.core.wire import Decoder, WireError, encode
+from ratoon.engine.build import build_core, calm_thread_pools, describe
+from ratoon.engine.core import EngineCore
+from ratoon.engine.placement import place_engine
+from ratoon.engine.utilities import EngineUtilities, fault_of
+from ratoon.observe.logging import configure_logging, get_logger
+from ratoon.observe.startup import StartupTimer
+
+logger = get_logger(__name__)
+
+MAX_OUTPUTS_WAITING = 256  # steps whose outputs the client has not taken; the loop waits then
+SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
+
+
+class Stop:
+    """Put among the incoming messages: the loop should end."""
+
+
+class EngineCoreProcess:
+    def __init__(self, launch: EngineLaunch) -> None:
+        self._launch = launch
+        self._context = zmq.Context()
+        self._inputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outputs: queue.Queue[tuple[EngineMessageType, Any] | Stop] = queue.Queue(MAX_OUTPUTS_WAITING)
+        self._num_bad_messages = 0
+        self._step_began: float | None = None
+        self._core: EngineCore | None = None
+
+    def run(self) -> int:
+        for work in (self._read_messages, self._write_messages, self._beat, self._hold_lifeline):
+            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+        timer = StartupTimer()
+        try:
+            core = self._start(timer)
+        except Exception as error:
+            logger.debug("the engine did not start", exc_info=True)
+            self._send(EngineMessageType.START_FAILED, fault_of(error))
+            self._finish_sending()
+            return 1
+        self._core = core
+        kv_config = core.executor.facts.kv_config
+        timer.finish()
+        phases = [(phase.name, phase.depth, phase.seconds) for phase in timer.rows()]
+        ready = EngineReady(describe(core), core.executor.facts.max_model_len, kv_config.block_size, phases)
+        self._send(EngineMessageType.READY, ready)
+        self._loop(core, EngineUtilities(core))
+        self._finish_sending()
+        core.shutdown()
+        return 0
+
+    def _start(self, timer: StartupTimer) -> EngineCore:
+        from ratoon.models.source import resolve_model
+
+        launch = self._launch
+        with timer.phase("find model"):
+            source = resolve_model(launch.config.model)
+        with timer.phase("import torch"):
+            config = place_engine(launch.config, launch.index, launch.num_engines)
+        return build_core(config, source, timer)
+
+    # ---- the loop ----
+
+    def _loop(self, core: EngineCore, utilities: EngineUtilities) -> None:
+        while self._take_messages(core, utilities):
+            if not core.can_step:
+                continue
+            self._step_began = time.monotonic()
+            outputs = core.step()
+            self._step_began = None
+            outputs.timestamp = time.monotonic()
+            outputs.engine_index = self._launch.index
+            self._send(EngineMessageType.OUTPUTS, outputs)
+
+    def _take_messages(self, core: EngineCore, utilities: EngineUtilities) -> bool:
+        """Carry out what came in; wait for something if there is nothing else to do. False: it is time to end."""
+        wait = not core.can_step
+        while True:
+            try:
+                message = self._inputs.get(block=wait)
+            except queue.Empty:
+                return True
+            if isinstance(message, Stop):
+                return False
+            self._carry_out(message, core, utilities)
+            wait = False
+
+    def _carry_out(self, message: Any, core: EngineCore, utilities: EngineUtilities) -> None:
+        if isinstance(message, EngineCoreRequest):
+            try:
+                core.add_request(message)
+            except RequestError as error:
+                refusal = EngineCoreOutput(
+                    message.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault_of(error)
+                )
+                self._send(EngineMessageType.OUTPUTS, EngineCoreOutputs([refusal], engine_index=self._launch.index))
+        elif isinstance(message, UtilityCall):
+            self._send(EngineMessageType.UTILITY_RESULT, utilities.answer(message))
+        elif isinstance(message, Fault):
+            raise RuntimeError(f"the executor failed: {message.problem}")  # the client starts another process
+        else:
+            core.abort_requests(message)
+
+    # ---- threads ----
+
+    def _read_messages(self) -> None:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, engine_identity(self._launch.index))
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(self._launch.input_address)
+        socket.send(self._launch.secret)  # the client knows now that it can reach us
+        decoders: dict[bytes, Callable[[list[bytes]], Any]] = {
+            EngineCoreRequestType.ADD.value: Decoder(EngineCoreRequest).decode,
+            EngineCoreRequestType.ABORT.value: Decoder(list[str]).decode,
+            EngineCoreRequestType.UTILITY.value: Decoder(UtilityCall).decode,
+            EngineCoreRequestType.EXECUTOR_FAILED.value: Decoder(Fault).decode,
+        }
+        while True:
+            kind, *frames = socket.recv_multipart()
+            # Engines here are independent of each other: a wave needs no common start.
+            if kind == EngineCoreRequestType.START_DP_WAVE.value:
+                continue
+            try:
+                if kind not in decoders:
+                    raise WireError(f"a message of the unknown kind {kind[:16]!r}")
+                self._inputs.put(decoders[kind](frames))
+            except WireError as error:
+                self._num_bad_messages += 1
+                logger.warning("a message was ignored: %s", error)
+
+    def _write_messages(self) -> None:
+        socket = self._context.socket(zmq.PUSH)
+        socket.connect(self._launch.output_address)
+        while True:
+            item = self._outputs.get()
+            if isinstance(item, Stop):
+                socket.close(linger=int(SECONDS_TO_END * 1000))
+                self._outputs.task_done()
+                return
+            kind, message = item
+            socket.send_multipart([self._launch.secret, kind.value, *encode(message)])
+            self._outputs.task_done()
+
+    def _send(self, kind: EngineMessageType, message: Any) -> None:
+        self._outputs.put((kind, message))
+
+    def _finish_sending(self) -> None:
+        self._outputs.put(Stop())
+        self._outputs.join()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(self._launch.heartbeat_interval)
+            began, core = self._step_began, self._core
+            heartbeat = Heartbeat(
+                step_seconds=0.0 if began is None else time.monotonic() - began,
+                num_bad_messages=self._num_bad_messages,
+                paused=core is not None and core.paused,
+                asleep=core is not None and core.asleep,
+            )
+            with contextlib.suppress(queue.Full):  # a client that takes nothing has no use for a heartbeat either
+                self._outputs.put_nowait((EngineMessageType.HEARTBEAT, heartbeat))
+
+    def _hold_lifeline(self) -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        self._remove_sockets()
+        self._inputs.put(Stop())
+        time.sleep(SECONDS_TO_END)
+        os._exit(1)
+
+
+    def _remove_sockets(self) -> None:
+        """A parent that was killed can't tidy up. One that lives has no more use for them either."""
+        for address in (self._launch.input_address, self._launch.output_address):
+            path = Path(address.removeprefix("ipc://"))
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()  # the last engine's
+
+
+def engine_identity(index: int) -> bytes:
+    """What an engine is called on the client's ROUTER socket."""
+    return f"engine-{index}".encode()
+
+
+def read_launch(stream: BinaryIO) -> EngineLaunch:
+    """Four bytes of length, then the message. The stream stays open: its end is the parent's end."""
+    size = int.from_bytes(stream.read(4), "little")
+    return msgspec.msgpack.decode(stream.read(size), type=EngineLaunch)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    os.set_inheritable(int(sys.argv[1]), False)
+    calm_thread_pools()
+    configure_logging()
+    process = EngineCoreProcess(read_launch(sys.stdin.buffer))
+    return process.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""An engine process as its parent sees it: how it is started, reached, watched and ended. One object is one run of it.
+
+What to do when it dies is not decided here (replica.py, and the clients above it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+import ratoon
+from ratoon.core.config import EngineConfig
+from ratoon.core.errors import ConfigError
+from ratoon.core.messages import EngineLaunch, EngineMessageType, EngineReady, Fault, Heartbeat, UtilityResult
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequestType
+from ratoon.core.wire import Decoder, WireError, encode
+from ratoon.observe.logging import get_logger
+
+logger = get_logger(__name__)
+
+LONGEST_SOCKET_PATH = 100  # a Unix-domain address holds 104 to 108 bytes
+SECONDS_TO_CONNECT = 30.0
+
+
+class SocketDirectory:
+    """A private directory (mode 0700) for the sockets of one client's engines."""
+
+    def __init__(self) -> None:
+        for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+            if parent and len(parent) + 40 < LONGEST_SOCKET_PATH and os.access(parent, os.W_OK):
+                self.path = Path(tempfile.mkdtemp(prefix="ratoon-", dir=parent))  # mkdtemp's mode is 0700
+                return
+        raise ConfigError("TMPDIR", "no short directory to write sockets to", f"under {LONGEST_SOCKET_PATH} characters")
+
+    def address(self, name: str) -> str:
+        return f"ipc://{self.path / name}"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class EngineProcess:
+    """One run of an engine process. Its sockets are its own: nothing of an earlier run can be mistaken for it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        index: int,
+        num_engines: int,
+        run: int,
+        context: zmq.Context[Any],
+        directory: SocketDirectory,
+    ) -> None:
+        self.index = index
+        self.num_bad_messages = 0
+        self._connected = False
+        self._identity = f"engine-{index}".encode()
+        self._secret = secrets.token_bytes(16)
+        self._decoders: dict[bytes, Decoder[Any]] = {
+            EngineMessageType.READY.value: Decoder(EngineReady),
+            EngineMessageType.START_FAILED.value: Decoder(Fault),
+            EngineMessageType.OUTPUTS.value: Decoder(EngineCoreOutputs),
+            EngineMessageType.UTILITY_RESULT.value: Decoder(UtilityResult),
+            EngineMessageType.HEARTBEAT.value: Decoder(Heartbeat),
+        }
+        self.inputs = context.socket(zmq.ROUTER)
+        self.inputs.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an engine that can't be reached is an error, not a silence
+        self.inputs.setsockopt(zmq.SNDHWM, 0)  # requests that were accepted are never dropped
+        self.inputs.setsockopt(zmq.LINGER, 0)
+        self.outputs = context.socket(zmq.PULL)
+        self.outputs.setsockopt(zmq.LINGER, 0)
+        launch = EngineLaunch(
+            config=config,
+            index=index,
+            num_engines=num_engines,
+            secret=self._secret,
+            input_address=directory.address(f"{index}-{run}-in"),
+            output_address=directory.address(f"{index}-{run}-out"),
+        )
+        self._paths = [
+            Path(address.removeprefix("ipc://")) for address in (launch.input_address, launch.output_address)
+        ]
+        self.inputs.bind(launch.input_address)
+        self.outputs.bind(launch.output_address)
+        self._spawn(launch)
+
+    def _spawn(self, launch: EngineLaunch) -> None:
+        # Nobody writes to this pipe. Its end on our side becomes readable when the process is gone.
+        self.death_fd, kept_open = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ratoon.engine.core_process", str(kept_open)],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+                pass_fds=[kept_open],
+                env=_environment(),
+            )
+        finally:
+            os.close(kept_open)
+        message = msgspec.msgpack.encode(launch)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is noticed elsewhere
+            self._process.stdin.write(len(message).to_bytes(4, "little") + message)
+            self._process.stdin.flush()  # and stays open: its end tells the process that we are gone
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_connected(self) -> None:
+        """Make sure that what we send will arrive. An engine that is ready has long connected: this does not block."""
+        deadline = time.monotonic() + SECONDS_TO_CONNECT
+        while not self._connected:
+            if time.monotonic() > deadline:
+                raise WireError(f"engine {self.index} is ready, but its socket is not there")
+            self.inputs.poll(100)
+            self.read_input_socket()
+
+    def send(self, kind: EngineCoreRequestType, message: Any) -> None:
+        """Never waits. What is sent to a process that has just died is lost; its death is noticed elsewhere."""
+        try:
+            self.inputs.send_multipart([self._identity, kind.value, *encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("engine %d can't be reached: %s", self.index, error)
+
+    def decode(self, frames: Sequence[bytes]) -> tuple[EngineMessageType, Any] | None:
+        """A message from the engine's output socket; None for garbage, which is counted."""
+        try:
+            if len(frames) < 3 or not secrets.compare_digest(frames[0], self._secret):
+                raise WireError("it does not come from the engine")
+            decoder = self._decoders.get(frames[1])
+            if decoder is None:
+                raise WireError(f"of the unknown kind {frames[1][:16]!r}")
+            return EngineMessageType(frames[1]), decoder.decode(frames[2:])
+        except WireError as error:
+            self._count_garbage(str(error))
+            return None
+
+    def read_input_socket(self) -> None:
+        """An engine writes here once, when it has connected: whatever else there is came from a stranger."""
+        while self.inputs.poll(0):
+            if self.inputs.recv_multipart() == [self._identity, self._secret]:
+                self._connected = True
+            else:
+                self._count_garbage("nobody should write to this socket")
+
+    def _count_garbage(self, reason: str) -> None:
+        self.num_bad_messages += 1
+        if self.num_bad_messages in (1, 10, 100) or self.num_bad_messages % 1000 == 0:
+            logger.warning("%d messages of engine %d were ignored: %s", self.num_bad_messages, self.index, reason)
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def ask_to_end(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def close(self, grace_seconds: float = 0.0) -> int:
+        """End the process, if it still runs, and give everything back. Its exit code."""
+        self.ask_to_end()
+        try:
+            code = self._process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self.inputs.close()
+        self.outputs.close()
+        os.close(self.death_fd)
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+        return code
+
+
+def _environment() -> dict[str, str]:
+    """The child must find the same package, also when it is not installed but only lies on our path."""
+    environment = dict(os.environ)
+    root = str(Path(ratoon.__file__).parents[1])
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
+    return environment
+
+
+def _has_descriptor(stream: Any) -> bool:
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True

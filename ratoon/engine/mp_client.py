@@ -1,0 +1,149 @@
+"""The way to an engine core in another process, for a caller who waits: SyncMPClient.
+
+When the process dies it is started again, and requests go on from the tokens that they already have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+
+from ratoon.core.config import EngineConfig, verify_engine_config
+from ratoon.core.errors import EngineDeadError
+from ratoon.core.health import Health
+from ratoon.core.messages import EngineMessageType, UtilityCall, UtilityResult
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from ratoon.core.stats import SchedulerStats
+from ratoon.engine.launch import SocketDirectory
+from ratoon.engine.ledger import Ledger
+from ratoon.engine.replica import Replica
+from ratoon.engine.utilities import error_of
+from ratoon.observe.startup import StartupTimer
+
+SECONDS_BETWEEN_LOOKS = 1.0  # at a process from which nothing comes
+SECONDS_TO_END = 5.0
+
+
+class SyncMPClient:
+    """One engine process. `get_output` waits for its next step."""
+
+    def __init__(self, config: EngineConfig, timer: StartupTimer) -> None:
+        verify_engine_config(config)
+        self._context = zmq.Context()
+        self._directory = SocketDirectory()
+        self._replica = Replica(config, 0, 1, self._context, self._directory)
+        self._ledger = Ledger()
+        self._arrived: deque[EngineCoreOutputs] = deque()
+        self._results: dict[int, UtilityResult] = {}
+        self._num_calls = 0
+        try:
+            with timer.phase("start the engine process"):
+                self._replica.start()
+                while not self._replica.can_serve:
+                    if not self._receive():
+                        self._replica.lose()
+                        self._replica.bury()
+                        raise self._replica.failure()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._ledger.add(request)
+        self._dispatch()
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        for ids in self._ledger.abort(request_ids).values():
+            self._replica.send(EngineCoreRequestType.ABORT, ids)
+
+    def has_work(self) -> bool:
+        return bool(self._arrived) or len(self._ledger) > 0
+
+    def get_output(self) -> EngineCoreOutputs:
+        while not self._arrived:
+            self._receive_or_revive()
+        return self._arrived.popleft()
+
+    def call_utility(self, method: str, *arguments: Any) -> Any:
+        self._num_calls += 1
+        call_id, run = self._num_calls, self._replica.num_restarts
+        self._replica.send(EngineCoreRequestType.UTILITY, UtilityCall(call_id, method, list(arguments)))
+        while call_id not in self._results:
+            self._receive_or_revive()
+            if self._replica.num_restarts != run:
+                raise EngineDeadError(f"the engine process died before it answered {method!r}; it was started again")
+        result = self._results.pop(call_id)
+        if result.fault is not None:
+            raise error_of(result.fault)
+        return result.result
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.call_utility("reset_prefix_cache"))
+
+    def stats(self) -> SchedulerStats:
+        return msgspec.convert(self.call_utility("stats"), SchedulerStats)
+
+    def describe(self) -> dict[str, Any]:
+        """Resolved settings and memory figures, for people."""
+        assert self._replica.ready is not None
+        return self._replica.ready.description
+
+    def health(self) -> Health:
+        return Health([self._replica.health()])
+
+    def shutdown(self) -> None:
+        self._replica.end(SECONDS_TO_END)
+        self._context.term()
+        self._directory.remove()
+
+    def _dispatch(self) -> None:
+        if not self._replica.can_serve:
+            return
+        for entry in self._ledger.ready_to_go():
+            self._ledger.handed_over(entry, 0)
+            self._replica.send(EngineCoreRequestType.ADD, entry.current_request())
+
+    def _receive(self) -> bool:
+        """Take in what the engine sent; wait a moment for it. False: the process is gone."""
+        process = self._replica.process
+        poller = zmq.Poller()
+        poller.register(process.outputs, zmq.POLLIN)
+        poller.register(process.death_fd, zmq.POLLIN)
+        events = dict(poller.poll(int(SECONDS_BETWEEN_LOOKS * 1000)))
+        while process.outputs.poll(0):
+            self._handle(process.outputs.recv_multipart())
+        self._replica.end_if_hung()
+        return process.death_fd not in events
+
+    def _handle(self, frames: list[bytes]) -> None:
+        taken = self._replica.take(frames)
+        if taken is None:
+            return
+        kind, message = taken
+        if kind == EngineMessageType.OUTPUTS:
+            self._ledger.record(message)
+            self._arrived.append(message)
+            self._dispatch()  # a suspect may have been cleared
+        elif kind == EngineMessageType.UTILITY_RESULT:
+            self._results[message.call_id] = message
+
+    def _receive_or_revive(self) -> None:
+        if self._receive():
+            return
+        self._replica.lose()
+        delay = self._replica.bury()
+        failed = self._ledger.engine_died(0)
+        if failed:
+            self._arrived.append(EngineCoreOutputs(failed))
+        if delay is None:
+            raise EngineDeadError(f"the engine could not be started again: {self._replica.failure()}")
+        time.sleep(delay)
+        self._replica.start()
+        while not self._replica.can_serve:
+            if not self._receive():
+                return  # the next call begins again
+        self._dispatch()

@@ -1,0 +1,104 @@
+"""One request's outputs on their way from the output handler to the caller who waits for them: a slot, not a queue.
+
+What the caller has not taken yet is joined with what comes next, so that a slow one costs no more memory than its own
+answer has. For one event loop: it is not safe across threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ratoon.core.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from ratoon.core.params import RequestOutputKind
+from ratoon.engine.request_state import Output
+
+
+class OutputCollector:
+    """The handler puts outputs in, or `fail`s once; one caller gets them out. An output that is put is given away."""
+
+    __slots__ = ("_delta", "_error", "_pending", "_reader")
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self._delta = kind == RequestOutputKind.DELTA
+        self._pending: Output | None = None
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None  # set while somebody waits
+
+    def put(self, output: Output) -> None:
+        pending = self._pending
+        if pending is None or isinstance(output, EmbeddingOutput) or isinstance(pending, EmbeddingOutput):
+            self._pending = output
+        elif self._delta:
+            _append(pending, output)
+        else:
+            self._pending = _replace(pending, output)
+        self._wake_reader()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come: once what is there was taken, `get` raises this."""
+        self._error = error
+        self._wake_reader()
+
+    def get_nowait(self) -> Output | None:
+        """What is there, or None."""
+        output, self._pending = self._pending, None
+        if output is None and self._error is not None:
+            raise self._error
+        return output
+
+    async def get(self) -> Output:
+        """What is there, as soon as there is something."""
+        while (output := self.get_nowait()) is None:
+            assert self._reader is None, "two callers wait for the outputs of one request"
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return output
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def _append(pending: RequestOutput, new: RequestOutput) -> None:
+    """Join two outputs that hold what is new, choice by choice."""
+    by_index = {choice.index: choice for choice in pending.outputs}
+    for choice in new.outputs:
+        earlier = by_index.get(choice.index)
+        if earlier is None:
+            pending.outputs.append(choice)
+        else:
+            _append_choice(earlier, choice)
+    if len(pending.outputs) > len(by_index):
+        pending.outputs.sort(key=lambda choice: choice.index)
+    pending.finished = new.finished
+    pending.metrics = new.metrics
+    pending.num_cached_tokens = new.num_cached_tokens
+    pending.error = new.error
+    pending.refusal = new.refusal
+    if new.prompt_logprobs is not None:
+        pending.prompt_logprobs = new.prompt_logprobs
+
+
+def _append_choice(earlier: CompletionOutput, choice: CompletionOutput) -> None:
+    earlier.text += choice.text
+    assert isinstance(earlier.token_ids, list)
+    earlier.token_ids += choice.token_ids  # in place: a reader that is far behind must not make every step slower
+    if earlier.logprobs is not None and choice.logprobs is not None:
+        earlier.logprobs += choice.logprobs
+    earlier.cumulative_logprob = choice.cumulative_logprob
+    earlier.finish_reason = choice.finish_reason
+    earlier.stop_reason = choice.stop_reason
+
+
+def _replace(pending: RequestOutput, new: RequestOutput) -> RequestOutput:
+    """The newer of two outputs that hold everything, and what only the older one has."""
+    missing = {choice.index for choice in pending.outputs} - {choice.index for choice in new.outputs}
+    if missing:
+        kept = [choice for choice in pending.outputs if choice.index in missing]
+        new.outputs = sorted([*kept, *new.outputs], key=lambda choice: choice.index)
+    if new.prompt_logprobs is None:
+        new.prompt_logprobs = pending.prompt_logprobs
+    return new

@@ -1,0 +1,186 @@
+"""One engine over its lives: started, ready, dead, started again. Keeps its state; who waits for it and how is the
+clients' (mp_client.py, async_client.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from ratoon.core.config import EngineConfig
+from ratoon.core.errors import EngineError, RatoonError
+from ratoon.core.health import EngineHealth, EngineState
+from ratoon.core.messages import EngineMessageType, EngineReady, Fault, Heartbeat
+from ratoon.core.request import EngineCoreRequestType
+from ratoon.engine.launch import EngineProcess, SocketDirectory
+from ratoon.engine.utilities import error_of
+from ratoon.observe.logging import get_logger
+
+logger = get_logger(__name__)
+
+MAX_FAILED_STARTS = 5  # in a row; then it is given up
+LONGEST_RESTART_DELAY = 10.0
+SILENCE_IS_STALLED = 5.0  # seconds without a heartbeat
+SILENCE_IS_DEATH = 60.0  # it is killed then, and started again
+STEP_IS_STALLED = 60.0
+STEP_IS_DEATH = 600.0  # no step takes so long
+
+
+class Replica:
+    def __init__(
+        self,
+        config: EngineConfig,
+        index: int,
+        num_engines: int,
+        context: zmq.Context[Any],
+        directory: SocketDirectory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self.state = EngineState.STARTING
+        self.num_restarts = 0
+        self.ready: EngineReady | None = None  # what it said when it was last ready
+        self.start_error: RatoonError | None = None  # why its last start failed, if it could say so
+        self._config = config
+        self._num_engines = num_engines
+        self._context = context
+        self._directory = directory
+        self._clock = clock
+        self._process: EngineProcess | None = None
+        self._num_runs = 0
+        self._num_failed_starts = 0
+        self._heartbeat = Heartbeat()
+        self._last_heard = 0.0
+        self._detail = ""
+        self._was_ready = False
+        self._num_bad_messages = 0  # of earlier runs
+
+    @property
+    def process(self) -> EngineProcess:
+        assert self._process is not None, "the engine was not started"
+        return self._process
+
+    @property
+    def can_serve(self) -> bool:
+        return self.state == EngineState.OK
+
+    @property
+    def is_coming_back(self) -> bool:
+        return self.state in (EngineState.STARTING, EngineState.RESTARTING)
+
+    def start(self) -> None:
+        self.start_error = None
+        self._last_heard = self._clock()
+        self._heartbeat = Heartbeat()
+        self._process = EngineProcess(
+            self._config, self.index, self._num_engines, self._num_runs, self._context, self._directory
+        )
+        self._num_runs += 1
+
+    def send(self, kind: EngineCoreRequestType, message: Any) -> None:
+        self.process.send(kind, message)
+
+    def take(self, frames: Sequence[bytes]) -> tuple[EngineMessageType, Any] | None:
+        """Decode what the engine sent, and note what it says about itself. None: it was garbage."""
+        decoded = self.process.decode(frames)
+        if decoded is None:
+            return None
+        self._last_heard = self._clock()
+        kind, message = decoded
+        if kind == EngineMessageType.READY:
+            self.process.wait_connected()
+            self.ready = message
+            self.state = EngineState.OK
+            self._num_failed_starts = 0
+            self._detail = ""
+        elif kind == EngineMessageType.START_FAILED:
+            assert isinstance(message, Fault)
+            self.start_error = error_of(message)
+        elif kind == EngineMessageType.HEARTBEAT:
+            self._heartbeat = message
+            self.process.read_input_socket()
+        return decoded
+
+    def lose(self) -> None:
+        """The process is gone: nothing can be handed to it any more."""
+        self._was_ready = self.can_serve
+        self.state = EngineState.RESTARTING
+
+    def bury(self) -> float | None:
+        """Give back what was the lost process's own, which may take a moment. Seconds to wait before another start;
+        None: give up."""
+        was_ready = self._was_ready
+        code = self.process.close()
+        self._num_bad_messages += self.process.num_bad_messages + self._heartbeat.num_bad_messages
+        self._heartbeat = Heartbeat()
+        self._process = None
+        self._detail = f"its process {_ending(code)}"
+        if self.start_error is not None:
+            self._detail += f" ({self.start_error})"
+        first_start = self._num_runs == 1 and not was_ready  # the caller hears of that one
+        logger.log(logging.DEBUG if first_start else logging.ERROR, "engine %d: %s", self.index, self._detail)
+        if not was_ready:
+            self._num_failed_starts += 1
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
+            self.state = EngineState.DEAD
+            return None
+        self.num_restarts += 1
+        if was_ready:
+            return 0.0
+        return min(0.1 * 4 ** (self._num_failed_starts - 1), LONGEST_RESTART_DELAY)
+
+    def failure(self) -> RatoonError:
+        """Why it did not start, or did not go on."""
+        return self.start_error or EngineError(f"engine {self.index}: {self._detail}")
+
+    def end_if_hung(self) -> None:
+        """A process that has long stopped to answer is killed: it can't be told from a dead one, and others wait."""
+        if self._process is None:
+            return
+        silence = self._clock() - self._last_heard
+        if silence > SILENCE_IS_DEATH or self._heartbeat.step_seconds > STEP_IS_DEATH:
+            logger.error("engine %d does not answer and is ended", self.index)
+            self._process.kill()
+
+    def health(self) -> EngineHealth:
+        state, detail = self.state, self._detail
+        if state == EngineState.OK:
+            silence = self._clock() - self._last_heard
+            if silence > SILENCE_IS_STALLED:
+                state, detail = EngineState.STALLED, f"not heard of for {silence:.0f} s"
+            elif self._heartbeat.step_seconds > STEP_IS_STALLED:
+                state, detail = EngineState.STALLED, f"a step has taken {self._heartbeat.step_seconds:.0f} s"
+        process = self._process
+        return EngineHealth(
+            index=self.index,
+            state=state,
+            pid=None if process is None else process.pid,
+            num_restarts=self.num_restarts,
+            detail=detail,
+            paused=self._heartbeat.paused,
+            asleep=self._heartbeat.asleep,
+            num_bad_messages=self._num_bad_messages
+            + self._heartbeat.num_bad_messages
+            + (0 if process is None else process.num_bad_messages),
+        )
+
+    def end(self, grace_seconds: float) -> None:
+        """It is no longer needed."""
+        self.state = EngineState.DEAD
+        if self._process is not None:
+            self._process.close(grace_seconds)
+            self._process = None
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        try:
+            return f"was ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was ended by signal {-code}"
+    return f"ended with code {code}"

@@ -1,0 +1,113 @@
+"""Pooling for the runner: which hidden states of a step belong to vectors, and the vectors made of them.
+
+Hidden states come from the ordinary forward pass, after the final norm. Cutting a vector to fewer dimensions and
+bringing it to length 1 is not done here: the caller's side does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.plan import NewRequestData, SchedulerOutput
+from ratoon.core.wire import WireTensor
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class PooledBranch:
+    """A pooling branch that the runner knows."""
+
+    num_tokens: int
+    is_mean: bool
+    total: Tensor | None = None  # float64 [H]: the sum over its rows so far, of a mean
+
+
+@dataclass(slots=True)
+class PoolingSpan:
+    """Consecutive rows of a step that go into the vector of one branch."""
+
+    req_id: str
+    first: int  # row of the step
+    count: int
+    is_end: bool  # the branch's last row is among them: the vector is due
+
+
+class PoolingBranches:
+    """All pooling branches that have a row. Empty, as it mostly is, it is false and costs nothing."""
+
+    def __init__(self) -> None:
+        self._branches: dict[str, PooledBranch] = {}
+
+    def __len__(self) -> int:
+        return len(self._branches)
+
+    def add(self, new: NewRequestData) -> None:
+        assert new.pooling_params is not None
+        is_mean = new.pooling_params.pooling == "mean"
+        if is_mean and new.num_computed_tokens:
+            raise ValueError(
+                f"branch {new.req_id!r} is a mean, and its first {new.num_computed_tokens} rows are missing"
+            )
+        self._branches[new.req_id] = PooledBranch(len(new.token_ids), is_mean)
+
+    def drop(self, req_ids: Iterable[str]) -> None:
+        for req_id in req_ids:
+            self._branches.pop(req_id, None)
+
+    def spans(self, plan: SchedulerOutput, last_token: dict[str, int]) -> list[PoolingSpan]:
+        """The rows of this step that are needed: of a mean all, else the very last. `last_token`: row by branch."""
+        ends = set(plan.pooled_req_ids)
+        spans = []
+        for req_id, branch in self._branches.items():
+            scheduled = plan.num_scheduled_tokens.get(req_id, 0)
+            count = scheduled if branch.is_mean else min(scheduled, int(req_id in ends))
+            if count:
+                spans.append(PoolingSpan(req_id, last_token[req_id] + 1 - count, count, req_id in ends))
+        return spans
+
+    def pool(self, spans: list[PoolingSpan], hidden: Tensor, output: ModelRunnerOutput) -> None:
+        """Take in the rows of the spans, [P, H] one behind the other, and put the vectors that are due into `output`.
+
+        A vector with a NaN or an infinite number in it fails its branch, and nobody else's.
+        """
+        due: list[str] = []
+        vectors: list[Tensor] = []
+        offset = 0
+        for span in spans:
+            rows = hidden[offset : offset + span.count]
+            offset += span.count
+            branch = self._branches[span.req_id]
+            if branch.is_mean:
+                branch.total = add_rows(branch.total, rows)
+            if span.is_end:
+                due.append(span.req_id)
+                vectors.append(rows[-1] if branch.total is None else branch.total / branch.num_tokens)
+        if not due:
+            return
+        matrix = torch.stack([vector.float() for vector in vectors]).cpu()  # [D, H]
+        usable = torch.isfinite(matrix).all(dim=1).tolist()
+        for req_id, vector, is_usable in zip(due, matrix.numpy(), usable):
+            if is_usable:
+                output.pooled[req_id] = WireTensor("float32", vector.shape, vector.tobytes())
+            else:
+                output.errors[req_id] = "the prompt's vector holds a number that is none (NaN or infinite)"
+
+
+def add_rows(total: Tensor | None, rows: Tensor) -> Tensor:
+    """`total` [H] and the sum of `rows` [T, H], in float64.
+
+    On a CPU one row after the other: the order of the additions is that of the tokens, however the prompt was cut into
+    steps, and so are the bits. On other devices, where the states themselves depend on shapes, all at once.
+    """
+    if total is None:
+        total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    if rows.device.type != "cpu":
+        return total + rows.sum(dim=0, dtype=torch.float64)
+    for row in rows.double().unbind():
+        total += row
+    return total

@@ -1,0 +1,258 @@
+"""Figures for Prometheus: what requests experience, what the engines report, what the HTTP server answered.
+
+Events come in on one event loop, thousands a second, so they are plain additions to plain numbers; `prometheus_client`
+is imported, and its objects are made, only when somebody asks for the figures.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from ratoon.core.health import EngineState, Health
+from ratoon.core.outputs import RequestMetrics
+from ratoon.core.stats import SchedulerStats
+from ratoon.version import __version__
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+Values: TypeAlias = Mapping[tuple[str, ...], float]  # by the values of the labels
+
+NAMESPACE = "ratoon"
+REFUSED = "refused"  # beside the finish reasons: a request that could never be served
+AS_ASKED = ("stop", "length")  # reasons of requests that ran to their own end: only these say how long requests take
+REASONS = (*AS_ASKED, "abort", "error", REFUSED)
+
+
+def one_two_five(lowest: int, highest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, … from 10^lowest to 10^highest."""
+    steps = [float(f"{digit}e{power}") for power in range(lowest, highest) for digit in (1, 2, 5)]
+    return (*steps, float(f"1e{highest}"))
+
+
+class Histogram:
+    """Values counted by size."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds  # highest value of each bucket; above the last there is one more
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class GrowingCount:
+    """Sums up a count that is reported now and then, and that starts at 0 again in a new process."""
+
+    __slots__ = ("_last", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._last = 0
+
+    def update(self, count: int) -> None:
+        self.total += count - self._last if count >= self._last else count
+        self._last = count
+
+
+class EngineFigures:
+    """What one engine reported: its newest snapshot, and sums that outlive its process."""
+
+    __slots__ = ("hits", "newest", "preemptions", "queries", "steps")
+
+    def __init__(self) -> None:
+        self.newest = SchedulerStats()
+        self.steps = GrowingCount()
+        self.preemptions = GrowingCount()
+        self.queries = GrowingCount()
+        self.hits = GrowingCount()
+
+    def update(self, stats: SchedulerStats) -> None:
+        self.newest = stats
+        self.steps.update(stats.num_steps)
+        self.preemptions.update(stats.num_preemptions)
+        self.queries.update(stats.prefix_cache.queries)
+        self.hits.update(stats.prefix_cache.hits)
+
+
+class EngineMetrics:
+    """Collects; `render` gives the page that Prometheus reads. Not safe across threads: use it on the event loop.
+
+    The `record_…` methods are called for what happens, and cost well under a microsecond each.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.engines: dict[int, EngineFigures] = {}
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.finished = Counter(dict.fromkeys(REASONS, 0))  # by reason
+        self.http_requests: Counter[tuple[str, int]] = Counter()  # by route and status
+        self.time_to_first_token = Histogram(one_two_five(-3, 2))
+        self.inter_token_latency = Histogram(one_two_five(-4, 1))
+        self.time_per_output_token = Histogram(one_two_five(-4, 1))
+        self.e2e_request_latency = Histogram(one_two_five(-2, 3))
+        self.request_prompt_tokens = Histogram(one_two_five(0, 6))
+        self.request_generation_tokens = Histogram(one_two_five(0, 6))
+        self._health: Callable[[], Health] = Health
+        self._registry: CollectorRegistry | None = None
+
+    # ---- events ----
+
+    def record_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+        """A request got its first token, so long after it arrived."""
+        self.time_to_first_token.observe(seconds)
+        self.num_prompt_tokens += num_prompt_tokens
+
+    def record_next_token(self, seconds: float) -> None:
+        """A request got its next token, or the next one of each of its choices."""
+        self.inter_token_latency.observe(seconds)
+
+    def record_generated(self, num_tokens: int) -> None:
+        self.num_generation_tokens += num_tokens
+
+    def record_vector(self, num_prompt_tokens: int) -> None:
+        """A pooling request got its vector."""
+        self.num_prompt_tokens += num_prompt_tokens
+
+    def record_end(
+        self, reason: str, metrics: RequestMetrics, num_prompt_tokens: int, num_tokens_of_longest_choice: int
+    ) -> None:
+        """A request ended, with this finish reason."""
+        self.finished[reason] += 1
+        if reason not in AS_ASKED or metrics.finished_time is None:
+            return
+        self.e2e_request_latency.observe(metrics.finished_time - metrics.arrival_time)
+        self.request_prompt_tokens.observe(num_prompt_tokens)
+        if metrics.first_token_time is None:  # it was asked for a vector
+            return
+        self.request_generation_tokens.observe(metrics.num_generation_tokens)
+        if num_tokens_of_longest_choice > 1:
+            seconds = metrics.finished_time - metrics.first_token_time
+            self.time_per_output_token.observe(seconds / (num_tokens_of_longest_choice - 1))
+
+    def record_refused(self) -> None:
+        """A request was turned away: here, or by the engine."""
+        self.finished[REFUSED] += 1
+
+    def record_engine(self, index: int, stats: SchedulerStats) -> None:
+        """An engine's snapshot after a step."""
+        figures = self.engines.get(index)
+        if figures is None:
+            figures = self.engines[index] = EngineFigures()
+        figures.update(stats)
+
+    def record_http(self, route: str, status: int) -> None:
+        """An HTTP request was answered. `route` is the pattern, not the path: its values must be few."""
+        self.http_requests[route, status] += 1
+
+    def watch(self, health: Callable[[], Health]) -> None:
+        """Ask this for the engines' health whenever the figures are read."""
+        self._health = health
+
+    # ---- the page ----
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        if self._registry is None:
+            from prometheus_client import CollectorRegistry, ProcessCollector
+
+            self._registry = CollectorRegistry()
+            self._registry.register(self)
+            ProcessCollector(registry=self._registry)
+        return self._registry
+
+    def render(self) -> tuple[bytes, str]:
+        """The page and its content type."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def collect(self) -> Iterator[Metric]:
+        """What the registry asks for: everything, in prometheus_client's terms."""
+        from prometheus_client.metrics_core import InfoMetricFamily
+
+        facts = {"model": self.model_name, "version": __version__}
+        yield InfoMetricFamily(f"{NAMESPACE}_engine", "What is running.", facts)
+        yield from self._engine_metrics()
+        yield from self._health_metrics()
+        finished: Values = {(reason,): count for reason, count in self.finished.items()}
+        http: Values = {(route, str(status)): count for (route, status), count in self.http_requests.items()}
+        yield _counter("prompt_tokens", "Prompt tokens of requests that were begun.", {(): self.num_prompt_tokens})
+        yield _counter("generation_tokens", "Generated tokens.", {(): self.num_generation_tokens})
+        yield _counter("requests_finished", "Requests that ended, by reason.", finished, "reason")
+        yield _counter("http_requests", "HTTP requests, by route and status.", http, "route", "status")
+        yield _histogram("time_to_first_token_seconds", "From arrival to the first token.", self.time_to_first_token)
+        yield _histogram("inter_token_latency_seconds", "Between two tokens of a request.", self.inter_token_latency)
+        yield _histogram("time_per_output_token_seconds", "A request's mean of it.", self.time_per_output_token)
+        yield _histogram("e2e_request_latency_seconds", "From arrival to the end.", self.e2e_request_latency)
+        yield _histogram("request_prompt_tokens", "Length of prompts.", self.request_prompt_tokens)
+        yield _histogram("request_generation_tokens", "Tokens generated for a request.", self.request_generation_tokens)
+
+    def _engine_metrics(self) -> Iterator[Metric]:
+        def of_each(value: Callable[[EngineFigures], float]) -> Values:
+            return {(str(index),): value(figures) for index, figures in sorted(self.engines.items())}
+
+        running = of_each(lambda engine: engine.newest.num_running)
+        waiting = of_each(lambda engine: engine.newest.num_waiting)
+        kv_usage = of_each(lambda engine: engine.newest.kv_usage)
+        hit_rate = of_each(lambda engine: engine.newest.prefix_cache.hit_rate)
+        queries = of_each(lambda engine: engine.queries.total)
+        hits = of_each(lambda engine: engine.hits.total)
+        preemptions = of_each(lambda engine: engine.preemptions.total)
+        steps = of_each(lambda engine: engine.steps.total)
+        yield _gauge("requests_running", "Sequences in the running batch.", running, "engine")
+        yield _gauge("requests_waiting", "Sequences that wait for a place.", waiting, "engine")
+        yield _gauge("kv_cache_usage_ratio", "Share of the KV cache's blocks in use.", kv_usage, "engine")
+        yield _gauge("prefix_cache_hit_ratio", "Share of prompt tokens that were cached.", hit_rate, "engine")
+        yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries, "engine")
+        yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits, "engine")
+        yield _counter("preemptions", "Sequences that gave their memory up for others.", preemptions, "engine")
+        yield _counter("engine_steps", "Steps of the engine.", steps, "engine")
+
+    def _health_metrics(self) -> Iterator[Metric]:
+        engines = self._health().engines
+        up: Values = {(str(engine.index),): engine.state == EngineState.OK for engine in engines}
+        restarts: Values = {(str(engine.index),): engine.num_restarts for engine in engines}
+        bad_messages: Values = {(str(engine.index),): engine.num_bad_messages for engine in engines}
+        yield _gauge("engine_up", "1 while the engine answers.", up, "engine")
+        yield _gauge("engine_restarts", "How often the engine's process was started again.", restarts, "engine")
+        yield _gauge("engine_bad_messages", "Garbage on the engine's sockets, ignored.", bad_messages, "engine")
+
+
+def _counter(name: str, text: str, values: Values, *labels: str) -> Metric:
+    from prometheus_client.metrics_core import CounterMetricFamily
+
+    family = CounterMetricFamily(f"{NAMESPACE}_{name}", text, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family
+
+
+def _gauge(name: str, text: str, values: Values, *labels: str) -> Metric:
+    from prometheus_client.metrics_core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(f"{NAMESPACE}_{name}", text, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
+    from prometheus_client.metrics_core import HistogramMetricFamily
+    from prometheus_client.utils import floatToGoString
+
+    buckets = []
+    so_far = 0
+    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts):
+        so_far += count
+        buckets.append((floatToGoString(bound), so_far))
+    return HistogramMetricFamily(f"{NAMESPACE}_{name}", text, buckets=buckets, sum_value=histogram.total)

@@ -1,0 +1,38 @@
+"""Engines in processes of their own over tiny models, for tests that hurt them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.golden.engines import model_folder
+
+ROOT = Path(__file__).parents[2]
+FAMILY = "llama with grouped heads"
+SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 256, "num_threads": 1, "max_num_seqs": 64}
+
+
+def model_name() -> str:
+    return str(model_folder(FAMILY))
+
+
+def is_running(pid: int) -> bool:
+    """A process that ended and was not yet asked after does not count."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.05)

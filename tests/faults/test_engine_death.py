@@ -1,0 +1,274 @@
+"""Engines that are killed, hang or are led to their death by a request: no answer is lost, nobody else is hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import time
+
+import pytest
+import zmq
+
+from ratoon import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from ratoon.core.health import EngineState
+from ratoon.core.outputs import RequestOutput
+from ratoon.core.params import RequestOutputKind
+from ratoon.engine import replica
+from tests.faults.executors import HANG_TOKEN, KILL_TOKEN, NAME, RAISE_TOKEN
+from tests.faults.processes import ROOT, SETTINGS, model_name, resident_bytes
+from tests.golden.tiny_models import random_token_ids
+
+MARKS = (KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN)
+
+
+@pytest.fixture
+def misbehaving(monkeypatch) -> dict:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return {**SETTINGS, "executor": NAME}
+
+
+def prompt(seed: int, length: int = 12) -> list[int]:
+    return [token for token in random_token_ids(length, seed) if token not in MARKS]
+
+
+def stream_params(seed: int, max_tokens: int = 60) -> SamplingParams:
+    """Greedy ones, seeded ones, some with several choices."""
+    return SamplingParams(
+        temperature=0 if seed % 3 == 0 else 0.9,
+        seed=seed,
+        n=2 if seed % 5 == 0 else 1,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+async def read_stream(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> dict[int, list[int]]:
+    """Every token that the stream gave, by choice."""
+    tokens: dict[int, list[int]] = {}
+    last: RequestOutput | None = None
+    async for output in llm.generate(prompt(seed), stream_params(seed, max_tokens)):
+        for choice in output.outputs:
+            tokens.setdefault(choice.index, []).extend(choice.token_ids)
+        last = output
+    assert last is not None and last.finished and last.error is None, last
+    return tokens
+
+
+@pytest.mark.slow
+def test_streams_survive_fifty_kills_without_losing_or_changing_a_token():
+    """16 streams at any time; the engine is killed at random moments, while it starts, computes or idles."""
+    dice = random.Random(5)
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            right = {seed: await read_stream(llm, seed) for seed in range(16)}
+            kills = 0
+            sizes: list[int] = []
+
+            async def keep_streaming(seed: int) -> int:
+                streams = 0
+                while kills < 50:
+                    assert await read_stream(llm, seed) == right[seed]
+                    streams += 1
+                return streams
+
+            async def keep_killing() -> None:
+                nonlocal kills
+                while kills < 50:
+                    await asyncio.sleep(dice.choice([0.02, 0.1, 0.3, 0.8, 2.0]) * dice.random())
+                    pid = llm.health().engines[0].pid
+                    if pid is None:
+                        continue
+                    # While it starts, too, but rarely: five starts in a row that come to nothing are the end of it.
+                    if llm.health().state == EngineState.OK or dice.random() < 0.02:
+                        os.kill(pid, signal.SIGKILL)
+                        kills += 1
+                        sizes.append(resident_bytes(os.getpid()))
+
+            streams = await asyncio.gather(*(keep_streaming(seed) for seed in range(16)), keep_killing())
+            assert sum(streams[:-1]) >= 16
+            assert llm.health().engines[0].num_restarts >= 40
+            (books,) = await llm._client.call_utility("check")
+            assert books["num_used_blocks"] == 0 and books["num_requests"] == 0
+            assert llm.num_unfinished_requests() == 0 and len(llm._client._ledger) == 0
+            assert sizes[-1] - sizes[10] < 32 * 2**20, "memory grows with every kill"
+
+    asyncio.run(run())
+
+
+def test_a_killed_engine_is_reported_until_it_is_back():
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            right = await read_stream(llm, 3, 80)
+            reading = asyncio.create_task(read_stream(llm, 3, 80))
+            await asyncio.sleep(0.05)
+            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            states = set()
+            while not reading.done():
+                states.add(llm.health().state)
+                await asyncio.sleep(0.01)
+            assert await reading == right
+            assert EngineState.RESTARTING in states
+            health = llm.health()
+            assert health.ok and health.engines[0].num_restarts == 1
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_dies_hands_its_requests_to_the_other_and_comes_back():
+    async def run() -> None:
+        async with AsyncLLM(model_name(), num_replicas=2, **SETTINGS) as llm:
+            right = {seed: await read_stream(llm, seed) for seed in range(8)}
+            reading = [asyncio.create_task(read_stream(llm, seed)) for seed in range(8)]
+            await asyncio.sleep(0.05)
+            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            assert [await task for task in reading] == list(right.values())
+            assert llm.health().ok
+            while not all(engine.state == EngineState.OK for engine in llm.health().engines):
+                await asyncio.sleep(0.05)
+            for books in await llm._client.call_utility("check"):
+                assert books["num_used_blocks"] == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_that_kills_engines_fails_alone(misbehaving):
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = [prompt(seed) for seed in range(4)]
+    with LLM(model_name(), **SETTINGS) as reference:
+        right = [list(output.outputs[0].token_ids) for output in reference.generate(prompts, params, progress=False)]
+    with LLM(model_name(), process=True, **misbehaving) as llm:
+        outputs = llm.generate([*prompts[:2], [5, KILL_TOKEN, 6], *prompts[2:]], params, progress=False)
+        killer = outputs.pop(2)
+        assert killer.outputs[0].finish_reason == "error" and "died 3 times" in killer.error
+        assert [list(output.outputs[0].token_ids) for output in outputs] == right
+        assert llm._client.call_utility("check")["num_used_blocks"] == 0
+
+
+def test_an_exception_in_a_step_fails_that_step_and_not_the_engine(misbehaving):
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with LLM(model_name(), process=True, **misbehaving) as llm:
+        pid = llm._client.health().engines[0].pid
+        (failed,) = llm.generate([[5, RAISE_TOKEN]], params, progress=False)
+        assert failed.outputs[0].finish_reason == "error" and "a marked prompt" in failed.error
+        (fine,) = llm.generate([[5, 6, 7]], params, progress=False)
+        assert fine.outputs[0].finish_reason == "length"
+        assert llm._client.health().engines[0].pid == pid
+
+
+def test_a_hanging_step_is_seen_ended_and_held_against_the_request(misbehaving, monkeypatch):
+    monkeypatch.setattr(replica, "STEP_IS_STALLED", 0.5)
+    monkeypatch.setattr(replica, "STEP_IS_DEATH", 1.5)
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **misbehaving) as llm:
+
+            async def ask() -> RequestOutput:
+                async for output in llm.generate([5, HANG_TOKEN], SamplingParams(max_tokens=2)):
+                    last = output
+                return last
+
+            asking = asyncio.create_task(ask())
+            states = set()
+            while not asking.done():
+                states.add(llm.health().state)
+                await asyncio.sleep(0.05)
+            assert "died 3 times" in (await asking).error
+            assert {EngineState.STALLED, EngineState.RESTARTING} <= states
+
+    asyncio.run(run())
+
+
+def test_a_stopped_process_is_no_longer_called_well(monkeypatch):
+    monkeypatch.setattr(replica, "SILENCE_IS_STALLED", 1.5)
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            pid = llm.health().engines[0].pid
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                deadline = time.monotonic() + 10
+                while llm.health().state != EngineState.STALLED:
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.1)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            while not llm.health().ok:
+                await asyncio.sleep(0.1)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_can_not_be_started_again_is_given_up(monkeypatch, tmp_path):
+    import shutil
+
+    monkeypatch.setattr(replica, "MAX_FAILED_STARTS", 2)
+    folder = shutil.copytree(model_name(), tmp_path / "model")
+
+    async def run() -> None:
+        async with AsyncLLM(str(folder), **SETTINGS) as llm:
+            shutil.rmtree(folder)
+            reading = asyncio.create_task(read_stream(llm, 4, 80))
+            await asyncio.sleep(0.05)
+            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await reading
+            assert llm.health().state == EngineState.DEAD
+            with pytest.raises(EngineDeadError):
+                await read_stream(llm, 5)
+
+    asyncio.run(run())
+
+
+def test_garbage_on_the_sockets_is_counted_and_ignored():
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            right = await read_stream(llm, 3)
+            folder = llm._client._directory.path
+            input_path, output_path = sorted(folder.iterdir())
+            context = zmq.Context()
+            strangers = [context.socket(zmq.PUSH), context.socket(zmq.DEALER), context.socket(zmq.DEALER)]
+            strangers[0].connect(f"ipc://{output_path}")
+            strangers[1].connect(f"ipc://{input_path}")
+            strangers[2].setsockopt(zmq.ROUTING_ID, b"engine-0")  # the engine's own name
+            strangers[2].connect(f"ipc://{input_path}")
+            reading = asyncio.create_task(read_stream(llm, 3))
+            for length in (0, 1, 3, 1000):
+                for stranger in strangers:
+                    stranger.send_multipart([os.urandom(length) for _ in range(4)], zmq.NOBLOCK)
+            for path in (input_path, output_path):
+                with socket.socket(socket.AF_UNIX) as raw:  # not even the protocol
+                    raw.connect(str(path))
+                    raw.sendall(os.urandom(4096))
+            assert await reading == right
+            deadline = time.monotonic() + 10
+            while llm.health().engines[0].num_bad_messages < 8:
+                assert time.monotonic() < deadline, llm.health()
+                await asyncio.sleep(0.1)
+            assert llm.health().ok and llm.health().engines[0].num_restarts == 0
+            assert await read_stream(llm, 3) == right
+            for stranger in strangers:
+                stranger.close(linger=0)
+            context.term()
+
+    asyncio.run(run())
+
+
+def test_garbage_from_the_clients_side_does_not_hurt_the_engine():
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            process = llm._client.replicas[0].process
+            for frames in ([b"\x00", b"garbage"], [b"\x07", b""], [b"\x03"], [b""], [b"\x01", b"\xc1"], [b"\x02"]):
+                process.inputs.send_multipart([b"engine-0", *frames])
+            await read_stream(llm, 3)
+            deadline = time.monotonic() + 10
+            while llm.health().engines[0].num_bad_messages < 5:  # a wave needs nothing done and is not garbage
+                assert time.monotonic() < deadline, llm.health()
+                await asyncio.sleep(0.1)
+            assert llm.health().ok
+
+    asyncio.run(run())

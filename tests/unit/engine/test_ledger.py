@@ -1,0 +1,175 @@
+"""The record of requests under way: what is replayed after an engine died, and who is blamed for it."""
+
+from __future__ import annotations
+
+from ratoon.core.params import SamplingParams
+from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.engine.ledger import MAX_STRIKES, Ledger
+
+
+def request(name: str, n: int = 1) -> EngineCoreRequest:
+    return EngineCoreRequest(name, [1, 2, 3], SamplingParams(n=n, max_tokens=8))
+
+
+def hand_over(ledger: Ledger, engine: int = 0) -> list[str]:
+    entries = ledger.ready_to_go()
+    for entry in entries:
+        ledger.handed_over(entry, engine)
+    return [entry.request.request_id for entry in entries]
+
+
+def outputs(*items: EngineCoreOutput) -> EngineCoreOutputs:
+    return EngineCoreOutputs(list(items))
+
+
+def token(name: str, value: int, choice: int = 0, reason: FinishReason | None = None) -> EngineCoreOutput:
+    return EngineCoreOutput(name, [value], choice, reason)
+
+
+def ledger_with(*names: str, n: int = 1) -> Ledger:
+    ledger = Ledger()
+    for name in names:
+        ledger.add(request(name, n))
+    return ledger
+
+
+def test_a_request_is_handed_over_once():
+    ledger = ledger_with("a", "b")
+    assert hand_over(ledger) == ["a", "b"]
+    assert hand_over(ledger) == []
+
+
+def test_a_request_that_had_begun_goes_on_behind_its_tokens():
+    ledger = ledger_with("a")
+    hand_over(ledger)
+    ledger.record(outputs(token("a", 7)))
+    ledger.record(outputs(token("a", 8)))
+    assert ledger.engine_died(0) == []
+    (entry,) = ledger.ready_to_go()
+    resumed = entry.current_request()
+    assert [choice.token_ids for choice in resumed.resumed] == [[7, 8]]
+    assert resumed.prompt_token_ids == [1, 2, 3] and resumed.sampling_params == entry.request.sampling_params
+
+
+def test_a_request_without_a_token_is_sent_as_it_was():
+    ledger = ledger_with("a")
+    hand_over(ledger)
+    ledger.engine_died(0)
+    (entry,) = ledger.ready_to_go()
+    assert entry.current_request() is entry.request
+
+
+def test_what_is_replayed_does_not_change_under_the_senders_hands():
+    ledger = ledger_with("a")
+    hand_over(ledger)
+    ledger.record(outputs(token("a", 7)))
+    ledger.engine_died(0)
+    sent = ledger.ready_to_go()[0].current_request()
+    hand_over(ledger)
+    ledger.record(outputs(token("a", 8)))
+    assert sent.resumed[0].token_ids == [7]
+
+
+def test_choices_that_are_done_are_marked_so():
+    ledger = ledger_with("a", n=3)
+    hand_over(ledger)
+    ledger.record(outputs(*(token("a", 7, choice) for choice in range(3))))
+    ledger.record(outputs(token("a", 8, 0, FinishReason.STOP), token("a", 9, 2)))
+    assert ledger.abort(["a#1"]) == {0: ["a#1"]}  # a stop string ended it on this side
+    ledger.engine_died(0)
+    resumed = ledger.ready_to_go()[0].current_request().resumed
+    assert [(choice.token_ids, choice.finished) for choice in resumed] == [
+        ([7, 8], True),
+        ([7], True),
+        ([7, 9], False),
+    ]
+
+
+def test_a_request_is_forgotten_when_all_of_it_has_ended():
+    ledger = ledger_with("a", n=2)
+    hand_over(ledger)
+    assert ledger.record(outputs(token("a", 7, 0, FinishReason.LENGTH), token("a", 7, 1))) == []
+    (ended,) = ledger.record(outputs(token("a", 7, 1, FinishReason.STOP)))
+    assert ended.request.request_id == "a" and ended.engine == 0
+    assert len(ledger) == 0
+
+
+def test_a_refused_request_is_forgotten_whatever_its_choices():
+    ledger = ledger_with("a", n=4)
+    hand_over(ledger)
+    ledger.record(outputs(EngineCoreOutput("a", [], finish_reason=FinishReason.ERROR, error="too long")))
+    assert len(ledger) == 0
+
+
+def test_an_abort_names_the_engine_that_has_the_request():
+    ledger = ledger_with("a", "b")
+    for entry, engine in zip(ledger.ready_to_go(), (1, 0)):
+        ledger.handed_over(entry, engine)
+    ledger.add(request("c"))
+    assert ledger.abort(["b", "a", "c", "unknown", "b#7", "#", "b#x"]) == {0: ["b"], 1: ["a"]}
+    assert len(ledger) == 0 and ledger.ready_to_go() == []
+
+
+def test_only_the_dead_engines_requests_wait_again_in_their_old_order():
+    ledger = ledger_with("a", "b", "c")
+    for entry, engine in zip(ledger.ready_to_go(), (0, 1, 0)):
+        ledger.handed_over(entry, engine)
+    ledger.record(outputs(token("a", 1), token("c", 1)))
+    ledger.add(request("d"))
+    ledger.engine_died(0)
+    assert [entry.request.request_id for entry in ledger.ready_to_go()] == ["a", "c", "d"]
+
+
+def test_suspects_are_let_in_one_at_a_time_and_the_innocent_with_them():
+    ledger = ledger_with("busy", "silent", "poison")
+    hand_over(ledger)
+    ledger.record(outputs(token("busy", 1)))
+    ledger.engine_died(0)
+    assert hand_over(ledger) == ["busy", "silent"]
+    assert hand_over(ledger) == []  # poison waits until silent is cleared
+    ledger.record(outputs(token("silent", 1)))
+    assert hand_over(ledger) == ["poison"]
+
+
+def test_only_the_one_that_kills_the_engine_is_given_up():
+    """poison kills every engine that runs it; the others end with all their tokens."""
+    ledger = ledger_with("a", "b", "poison", "c")
+    failed: list[str] = []
+    given: dict[str, int] = {}
+    inside: list[str] = []
+    for _ in range(100):
+        inside += hand_over(ledger)
+        if "poison" in inside:
+            failed += [output.request_id for output in ledger.engine_died(0)]
+            inside = []
+            continue
+        for name in list(inside):
+            given[name] = given.get(name, 0) + 1
+            done = given[name] == 5
+            ledger.record(outputs(token(name, given[name], 0, FinishReason.LENGTH if done else None)))
+            if done:
+                inside.remove(name)
+        if not len(ledger):
+            break
+    assert failed == ["poison"]
+    assert given == {"a": 5, "b": 5, "c": 5}
+
+
+def test_an_engine_that_is_killed_while_requests_get_on_is_nobodys_fault():
+    ledger = ledger_with("a", "b")
+    for round_number in range(20 * MAX_STRIKES):
+        assert hand_over(ledger) == ["a", "b"]
+        ledger.record(outputs(token("a", round_number), token("b", round_number)))
+        assert ledger.engine_died(0) == []
+    assert len(ledger.ready_to_go()[0].current_request().resumed[0].token_ids) == 20 * MAX_STRIKES
+
+
+def test_giving_up_ends_every_choice_that_is_open():
+    ledger = ledger_with("a", n=2)
+    hand_over(ledger)
+    ledger.record(outputs(token("a", 1, 0, FinishReason.STOP), token("a", 1, 1)))
+    ends = ledger.fail_all("gone")
+    assert [(output.request_id, output.choice, output.finish_reason) for output in ends] == [
+        ("a", 1, FinishReason.ERROR)
+    ]
+    assert len(ledger) == 0
