@@ -227,7 +227,10 @@ def read_launch(stream: BinaryIO) -> EngineLaunch:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    # Ctrl-C reaches the whole group, and a service manager's SIGTERM all of the service. The parent decides what they
+    # mean: requests under way may need this process for a while yet.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(int(sys.argv[1]), False)
     calm_thread_pools()
     configure_logging()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"  # preferred where tools are passed, if the model has one of this name
+LONG_TEXT = 10_000  # characters; tokenising more takes so long that others should run meanwhile
 
 
 class Tokenizer:
@@ -59,6 +60,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """With `add_special_tokens`, what the model expects around a text (often a bos token) is put there."""
         try:
+            if isinstance(text, str) and len(text) > LONG_TEXT:  # as a batch of one: only that lets other threads run
+                return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeError) as error:  # JSON can smuggle half a character in: "\\ud800"
             problem = f"{type(text).__name__} is no text" if not isinstance(text, str) else "is no valid Unicode"
@@ -117,6 +120,8 @@ class Tokenizer:
 
     def _choose_template(self, asked: str | None, has_tools: bool) -> str:
         if asked is not None:
+            if not isinstance(asked, str):
+                raise RequestError("chat_template", f"{type(asked).__name__} is no text")
             return self.chat_templates.get(asked, asked)
         if has_tools and TOOL_TEMPLATE in self.chat_templates:
             return self.chat_templates[TOOL_TEMPLATE]

@@ -1,7 +1,7 @@
 """`ratoon bench latency|throughput MODEL`: how fast this machine is with this model, on random prompts.
 
-Latency: a small batch, again and again. Throughput: many requests at once. Comparisons with other engines are programs
-under bench/, not this.
+Latency: a small batch, again and again. Throughput: many requests at once. `bench serve` is in bench_serve.py;
+comparisons with other engines are programs under bench/.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+from ratoon.api.commands import bench_serve
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
 from ratoon.api.progress import request_progress
 from ratoon.core.errors import EngineError, RequestError
@@ -25,7 +26,7 @@ WARM_UP_TOKENS = 8
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("bench", help="measure speed", description="Measure speed on random prompts.")
+    parser = subparsers.add_parser("bench", help="measure speed", description="Measure speed.")
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
     for kind, help_text, num_requests, repeat in (
         ("latency", "a batch of requests, again and again", 1, 5),
@@ -49,6 +50,7 @@ def add_parser(subparsers: Subparsers) -> None:
         add_engine_options(one)
         add_common_options(one)
         one.set_defaults(run=run, kind=kind)
+    bench_serve.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:

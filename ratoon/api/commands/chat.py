@@ -1,4 +1,7 @@
-"""`ratoon chat MODEL`: a conversation on the terminal. Ctrl-C stops the answer, Ctrl-D or /exit leaves."""
+"""`ratoon chat MODEL` or `ratoon chat --url URL`: a conversation on the terminal.
+
+Ctrl-C stops the answer, Ctrl-D or /exit leaves. Who answers is in chat_answerers.py.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,23 @@ import argparse
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from ratoon.api.commands.chat_answerers import Answer, Answerer, LocalAnswerer, Message, RemoteAnswerer
 from ratoon.api.options import (
     Subparsers,
     add_common_options,
     add_engine_options,
     add_sampling_options,
     check_sampling_options,
+    engine_settings,
     open_llm,
     sampling_params,
+    status,
 )
+from ratoon.api.remote.errors import RemoteError
+from ratoon.api.remote.options import add_remote_options, open_client, sampling_fields
 from ratoon.core.errors import RequestError
-
-if TYPE_CHECKING:
-    from ratoon.api.llm import LLM
-    from ratoon.core.params import SamplingParams
 
 HELP = """\
 /reset   forget the conversation
@@ -35,8 +39,9 @@ PROMPT = "> "
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("chat", help="talk with a model", description=f"Talk with a model.\n\n{HELP}")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a GGUF file, a hub id or an embedded name")
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_remote_options(parser, required=False)
     add_sampling_options(parser, max_tokens=512)
     add_engine_options(parser)
     add_common_options(parser)
@@ -45,20 +50,46 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_sampling_options(args)
+    check_where(args)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() a history and line editing
-    with open_llm(args) as llm:
-        if not llm.has_chat_template:
-            raise RequestError("MODEL", "has no chat template", "use `ratoon generate`, or a model for conversations")
-        conversation = Conversation(llm, sampling_params(args, llm), args.system)
+    with open_answerer(args) as answerer:
+        conversation = Conversation(answerer, args.system)
         if sys.stdout.isatty():
-            print(f"{llm.source.name}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+            print(f"{answerer.name}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
         while (line := read_line()) is not None:
             if line == "/exit":
                 break
             if line:
                 conversation.handle(line)
     return 0
+
+
+def check_where(args: argparse.Namespace) -> None:
+    """Either a model here or a server, and only what belongs to it."""
+    if args.url is None:
+        if args.model is None:
+            raise RequestError("MODEL", "is missing", "a model, or --url for a server")
+        if args.remote_model is not None or args.api_key is not None:
+            raise RequestError("--model and --api-key", "belong to a server", "add --url in the place of MODEL")
+    elif args.model is not None:
+        raise RequestError("MODEL", "and --url exclude each other", f"--model {args.model} names one of the server's")
+    elif settings := engine_settings(args):
+        option = "--" + next(iter(settings)).replace("_", "-")
+        raise RequestError(option, "is the server's to settle", "leave it out with --url")
+
+
+@contextlib.contextmanager
+def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
+    if args.url is not None:
+        with status(f"asking {args.url}"):
+            answerer = RemoteAnswerer(open_client(args), args.remote_model, sampling_fields(args, chat=True))
+        yield answerer
+        return
+    with open_llm(args) as llm:
+        if not llm.has_chat_template:
+            raise RequestError("MODEL", "has no chat template", "use `ratoon generate`, or a model for conversations")
+        yield LocalAnswerer(llm, sampling_params(args, llm))
 
 
 def read_line() -> str | None:
@@ -75,12 +106,12 @@ def read_line() -> str | None:
 
 
 class Conversation:
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
-        self._llm = llm
-        self._params = params
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
+    def __init__(self, answerer: Answerer, system: str | None) -> None:
+        self._answerer = answerer
+        self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
-        self._num_prompt_tokens = self._num_cached_tokens = self._num_answer_tokens = 0
+        self._num_prompt_tokens = self._num_answer_tokens = 0
+        self._num_cached_tokens: int | None = None  # None: nobody said
 
     def handle(self, line: str) -> None:
         if line == "/help":
@@ -96,49 +127,46 @@ class Conversation:
             self.answer(line)
 
     def answer(self, line: str) -> None:
+        """Print the answer as it comes. What there was when it was stopped or broke off is the answer then."""
         self._messages.append({"role": "user", "content": line})
-        try:
-            text = self._stream_answer()
-        except RequestError as error:  # too long by now, say: the message is taken back, the conversation stays
-            self._messages.pop()
-            print(f"error: {error}; /reset begins anew", file=sys.stderr)
-            return
-        self._messages.append({"role": "assistant", "content": text})
-
-    def _stream_answer(self) -> str:
-        """Print the answer as it comes; what there was when Ctrl-C stopped it is the answer then."""
-        pieces: list[str] = []
-        num_tokens = num_cached = num_prompt = 0
+        answer = Answer()
         begin = time.monotonic()
-        note = ""
-        stream = self._llm.stream(self._llm.chat_prompt(self._messages), self._params)
         try:
-            with contextlib.closing(stream):
-                for output in stream:
-                    choice = output.outputs[0]
-                    pieces.append(choice.text)
-                    sys.stdout.write(choice.text)
-                    sys.stdout.flush()
-                    num_tokens += len(choice.token_ids)
-                    num_cached = output.num_cached_tokens or 0
-                    num_prompt = len(output.prompt_token_ids or ())
-                    note = output.error or ""
+            self._answerer.answer(self._messages, answer)
         except KeyboardInterrupt:
-            note = "stopped"
+            answer.note = "stopped"
+        except (RequestError, RemoteError) as error:
+            if not answer.text:
+                self._take_back(error)
+                return
+            answer.note = str(error)
         print()
-        self._num_prompt_tokens += num_prompt
-        self._num_cached_tokens += num_cached
-        self._num_answer_tokens += num_tokens
-        speed = num_tokens / max(time.monotonic() - begin, 1e-9)
-        print_dim(f"{num_tokens} tokens, {speed:.1f} tok/s, {num_cached} of {num_prompt} prompt tokens cached", note)
-        return "".join(pieces)
+        self._messages.append({"role": "assistant", "content": answer.text})
+        self._count(answer, time.monotonic() - begin)
+
+    def _take_back(self, error: Exception) -> None:
+        """The message is too long by now, or the server is away: the conversation stays as it was before it."""
+        self._messages.pop()
+        hint = "; /reset begins anew" if isinstance(error, RequestError) else ""
+        print(f"error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
+
+    def _count(self, answer: Answer, seconds: float) -> None:
+        self._num_prompt_tokens += answer.num_prompt_tokens or 0
+        self._num_answer_tokens += answer.num_tokens
+        text = f"{answer.num_tokens} tokens, {answer.num_tokens / max(seconds, 1e-9):.1f} tok/s"
+        if answer.num_cached_tokens is not None:
+            self._num_cached_tokens = (self._num_cached_tokens or 0) + answer.num_cached_tokens
+            text += f", {answer.num_cached_tokens} of {answer.num_prompt_tokens} prompt tokens cached"
+        elif answer.num_prompt_tokens is not None:
+            text += f", {answer.num_prompt_tokens} prompt tokens"
+        print_dim(text, answer.note)
 
     def print_stats(self) -> None:
-        stats = self._llm.stats()
+        cached = "" if self._num_cached_tokens is None else f", of them from the cache {self._num_cached_tokens}"
         print(f"messages       {len(self._messages)}")
-        print(f"prompt tokens  {self._num_prompt_tokens}, of them from the cache {self._num_cached_tokens}")
+        print(f"prompt tokens  {self._num_prompt_tokens}{cached}")
         print(f"answer tokens  {self._num_answer_tokens}")
-        print(f"cache          {stats.kv_usage:.1%} in use, hit rate {stats.prefix_cache.hit_rate:.1%}")
+        print(self._answerer.describe_state())
 
 
 def print_dim(text: str, note: str) -> None:

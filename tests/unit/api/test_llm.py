@@ -97,7 +97,9 @@ def test_params_of_another_type_are_refused(llm):
     assert caught.value.field == "sampling_params"
 
 
-def test_a_request_that_the_engine_refuses_is_an_error_in_its_place(llm, client):
+@pytest.mark.parametrize("by_output", [False, True], ids=["at once", "from another process"])
+def test_a_request_that_the_engine_refuses_is_an_error_in_its_place(llm, client, by_output):
+    client.refuses_by_output = by_output
     client.refuse = lambda request: RequestError("prompt", "never fits") if len(request.prompt_token_ids) == 3 else None
     good, bad, last = llm.generate(["ab", "abc", "cd"])
     assert (good.error, last.error) == (None, None)
@@ -106,7 +108,9 @@ def test_a_request_that_the_engine_refuses_is_an_error_in_its_place(llm, client)
     assert (bad.outputs[0].finish_reason, bad.finished) == ("error", True)
 
 
-def test_a_request_that_is_alone_and_refused_raises(llm, client):
+@pytest.mark.parametrize("by_output", [False, True], ids=["at once", "from another process"])
+def test_a_request_that_is_alone_and_refused_raises(llm, client, by_output):
+    client.refuses_by_output = by_output
     client.refuse = lambda request: RequestError("prompt", "never fits")
     with pytest.raises(RequestError, match="never fits"):
         llm.generate("abc")

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from ratoon.core.errors import ModelError, RequestError
 from ratoon.models.gguf_tokenizer import load_tokenizer_from_gguf
-from ratoon.models.tokenizer import Tokenizer, load_tokenizer_from_folder
+from ratoon.models.tokenizer import LONG_TEXT, Tokenizer, load_tokenizer_from_folder
 from tests.unit.models.model_files import (
     NASTY_TEXTS,
     byte_level_metadata,
@@ -54,6 +54,19 @@ def test_texts_are_neither_cut_nor_padded_whatever_the_file_says(folder: Path) -
     text = "the quick brown fox jumps over the lazy dog " * 5
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("a")) == 2
+
+
+def test_long_texts_are_tokenised_and_refused_like_short_ones(folder: Path) -> None:
+    tokenizer = load_tokenizer_from_folder(folder)
+    line = "the quick brown fox jumps over the lazy dog\n"
+    count = LONG_TEXT // len(line) + 1
+    assert (
+        tokenizer.encode(line * count, add_special_tokens=False)
+        == tokenizer.backend.encode(line * count, add_special_tokens=False).ids
+    )
+    assert tokenizer.encode(line * count)[0] == tokenizer.bos_token_id
+    with pytest.raises(RequestError):
+        tokenizer.encode("\ud800" * LONG_TEXT * 2)
 
 
 def test_special_tokens_are_added_and_skipped_on_request(folder: Path) -> None:

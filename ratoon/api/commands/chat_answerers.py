@@ -1,0 +1,124 @@
+"""Who answers in `ratoon chat`: a model in this process, or one behind a server. The conversation can't tell which.
+
+An answerer writes into an Answer piece by piece. Interrupted or failing half-way, it leaves there what had come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ratoon.api.llm import LLM
+    from ratoon.api.remote.client import RemoteClient
+    from ratoon.api.remote.events import Chunk
+    from ratoon.core.params import SamplingParams
+
+Message = dict[str, str]
+
+
+class Answer:
+    """An answer as it comes: printed at once, and kept."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self.num_tokens = 0
+        self.num_prompt_tokens: int | None = None  # None: unknown, as is what was cached
+        self.num_cached_tokens: int | None = None
+        self.note = ""  # what must be said about it, such as why it ended early
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+
+class Answerer(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def answer(self, messages: Sequence[Message], answer: Answer) -> None:
+        """Answer the last message. Raises RequestError or RemoteError if there is no answer, or no whole one."""
+
+    def describe_state(self) -> str:
+        """A line for /stats."""
+
+
+class LocalAnswerer:
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self._llm = llm
+        self._params = params
+
+    @property
+    def name(self) -> str:
+        return self._llm.source.name
+
+    def answer(self, messages: Sequence[Message], answer: Answer) -> None:
+        with closing(self._llm.stream(self._llm.chat_prompt(messages), self._params)) as stream:
+            for output in stream:
+                choice = output.outputs[0]
+                answer.add(choice.text)
+                answer.num_tokens += len(choice.token_ids)
+                answer.num_prompt_tokens = len(output.prompt_token_ids or ())
+                answer.num_cached_tokens = output.num_cached_tokens or 0
+                answer.note = output.error or ""
+
+    def describe_state(self) -> str:
+        stats = self._llm.stats()
+        return f"cache          {stats.kv_usage:.1%} in use, hit rate {stats.prefix_cache.hit_rate:.1%}"
+
+
+class RemoteAnswerer:
+    """Opens a connection for each answer: Ctrl-C closes it, and the server stops."""
+
+    def __init__(self, client: RemoteClient, model: str | None, fields: dict[str, Any]) -> None:
+        from ratoon.api.remote.options import choose_model
+
+        async def find_model() -> str:
+            async with client:
+                return await choose_model(client, model)
+
+        self._client = client
+        self._model = asyncio.run(find_model())
+        self._fields = fields
+
+    @property
+    def name(self) -> str:
+        return f"{self._model} at {self._client.url}"
+
+    def answer(self, messages: Sequence[Message], answer: Answer) -> None:
+        asyncio.run(self._answer(messages, answer))
+
+    async def _answer(self, messages: Sequence[Message], answer: Answer) -> None:
+        from ratoon.api.remote.client import CHAT
+
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._fields,
+        }
+
+        def receive(chunks: list[Chunk]) -> None:
+            for chunk in chunks:
+                for choice in chunk.choices:
+                    answer.add(choice.new_text)
+                    answer.num_tokens += choice.has_text  # about right, until the server says
+                if chunk.usage is not None:
+                    answer.num_tokens = chunk.usage.completion_tokens
+                    answer.num_prompt_tokens = chunk.usage.prompt_tokens
+                    answer.num_cached_tokens = chunk.usage.cached_tokens
+
+        async with self._client as client:
+            await client.stream(CHAT, body, receive)
+
+    def describe_state(self) -> str:
+        return f"server         {self.name}"

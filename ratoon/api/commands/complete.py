@@ -1,0 +1,180 @@
+"""`ratoon complete --url URL PROMPT…`: have a server answer prompts, and print the answers.
+
+The counterpart of `ratoon generate` without a model in this process. What is not given is left to the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ratoon.api.commands.generate import choose_streaming, read_prompts, shorten
+from ratoon.api.options import Subparsers, add_common_options, add_sampling_options, check_sampling_options
+from ratoon.api.remote.errors import RemoteError
+from ratoon.api.remote.options import add_remote_options, choose_model, open_client, sampling_fields
+from ratoon.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ratoon.api.remote.client import RemoteClient
+    from ratoon.api.remote.events import Chunk
+
+DESCRIPTION = """Have a server answer prompts, and print the answers.
+
+The text is completed as it is; --chat sends it as a user's message. A single answer is streamed on a terminal.
+The prompt "-" is read from standard input."""
+AT_ONCE = 32  # requests; more wait here
+
+Answer = dict[str, Any]  # what a server sent back
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "complete",
+        help="have a server answer prompts",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to answer; - reads standard input")
+    add_remote_options(parser, required=True)
+    parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
+    parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    parser.add_argument(
+        "--stream", action=argparse.BooleanOptionalAction, help="print the answer as it comes (one prompt, one choice)"
+    )
+    add_sampling_options(parser, max_tokens=256)
+    parser.add_argument("--n", type=int, metavar="N", help="choices for each prompt")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="log-probabilities of the N likeliest tokens (--json)"
+    )
+    add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_sampling_options(args)
+    texts = read_prompts(args.prompts)
+    if args.logprobs is not None and not args.json:
+        raise RequestError("--logprobs", "has no plain form", "add --json")
+    if args.system is not None and not args.chat:
+        raise RequestError("--system", "has no place in a prompt of plain text", "add --chat")
+    client = open_client(args)
+    if choose_streaming(args, len(texts)):
+        asyncio.run(stream_answer(client, texts[0], args))
+        return 0
+    answers = asyncio.run(collect_answers(client, texts, args))
+    if len(answers) == 1 and isinstance(answers[0], RemoteError):
+        raise answers[0]
+    return print_answers(texts, answers, args)
+
+
+async def stream_answer(client: RemoteClient, text: str, args: argparse.Namespace) -> None:
+    printed = False
+
+    def receive(chunks: list[Chunk]) -> None:
+        nonlocal printed
+        new_text = "".join(choice.new_text for chunk in chunks for choice in chunk.choices)
+        sys.stdout.write(new_text)
+        sys.stdout.flush()
+        printed = printed or bool(new_text)
+
+    async with client:
+        path, body = make_request(await choose_model(client, args.remote_model), text, args)
+        try:
+            await client.stream(path, {**body, "stream": True}, receive)
+        except RemoteError:
+            if printed:
+                print()  # the error gets a line of its own
+            raise
+    print()
+
+
+async def collect_answers(
+    client: RemoteClient, texts: list[str], args: argparse.Namespace
+) -> list[Answer | RemoteError]:
+    """An answer for each prompt, or why there is none. They are requests of their own: one's fault is its own."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def answer(text: str) -> Answer | RemoteError:
+        path, body = make_request(model, text, args)
+        try:
+            async with places:
+                return await client.post(path, body)
+        except RemoteError as error:
+            return error
+
+    async with client:
+        model = await choose_model(client, args.remote_model)
+        return await asyncio.gather(*(answer(text) for text in texts))
+
+
+def make_request(model: str, text: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The path and the body."""
+    from ratoon.api.remote.client import CHAT, COMPLETIONS
+
+    fields = {"model": model, **sampling_fields(args, args.chat)}
+    if not args.chat:
+        return COMPLETIONS, {**fields, "prompt": text}
+    messages = [{"role": "user", "content": text}]
+    if args.system is not None:
+        messages.insert(0, {"role": "system", "content": args.system})
+    return CHAT, {**fields, "messages": messages}
+
+
+def print_answers(texts: list[str], answers: list[Answer | RemoteError], args: argparse.Namespace) -> int:
+    failed = 0
+    for index, (text, answer) in enumerate(zip(texts, answers)):
+        if args.json:
+            print(json.dumps(answer_as_dict(text, answer), ensure_ascii=False))
+        elif not isinstance(answer, RemoteError):
+            print_answer(text, answer, heading=len(texts) > 1)
+        if isinstance(answer, RemoteError):
+            failed += 1
+            print(f"error: prompts[{index}]: {' '.join(str(answer).split())}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def print_answer(text: str, answer: Answer, heading: bool) -> None:
+    if heading:
+        print(f"=== {shorten(text)}")
+    choices = answer.get("choices") or []
+    for choice in choices:
+        if len(choices) > 1:
+            print(f"--- choice {choice.get('index', 0)}")
+        print(text_of(choice).strip("\n") if heading else text_of(choice))
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    text = choice["message"].get("content") if "message" in choice else choice.get("text")
+    return text or ""
+
+
+def answer_as_dict(text: str, answer: Answer | RemoteError) -> dict[str, Any]:
+    """The form that `ratoon generate --json` prints, as far as a server tells."""
+    if isinstance(answer, RemoteError):
+        return {"prompt": text, "outputs": [], "error": str(answer)}
+    usage = answer.get("usage") or {}
+    return {
+        "prompt": text,
+        "model": answer.get("model"),
+        "num_prompt_tokens": usage.get("prompt_tokens"),
+        "num_cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        "num_output_tokens": usage.get("completion_tokens"),
+        "outputs": [_choice_as_dict(choice) for choice in answer.get("choices") or []],
+        "error": None,
+    }
+
+
+def _choice_as_dict(choice: dict[str, Any]) -> dict[str, Any]:
+    result = {
+        "index": choice.get("index", 0),
+        "text": text_of(choice),
+        "finish_reason": choice.get("finish_reason"),
+        "stop_reason": choice.get("stop_reason"),
+    }
+    if choice.get("logprobs") is not None:
+        result["logprobs"] = choice["logprobs"]  # in the server's own form
+    return result

@@ -1,0 +1,122 @@
+"""Sends sessions when they arrive and records what comes back. What the figures mean is in measures.py.
+
+It shares the machine with the server that it measures: for each chunk it takes the time, decodes and appends, no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+import msgspec
+
+from ratoon.api.loadgen.datasets import Session
+from ratoon.api.loadgen.measures import RequestRecord
+from ratoon.api.loadgen.target import Target, messages_of
+from ratoon.api.remote.client import RemoteClient
+from ratoon.api.remote.errors import RemoteError
+from ratoon.api.remote.events import Chunk
+
+OnEnd = Callable[[RequestRecord], None]
+
+
+class Round(msgspec.Struct):
+    records: list[RequestRecord]
+    seconds: float
+    interrupted: bool = False
+
+
+class LoadRunner:
+    """Runs rounds against one target. `concurrency` limits the sessions at once; None: no limit."""
+
+    def __init__(
+        self, client: RemoteClient, target: Target, concurrency: int | None = None, think_time: float = 0.0
+    ) -> None:
+        self._client = client
+        self._target = target
+        self._concurrency = concurrency
+        self._think_time = think_time
+        self._origin = 0.0
+
+    async def run(self, sessions: Sequence[Session], arrivals: Sequence[float], on_end: OnEnd) -> Round:
+        """All sessions to their end. Cancelled, it stops what is under way and returns what there is."""
+        places: AbstractAsyncContextManager[Any] = nullcontext()
+        if self._concurrency is not None:
+            places = asyncio.Semaphore(self._concurrency)
+        records: list[RequestRecord] = []
+        tasks: list[asyncio.Task[None]] = []
+        interrupted = False
+        self._origin = time.perf_counter()
+
+        async def one(number: int, session: Session, arrival: float) -> None:
+            async with places:
+                await self._run_session(number, session, arrival, records, on_end)
+
+        try:
+            for number, (session, arrival) in enumerate(zip(sessions, arrivals)):
+                delay = arrival - self._now()
+                if delay > 0:
+                    await asyncio.sleep(delay)
+                tasks.append(asyncio.create_task(one(number, session, arrival)))
+            await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            interrupted = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return Round(records, self._now(), interrupted)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._origin
+
+    async def _run_session(
+        self, number: int, session: Session, arrival: float, records: list[RequestRecord], on_end: OnEnd
+    ) -> None:
+        history: list[dict[str, Any]] = []
+        due = arrival
+        for index, turn in enumerate(session):
+            if index and self._think_time:
+                await asyncio.sleep(self._think_time)
+            if index or arrival == 0 or self._concurrency is not None:
+                due = self._now()  # no clock says when: it follows the end of something else, or the beginning
+            record = RequestRecord(session=number, turn=index, scheduled=due)
+            records.append(record)
+            text: list[str] | None = [] if len(session) > 1 else None
+            await self._send(self._target.body(turn, history), record, text)
+            on_end(record)
+            if record.error_kind is not None:
+                return  # the rest of the conversation has nothing to follow
+            if text is not None:
+                history = [*history, *messages_of(turn), {"role": "assistant", "content": "".join(text)}]
+
+    async def _send(self, body: dict[str, Any], record: RequestRecord, text: list[str] | None) -> None:
+        """One request to its end, good or bad. The text is kept only where someone wants it."""
+        record.started = self._now()
+        try:
+            await self._client.stream(self._target.path, body, lambda chunks: note(record, self._now(), chunks, text))
+        except RemoteError as error:
+            record.error_kind, record.error = error.kind, str(error)
+        record.ended = self._now()
+
+
+def note(record: RequestRecord, now: float, chunks: list[Chunk], text: list[str] | None) -> None:
+    """Write down what arrived. A chunk without a token count has one token, if it has text."""
+    for chunk in chunks:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            num_new = int(choice.has_text) if usage is None else usage.completion_tokens - record.num_output_tokens
+            if num_new > 0:
+                record.chunk_times.append(now)
+                record.chunk_tokens.append(num_new)
+                record.num_output_tokens += num_new
+            if choice.finish_reason is not None:
+                record.finish_reason = choice.finish_reason
+            if text is not None:
+                text.append(choice.new_text)
+        if usage is not None:
+            record.num_output_tokens = usage.completion_tokens
+            record.num_prompt_tokens = usage.prompt_tokens
+            record.num_cached_tokens = usage.cached_tokens

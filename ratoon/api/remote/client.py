@@ -1,0 +1,176 @@
+"""A client of an OpenAI-compatible server: one connection pool, plain calls and streamed ones.
+
+What goes wrong comes out as RemoteError, or RefusedError where the request itself was wrong. Nothing is sent twice.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.parse
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ratoon.api.remote.errors import RemoteError, error_for_status, message_of
+from ratoon.api.remote.events import DONE, Chunk, EventReader, decode_chunk
+from ratoon.core.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+Receive = Callable[[list[Chunk]], None]
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+GIVEN_UP = ("abort", "error")  # finish reasons of a server that shuts down, or whose engine failed
+CONNECT_SECONDS = 10.0
+# Servers close idle connections (uvicorn after 5 s). One that is used again at that very moment breaks: stay below.
+KEEP_ALIVE_SECONDS = 2.0
+
+
+class RemoteClient:
+    """Use it with `async with`; any number of calls at once."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float | None = None) -> None:
+        self.url = normalize_url(url)
+        self._aiohttp = load_aiohttp()
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {check_api_key(api_key)}"
+        self._timeout = timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> RemoteClient:
+        connector = self._aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+        timeout = self._aiohttp.ClientTimeout(total=self._timeout, sock_connect=CONNECT_SECONDS)
+        self._session = self._aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def models(self) -> list[str]:
+        """The names of the models that the server has."""
+        answer = await self._call("GET", "/v1/models")
+        try:
+            return [str(model["id"]) for model in answer["data"]]
+        except (KeyError, TypeError):
+            raise self._bad_answer("its list of models has another form") from None
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._call("POST", path, body)
+        if not isinstance(answer, dict):
+            raise self._bad_answer("it is no JSON object")
+        return answer
+
+    async def stream(self, path: str, body: dict[str, Any], receive: Receive) -> None:
+        """Hand the chunks of an answer to `receive`, in the groups in which they arrive, until it ends.
+
+        `body` must ask for a stream. Cancelled, it closes the connection. RemoteError: also for an answer that ends
+        before it is finished.
+        """
+        finish_reason, done = None, False
+        async with self._request("POST", path, body) as response:
+            reader, content = EventReader(), response.content
+            while data := await content.readany():
+                chunks = []
+                for payload in reader.feed(data):
+                    if payload == DONE:
+                        done = True
+                        break
+                    chunk = self._decode(payload)
+                    if chunk.choices:
+                        finish_reason = chunk.choices[0].finish_reason or finish_reason
+                    chunks.append(chunk)
+                if chunks:
+                    receive(chunks)
+        if finish_reason in GIVEN_UP:
+            raise RemoteError("server", "it gave the answer up before its end", kind="given up")
+        if finish_reason is None and not done:
+            raise RemoteError("server", "the answer broke off before its end", kind="broke off")
+
+    def _decode(self, payload: bytes) -> Chunk:
+        try:
+            chunk = decode_chunk(payload)
+        except msgspec.DecodeError as error:
+            raise self._bad_answer(str(error)) from None
+        if chunk.error is not None:
+            raise RemoteError("server", message_of(chunk.error), kind="error in the stream")
+        return chunk
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        async with self._request(method, path, body) as response:
+            data = await response.read()
+        try:
+            return msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            raise self._bad_answer("it is not JSON") from None
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response with a good status, and every fault of the network as RemoteError, also while it is read."""
+        assert self._session is not None
+        errors = self._aiohttp
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with self._session.request(method, self.url + path, data=data) as response:
+                if response.status >= 400:
+                    raise error_for_status(response.status, response.reason or "", await response.read())
+                yield response
+        except errors.ClientConnectorError as error:
+            problem = f"can't be reached ({_reason(error.os_error)})"
+            raise RemoteError(self.url, problem, "is the server running?", kind="can't connect") from None
+        except TimeoutError:
+            raise RemoteError(self.url, "no answer in time", kind="timeout") from None
+        except errors.ClientError as error:
+            detail = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RemoteError("server", f"the connection broke off ({detail})", kind="broke off") from None
+
+    def _bad_answer(self, detail: str) -> RemoteError:
+        return RemoteError(
+            self.url, f"the answer makes no sense: {detail}", "is it an OpenAI-compatible server?", kind="bad answer"
+        )
+
+
+def _reason(error: OSError) -> str:
+    """The system's own words: asyncio puts others in their place. Names that can't be resolved have their own table."""
+    if isinstance(error, socket.gaierror) or not error.errno:
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
+def load_aiohttp() -> ModuleType:
+    try:
+        import aiohttp
+    except ImportError:
+        raise ConfigError("aiohttp", "is not installed", 'pip install "ratoon[serve]"') from None
+    return aiohttp
+
+
+def normalize_url(url: str) -> str:
+    """The server's root: what people write, without the /v1 that every path of ours begins with."""
+    text = url.strip() if "://" in url else f"http://{url.strip()}"
+    try:
+        parts = urllib.parse.urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment or any(letter.isspace() for letter in text):
+        raise RequestError("--url", f"{url!r} is no address of a server", "such as http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def check_api_key(key: str) -> str:
+    """The key is never part of a message: what is wrong with it is."""
+    if not (key.isascii() and key.isprintable()):
+        raise RequestError("--api-key", "holds characters that no header can carry", "printable ASCII")
+    return key

@@ -1,0 +1,62 @@
+"""Command-line options of everything that talks to a server, and the parts of a request that they turn into."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+from ratoon.api.options import SAMPLING_OPTIONS
+from ratoon.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ratoon.api.remote.client import RemoteClient
+
+KEY_VARIABLES = ("RATOON_API_KEY", "OPENAI_API_KEY")
+
+
+def add_remote_options(parser: argparse.ArgumentParser, required: bool) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--url", required=required, metavar="URL", help="an OpenAI-compatible server")
+    group.add_argument(
+        "--model", dest="remote_model", metavar="NAME", help="the model's name there (default: the first it lists)"
+    )
+    group.add_argument("--api-key", metavar="KEY", help=f"also: {' or '.join(KEY_VARIABLES)} in the environment")
+
+
+def open_client(args: argparse.Namespace, timeout: float | None = None) -> RemoteClient:
+    from ratoon.api.remote.client import RemoteClient
+
+    return RemoteClient(args.url, args.api_key or _key_of_environment(), timeout)
+
+
+def _key_of_environment() -> str | None:
+    """A server takes several keys in the same variable, with commas between them: any of them opens it."""
+    found = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
+    return None if found is None else found.split(",")[0].strip()
+
+
+async def choose_model(client: RemoteClient, name: str | None) -> str:
+    """The name that was given, unchecked; else the first model that the server lists."""
+    if name is not None:
+        return name
+    from ratoon.api.remote.errors import RefusedError
+
+    names: list[str] = []
+    try:
+        names = await client.models()
+    except RefusedError as error:
+        if error.status != 404:
+            raise
+    if not names:
+        raise RequestError("--model", "is missing, and the server lists no model", "the name of a model")
+    return names[0]
+
+
+def sampling_fields(args: argparse.Namespace, chat: bool) -> dict[str, Any]:
+    """Fields of a request body, of what was given. The rest is left to the server."""
+    fields = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
+    if chat and "logprobs" in fields:
+        fields["top_logprobs"] = fields.pop("logprobs")
+        fields["logprobs"] = True
+    return fields

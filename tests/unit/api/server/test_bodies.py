@@ -1,0 +1,157 @@
+"""Bodies: whatever a client sends is answered with a 400 that says what is wrong, never with a 500."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.unit.api.server.harness import MODEL, say, scripted
+from tests.unit.engine.fakes_async import on_event_loop
+
+GOOD = {"model": MODEL, "prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b" ",
+        b"{",
+        b"[]",
+        b"null",
+        b"5",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": "\xff"}',
+        b"\xef\xbb\xbf{}",
+        b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "tiny", "prompt": "x", "temperature": -Infinity}',
+        b'{"model": "tiny", "prompt": "x", "temperature": 1e999}',
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "prompt": "\\udc00\\ud800"}',
+        b'{"model": "tiny", "\\ud800": 1}',
+        b'{"model": "tiny", "prompt": "x", "seed": 1%s}' % (b"0" * 30),
+        b'{"model": "tiny", "prompt": "x", "seed": 1%s}' % (b"0" * 5000),
+        b'{"model": "tiny", "prompt": "x", "temperature": 1%s}' % (b"0" * 4000),
+        b'{"model": "tiny", "prompt": [1%s]}' % (b"0" * 30),
+        b'{"model": "tiny", "prompt": "x", "prompt": "y"}',
+        b'{"model": "tiny", "prompt": "x", "logit_bias": {"1": 1, "1": 2}}',
+        b'{"model": "tiny", "prompt": "x"} trailing',
+        b"{'model': 'tiny'}",
+        b"[" * 100_000,
+        b'{"model": "tiny", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    ],
+)
+@on_event_loop
+async def test_what_is_no_proper_json_is_refused(body):
+    async with scripted() as client:
+        answer = await client.post("/v1/completions", body)
+        assert answer.status == 400
+        assert answer.error["type"] == "invalid_request_error"
+        assert len(answer.body) < 500
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
+)
+@on_event_loop
+async def test_values_may_be_nested_to_any_depth_that_json_allows(path):
+    """Deep enough to be parsed, too deep for what would walk it with recursion."""
+    deep = json.loads("[" * 900 + "]" * 900)
+    conversation = [{"role": "user", "content": "x", "extra": deep}]
+    bodies = [
+        {"model": MODEL, "prompt": deep, "input": deep, "tokens": deep},
+        {"model": MODEL, "messages": conversation, "chat_template_kwargs": {"deep": deep}},
+        {"model": MODEL, "messages": deep},
+        {"model": MODEL, "messages": conversation, "tools": [{"type": "function", "function": {"deep": deep}}]},
+    ]
+    async with scripted(say("x"), lenient=True, template="{{ tools | tojson }}{{ messages | tojson }}x") as client:
+        for body in bodies:
+            answer = await client.post(path, body)
+            assert answer.status in (200, 400), answer.body
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "1"),
+        ("temperature", True),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.0),
+        ("max_tokens", True),
+        ("n", "1"),
+        ("stream", "true"),
+        ("stream", 1),
+        ("echo", 0),
+        ("seed", 1.5),
+        ("logit_bias", []),
+        ("logit_bias", {"1": "2"}),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", ["5"]),
+        ("bad_words", "x"),
+        ("cache_salt", 5),
+        ("request_id", 5),
+        ("model", 5),
+        ("model", None),
+        ("model", ""),
+        ("user", {}),
+    ],
+)
+@on_event_loop
+async def test_types_are_strict(field, value):
+    async with scripted() as client:
+        answer = await client.post("/v1/completions", {**GOOD, field: value})
+        assert answer.status == 400
+        assert answer.error["param"].startswith(field)
+
+
+@on_event_loop
+async def test_missing_fields_are_named():
+    async with scripted() as client:
+        assert (await client.post("/v1/completions", {"model": MODEL})).error["param"] == "prompt"
+        assert (await client.post("/v1/completions", {"prompt": "x"})).error["param"] == "model"
+
+
+@on_event_loop
+async def test_unknown_fields_are_named_with_what_was_meant():
+    async with scripted() as client:
+        answer = await client.complete(prompt="x", max_token=5)
+        assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "max_token", "unknown_parameter")
+        assert "max_tokens" in answer.error["message"]
+        long = await client.complete(prompt="x", **{"y" * 100_000: 1})
+        assert len(long.body) < 500
+
+
+@on_event_loop
+async def test_a_lenient_server_ignores_unknown_fields_but_not_unsupported_ones():
+    async with scripted(say("x"), lenient=True) as client:
+        assert (await client.complete(prompt="x", whatever={"a": 1})).status == 200
+        assert (await client.complete(prompt="x", suffix="y")).error["param"] == "suffix"
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "application/xml"])
+@on_event_loop
+async def test_a_body_must_say_that_it_is_json(content_type):
+    """A web page can send the other types to a server on the same machine without being asked for permission."""
+    async with scripted() as client:
+        headers = {} if content_type is None else {"content-type": content_type}
+        assert (await client.post("/v1/completions", GOOD, headers=headers)).status == 415
+
+
+@on_event_loop
+async def test_json_has_more_than_one_name():
+    async with scripted(say("x")) as client:
+        for name in ("application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.api+json"):
+            assert (await client.post("/v1/completions", GOOD, headers={"content-type": name})).status == 200
+        packed = {"content-type": "application/json", "content-encoding": "gzip"}
+        assert (await client.post("/v1/completions", GOOD, headers=packed)).status == 415
+
+
+@on_event_loop
+async def test_escaped_characters_beyond_the_first_plane_are_fine():
+    async with scripted(say("x")) as client:
+        answer = await client.post("/v1/completions", b'{"model": "tiny", "prompt": "\\ud83d\\ude42"}')
+        assert answer.json()["usage"]["prompt_tokens"] == 4

@@ -1,0 +1,188 @@
+"""/v1/chat/completions: conversations go through the template, and answers come back in OpenAI's form."""
+
+from __future__ import annotations
+
+import pytest
+
+from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk
+from tests.unit.api.server.harness import MAX_MODEL_LEN, MODEL, Client, say, scripted
+from tests.unit.engine.fakes_async import on_event_loop
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def prompt_of(client: Client) -> str:
+    return bytes(client.engine.core.added[-1].prompt_token_ids).decode()
+
+
+@on_event_loop
+async def test_an_answer_has_openais_shape():
+    async with scripted(say("Hi", "Ho")) as client:
+        answer = await client.chat("Hello", n=2)
+        assert prompt_of(client) == "<user>Hello\n<assistant>"
+    body = answer.json()
+    ChatCompletion.model_validate(body)
+    assert body["id"].startswith("chatcmpl-")
+    assert [choice["message"] for choice in body["choices"]] == [
+        {"role": "assistant", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+    ]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "stop"]
+
+
+@on_event_loop
+async def test_a_stream_begins_with_roles_and_ends_with_usage():
+    async with scripted(say("a🙂", "b")) as client:
+        answer = await client.chat("x", n=2, stream=True, stream_options={"include_usage": True})
+    events = answer.events()
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    for event in events:
+        ChatCompletionChunk.model_validate(event)
+    roles = [event["choices"][0] for event in events[:2]]
+    assert [(choice["index"], choice["delta"]["role"]) for choice in roles] == [(0, "assistant"), (1, "assistant")]
+    texts = ["", ""]
+    for event in events[2:-1]:
+        (choice,) = event["choices"]
+        assert "role" not in choice["delta"]
+        texts[choice["index"]] += choice["delta"]["content"]
+    assert texts == ["a🙂", "b"]
+    ends = [choice for event in events[:-1] for choice in event["choices"] if choice["finish_reason"]]
+    assert sorted((choice["index"], choice["finish_reason"]) for choice in ends) == [(0, "stop"), (1, "stop")]
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 8
+    assert len({event["id"] for event in events}) == 1
+
+
+@on_event_loop
+async def test_without_a_limit_an_answer_may_fill_the_models_length():
+    async with scripted(say("x")) as client:
+        await client.chat("abc")
+        request = client.engine.core.added[0]
+        assert request.sampling_params.max_tokens == MAX_MODEL_LEN - len(request.prompt_token_ids)
+        await client.chat("abc", max_tokens=3, max_completion_tokens=5)
+        assert client.engine.core.added[1].sampling_params.max_tokens == 5
+
+
+@on_event_loop
+async def test_content_may_be_text_parts():
+    async with scripted(say("x")) as client:
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        body = {"model": MODEL, "messages": [{"role": "user", "content": parts}]}
+        await client.post("/v1/chat/completions", body)
+        assert prompt_of(client) == "<user>one\ntwo\n<assistant>"
+
+
+@on_event_loop
+async def test_what_the_template_may_know_reaches_it():
+    async with scripted(say("x")) as client:
+        await client.chat("a", tools=[TOOL], tool_choice="auto", chat_template_kwargs={"shout": True})
+        assert prompt_of(client) == "<user>a\n[tools: 1]!<assistant>"
+        await client.chat("a", tools=[TOOL], tool_choice="none", add_generation_prompt=False)
+        assert prompt_of(client) == "<user>a\n"
+
+
+@on_event_loop
+async def test_the_arguments_of_a_tool_call_reach_the_template_as_an_object():
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.x }}{% endif %}{% endfor %}"
+    )
+
+    def call(arguments: str) -> dict:
+        function = {"name": "f", "arguments": arguments}
+        return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+    async with scripted(say("x"), template=template) as client:
+        body = {"model": MODEL, "messages": [call('{"x": "seen"}')]}
+        assert (await client.post("/v1/chat/completions", body)).status == 200
+        assert prompt_of(client) == "seen"
+        refused = await client.post("/v1/chat/completions", {**body, "messages": [call("{")]})
+        assert refused.error["param"] == "messages[0].tool_calls[0].function.arguments"
+
+
+@on_event_loop
+async def test_the_servers_template_goes_before_the_models():
+    async with scripted(say("x"), chat_template="server:{{ messages[0].content }}") as client:
+        await client.chat("a")
+        assert prompt_of(client) == "server:a"
+
+
+@on_event_loop
+async def test_a_request_may_bring_a_template_only_where_it_was_allowed():
+    async with scripted() as client:
+        answer = await client.chat("a", chat_template="mine")
+        assert (answer.status, answer.error["param"]) == (400, "chat_template")
+        sneaked = await client.chat("a", chat_template_kwargs={"chat_template": "mine"})
+        assert (sneaked.status, sneaked.error["param"]) == (400, "chat_template_kwargs")
+    async with scripted(say("x"), allow_request_template=True) as client:
+        assert (await client.chat("a", chat_template="mine:{{ messages[0].content }}")).status == 200
+        assert prompt_of(client) == "mine:a"
+        endless = await client.chat("a", chat_template="{% for a in range(99999) %}" * 5 + "{% endfor %}" * 5)
+        assert (endless.status, endless.error["param"]) == (400, "chat_template")
+
+
+@on_event_loop
+async def test_a_model_without_a_template_takes_no_conversations():
+    async with scripted(template=None) as client:
+        answer = await client.chat("a")
+        assert (answer.status, answer.error["param"]) == (400, "messages")
+        assert "/v1/completions" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"functions": []}, "functions"),
+        ({"prediction": {}}, "prediction"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"store": True}, "store"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 1000}, "logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": 5}]}, None),
+        ({"tools": [{"type": "other"}]}, "tools[0].type"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+@on_event_loop
+async def test_what_is_not_supported_is_refused_by_name(fields, param):
+    async with scripted(say("x")) as client:
+        answer = await client.post(
+            "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
+        )
+        if param is None:
+            assert answer.status == 200
+            return
+        assert answer.status == 400
+        assert answer.error["param"] == param
+        assert not client.engine.core.added
+
+
+@on_event_loop
+async def test_harmless_fields_are_accepted():
+    async with scripted(say("x")) as client:
+        answer = await client.chat(
+            "a", user="me", metadata={"a": "b"}, store=False, service_tier="auto", parallel_tool_calls=True,
+            response_format={"type": "text"}, modalities=["text"], functions=None, audio=None, prompt_cache_key="k",
+        )  # fmt: skip
+        assert answer.status == 200, answer.body
+
+
+@on_event_loop
+async def test_a_conversation_that_is_too_long_has_openais_code():
+    async with scripted() as client:
+        answer = await client.chat("x" * 5000)
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        assert answer.error["param"] == "messages"

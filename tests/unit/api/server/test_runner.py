@@ -1,0 +1,191 @@
+"""The server as a program, on a real socket, with an engine that plays a script: how it begins and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import aiohttp
+import pytest
+
+from ratoon.api.server import runner as runner_module
+from ratoon.api.server.listening import address, bind, is_local, release
+from ratoon.api.server.runner import ServerRunner
+from ratoon.api.server.settings import ServerSettings
+from ratoon.core.errors import ConfigError, ModelError
+from tests.unit.api.server.harness import MODEL, say, scripted
+from tests.unit.engine.fakes_async import FakeAsyncClient, on_event_loop
+
+BODY = {"model": MODEL, "prompt": "x", "stream": True}
+
+
+class Running:
+    """A server on a free port, and a client session to it."""
+
+    def __init__(self, runner: ServerRunner, engine: FakeAsyncClient, url: str, session: aiohttp.ClientSession) -> None:
+        self.runner = runner
+        self.engine = engine
+        self.url = url
+        self.session = session
+        self.exit_code: asyncio.Task[int]
+
+    async def open_stream(self) -> aiohttp.ClientResponse:
+        """A stream that has brought two tokens and waits for more."""
+        request = asyncio.create_task(self.session.post(f"{self.url}/v1/completions", json=BODY))
+        while not self.engine.core.added:
+            await asyncio.sleep(0.001)
+        self.engine.step(2)
+        response = await request
+        assert response.status == 200
+        return response
+
+
+@contextlib.asynccontextmanager
+async def running(**settings) -> AsyncIterator[Running]:
+    async with scripted(say("abcdef"), by_hand=True) as client:
+        chosen = ServerSettings(port=0, **settings)
+        bound = bind(chosen)
+        llm = client.context.llm
+        ready = asyncio.Event()
+        server = ServerRunner(llm, chosen, bound)
+        async with aiohttp.ClientSession() as session:
+            found = Running(server, client.engine, address(bound), session)
+            found.exit_code = asyncio.create_task(server.run(ready.set))
+            await ready.wait()
+            yield found
+            await found.exit_code
+
+
+def send_signal(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@on_event_loop
+async def test_a_signal_lets_what_is_under_way_finish(number):
+    async with running() as server:
+        stream = await server.open_stream()
+        send_signal(number)
+        while (answer := await server.session.get(f"{server.url}/health")).status == 200:
+            await asyncio.sleep(0.01)
+        assert (await answer.json())["status"] == "shutting down"
+        refused = await server.session.post(f"{server.url}/v1/completions", json=BODY)
+        assert refused.status == 503
+        assert (await refused.json())["error"]["code"] == "shutting_down"
+        server.engine.step(20)
+        text = (await stream.read()).decode()
+        assert '"text":"f"' in text and text.endswith("data: [DONE]\n\n")
+        assert await server.exit_code == 0
+        assert server.engine.num_shutdowns == 1
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await server.session.get(f"{server.url}/health")
+
+
+@on_event_loop
+async def test_what_does_not_finish_in_time_is_aborted():
+    async with running(drain_seconds=0.1) as server:
+        stream = await server.open_stream()
+        send_signal()
+        text = (await stream.read()).decode()
+        assert '"finish_reason":"abort"' in text and text.endswith("data: [DONE]\n\n")
+        assert await server.exit_code == 0
+
+
+@on_event_loop
+async def test_a_second_signal_ends_it_at_once():
+    async with running(drain_seconds=100) as server:
+        stream = await server.open_stream()
+        send_signal()
+        await asyncio.sleep(0.05)
+        send_signal()
+        async with asyncio.timeout(5):
+            assert await server.exit_code == 128 + signal.SIGTERM
+        stream.close()
+
+
+@on_event_loop
+async def test_without_requests_it_ends_soon():
+    async with running() as server:
+        send_signal()
+        async with asyncio.timeout(2):
+            assert await server.exit_code == 0
+
+
+@on_event_loop
+async def test_a_dead_engine_ends_the_server_after_clients_were_told(monkeypatch):
+    monkeypatch.setattr(runner_module, "WATCH_INTERVAL", 0.01)
+    async with running() as server:
+        stream = await server.open_stream()
+        server.engine.die()
+        text = (await stream.read()).decode()
+        assert "engine_dead" in text and text.endswith("data: [DONE]\n\n")
+        assert await server.exit_code == 1
+
+
+@on_event_loop
+async def test_a_signal_while_the_model_loads_ends_it():
+    async with scripted() as client:
+        llm = client.context.llm
+        bound = bind(ServerSettings(port=0))
+        with mock.patch.object(llm, "start", partial(asyncio.sleep, 60)):
+            server = asyncio.create_task(ServerRunner(llm, ServerSettings(), bound).run(lambda: None))
+            await asyncio.sleep(0.05)
+            send_signal()
+            assert await server == 128 + signal.SIGTERM
+
+
+@on_event_loop
+async def test_a_model_that_does_not_load_is_the_callers_to_report():
+    async def fail() -> None:
+        raise ModelError("x", "is no model")
+
+    async with scripted() as client:
+        with mock.patch.object(client.context.llm, "start", fail), pytest.raises(ModelError):
+            await ServerRunner(client.context.llm, ServerSettings(), bind(ServerSettings(port=0))).run(lambda: None)
+
+
+def test_a_port_in_use_is_a_clear_error():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use"):
+            bind(ServerSettings(port=port))
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "300.1.1.1", "x" * 300])
+def test_a_host_that_is_none_is_a_clear_error(host):
+    with pytest.raises(ConfigError, match="host"):
+        bind(ServerSettings(host=host, port=0))
+
+
+def test_which_addresses_other_machines_can_reach():
+    for host, local in (("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)):
+        settings = ServerSettings(host=host, port=0)
+        bound = bind(settings)
+        assert is_local(bound) is local
+        release(bound, settings)
+
+
+def test_a_unix_socket_that_was_left_behind_is_replaced_and_one_in_use_is_not(tmp_path: Path):
+    path = str(tmp_path / "socket")
+    settings = ServerSettings(uds=path)
+    abandoned = bind(settings)
+    abandoned.close()
+    bound = bind(settings)
+    bound.listen()
+    assert address(bound) == f"unix:{path}"
+    assert is_local(bound)
+    with pytest.raises(ConfigError, match="uds"):
+        bind(settings)
+    release(bound, settings)
+    assert not Path(path).exists()
+    Path(path).write_text("a file of somebody's")
+    with pytest.raises(ConfigError, match="uds"):
+        bind(settings)
+    assert Path(path).read_text() == "a file of somebody's"
