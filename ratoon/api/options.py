@@ -20,7 +20,7 @@ Subparsers = Any  # argparse has no public name for what add_subparsers returns
 # Option → keyword of LLM. Those left out on the command line are left to the LLM's own defaults.
 ENGINE_OPTIONS = (
     "device", "dtype", "max_model_len", "block_size", "num_blocks", "kv_memory", "max_num_batched_tokens",
-    "max_num_seqs", "policy", "num_threads", "attention_backend", "load_format",
+    "max_num_seqs", "policy", "num_threads", "attention_backend", "load_format", "executor",
 )  # fmt: skip
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -47,6 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", dest="num_threads", help="CPU threads")
     group.add_argument("--attention-backend", metavar="NAME", help="auto, or a backend's name")
     group.add_argument("--load-format", metavar="NAME", help="auto, or dummy: random weights of the right shape")
+    group.add_argument("--executor", metavar="NAME", help='uniproc, or another one as "module:Class"')
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:

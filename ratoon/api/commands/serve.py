@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
         if args.startup_times:
             print(llm.startup_timer.table(), file=sys.stderr)
         where = address(bound)
-        print(f"{where} serves {(names or (llm.source.name,))[0]}; {where}/docs describes how to ask it", flush=True)
+        docs = "" if settings.uds is not None else f"; {where}/docs describes how to ask it"
+        print(f"{where} serves {(names or (llm.source.name,))[0]}{docs}", flush=True)
 
     with loading:
         loading.enter_context(status(f"loading {args.model}"))

@@ -129,6 +129,8 @@ async def test_unknown_fields_are_named_with_what_was_meant():
 async def test_a_lenient_server_ignores_unknown_fields_but_not_unsupported_ones():
     async with scripted(say("x"), lenient=True) as client:
         assert (await client.complete(prompt="x", whatever={"a": 1})).status == 200
+        assert (await client.complete(prompt="x", stream=True, stream_options={"other": 1})).status == 200
+        assert (await client.chat("x", other=1)).status == 200
         assert (await client.complete(prompt="x", suffix="y")).error["param"] == "suffix"
 
 

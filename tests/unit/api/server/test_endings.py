@@ -101,6 +101,18 @@ async def test_a_failed_step_ends_a_stream_with_an_error(path):
 
 
 @on_event_loop
+async def test_a_vector_that_fails_is_a_500():
+    async with scripted(by_hand=True) as client:
+        request = client.open("POST", "/v1/embeddings", {"model": MODEL, "input": ["a", "b"]})
+        while not client.engine.core.added:
+            await asyncio.sleep(0.001)
+        client.engine.send(failed(client))
+        answer = await request.answer()
+        assert (answer.status, answer.error["message"]) == (500, "the step failed")
+        assert client.context.num_unfinished == 0
+
+
+@on_event_loop
 async def test_one_prompt_that_fails_takes_the_others_back():
     async with scripted(say("abcdef"), by_hand=True) as client:
         request = await begin(client, "/v1/completions", prompt=["a", "b"])

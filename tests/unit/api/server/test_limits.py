@@ -26,6 +26,14 @@ async def test_a_body_that_announces_too_much_is_not_read():
 
 
 @on_event_loop
+async def test_a_length_that_is_no_number_is_refused():
+    async with scripted() as client:
+        for length in ("-1", "x", "1e3"):
+            headers = {**JSON, "content-length": length}
+            assert (await client.post("/v1/completions", {}, headers=headers)).status == 400
+
+
+@on_event_loop
 async def test_a_body_that_grows_too_large_is_cut_off():
     async with scripted(max_body=1000) as client:
         request = client.open("POST", "/v1/completions", pieces=[b"x" * 300] * 100, complete=False)

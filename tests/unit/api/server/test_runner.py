@@ -151,6 +151,63 @@ async def test_a_model_that_does_not_load_is_the_callers_to_report():
             await ServerRunner(client.context.llm, ServerSettings(), bind(ServerSettings(port=0))).run(lambda: None)
 
 
+async def say_over_socket(server: Running, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+    writer.write(data)
+    return reader, writer
+
+
+@pytest.mark.parametrize("head", [b"GET /" + b"x" * 1_000_000, b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 200_000])
+@on_event_loop
+async def test_a_head_that_is_too_large_is_refused(head):
+    async with running() as server:
+        reader, writer = await say_over_socket(server, head)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 431 ")
+        writer.close()
+        send_signal()
+
+
+@on_event_loop
+async def test_a_head_that_never_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr("ratoon.api.server.http_protocol.HEAD_SECONDS", 0.05)
+    async with running() as server:
+        for beginning in (b"", b"GET / HTTP/1.1\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET /ver"):
+            reader, writer = await say_over_socket(server, beginning)
+            assert b"HTTP/1.1 408 " in await reader.read()
+            writer.close()
+        send_signal()
+
+
+@on_event_loop
+async def test_a_large_body_is_no_large_head_and_takes_its_time(monkeypatch):
+    monkeypatch.setattr("ratoon.api.server.http_protocol.HEAD_SECONDS", 0.05)
+    async with running() as server:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 200002\r\n\r\n"
+        reader, writer = await say_over_socket(server, head + b'"' + b"x" * 200_000)
+        await asyncio.sleep(0.1)
+        writer.write(b'"')
+        assert b"HTTP/1.1 400 " in await reader.read(1000)
+        writer.close()
+        send_signal()
+
+
+@on_event_loop
+async def test_requests_sent_ahead_end_with_their_client():
+    async with running() as server:
+        body = b'{"model": "tiny", "prompt": "x"}'
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        )
+        _, writer = await say_over_socket(server, (head % len(body) + body) * 2)
+        while not server.engine.core.added:
+            await asyncio.sleep(0.001)
+        writer.close()
+        while not server.engine.core.aborted:
+            await asyncio.sleep(0.001)
+        assert server.engine.core.aborted == [server.engine.core.added[0].request_id]
+        send_signal()
+
+
 def test_a_port_in_use_is_a_clear_error():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -1,0 +1,90 @@
+"""Log-probabilities in the protocol's three forms: the completions' lists, the chat's objects, and the prompt's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ratoon.api.server.token_texts import TokenTexts
+from ratoon.core.outputs import Logprob, PromptLogprobs, SampleLogprobs, TokenLogprobs
+
+LOWEST = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
+
+
+class CompletionLogprobsBuilder:
+    """The lists of /v1/completions, for one choice. In a stream, offsets go on from one chunk to the next."""
+
+    def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
+        self._texts = texts
+        self._skip_special_tokens = skip_special_tokens
+        self._num_chars = 0
+
+    def build(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
+        """Entries of new tokens. A position without log-probabilities (a prompt's first token) has null."""
+        tokens, token_logprobs, top_logprobs, offsets = [], [], [], []
+        for token_id, position in zip(token_ids, logprobs):
+            text, raw = self._texts.lookup(token_id)
+            shown = not (self._skip_special_tokens and token_id in self._texts.special_ids)
+            tokens.append(text)
+            offsets.append(self._place(raw if shown else b""))
+            token_logprobs.append(None if position is None else _finite(position[token_id]))
+            top_logprobs.append(None if position is None else self._by_text(position))
+        return {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets,
+        }
+
+    def end_prompt(self, text: str) -> None:
+        """The echoed prompt ends here, whatever its tokens added up to."""
+        self._num_chars = len(text)
+
+    def _place(self, raw: bytes) -> int:
+        """Characters are counted by their first bytes: a token from the middle of one begins where it begins."""
+        first_bytes = sum(byte & 0xC0 != 0x80 for byte in raw)
+        goes_on = bool(raw) and raw[0] & 0xC0 == 0x80 and self._num_chars > 0
+        begin = self._num_chars - goes_on
+        self._num_chars += first_bytes
+        return begin
+
+    def _by_text(self, position: TokenLogprobs) -> dict[str, float]:
+        alternatives: dict[str, float] = {}
+        for token_id, entry in position.items():
+            alternatives.setdefault(self._texts.lookup(token_id)[0], _finite(entry))
+        return alternatives
+
+
+def chat_logprobs(
+    texts: TokenTexts, token_ids: Sequence[int], logprobs: SampleLogprobs, num_top: int
+) -> dict[str, list[Any]]:
+    content = []
+    for token_id, position in zip(token_ids, logprobs):
+        entry = _chat_entry(texts, token_id, position[token_id])
+        ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+        top = [item for item in ranked if item[1].rank is not None and item[1].rank <= num_top][:num_top]
+        entry["top_logprobs"] = [_chat_entry(texts, *item) for item in top]
+        content.append(entry)
+    return {"content": content}
+
+
+def prompt_logprobs(logprobs: PromptLogprobs) -> list[dict[str, Any] | None]:
+    """By token id."""
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            for token_id, entry in position.items()
+        }
+        for position in logprobs
+    ]
+
+
+def _chat_entry(texts: TokenTexts, token_id: int, entry: Logprob) -> dict[str, Any]:
+    text, raw = texts.lookup(token_id)
+    return {"token": text, "logprob": _finite(entry), "bytes": list(raw)}
+
+
+def _finite(entry: Logprob) -> float:
+    return max(entry.logprob, LOWEST)

@@ -1,0 +1,66 @@
+"""What completions and chat have in common: the head of an answer, its chunks, its usage."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from ratoon.api.server.answers.usage import UsageCounter
+from ratoon.api.server.context import ServerContext
+from ratoon.api.server.generation import Batch
+from ratoon.api.server.protocol.sampling import SamplingFields
+from ratoon.core.outputs import CompletionOutput, RequestOutput
+
+
+class Renderer(ABC):
+    """Makes one request's answer. Either `whole` is called, once, or `chunks` for every output, in order."""
+
+    WHOLE: ClassVar[str]  # the `object` of an answer, and of a chunk
+    CHUNK: ClassVar[str]
+
+    def __init__(self, context: ServerContext, asked: SamplingFields, batch: Batch) -> None:
+        self.context = context
+        self.batch = batch
+        self.usage = UsageCounter(batch.prompts)
+        self.num_choices = asked.num_choices()
+        self.return_token_ids = bool(asked.return_token_ids)
+        options = asked.stream_options
+        self.include_usage = options is not None and bool(options.include_usage)
+        self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        self._head = {"id": batch.id, "created": int(time.time()), "model": asked.model}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        for index, output in enumerate(outputs):
+            self.usage.add(index, output)
+        return {**self._head, "object": self.WHOLE, **self.whole_body(outputs), "usage": self.usage.as_dict()}
+
+    def chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Chunks for what is new in prompt `index`, a choice each."""
+        self.usage.add(index, output)
+        for body in self.chunk_bodies(index, output):
+            yield self._chunk(body)
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self._head, "object": self.CHUNK, "choices": [], "usage": self.usage.as_dict()}
+
+    def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.CHUNK, **body}
+        if self._usage_in_chunks:
+            chunk["usage"] = self.usage.as_dict()
+        elif self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def is_worth_sending(self, choice: CompletionOutput) -> bool:
+        """Text is held back while it may become a stop string or is part of a character: then there is no chunk."""
+        return bool(choice.text) or choice.finished or self.return_token_ids or choice.logprobs is not None
+
+    @abstractmethod
+    def whole_body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """`choices`, and what else this kind of answer has."""
+
+    @abstractmethod
+    def chunk_bodies(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """The same for each chunk."""

@@ -1,0 +1,107 @@
+"""The server as an ASGI application: the routes, and the layers that every request passes on its way to them.
+
+exchange     a place for what is learnt about the request; counts answers
+CORS         only where origins were given
+draining     503 once the server shuts down
+key          401
+body         413, 408; from here on the body is in memory
+disconnect   cancels what is behind it when the client goes away
+routes       FastAPI
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.server.auth import OPEN_PATHS, KeyRing, RequireKey
+from ratoon.api.server.body import BoundedBody
+from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.disconnect import CancelOnDisconnect
+from ratoon.api.server.draining import RefuseWhileDraining
+from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_down
+from ratoon.api.server.exchange import AsgiApp, Exchange, ExchangeLayer, Scope
+from ratoon.api.server.openapi import build_document
+from ratoon.api.server.responses import error_response
+from ratoon.api.server.routes import admin, chat, completions, embeddings, models, service, tokens
+from ratoon.api.server.settings import ServerSettings
+from ratoon.core.errors import EngineDeadError, EngineError, RequestError
+from ratoon.observe.logging import get_logger
+
+if TYPE_CHECKING:
+    from ratoon.engine.async_llm import AsyncLLM
+
+ROUTERS = (chat.router, completions.router, embeddings.router, models.router, tokens.router, service.router)
+EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")
+
+logger = get_logger(__name__)
+
+
+def create_app(llm: AsyncLLM, settings: ServerSettings) -> AsgiApp:
+    """The application. The engine must be started before the first request comes."""
+    return build_app(ServerContext(llm, settings))
+
+
+def build_app(context: ServerContext) -> AsgiApp:
+    settings = context.settings
+    app: AsgiApp = _routes(context)
+    app = CancelOnDisconnect(app)
+    app = BoundedBody(app, settings.max_body, settings.body_timeout)
+    if settings.api_keys:
+        app = RequireKey(app, KeyRing(settings.api_keys))
+    app = RefuseWhileDraining(app, context)
+    if settings.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
+            expose_headers=EXPOSED_HEADERS,
+        )
+    return ExchangeLayer(app, _counter(context))
+
+
+def _routes(context: ServerContext) -> FastAPI:
+    app = FastAPI(title="Ratoon", redoc_url=None, redirect_slashes=False)
+    app.state.context = context
+    for router in ROUTERS:
+        app.include_router(router)
+    if context.settings.admin:
+        app.include_router(admin.router)
+    for kind in (ApiError, RequestError, EngineError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.openapi = lambda: build_document(app, bool(context.settings.api_keys), OPEN_PATHS)  # type: ignore[method-assign]
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # of the router: no such path, or not with this method
+        kinds = {404: f"There is no {request.url.path[:100]!r} here", 405: f"{request.method} is not for this path"}
+        message = kinds.get(error.status_code, str(error.detail))
+        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    elif isinstance(error, RequestValidationError):  # of path and query; bodies are read by the routes themselves
+        problem = error.errors()[0]
+        error = refused(str(problem["loc"][-1]), str(problem["msg"]))
+    elif isinstance(error, EngineError) and context_of(request).draining and not isinstance(error, EngineDeadError):
+        error = shutting_down()
+    answer = as_api_error(error)
+    if answer.status == 500:
+        logger.error("%s %s failed: %s", request.method, request.url.path, error)
+    return error_response(request.scope, answer)
+
+
+def _counter(context: ServerContext) -> Callable[[Scope, Exchange], None]:
+    def count(scope: Scope, exchange: Exchange) -> None:
+        metrics = context.llm.metrics
+        if metrics is not None and exchange.status:
+            route = scope.get("route")
+            metrics.record_http(getattr(route, "path", "other"), exchange.status)
+
+    return count

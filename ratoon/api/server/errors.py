@@ -1,0 +1,96 @@
+"""Errors as OpenAI's clients expect them: an object with message, type, param and code, and a fitting status.
+
+ApiError is what the server itself raises. Errors of the engine are turned into one here, in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ratoon.core.errors import EngineDeadError, EngineError, RequestError
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+# How the engine calls what a request's body calls otherwise.
+BODY_FIELDS = {"prompt_token_ids": "prompt", "sampling_params": "body", "pooling_params": "body"}
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.as_dict())
+
+
+def refused(param: str, problem: str, expected: str = "", code: str | None = None) -> ApiError:
+    """A 400 that names the field, what is wrong with it and what would be right."""
+    message = f"{param}: {problem}" + (f"; {expected}" if expected else "")
+    return ApiError(400, message, param=param, code=code)
+
+
+def context_length_exceeded(param: str, num_tokens: int, max_model_len: int) -> ApiError:
+    message = (
+        f"{param}: has {num_tokens} tokens, and the model's context is {max_model_len} tokens, answer included; "
+        f"shorten it to {max_model_len - 1} tokens at most"
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def model_not_found(model: str, served_names: tuple[str, ...]) -> ApiError:
+    shown = model if len(model) <= 100 else model[:100] + "…"
+    message = f"The model {shown!r} does not exist; this server has {', '.join(map(repr, served_names))}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(
+        503,
+        "The server is shutting down",
+        kind=SERVER_ERROR,
+        code="shutting_down",
+        headers={"Retry-After": "5", "Connection": "close"},
+    )
+
+
+def generation_failed(message: str | None) -> ApiError:
+    """A request that was accepted and went wrong on the way."""
+    return ApiError(500, message or "The generation failed", kind=SERVER_ERROR, code="generation_failed")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any error as an answer. What nobody foresaw becomes a 500 that gives nothing away."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        field, _, rest = error.field.partition("[")
+        field = BODY_FIELDS.get(field, field) + (f"[{rest}" if rest else "")
+        return refused(field, error.problem, error.expected)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, f"The engine is gone: {error}", kind=SERVER_ERROR, code="engine_dead")
+    if isinstance(error, EngineError):
+        return generation_failed(str(error))
+    return ApiError(500, "The server failed; its log says why", kind=SERVER_ERROR, code="internal_error")

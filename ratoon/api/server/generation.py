@@ -1,0 +1,168 @@
+"""Runs a request's prompts in the engine, an engine request for each, and brings their outputs together.
+
+What the outputs look like in an answer is not decided here. However a request ends (answered, refused, its client
+gone), nothing of it stays in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ratoon.api.server.context import ServerContext
+from ratoon.api.server.errors import generation_failed, refused, shutting_down
+from ratoon.api.server.prompts import EncodedPrompt
+from ratoon.core.errors import RequestError
+from ratoon.core.outputs import RequestOutput
+from ratoon.core.params import SamplingParams
+
+T = TypeVar("T")
+Numbered = tuple[int, RequestOutput]  # the prompt's place in the request, and what is new for it
+
+
+@dataclass(slots=True)
+class Batch:
+    """The prompts of one HTTP request, which differ in nothing but their text."""
+
+    id: str  # of the answer
+    prompts: list[EncodedPrompt]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    param: str = "prompt"  # where in the body the prompts stand
+    only_prompt: bool = False  # score the prompt: the engine makes one token nevertheless, and nobody gets to see it
+
+    def request_id(self, index: int) -> str:
+        """A single prompt's engine request has the answer's id."""
+        return self.id if len(self.prompts) == 1 else f"{self.id}-{index}"
+
+
+def make_id(prefix: str, asked: str | None) -> str:
+    return f"{prefix}-{asked or secrets.token_hex(16)}"
+
+
+def check_token_limit(context: ServerContext, num_prompts: int, num_choices: int, max_tokens: int) -> None:
+    """What a request may ask for in all is bounded, so that one alone can't keep the engine busy for hours."""
+    asked = num_prompts * num_choices * max_tokens
+    limit = context.settings.max_request_tokens
+    if asked > limit:
+        raise refused(
+            "max_tokens",
+            f"{num_prompts} prompts × {num_choices} choices × {max_tokens} tokens is {asked}",
+            f"at most {limit} in a request (--max-request-tokens)",
+        )
+
+
+async def collect(context: ServerContext, batch: Batch) -> list[RequestOutput]:
+    """The final output of every prompt, in order. If one fails, the others are taken back."""
+    with context.admit(len(batch.prompts)):
+        return await all_or_none([_final_output(context, batch, index) for index in range(len(batch.prompts))])
+
+
+async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order. If one fails, the others are cancelled, and its error is raised."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _final_output(context: ServerContext, batch: Batch, index: int) -> RequestOutput:
+    final: RequestOutput | None = None
+    async with aclosing(_generate(context, batch, index)) as outputs:
+        async for output in outputs:
+            final = output
+    if final is None:
+        raise generation_failed("The engine gave no output")
+    if any(choice.finish_reason == "abort" for choice in final.outputs):
+        raise shutting_down()  # nobody else aborts what a client still waits for
+    return final
+
+
+async def stream(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbered, None]:
+    """What is new, as it comes, of whichever prompt."""
+    with context.admit(len(batch.prompts)):
+        if len(batch.prompts) == 1:
+            async with aclosing(_generate(context, batch, 0)) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        async with aclosing(_merge(context, batch)) as merged:
+            async for numbered in merged:
+                yield numbered
+
+
+async def _merge(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbered, None]:
+    """One task a prompt. The short queue makes them wait for the reader; the engine's side merges what piles up."""
+    queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(maxsize=1)
+
+    async def forward(index: int) -> None:
+        try:
+            async with aclosing(_generate(context, batch, index)) as outputs:
+                async for output in outputs:
+                    await queue.put((index, output))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(forward(index)) for index in range(len(batch.prompts))]
+    try:
+        unfinished = len(tasks)
+        while unfinished:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                unfinished -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGenerator[RequestOutput, None]:
+    """One prompt's outputs. ApiError where the engine fails it, RequestError where it refuses it."""
+    outputs = context.llm.generate(
+        batch.prompts[index].as_prompt(),
+        batch.params,
+        batch.request_id(index),
+        priority=batch.priority,
+        cache_salt=batch.cache_salt,
+        data_parallel_rank=batch.data_parallel_rank,
+    )
+    async with aclosing(outputs):
+        try:
+            async for output in outputs:
+                if output.error is not None:
+                    raise generation_failed(output.error)
+                if batch.only_prompt:
+                    _drop_answer(output)
+                yield output
+        except RequestError as error:
+            raise _with_place(error, batch, index) from None
+
+
+def _drop_answer(output: RequestOutput) -> None:
+    for choice in output.outputs:
+        choice.text, choice.token_ids, choice.stop_reason = "", [], None
+        choice.logprobs = None if choice.logprobs is None else []
+        choice.finish_reason = choice.finish_reason and "length"
+
+
+def _with_place(error: RequestError, batch: Batch, index: int) -> RequestError:
+    """An error about a prompt names it as the body does."""
+    if error.field.partition("[")[0] not in ("prompt", "prompt_token_ids"):
+        return error
+    name = batch.param if len(batch.prompts) == 1 else f"{batch.param}[{index}]"
+    return RequestError(name, error.problem, error.expected)

@@ -1,0 +1,47 @@
+"""The OpenAPI document: what FastAPI makes of the routes, with the models that it does not know of put into place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from ratoon.version import __version__
+
+TITLE = "Ratoon"
+DESCRIPTION = "OpenAI's protocol and some extensions. Fields that OpenAI does not have are ordinary fields here."
+BEARER = {"type": "http", "scheme": "bearer", "description": "An API key of this server"}
+
+
+def build_document(app: FastAPI, needs_key: bool, open_paths: frozenset[str]) -> dict[str, Any]:
+    document = get_openapi(title=TITLE, version=__version__, description=DESCRIPTION, routes=app.routes)
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own way to say no, which never leaves this server
+            if needs_key and path not in open_paths:
+                operation["security"] = [{"key": []}]
+            for place in (operation.get("requestBody", {}), *operation["responses"].values()):
+                for content in place.get("content", {}).values():
+                    content["schema"] = _move(content["schema"], schemas)
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    if needs_key:
+        components["securitySchemes"] = {"key": BEARER}
+    return document
+
+
+def _move(schema: Any, schemas: dict[str, Any]) -> Any:
+    """A model's schema comes with its parts inside; the document has one place for all of them. What stays is a
+    reference."""
+    if isinstance(schema, list):
+        return [_move(part, schemas) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "title" in schema and "properties" in schema:
+        schemas.update(schema.pop("$defs", {}))
+        schemas[schema["title"]] = schema
+        return {"$ref": f"#/components/schemas/{schema['title']}"}
+    return {key: _move(part, schemas) for key, part in schema.items()}

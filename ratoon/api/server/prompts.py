@@ -1,0 +1,135 @@
+"""Prompts and conversations to token ids. Long ones are worked on in a thread, so that streams go on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ratoon.api.server.context import ServerContext
+from ratoon.api.server.errors import context_length_exceeded, refused
+from ratoon.api.server.protocol.chat import Message, Tool
+
+T = TypeVar("T")
+
+LONG_TEXT = 2048  # characters: what is shorter is tokenised before a thread would have begun
+NUM_THREADS = 4
+# Variables of a template that have a field of their own in the request, or are nobody's to set.
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template", "self", "template", "variables")
+
+_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    text: str | None  # None: it came as token ids
+    token_ids: list[int]
+
+    def as_prompt(self) -> dict[str, Any]:
+        return {"prompt": self.text, "prompt_token_ids": self.token_ids}
+
+
+async def encode_prompts(
+    context: ServerContext, param: str, prompts: Sequence[str | list[int]], add_special_tokens: bool, num_places: int
+) -> list[EncodedPrompt]:
+    """All prompts of a request, each short enough to leave `num_places` tokens of the model's length."""
+    if len(prompts) > context.settings.batch_limit:
+        raise refused(param, f"has {len(prompts)} prompts", f"{context.settings.batch_limit} at most in a request")
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        name = param if len(prompts) == 1 else f"{param}[{index}]"
+        encoded.append(await _encode(context, name, prompt, add_special_tokens, num_places))
+    return encoded
+
+
+async def _encode(
+    context: ServerContext, name: str, prompt: str | list[int], add_special_tokens: bool, num_places: int
+) -> EncodedPrompt:
+    if isinstance(prompt, list):
+        text, token_ids = None, prompt
+        vocab_size = context.llm.source.config.vocab_size
+        if max(token_ids) >= vocab_size:
+            raise refused(
+                name, f"token id {max(token_ids)} is not in the vocabulary", f"ids from 0 to {vocab_size - 1}"
+            )
+    else:
+        text = prompt
+        tokenizer = context.llm.get_tokenizer()
+        token_ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+    if not token_ids:
+        raise refused(name, "is empty", "at least one token")
+    if len(token_ids) + num_places > context.max_model_len:
+        raise context_length_exceeded(name, len(token_ids), context.max_model_len)
+    return EncodedPrompt(text, token_ids)
+
+
+async def encode_chat(
+    context: ServerContext,
+    messages: Sequence[Message],
+    *,
+    size: int,  # of all that goes into the template, in characters or so
+    tools: Sequence[Tool] | None = None,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
+    variables: dict[str, Any] | None = None,
+    template: str | None = None,
+    num_places: int | None = 1,  # of the model's length, to be left for the answer; None: any prompt will do
+) -> EncodedPrompt:
+    """A conversation through the chat template: the request's, the server's or the model's own, in this order."""
+    for name in variables or {}:
+        if name in RESERVED_VARIABLES:
+            raise refused("chat_template_kwargs", f"{name} is not to be set here", "use the request's own fields")
+    if template is not None:
+        size = max(size, LONG_TEXT)  # a stranger's program: however short, it may take its time
+    template = template or context.settings.chat_template
+    if template is None and not context.llm.has_chat_template:
+        raise refused("messages", "the model has no chat template", "use /v1/completions with a prompt")
+    plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+    tokenizer = context.llm.get_tokenizer()
+
+    def render() -> tuple[str, list[int]]:
+        text = tokenizer.apply_chat_template(
+            plain,
+            add_generation_prompt=add_generation_prompt,
+            tools=[tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
+            chat_template=template,
+            **(variables or {}),
+        )
+        # The template writes the special tokens itself.
+        return text, tokenizer.encode(text, add_special_tokens)
+
+    try:
+        text, token_ids = await off_loop(size, render)
+    except RecursionError:
+        raise refused("messages", "are nested too deeply for the chat template") from None
+    if not token_ids:
+        raise refused("messages", "the chat template makes an empty prompt of them")
+    if num_places is not None and len(token_ids) + num_places > context.max_model_len:
+        raise context_length_exceeded("messages", len(token_ids), context.max_model_len)
+    return EncodedPrompt(text, token_ids)
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Do the work here if it is short, else in a thread."""
+    if size < LONG_TEXT:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+def _plain_message(index: int, message: Message) -> dict[str, Any]:
+    """As templates expect messages: a tool call's arguments are an object there, and JSON text in the protocol."""
+    plain = message.model_dump(exclude_unset=True)
+    plain.setdefault("content", None)
+    calls = plain.get("tool_calls")
+    for number, call in enumerate(calls if isinstance(calls, list) else ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                name = f"messages[{index}].tool_calls[{number}].function.arguments"
+                raise refused(name, "is not JSON", "an object as JSON text") from None
+    return plain

@@ -1,0 +1,38 @@
+"""Parts of answers that several endpoints share."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from ratoon.api.server.protocol.base import AnswerModel
+
+
+class ErrorDetail(AnswerModel):
+    message: str
+    type: str
+    param: str | None = Field(description="The field that is wrong")
+    code: str | None = Field(description="What is wrong, for programs")
+
+
+class ErrorAnswer(AnswerModel):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(AnswerModel):
+    cached_tokens: int = Field(description="Tokens of the prompts that were found in the prefix cache")
+
+
+class Usage(AnswerModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(AnswerModel):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # a token each; by token id; the first token has none

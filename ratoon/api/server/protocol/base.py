@@ -1,0 +1,76 @@
+"""What all models of the protocol share, and the types of fields that several of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+
+class RequestModel(BaseModel):
+    """Strict: text is no number, and true is none either; infinity does not pass."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    # Fields of OpenAI's protocol that this server does not have, each with what to do about it.
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
+    # Fields that are models themselves, and know their fields as strictly.
+    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {}
+
+
+class AnswerModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+Int = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]  # what the engine's messages can carry
+Size = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _one_or_many_texts(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("is neither text nor a list of texts")
+    return texts
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The four ways to write prompts, as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _are_token_ids(value):
+            return [value]
+        if all(isinstance(prompt, str) or (isinstance(prompt, list) and _are_token_ids(prompt)) for prompt in value):
+            return value
+    raise ValueError("expected text, a list of token ids, or a list of either")
+
+
+def _are_token_ids(value: list[Any]) -> bool:
+    # By type and not by isinstance: true is an int, and no token id.
+    return set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31
+
+
+def _token_keys(value: dict[str, float]) -> dict[str, float]:
+    for key in value:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ValueError(f"the key {key[:32]!r} is not a token id")
+    return value
+
+
+_TEXT = {"type": "string"}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+Texts = Annotated[
+    list[str],
+    PlainValidator(_one_or_many_texts),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}),
+]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {"anyOf": [_TEXT, _TOKEN_IDS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKEN_IDS]}, "minItems": 1}]}
+    ),
+]
+LogitBias = Annotated[dict[str, float], AfterValidator(_token_keys)]

@@ -1,0 +1,178 @@
+"""/v1/chat/completions: the next turn of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from ratoon.api.server.protocol.answers import PromptLogprobs, Usage
+from ratoon.api.server.protocol.base import AnswerModel, Size
+from ratoon.api.server.protocol.sampling import SamplingFields, ServiceTier
+
+LATER = "does not exist here; leave it out"
+
+
+def _content(value: Any) -> str | list[dict[str, Any]] | None:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise ValueError("is neither text nor a list of parts")
+    return value
+
+
+def _tool_choice(value: Any) -> str | dict[str, Any] | None:
+    if value is not None and not isinstance(value, str | dict):
+        raise ValueError("is neither text nor an object")
+    return value
+
+
+# Unions that check themselves: an error names the field, and not pydantic's way through the union.
+Content = Annotated[
+    str | list[dict[str, Any]] | None,
+    PlainValidator(_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+ToolChoice = Annotated[
+    str | dict[str, Any] | None, PlainValidator(_tool_choice), WithJsonSchema({"enum": ["none", "auto", None]})
+]
+
+
+class Message(BaseModel):
+    """Whatever else a message has goes to the chat template, which may know it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str = Field(min_length=1, description="system, user, assistant, tool, or what the chat template knows")
+    content: Content = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str = Field(description="text: no other kind is supported yet")
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class ChatCompletionRequest(SamplingFields):
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "audio": f"sound {LATER}",
+        "prediction": f"predicted output {LATER}",
+        "web_search_options": f"searching {LATER}",
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "reasoning_effort": "use chat_template_kwargs, if the model's chat template knows such a thing",
+        "verbosity": f"this {LATER}",
+        "prompt": "a conversation is in messages; /v1/completions takes prompts",
+        "best_of": "use n",
+        "use_beam_search": "beam search does not exist yet",
+        "echo": "/v1/completions can do it",
+    }
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Size | None = Field(None, description="The same as max_tokens, and goes before it")
+    logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens")
+    top_logprobs: Size | None = Field(None, description="Alternatives for each token; needs logprobs")
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, description="Passed to the chat template")
+    tool_choice: ToolChoice = Field(None, description="none or auto")
+    modalities: list[str] | None = Field(None, description='["text"]')
+
+    # Extensions: the chat template
+    add_generation_prompt: bool | None = Field(None, description="End the prompt where the answer begins")
+    chat_template: str | None = Field(None, description="Another template; needs --allow-request-template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
+
+    # Accepted, without effect
+    metadata: dict[str, str] | None = Field(None, description="Accepted, without effect")
+    store: bool | None = Field(None, description="false: nothing is stored here")
+    service_tier: ServiceTier | None = Field(None, description="Accepted, without effect")
+    parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect")
+    safety_identifier: str | None = Field(None, description="Accepted, without effect")
+    prompt_cache_key: str | None = Field(None, description="Accepted, without effect; see cache_salt")
+
+
+class TopLogprob(AnswerModel):
+    token: str = Field(description="The token's text; one that is no whole character as bytes:\\x…")
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(AnswerModel):
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(AnswerModel):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(AnswerModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "abort"]
+    stop_reason: int | str | None = Field(None, description="The stop token or text that ended it")
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(AnswerModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Delta(AnswerModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(AnswerModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "abort"] | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(AnswerModel):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None

@@ -1,0 +1,56 @@
+"""/v1/completions: a prompt goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ratoon.api.server.protocol.answers import PromptLogprobs, Usage
+from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts
+from ratoon.api.server.protocol.sampling import SamplingFields
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionRequest(SamplingFields):
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "suffix": "filling in the middle does not exist here; write the model's own markers into the prompt",
+        "use_beam_search": "beam search does not exist yet",
+        "response_format": "structured output does not exist yet; leave it out",
+    }
+
+    prompt: Prompts = Field(description="Text, token ids, or a list of either")
+    logprobs: Int | None = Field(None, description="Alternatives for each token of the answer")
+    echo: bool | None = Field(None, description="Begin the answer with the prompt")
+    best_of: Int | None = Field(None, description="Accepted where it equals n")
+
+
+class CompletionLogprobs(AnswerModel):
+    """Four lists with an entry for each token."""
+
+    tokens: list[str] = Field(description="The tokens' texts; one that is no whole character as bytes:\\x…")
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="Where in the choice's text the token begins, in characters")
+
+
+class CompletionChoice(AnswerModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length", "abort"] | None
+    stop_reason: int | str | None = Field(None, description="The stop token or text that ended it")
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(AnswerModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

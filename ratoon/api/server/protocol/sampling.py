@@ -1,0 +1,101 @@
+"""The fields that say how to sample and how to run, shared by completions and chat. What OpenAI's protocol lacks stands
+beside what it has: extensions are ordinary fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from pydantic import Field
+
+from ratoon.api.server.protocol.base import Int, LogitBias, RequestModel, Size, Texts
+from ratoon.core.errors import RequestError
+from ratoon.core.params import RequestOutputKind, SamplingParams
+
+# Same name and same meaning in SamplingParams. Left out (or null), the model's own default counts.
+SAME_NAMES = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+    "spaces_between_special_tokens", "allowed_token_ids", "bad_words",
+)  # fmt: skip
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = Field(None, description="Send a last chunk with the whole request's token counts")
+    continuous_usage_stats: bool | None = Field(None, description="Send the counts so far with every chunk")
+    include_obfuscation: bool | None = Field(None, description="Accepted, without effect")
+
+
+class SamplingFields(RequestModel):
+    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {"stream_options": StreamOptions}
+
+    model: str = Field(min_length=1, description="The served model's name")
+    temperature: float | None = Field(None, description="0 takes the likeliest token")
+    top_p: float | None = Field(None, description="Sample from the likeliest tokens that sum up to this")
+    n: Int | None = Field(None, description="Choices for each prompt")
+    max_tokens: Size | None = Field(None, description="Longest answer, in tokens")
+    stop: Texts | None = Field(None, description="End the answer before one of these texts")
+    seed: Int | None = Field(None, description="The same seed gives the same answer")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: LogitBias | None = Field(None, description="Token ids (as text) to what is added to their logits")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is made")
+    stream_options: StreamOptions | None = None
+
+    # Extensions: sampling
+    top_k: Int | None = Field(None, description="Sample from so many of the likeliest tokens; 0 or -1: all")
+    min_p: float | None = Field(None, description="Drop tokens below this times the likeliest one")
+    repetition_penalty: float | None = None
+    min_tokens: Size | None = Field(None, description="No end before so many tokens")
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = Field(None, description="Go on behind the model's end token")
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: list[Int] | None = Field(None, description="Sample from these tokens alone")
+    bad_words: list[str] | None = Field(None, description="Texts that never appear in the answer")
+    prompt_logprobs: Int | None = Field(None, description="Alternatives for each token of the prompt")
+
+    # Extensions: how the request is run and answered
+    priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
+    cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
+    request_id: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="What the answer's id is made of"
+    )
+    add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
+    data_parallel_rank: Size | None = Field(None, description="Which of several engines answers")
+    return_token_ids: bool | None = Field(None, description="Put the token ids of prompt and answer into the answer")
+
+    # Accepted, without effect
+    user: str | None = Field(None, description="Accepted, without effect")
+
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    def sampling_params(
+        self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """What was asked for, over the model's defaults. RequestError for values that have no meaning."""
+        given: dict[str, Any] = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        params = msgspec.structs.replace(
+            defaults,
+            **given,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
+        )
+        params.verify()
+        return params
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "has no meaning without stream", "set stream to true, or leave it out")
+
+
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]

@@ -1,0 +1,87 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.server.answers.chat import ChatRenderer
+from ratoon.api.server.answers.flow import answer_stream, answer_whole
+from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.errors import refused
+from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.generation import Batch, check_token_limit, make_id
+from ratoon.api.server.json_body import read_body
+from ratoon.api.server.prompts import encode_chat
+from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Answer a conversation",
+    responses=answers(ChatCompletion, *WITH_BODY, 404, 429, stream_of=ChatCompletionChunk),
+    openapi_extra=body(ChatCompletionRequest),
+    response_model=None,
+)
+async def create_chat_completion(request: Request) -> Response:
+    context = context_of(request)
+    asked = read_body(request, ChatCompletionRequest)
+    renderer = ChatRenderer(context, asked, await make_batch(context, asked, len(exchange_of(request.scope).body)))
+    return await (answer_stream if asked.stream else answer_whole)(request, renderer)
+
+
+async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_size: int) -> Batch:
+    """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
+    context.check_model(asked.model)
+    check_support(context, asked)
+    params = asked.sampling_params(
+        context.llm.get_default_sampling_params(),
+        asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens,
+        (asked.top_logprobs or 0) if asked.logprobs else None,
+        asked.prompt_logprobs,
+    )
+    prompt = await encode_chat(
+        context,
+        asked.messages,
+        size=body_size,
+        tools=None if asked.tool_choice == "none" else asked.tools,
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        add_special_tokens=bool(asked.add_special_tokens),
+        variables=asked.chat_template_kwargs,
+        template=asked.chat_template,
+    )
+    room = context.max_model_len - len(prompt.token_ids)
+    check_token_limit(context, 1, params.n, room if params.max_tokens is None else min(params.max_tokens, room))
+    return Batch(
+        id=make_id("chatcmpl", asked.request_id),
+        prompts=[prompt],
+        params=params,
+        priority=asked.priority or 0,
+        cache_salt=asked.cache_salt,
+        data_parallel_rank=asked.data_parallel_rank,
+        param="messages",
+    )
+
+
+def check_support(context: ServerContext, asked: ChatCompletionRequest) -> None:
+    """Refuse what the protocol has and this server has not, each by its name."""
+    asked.check_stream_options()
+    if asked.response_format is not None and asked.response_format.type != "text":
+        problem = f"{asked.response_format.type!r} is not supported yet"
+        raise refused("response_format", problem, '{"type": "text"}, or leave it out', code="unsupported_parameter")
+    if asked.tool_choice not in (None, "none", "auto"):
+        problem = "a call can't be forced yet"
+        raise refused("tool_choice", problem, '"auto", "none", or leave it out', code="unsupported_parameter")
+    if asked.modalities not in (None, ["text"]):
+        raise refused("modalities", "only text comes out", '["text"], or leave it out', code="unsupported_parameter")
+    if asked.store:
+        raise refused("store", "nothing is stored here", "false, or leave it out", code="unsupported_parameter")
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise refused("top_logprobs", "has no meaning without logprobs", "set logprobs to true, or leave it out")
+    if asked.chat_template is not None and not context.settings.allow_request_template:
+        expected = "leave it out; ratoon serve --allow-request-template allows it"
+        raise refused("chat_template", "requests may not bring one to this server", expected)

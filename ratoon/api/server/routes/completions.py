@@ -1,0 +1,63 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.server.answers.completions import CompletionRenderer
+from ratoon.api.server.answers.flow import answer_stream, answer_whole
+from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.errors import refused
+from ratoon.api.server.generation import Batch, check_token_limit, make_id
+from ratoon.api.server.json_body import read_body
+from ratoon.api.server.prompts import encode_prompts
+from ratoon.api.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
+from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/completions",
+    summary="Go on with a prompt, or with several",
+    responses=answers(Completion, *WITH_BODY, 404, 429, stream_of=Completion),
+    openapi_extra=body(CompletionRequest),
+    response_model=None,
+)
+async def create_completion(request: Request) -> Response:
+    context = context_of(request)
+    asked = read_body(request, CompletionRequest)
+    renderer = CompletionRenderer(context, asked, await make_batch(context, asked))
+    return await (answer_stream if asked.stream else answer_whole)(request, renderer)
+
+
+async def make_batch(context: ServerContext, asked: CompletionRequest) -> Batch:
+    """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
+    context.check_model(asked.model)
+    asked.check_stream_options()
+    if asked.best_of is not None and asked.best_of != asked.num_choices():
+        raise refused("best_of", f"{asked.best_of} is not n ({asked.num_choices()})", "leave it out, and use n")
+    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if max_tokens == 0 and not asked.echo:
+        raise refused("max_tokens", "0 leaves nothing to answer", "at least 1, or 0 with echo to score the prompt")
+    if asked.prompt_logprobs is not None and asked.echo and asked.logprobs is not None:
+        raise refused("prompt_logprobs", "says what echo and logprobs say, in another form", "ask for one of the two")
+    params = asked.sampling_params(
+        context.llm.get_default_sampling_params(),
+        max(max_tokens, 1),
+        asked.logprobs,
+        asked.logprobs if asked.echo and asked.logprobs is not None else asked.prompt_logprobs,
+    )
+    check_token_limit(context, len(asked.prompt), params.n, max_tokens)
+    add_special_tokens = asked.add_special_tokens is not False
+    return Batch(
+        id=make_id("cmpl", asked.request_id),
+        prompts=await encode_prompts(context, "prompt", asked.prompt, add_special_tokens, num_places=1),
+        params=params,
+        priority=asked.priority or 0,
+        cache_salt=asked.cache_salt,
+        data_parallel_rank=asked.data_parallel_rank,
+        only_prompt=max_tokens == 0,
+    )

@@ -1,0 +1,55 @@
+"""What the OpenAPI document says about routes beyond their paths: bodies, and every answer that may come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from ratoon.api.server.protocol.answers import ErrorAnswer
+from ratoon.api.server.protocol.base import RequestModel
+from ratoon.api.server.sse import EVENT_STREAM
+
+Answers = dict[int | str, dict[str, Any]]
+
+DESCRIPTIONS = {
+    400: "The request is wrong; the message says where and what would be right",
+    401: "No API key, or one that is not known",
+    404: "No such model, or no such path",
+    405: "Not with this method",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    429: "Too many unfinished requests; try again later",
+    500: "The server or the engine failed",
+    503: "The server is shutting down, or its engine is not there",
+}
+ALWAYS = (401, 500, 503)
+WITH_BODY = (400, 408, 413, 415)
+
+
+def answers(model: type[BaseModel], *errors: int, stream_of: type[BaseModel] | None = None) -> Answers:
+    """The answer in order, and the errors that may come in its place (beside those that always may)."""
+    documented: Answers = {200: {"model": model, "description": "The answer"}}
+    if stream_of is not None:
+        documented[200]["content"] = {EVENT_STREAM: {"schema": _event(stream_of)}}
+    for status in sorted({*ALWAYS, *errors}):
+        documented[status] = {"model": ErrorAnswer, "description": DESCRIPTIONS[status]}
+    return documented
+
+
+def body(model: type[RequestModel]) -> dict[str, Any]:
+    """The document's part for a body."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(model)}}}}
+
+
+def _event(model: type[BaseModel]) -> dict[str, Any]:
+    """One event of a stream."""
+    chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(model)}
+    data = {"anyOf": [chunk, {"const": "[DONE]"}], "description": "A chunk; an error; or, at the end, [DONE]"}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    """With all that it refers to inside. openapi.py moves it where it belongs."""
+    return model.model_json_schema(ref_template="#/components/schemas/{model}")

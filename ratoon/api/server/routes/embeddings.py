@@ -1,0 +1,76 @@
+"""POST /v1/embeddings"""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.generation import all_or_none, make_id
+from ratoon.api.server.json_body import read_body
+from ratoon.api.server.prompts import encode_prompts
+from ratoon.api.server.protocol.embeddings import EmbeddingRequest, Embeddings
+from ratoon.api.server.responses import json_response
+from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+from ratoon.core.outputs import EmbeddingOutput
+from ratoon.core.params import PoolingParams
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/embeddings",
+    summary="Turn texts into vectors",
+    responses=answers(Embeddings, *WITH_BODY, 404, 429),
+    openapi_extra=body(EmbeddingRequest),
+    response_model=None,
+)
+async def create_embeddings(request: Request) -> Response:
+    context = context_of(request)
+    asked = read_body(request, EmbeddingRequest)
+    context.check_model(asked.model)
+    answer_id = make_id("embd", asked.request_id)
+    outputs = await embed_all(context, asked, answer_id)
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    as_text = asked.encoding_format == "base64"
+    data = [
+        {"object": "embedding", "index": index, "embedding": encode_vector(output.embedding, as_text)}
+        for index, output in enumerate(outputs)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    head = {"object": "list", "id": answer_id, "created": int(time.time()), "model": asked.model}
+    return json_response(request, {**head, "data": data, "usage": usage})
+
+
+async def embed_all(context: ServerContext, asked: EmbeddingRequest, answer_id: str) -> list[EmbeddingOutput]:
+    """A vector for each input, in order."""
+    params = PoolingParams(
+        pooling=asked.pooling or "last", normalize=asked.normalize is not False, dimensions=asked.dimensions
+    )
+    params.verify()
+    prompts = await encode_prompts(context, "input", asked.input, asked.add_special_tokens is not False, num_places=0)
+    with context.admit(len(prompts)):
+        return await all_or_none(
+            [
+                context.llm.embed(
+                    prompt.as_prompt(),
+                    params,
+                    answer_id if len(prompts) == 1 else f"{answer_id}-{index}",
+                    priority=asked.priority or 0,
+                    cache_salt=asked.cache_salt,
+                )
+                for index, prompt in enumerate(prompts)
+            ]
+        )
+
+
+def encode_vector(vector: Any, as_text: bool) -> list[float] | str:
+    if as_text:
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+    numbers: list[float] = vector.tolist()
+    return numbers

@@ -1,0 +1,80 @@
+"""POST /tokenize and /detokenize"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.errors import refused
+from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.json_body import read_body
+from ratoon.api.server.prompts import encode_chat, off_loop
+from ratoon.api.server.protocol.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from ratoon.api.server.responses import json_response
+from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+
+router = APIRouter(tags=["Tokens"])
+
+
+@router.post(
+    "/tokenize",
+    summary="Turn a prompt or a conversation into token ids",
+    responses=answers(Tokenized, *WITH_BODY, 404),
+    openapi_extra=body(TokenizeRequest),
+    response_model=None,
+)
+async def tokenize(request: Request) -> Response:
+    context = context_of(request)
+    asked = read_body(request, TokenizeRequest)
+    if asked.model is not None:
+        context.check_model(asked.model)
+    token_ids = await encode(context, asked, len(exchange_of(request.scope).body))
+    answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": context.max_model_len}
+    if asked.return_token_strs:
+        tokenizer = context.llm.get_tokenizer()
+        answer["token_strs"] = [tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+    return json_response(request, answer)
+
+
+async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int) -> list[int]:
+    """The tokens that a generation would begin with; how many there are is no matter here."""
+    if (asked.prompt is None) == (asked.messages is None):
+        raise refused("prompt", "one of prompt and messages is needed", "either of them, not both")
+    if asked.messages is not None:
+        chat = await encode_chat(
+            context,
+            asked.messages,
+            size=body_size,
+            tools=asked.tools,
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            add_special_tokens=bool(asked.add_special_tokens),
+            variables=asked.chat_template_kwargs,
+            num_places=None,
+        )
+        return chat.token_ids
+    text = asked.prompt or ""
+    tokenizer = context.llm.get_tokenizer()
+    return await off_loop(len(text), lambda: tokenizer.encode(text, asked.add_special_tokens is not False))
+
+
+@router.post(
+    "/detokenize",
+    summary="Turn token ids into text",
+    responses=answers(Detokenized, *WITH_BODY, 404),
+    openapi_extra=body(DetokenizeRequest),
+    response_model=None,
+)
+async def detokenize(request: Request) -> Response:
+    context = context_of(request)
+    asked = read_body(request, DetokenizeRequest)
+    if asked.model is not None:
+        context.check_model(asked.model)
+    vocab_size = context.llm.source.config.vocab_size
+    if asked.tokens and max(asked.tokens) >= vocab_size:
+        problem = f"token id {max(asked.tokens)} is not in the vocabulary"
+        raise refused("tokens", problem, f"ids from 0 to {vocab_size - 1}")
+    tokenizer = context.llm.get_tokenizer()
+    text = await off_loop(len(asked.tokens), lambda: tokenizer.decode(asked.tokens, False))
+    return json_response(request, {"prompt": text})

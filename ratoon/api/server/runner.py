@@ -1,0 +1,170 @@
+"""Runs the server as a program: start, serve, and one of three ends.
+
+asked to (a signal)   new requests are refused, those under way get time to finish, then the rest is aborted: exit 0
+asked twice           everything ends at once: exit 128 + the signal's number
+the engine is dead    clients are told, and the exit code is 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from ratoon.api.server.app import build_app
+from ratoon.api.server.context import ServerContext
+from ratoon.api.server.listening import release
+from ratoon.api.server.settings import ServerSettings
+from ratoon.core.health import EngineState
+from ratoon.observe.logging import get_logger
+
+if TYPE_CHECKING:
+    from ratoon.engine.async_llm import AsyncLLM
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXIT_DONE = 0
+EXIT_ENGINE = 1
+WATCH_INTERVAL = 0.25  # seconds between looks at the engine
+LAST_WORDS = 3  # seconds to send what is left to be said, when nothing more will come
+KEEP_ALIVE = 75  # seconds that a connection may idle; more than clients' pools wait
+
+logger = get_logger(__name__)
+
+
+def run_server(llm: AsyncLLM, settings: ServerSettings, bound: socket.socket, on_ready: Callable[[], None]) -> int:
+    """Serve until the end, on a loop of its own; the exit code. What keeps the engine from starting is raised."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(ServerRunner(llm, settings, bound).run(on_ready))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _http_protocol() -> type[asyncio.Protocol] | str:
+    try:
+        from ratoon.api.server.http_protocol import BoundedHttpProtocol
+    except ImportError:  # no httptools: uvicorn has another, slower parser
+        return "auto"
+    return BoundedHttpProtocol
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to us: by itself it would stop listening first, and clients could not be told."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class ServerRunner:
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, bound: socket.socket) -> None:
+        self._llm = llm
+        self._context = ServerContext(llm, settings)
+        self._bound = bound
+        self._signals: list[int] = []
+        self._signalled = asyncio.Event()
+        self._signalled_again = asyncio.Event()
+
+    async def run(self, on_ready: Callable[[], None]) -> int:
+        with self._listening_to_signals():
+            try:
+                if not await self._unless(self._signalled, self._llm.start()):
+                    return 128 + self._signals[0]
+                return await self._serve(on_ready)
+            finally:
+                await self._llm.shutdown()
+                release(self._bound, self._context.settings)
+
+    async def _serve(self, on_ready: Callable[[], None]) -> int:
+        server = HttpServer(self._http_config())
+        serving = asyncio.create_task(server.serve([self._bound]))
+        dead = asyncio.create_task(self._engine_dead())
+        try:
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            on_ready()
+            await self._unless(self._signalled, self._either(serving, dead))
+            if self._signalled.is_set():
+                return await self._drain()
+            logger.error("the engine is gone for good: %s", self._llm.health().engines)
+            self._context.draining = True
+            return EXIT_ENGINE
+        finally:
+            dead.cancel()
+            server.should_exit = True
+            server.force_exit = self._signalled_again.is_set()
+            await serving
+
+    async def _drain(self) -> int:
+        """The engine waits for its requests and aborts the rest; their clients get what there is to say."""
+        self._context.draining = True
+        seconds = self._context.settings.drain_seconds
+        logger.info("shutting down; %d prompts have %g seconds", self._context.num_unfinished, seconds)
+        if await self._unless(self._signalled_again, self._llm.shutdown(seconds)):
+            return EXIT_DONE
+        return 128 + self._signals[-1]
+
+    async def _engine_dead(self) -> None:
+        while self._llm.health().state != EngineState.DEAD:
+            await asyncio.sleep(WATCH_INTERVAL)
+
+    @staticmethod
+    async def _either(*tasks: asyncio.Task[None]) -> None:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+    @staticmethod
+    async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+        """Do the work, unless the event comes first: then the work is cancelled. Whether it was done."""
+        working = asyncio.create_task(work)
+        waiting = asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+                return True
+            return False
+        finally:
+            waiting.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+
+    def _http_config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            build_app(self._context),
+            http=_http_protocol(),
+            log_config=None,
+            access_log=self._context.settings.access_log,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=LAST_WORDS,
+        )
+
+    @contextlib.contextmanager
+    def _listening_to_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def note(number: int) -> None:
+            self._signals.append(number)
+            (self._signalled_again if self._signalled.is_set() else self._signalled).set()
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, note, number)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)

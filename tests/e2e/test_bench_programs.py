@@ -1,0 +1,36 @@
+"""The benchmark programs of the service still run: small sizes, which say nothing about speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run_program(name: str, *options: str) -> str:
+    command = [sys.executable, f"bench/{name}", "--no-wait", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_many_streams_all_get_their_own_answers(tmp_path: Path) -> None:
+    sizes = ("--streams", "20", "--tokens", "8", "--slow-streams", "2", "--slow-tokens", "50", "--slow-seconds", "0.5")
+    shown = run_program("many_streams.py", *sizes, "--profile", "--json", str(tmp_path / "out.json"))
+    assert "Where the server's processor time goes" in shown
+    phases = json.loads((tmp_path / "out.json").read_text())["phases"]
+    assert [phase["streams"]["num_tokens"] for phase in phases.values()] == [20 * 8, 18 * 8, 18 * 8]
+
+
+@pytest.mark.slow
+def test_replicas_keep_conversations_together(tmp_path: Path) -> None:
+    run_program("replicas.py", "--stub", "--sessions", "5", "--turns", "3", "--json", str(tmp_path / "out.json"))
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    one, balanced, turns = (results[name]["hit_rate"] for name in ("one engine", "2, balanced", "2, taking turns"))
+    assert one >= balanced > turns

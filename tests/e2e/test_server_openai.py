@@ -1,0 +1,322 @@
+"""`ratoon serve` as users meet it: a process, driven by the real `openai` client, and ended by signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import requests
+
+from tests.e2e.servers import Server, serve_command, serving, wait_until
+from tests.unit.api.server.harness import MODEL, write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+KEY = "sk-of-the-tests"
+HELLO = [{"role": "user", "content": "Hello 🙂"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder, "--admin", RATOON_API_KEY=f"{KEY},another") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.api, api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def stats(server: Server) -> dict:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return requests.get(f"{server.url}/admin/stats", headers=headers, timeout=10).json()
+
+
+def is_idle(server: Server) -> bool:
+    found = stats(server)
+    engine = found["engines"][0]
+    return not (found["num_unfinished_requests"] or engine["num_running"] or engine["num_waiting"])
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    fields = {"model": MODEL, "prompt": ["one", "two"], "n": 2, "max_tokens": 8, "seed": 1, "logprobs": 2}
+    whole = client.completions.create(**fields)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.usage is not None and whole.usage.prompt_tokens == 6
+    texts = [""] * 4
+    usage = None
+    for chunk in client.completions.create(**fields, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    assert usage is not None and usage.completion_tokens == whole.usage.completion_tokens
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None and len(logprobs.tokens or ()) == len(logprobs.top_logprobs or ())
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    fields = {"model": MODEL, "messages": HELLO, "max_completion_tokens": 12, "seed": 2, "stop": ["z"]}
+    extensions = {"top_k": 50, "min_p": 0.01, "return_token_ids": True}
+    whole = client.chat.completions.create(**fields, extra_body=extensions, logprobs=True, top_logprobs=1)
+    chunks = list(client.chat.completions.create(**fields, extra_body=extensions, stream=True))
+    assert whole.id.startswith("chatcmpl-")
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert whole.choices[0].logprobs is not None and whole.choices[0].logprobs.content
+    streamed = [token for chunk in chunks for token in (chunk.choices[0].model_extra or {}).get("token_ids", [])]
+    assert streamed == whole.choices[0].model_extra["token_ids"]
+
+
+def test_chat_with_the_clients_stream_helper(client: openai.OpenAI) -> None:
+    words = {"allowed_token_ids": [97, 98, 256], "min_tokens": 3}  # it ends soon: the helper takes no answer cut off
+    with client.chat.completions.stream(model=MODEL, messages=HELLO, seed=1, extra_body=words) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    assert final.choices[0].finish_reason == "stop"
+    assert final.choices[0].message.content
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    """The client asks for base64 by itself, and turns it into numbers."""
+    answer = client.embeddings.create(model=MODEL, input=["one", "two"], dimensions=8)
+    assert [len(entry.embedding) for entry in answer.data] == [8, 8]
+    plain = client.embeddings.create(model=MODEL, input=["one", "two"], dimensions=8, encoding_format="float")
+    assert plain.data[0].embedding == pytest.approx(answer.data[0].embedding, abs=1e-5)
+
+
+def test_the_async_client(server: Server) -> None:
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=server.api, api_key="another", max_retries=0) as client:
+
+            async def one(number: int) -> tuple[str, str]:
+                fields = {"model": MODEL, "messages": HELLO, "max_tokens": 20, "seed": number}
+                whole = await client.chat.completions.create(**fields)
+                text = ""
+                async for chunk in await client.chat.completions.create(**fields, stream=True):
+                    text += chunk.choices[0].delta.content or ""
+                return whole.choices[0].message.content or "", text
+
+            for whole, streamed in await asyncio.gather(*(one(number) for number in range(16))):
+                assert whole == streamed
+            assert (await client.embeddings.create(model=MODEL, input="x")).data
+            assert (await client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=1)).choices
+            assert [model.id async for model in client.models.list()] == [MODEL]
+
+    asyncio.run(ask())
+
+
+def test_errors_are_those_that_the_client_knows(server: Server, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=HELLO, temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model=MODEL, prompt="x" * 9999)
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-9", prompt="x")
+    assert unknown.value.code == "model_not_found"
+    stranger = openai.OpenAI(base_url=server.api, api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+
+
+def test_a_client_that_hangs_up_costs_nothing(server: Server, client: openai.OpenAI) -> None:
+    with client.completions.create(model=MODEL, prompt="x", max_tokens=400, n=64, stream=True) as stream:
+        next(iter(stream))
+    wait_until("the stream's request is gone", lambda: is_idle(server))
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 400, "n": 64}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer {KEY}\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until("it is under way", lambda: not is_idle(server))
+    wait_until("the other request is gone, too", lambda: is_idle(server))
+
+
+def test_hostile_http_does_no_harm(server: Server) -> None:
+    port = int(server.url.rpartition(":")[2])
+    for data in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),  # TLS
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\n\r\n",
+        b"\x00" * 1000,
+    ):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(5)
+            while connection.recv(65536):
+                pass
+    assert requests.get(f"{server.url}/health", timeout=10).status_code == 200
+
+
+def test_metrics_count_what_was_asked(server: Server, client: openai.OpenAI) -> None:
+    client.completions.create(model=MODEL, prompt="x", max_tokens=3)
+    page = requests.get(f"{server.url}/metrics", timeout=10).text
+    assert 'ratoon_http_requests_total{route="/v1/completions",status="200"}' in page
+    assert "ratoon_time_to_first_token_seconds_count" in page
+
+
+def test_the_servers_process_has_no_torch(server: Server, client: openai.OpenAI) -> None:
+    client.completions.create(model=MODEL, prompt="x", max_tokens=3)
+    client.embeddings.create(model=MODEL, input="x")
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+def test_a_stream_under_way_finishes_before_the_server_does(folder: Path) -> None:
+    with serving(folder) as server:
+        client = openai.OpenAI(base_url=server.api, api_key="none", max_retries=0)
+        stream = client.completions.create(model=MODEL, prompt="x", max_tokens=300, n=32, stream=True, seed=1)
+        chunks = iter(stream)
+        next(chunks)
+        server.stop()
+        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        assert len(reasons) == 32
+        assert set(reasons) <= {"stop", "length"}
+        assert server.wait() == 0
+
+
+def test_a_stream_that_takes_too_long_is_told_so(folder: Path) -> None:
+    with serving(folder, "--admin", "--drain-seconds", "1.5") as server:
+        client = openai.OpenAI(base_url=server.api, api_key="none", max_retries=0)
+        stream = iter(client.completions.create(model=MODEL, prompt="x", max_tokens=500, stream=True, n=64))
+        next(stream)
+        requests.post(f"{server.url}/admin/pause", timeout=10)
+        server.stop()
+        wait_until("it says so", lambda: requests.get(f"{server.url}/health", timeout=10).status_code == 503)
+        assert requests.get(f"{server.url}/health", timeout=10).json()["status"] == "shutting down"
+        with pytest.raises(openai.InternalServerError) as refused:
+            client.models.list()
+        assert refused.value.status_code == 503
+        *_, last = stream
+        assert last.choices[0].finish_reason == "abort"
+        assert server.wait() == 0
+
+
+def test_ctrl_c_ends_it_and_its_engine(folder: Path) -> None:
+    with serving(folder) as server:
+        health = requests.get(f"{server.url}/health", timeout=10).json()
+        engine = health["engines"][0]["pid"]
+        server.stop(signal.SIGINT)
+        assert server.wait() == 0
+    wait_until("the engine's process is gone", lambda: not Path(f"/proc/{engine}").exists())
+
+
+def test_a_port_in_use_is_said_in_one_line(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [*serve_command(folder), "--port", str(taken.getsockname()[1])]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "is in use" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--max-body", "lots"], "max_body"),
+        (["--port", "99999"], "port"),
+        (["--api-key-file", "/nowhere/at/all"], "api_key_file"),
+        (["--chat-template", "/nowhere/at/all"], "chat_template"),
+        (["--log-level", "loud"], "log_level"),
+        (["--log-file", "/nowhere/at/all"], "log_file"),
+        (["--replicas", "0"], "num_replicas"),
+        (["--max-queue", "0"], "max_queue"),
+        (["--drain-seconds", "nan"], "drain_seconds"),
+    ],
+)
+def test_settings_that_make_no_sense_are_said_in_one_line(folder: Path, options: list[str], word: str) -> None:
+    result = subprocess.run([*serve_command(folder), *options], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert word in result.stderr
+
+
+def test_a_template_that_is_no_jinja_is_said_before_anybody_asks(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for %}")
+    command = [*serve_command(folder), "--chat-template", str(template)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "chat_template" in result.stderr
+
+
+def test_a_unix_socket_keys_from_a_file_a_log_on_a_full_disk_and_other_names(folder: Path, tmp_path: Path) -> None:
+    path, keys = tmp_path / "http.socket", tmp_path / "keys"
+    keys.write_text("# mine\n\nfirst-key\nsecond-key\n")
+    options = [
+        "--uds", str(path), "--api-key-file", str(keys), "--served-model-name", "alpha", "--served-model-name", "beta",
+        "--log-file", "/dev/full", "--log-level", "debug", "--access-log", "--startup-times",
+    ]  # fmt: skip
+    with serving(folder, *options) as server:
+        assert server.url == f"unix:{path}"
+        for _ in range(3):
+            answer = get_from_unix_socket(path, "/v1/models", "second-key")
+        assert b"200 OK" in answer
+        assert b'"alpha"' in answer and b'"beta"' in answer
+        assert b"401" in get_from_unix_socket(path, "/v1/models", "third-key").split(b"\r\n")[0]
+        server.stop()
+        assert server.wait() == 0
+    assert not path.exists()
+
+
+def get_from_unix_socket(path: Path, target: str, key: str) -> bytes:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        request = f"GET {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n"
+        connection.sendall(request.encode())
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_other_machines_are_warned_about(folder: Path) -> None:
+    process = subprocess.Popen(
+        [*serve_command(folder), "--host", "0.0.0.0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert "no API key" in line
+
+
+def test_two_servers_at_once(folder: Path) -> None:
+    with serving(folder) as first, serving(folder) as second:
+        assert first.url != second.url
+        for server in (first, second):
+            client = openai.OpenAI(base_url=server.api, api_key="none", max_retries=0)
+            assert client.completions.create(model=MODEL, prompt="x", max_tokens=2).choices
+
+
+def test_two_engines_behind_one_server(folder: Path) -> None:
+    with serving(folder, "--replicas", "2") as server:
+        client = openai.OpenAI(base_url=server.api, api_key="none", max_retries=0)
+        for rank in (0, 1):
+            fields = {"model": MODEL, "prompt": "x", "max_tokens": 4, "temperature": 0}
+            assert client.completions.create(**fields, extra_body={"data_parallel_rank": rank}).choices
+        health = requests.get(f"{server.url}/health", timeout=10).json()
+        assert [engine["state"] for engine in health["engines"]] == ["ok", "ok"]

@@ -1,0 +1,115 @@
+"""The OpenAPI document against the server: requests made from the document, and answers that it must have foreseen."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from ratoon.api.server.app import create_app
+from ratoon.api.server.settings import ServerSettings
+from tests.engines_async import make_thread_engine
+from tests.unit.api.server.harness import MODEL, TINY_SETTINGS, write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+NUM_EXAMPLES = 50  # for each operation, of requests that keep to the document and of those that do not
+REQUIRED = ("model", "prompt", "messages", "input", "tokens")
+NUM_OPTIONAL = 3
+WITH_INPUT = [
+    *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings")),
+    *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep")),
+]
+WHATEVER_INPUT = [  # none, or a name, with which nothing can be wrong
+    *(("post", f"/admin/{name}") for name in ("wake_up", "pause", "resume", "reset_prefix_cache")),
+    *(("post", "/admin/profile/start"), ("post", "/admin/profile/stop"), ("get", "/admin/stats")),
+    *(("get", path) for path in ("/v1/models", "/v1/models/{model}", "/health", "/version", "/metrics")),
+]
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """The application on an event loop of its own, in a thread; whoever calls it from another loop is sent there."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def on_loop(work):
+        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / MODEL)
+    # Short, so that a request for as much as possible is answered soon.
+    llm = make_thread_engine(str(folder), **{**TINY_SETTINGS, "max_model_len": 64})
+    on_loop(llm.start())
+    inner = create_app(llm, ServerSettings(admin=True, max_request_tokens=256, max_batch=4))
+
+    async def app(scope, receive, send):
+        async def call():
+            await inner(scope, lambda: across(receive()), lambda message: across(send(message)))
+
+        caller = asyncio.get_running_loop()
+
+        async def across(work):
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, caller))
+
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
+
+    yield app
+    on_loop(llm.shutdown())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def schema(app):
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "mode"),
+    [
+        *((*operation, mode) for operation in WITH_INPUT for mode in GenerationMode),
+        *((*operation, GenerationMode.POSITIVE) for operation in WHATEVER_INPUT),
+    ],
+)
+def test_no_answer_is_a_surprise(schema, method, path, mode):
+    operation = schema[path][method]
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    def ask(case):
+        if isinstance(case.body, dict):
+            lighten(case.body)
+        case.call_and_validate(checks=CHECKS)
+
+    ask()
+
+
+def lighten(body: dict) -> None:
+    """Of thirty fields with any value one is always wrong, and the rest is never looked at. So: few fields, the right
+    model, and messages that say something."""
+    if isinstance(body.get("model"), str):
+        body["model"] = MODEL
+    for message in body["messages"] if isinstance(body.get("messages"), list) else []:
+        if isinstance(message, dict):
+            message.setdefault("content", "x")
+    optional = [name for name in body if name not in REQUIRED]
+    for name in optional[:-NUM_OPTIONAL]:
+        del body[name]
+
+
+def test_every_operation_was_asked(schema):
+    documented = {(result.ok().method, result.ok().path) for result in schema.get_all_operations()}
+    assert documented == {*WITH_INPUT, *WHATEVER_INPUT}

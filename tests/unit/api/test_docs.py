@@ -1,0 +1,132 @@
+"""The documents say what the program does: options, endpoints, fields, error codes, metrics, and links that lead somewhere.
+
+Whether the examples still print what they show is not checked here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ratoon.api.commands import serve
+from ratoon.api.server.protocol.base import RequestModel
+from ratoon.api.server.protocol.chat import ChatCompletionRequest
+from ratoon.api.server.protocol.completions import CompletionRequest
+from ratoon.api.server.protocol.embeddings import EmbeddingRequest
+from ratoon.api.server.protocol.sampling import StreamOptions
+from ratoon.api.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from ratoon.core.health import EngineHealth, EngineState, Health
+from ratoon.core.stats import SchedulerStats
+from ratoon.observe.metrics import EngineMetrics
+from tests.unit.api.server.harness import scripted
+from tests.unit.engine.fakes_async import on_event_loop
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+SERVER = ROOT / "ratoon/api/server"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE_BLOCK = re.compile(r"```.*?```", re.DOTALL)
+NO_EFFECT = {"include_obfuscation"}  # accepted, and not worth a word
+
+
+def section(page: str, heading: str) -> str:
+    """A page's text from a heading to the next of the same rank."""
+    text = (DOCS / page).read_text()
+    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of all tables, heads and rules left out."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    heads = {index - 1 for index, cells in enumerate(tables) if set("".join(cells)) <= set("-")}
+    return [cells for index, cells in enumerate(tables) if index not in heads and index - 1 not in heads]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_every_option_of_serve_is_documented_and_every_documented_one_exists():
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    serve.add_parser(subparsers)
+    existing = set(OPTION.findall(subparsers.choices["serve"].format_help())) - {"--help"}
+    documented = set(OPTION.findall((DOCS / "serving.md").read_text()))
+    assert documented == existing
+
+
+@on_event_loop
+async def test_every_endpoint_is_documented_and_every_documented_one_exists():
+    async with scripted(admin=True) as client:
+        document = (await client.get("/openapi.json")).json()
+    existing = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
+    documented = {quoted(cells[0])[0] for cells in rows(section("serving.md", "Endpoints"))}
+    assert documented == existing
+
+
+@pytest.mark.parametrize(
+    "model",
+    [CompletionRequest, ChatCompletionRequest, StreamOptions, EmbeddingRequest, TokenizeRequest, DetokenizeRequest],
+)
+def test_every_field_of_a_request_is_documented(model: type[RequestModel]):
+    text = (DOCS / "serving.md").read_text()
+    mentioned = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`|\{[^}]+\}", text))))
+    assert {*model.model_fields, *model.UNSUPPORTED} - mentioned <= NO_EFFECT
+
+
+def test_every_error_code_is_documented_and_every_documented_one_exists():
+    sources = "".join(path.read_text() for path in SERVER.rglob("*.py"))
+    existing = set(re.findall(r'code="(\w+)"', sources))
+    documented = {code for cells in rows(section("serving.md", "Errors")) for code in quoted(cells[1])}
+    assert documented == existing
+
+
+def test_every_metric_is_documented_with_its_type_and_labels_and_every_documented_one_exists():
+    metrics = EngineMetrics("some-model")
+    metrics.record_engine(0, SchedulerStats())
+    metrics.record_http("/health", 200)
+    metrics.watch(lambda: Health([EngineHealth(0, EngineState.OK)]))
+    families = list(text_string_to_metric_families(metrics.render()[0].decode()))
+    existing = {}
+    for family in families:
+        if family.name.startswith("ratoon_"):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            existing[name] = (family.type, labels)
+    documented = {
+        quoted(name)[0]: (kind, set(quoted(labels)))
+        for name, kind, labels, _ in rows(section("metrics.md", "What is there"))
+    }
+    assert documented == existing
+
+
+def test_queries_ask_for_metrics_that_exist():
+    known = {quoted(cells[0])[0] for cells in rows(section("metrics.md", "What is there"))}
+    asked = set(re.findall(r"ratoon_\w+", section("metrics.md", "Questions")))
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked} <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    text = CODE_BLOCK.sub("", page.read_text())
+    for target in LINK.findall(text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"(?m)^#+ (.+)$", CODE_BLOCK.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
