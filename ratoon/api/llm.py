@@ -81,7 +81,13 @@ class LLM:
         self.engine = LLMEngine(
             self._client,
             InputProcessor(
-                self.source.config, self._tokenizer, defaults, config.max_model_len, config.max_logprobs, seed
+                self.source.config,
+                self._tokenizer,
+                defaults,
+                config.max_model_len,
+                config.max_logprobs,
+                seed,
+                kv_capacity=self._client.describe().get("kv_capacity_tokens"),
             ),
             OutputProcessor(self._tokenizer),
         )

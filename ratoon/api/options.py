@@ -55,7 +55,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default {max_tokens}")
     group.add_argument("--min-tokens", type=int, metavar="N")
     group.add_argument(
-        "--temperature", type=float, metavar="X", help="0 takes the likeliest token; default: the model's own, else 0"
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="0 takes the likeliest token; default: the model's own, else 0 (with --url: the server's)",
     )
     group.add_argument("--top-p", type=float, metavar="X", help="sample from the likeliest tokens that sum up to X")
     group.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")

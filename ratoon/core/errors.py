@@ -49,5 +49,9 @@ class EngineError(RatoonError):
     """The engine failed while it carried out a step; the requests of that step get this."""
 
 
+class EngineAwayError(EngineError):
+    """The engine process died and is being started again: ask later."""
+
+
 class EngineDeadError(EngineError):
     """The engine process is gone and could not be brought back. Nothing more will be answered."""

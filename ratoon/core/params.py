@@ -21,6 +21,7 @@ MAX_CHOICES = 256  # the same for `n`
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 POOLING_KINDS = ("last", "mean")
+LARGEST_FACTOR = 1e6  # of logits: far beyond all use, and far from where float32 ends
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy
 
 
@@ -80,13 +81,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     def verify(self, max_logprobs: int = MAX_LOGPROBS) -> None:
         """Raise RequestError, naming the field, for any value that has no meaning."""
         _require_int("n", self.n, 1, MAX_CHOICES)
-        _require_number("temperature", self.temperature, 0.0, None)
+        _require_number("temperature", self.temperature, 0.0, LARGEST_FACTOR)
         _require_int("top_k", self.top_k, 0, None, hint="0 or -1 means all tokens")
         _require_number("top_p", self.top_p, 0.0, 1.0, above=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, None, above=True)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, LARGEST_FACTOR, above=True)
+        if self.repetition_penalty < 1 / LARGEST_FACTOR:
+            raise RequestError("repetition_penalty", f"{self.repetition_penalty} is too small", "1 changes nothing")
         if self.seed is not None:
             _require_int("seed", self.seed, -(2**63), 2**64 - 1)
         _require_int("min_tokens", self.min_tokens, 0, None)

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from ratoon.core.config import EngineConfig, verify_engine_config
-from ratoon.core.errors import EngineDeadError, RequestError
+from ratoon.core.errors import EngineAwayError, EngineDeadError, RequestError
 from ratoon.core.health import Health
 from ratoon.core.messages import EngineMessageType, EngineReady, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
@@ -49,6 +49,7 @@ class AsyncMPClient:
         self._num_calls = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
+        self._paused = False  # what was asked of the engines; one that is started again is told
         self._dead: EngineDeadError | None = None
 
     # ---- life ----
@@ -66,6 +67,7 @@ class AsyncMPClient:
             except BaseException:
                 await self.shutdown()
                 raise
+            self._timer.include(self.ready.startup)
         self._tasks.append(asyncio.create_task(self._watch()))
 
     @property
@@ -132,7 +134,9 @@ class AsyncMPClient:
             call = UtilityCall(self._num_calls, method, list(arguments))
             replica.send(EngineCoreRequestType.UTILITY, call)
         if not futures:
-            raise EngineDeadError("no engine is ready to be asked; it is being started")
+            raise EngineAwayError("no engine is ready to be asked; it is being started again")
+        if method in ("pause", "resume"):
+            self._paused = method == "pause"
         results = await asyncio.gather(*futures)
         for result in results:
             if result.fault is not None:
@@ -181,8 +185,8 @@ class AsyncMPClient:
         """Run an engine, life after life. A first start that fails is the caller's to hear of; later ones are tried
         again."""
         while True:
-            replica.start()
-            await self._run(replica, started)
+            if replica.start():
+                await self._run(replica, started)
             replica.lose()
             delay = await asyncio.to_thread(replica.bury)
             if not started.done():
@@ -242,6 +246,8 @@ class AsyncMPClient:
                 future.set_result(message)
         elif kind == EngineMessageType.READY:
             _settle(started)
+            if self._paused:
+                replica.send(EngineCoreRequestType.UTILITY, UtilityCall(0, "pause"))  # nobody waits for this answer
             self._dispatch()
 
     def _record(self, outputs: EngineCoreOutputs) -> None:
@@ -257,7 +263,7 @@ class AsyncMPClient:
             if asked is replica:
                 del self._calls[call_id]
                 if not future.done():
-                    future.set_exception(EngineDeadError("the engine process died before it answered"))
+                    future.set_exception(EngineAwayError("the engine process died before it answered"))
         self._engine_lost(replica.index)
         failed = self._ledger.engine_died(replica.index)
         if failed:

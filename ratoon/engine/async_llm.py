@@ -127,6 +127,7 @@ class AsyncLLM:
             self.config.max_model_len,
             self.config.max_logprobs,
             self._seed,
+            kv_capacity=client.ready.description.get("kv_capacity_tokens"),
         )
         self._handler = OutputHandler(client, OutputProcessor(self._tokenizer, metrics=self.metrics), self.metrics)
         if self.metrics is not None:
@@ -254,7 +255,9 @@ class AsyncLLM:
     def _verify_placement(self, priority: int, data_parallel_rank: int | None) -> None:
         if priority and self.config.scheduler.policy != SchedulingPolicy.PRIORITY:
             raise RequestError(
-                "priority", "has no meaning first come, first served", 'start the engine with policy="priority"'
+                "priority",
+                "has no meaning first come, first served",
+                'start the engine with policy="priority" (--policy priority)',
             )
         if data_parallel_rank is not None and data_parallel_rank not in range(self._num_replicas):
             raise RequestError(

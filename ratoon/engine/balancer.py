@@ -20,6 +20,7 @@ TOKENS_TO_COME = 64  # what a request is worth in prompt tokens for as long as i
 class Load:
     num_requests: int = 0
     num_tokens: int = 0  # of work that is left, in prompt tokens
+    num_chosen: int = 0  # requests so far: between engines that are equal otherwise, they take turns
 
 
 class LoadBalancer:
@@ -33,11 +34,15 @@ class LoadBalancer:
         """The engine for this request, which is counted as its from now on."""
         known = self._known_tokens(request, candidates)
         num_tokens = len(request.prompt_token_ids)
-        engine = min(
-            candidates, key=lambda index: (self.loads[index].num_tokens + num_tokens - known.get(index, 0), index)
-        )
+
+        def cost(index: int) -> tuple[int, int]:
+            load = self.loads[index]
+            return load.num_tokens + num_tokens - known.get(index, 0), load.num_chosen
+
+        engine = min(candidates, key=cost)
         work = num_tokens - known.get(engine, 0) + TOKENS_TO_COME
         self._work[request.request_id] = engine, work
+        self.loads[engine].num_chosen += 1
         self.loads[engine].num_requests += 1
         self.loads[engine].num_tokens += work
         self.learn(engine, request, request.prompt_token_ids)

@@ -205,7 +205,6 @@ class EngineCoreProcess:
         time.sleep(SECONDS_TO_END)
         os._exit(1)
 
-
     def _remove_sockets(self) -> None:
         """A parent that was killed can't tidy up. One that lives has no more use for them either."""
         for address in (self._launch.input_address, self._launch.output_address):

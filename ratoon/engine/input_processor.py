@@ -10,6 +10,7 @@ import operator
 import random
 import secrets
 import string
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -44,7 +45,9 @@ class InputProcessor:
         max_logprobs: int = MAX_LOGPROBS,
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        kv_capacity: int | None = None,  # tokens of the longest sequence that the KV cache can hold
     ) -> None:
+        self._kv_capacity = sys.maxsize if kv_capacity is None else kv_capacity
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
         self._hidden_size = model_config.hidden_size
@@ -212,7 +215,9 @@ class InputProcessor:
     def _complete_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         params = params.clone()
         room = self._max_model_len - num_prompt_tokens
-        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.max_tokens is None:  # as much as there is room for, in the KV cache too
+            params.max_tokens = max(1, min(room, self._kv_capacity - num_prompt_tokens))
+        params.max_tokens = min(params.max_tokens, room)
         if params.min_tokens > params.max_tokens:
             raise RequestError(
                 "min_tokens",

@@ -9,13 +9,13 @@ import contextlib
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import msgspec
@@ -93,21 +93,28 @@ class EngineProcess:
         self._paths = [
             Path(address.removeprefix("ipc://")) for address in (launch.input_address, launch.output_address)
         ]
-        self.inputs.bind(launch.input_address)
-        self.outputs.bind(launch.output_address)
-        self._spawn(launch)
+        try:
+            self.inputs.bind(launch.input_address)
+            self.outputs.bind(launch.output_address)
+            self._spawn(launch)
+        except BaseException:
+            self._close_sockets()
+            raise
 
     def _spawn(self, launch: EngineLaunch) -> None:
         # Nobody writes to this pipe. Its end on our side becomes readable when the process is gone.
         self.death_fd, kept_open = os.pipe()
         try:
-            self._process = subprocess.Popen(
+            self._process = Popen(
                 [sys.executable, "-P", "-m", "ratoon.engine.core_process", str(kept_open)],
-                stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+                stdin=PIPE,
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else DEVNULL,
                 pass_fds=[kept_open],
                 env=_environment(),
             )
+        except BaseException:
+            os.close(self.death_fd)
+            raise
         finally:
             os.close(kept_open)
         message = msgspec.msgpack.encode(launch)
@@ -179,15 +186,18 @@ class EngineProcess:
         self.ask_to_end()
         try:
             code = self._process.wait(grace_seconds)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
+        self._close_sockets()
+        os.close(self.death_fd)
+        return code
+
+    def _close_sockets(self) -> None:
         self.inputs.close()
         self.outputs.close()
-        os.close(self.death_fd)
         for path in self._paths:
             path.unlink(missing_ok=True)
-        return code
 
 
 def _environment() -> dict[str, str]:

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from ratoon.core.config import EngineConfig, verify_engine_config
-from ratoon.core.errors import EngineDeadError
+from ratoon.core.errors import EngineAwayError, EngineDeadError
 from ratoon.core.health import Health
 from ratoon.core.messages import EngineMessageType, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
@@ -42,12 +42,12 @@ class SyncMPClient:
         self._num_calls = 0
         try:
             with timer.phase("start the engine process"):
-                self._replica.start()
-                while not self._replica.can_serve:
-                    if not self._receive():
-                        self._replica.lose()
-                        self._replica.bury()
-                        raise self._replica.failure()
+                if not self._start_replica():
+                    self._replica.lose()
+                    self._replica.bury()
+                    raise self._replica.failure()
+                assert self._replica.ready is not None
+                timer.include(self._replica.ready.startup)
         except BaseException:
             self.shutdown()
             raise
@@ -75,7 +75,7 @@ class SyncMPClient:
         while call_id not in self._results:
             self._receive_or_revive()
             if self._replica.num_restarts != run:
-                raise EngineDeadError(f"the engine process died before it answered {method!r}; it was started again")
+                raise EngineAwayError(f"the engine process died before it answered {method!r}; it was started again")
         result = self._results.pop(call_id)
         if result.fault is not None:
             raise error_of(result.fault)
@@ -109,6 +109,8 @@ class SyncMPClient:
 
     def _receive(self) -> bool:
         """Take in what the engine sent; wait a moment for it. False: the process is gone."""
+        if not self._replica.has_process:
+            return False
         process = self._replica.process
         poller = zmq.Poller()
         poller.register(process.outputs, zmq.POLLIN)
@@ -142,8 +144,14 @@ class SyncMPClient:
         if delay is None:
             raise EngineDeadError(f"the engine could not be started again: {self._replica.failure()}")
         time.sleep(delay)
-        self._replica.start()
+        if self._start_replica():
+            self._dispatch()
+
+    def _start_replica(self) -> bool:
+        """Start the process and wait until it is ready. False: it is gone again."""
+        if not self._replica.start():
+            return False
         while not self._replica.can_serve:
             if not self._receive():
-                return  # the next call begins again
-        self._dispatch()
+                return False
+        return True

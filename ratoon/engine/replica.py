@@ -66,6 +66,10 @@ class Replica:
         return self._process
 
     @property
+    def has_process(self) -> bool:
+        return self._process is not None
+
+    @property
     def can_serve(self) -> bool:
         return self.state == EngineState.OK
 
@@ -73,14 +77,20 @@ class Replica:
     def is_coming_back(self) -> bool:
         return self.state in (EngineState.STARTING, EngineState.RESTARTING)
 
-    def start(self) -> None:
+    def start(self) -> bool:
+        """False: not even a process could be made (no memory, no descriptors); it counts as one that died at once."""
         self.start_error = None
         self._last_heard = self._clock()
         self._heartbeat = Heartbeat()
-        self._process = EngineProcess(
-            self._config, self.index, self._num_engines, self._num_runs, self._context, self._directory
-        )
         self._num_runs += 1
+        try:
+            self._process = EngineProcess(
+                self._config, self.index, self._num_engines, self._num_runs, self._context, self._directory
+            )
+        except (OSError, zmq.ZMQError) as error:
+            self.start_error = EngineError(f"its process can't be made: {error}")
+            return False
+        return True
 
     def send(self, kind: EngineCoreRequestType, message: Any) -> None:
         self.process.send(kind, message)
@@ -115,13 +125,13 @@ class Replica:
         """Give back what was the lost process's own, which may take a moment. Seconds to wait before another start;
         None: give up."""
         was_ready = self._was_ready
-        code = self.process.close()
-        self._num_bad_messages += self.process.num_bad_messages + self._heartbeat.num_bad_messages
-        self._heartbeat = Heartbeat()
-        self._process = None
-        self._detail = f"its process {_ending(code)}"
-        if self.start_error is not None:
-            self._detail += f" ({self.start_error})"
+        self._detail = str(self.start_error or "")
+        if self._process is not None:
+            code = self._process.close()
+            self._num_bad_messages += self._process.num_bad_messages + self._heartbeat.num_bad_messages
+            self._heartbeat = Heartbeat()
+            self._process = None
+            self._detail = f"its process {_ending(code)}" + (f" ({self.start_error})" if self.start_error else "")
         first_start = self._num_runs == 1 and not was_ready  # the caller hears of that one
         logger.log(logging.DEBUG if first_start else logging.ERROR, "engine %d: %s", self.index, self._detail)
         if not was_ready:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +34,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Unless asked for more: a GPU is the engine's own, a CPU's memory is also everybody else's.
 KV_FRACTION = {"cuda": 0.85, "cpu": 0.4}
 CPU_KV_LIMIT = 4 * 2**30
+ALLOCATOR_PATIENCE = 0.3  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +111,23 @@ class Worker:
         self.runner.kv.release()
         if level >= 2:
             del self.runner.model
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        return_freed_memory()
 
     def wake_up(self) -> None:
         if not hasattr(self.runner, "model"):
             with torch.inference_mode():
                 self.runner.model = self._build_model()
         self.runner.kv.allocate()
+
+
+def return_freed_memory() -> None:
+    """What was freed goes back to the system. Allocators keep it for a while, in the hope of using it again."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    # torch's allocator for CPUs lets go of memory a moment after it was freed, but only when it is asked for more.
+    time.sleep(ALLOCATOR_PATIENCE)
+    torch.empty(2**26, dtype=torch.uint8)
 
 
 def usable_cores() -> int:

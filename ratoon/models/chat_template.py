@@ -74,7 +74,8 @@ def _part_text(index: int, part: Any) -> str:
 
 
 def _wrong_message(index: int, problem: str, expected: str = MESSAGE_FORM) -> RequestError:
-    return RequestError("messages", f"messages[{index}]{problem}", expected)
+    part, _, problem = problem.partition(" ")
+    return RequestError(f"messages[{index}]{part}", problem, expected)
 
 
 def _render(template: Template, variables: dict[str, Any]) -> str:

@@ -1,17 +1,23 @@
 """The package's logger: quiet unless something is wrong, or RATOON_LOG (debug, info, warning, error) asks for more.
 
-Messages go to standard error. Results of commands are not log messages and do not come through here.
+Messages go to standard error, and to a file where RATOON_LOG_FILE names one. What can't be written is lost, and nothing
+else happens: a full disk is no reason to answer nobody. Results of commands do not come through here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 from typing import TextIO
 
+from ratoon.core.errors import ConfigError
+
 ROOT = "ratoon"
 VARIABLE = "RATOON_LOG"
+FILE_VARIABLE = "RATOON_LOG_FILE"
+FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -23,13 +29,31 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+class FileLog(logging.Handler):
+    """Appends to a file, unbuffered: what a full disk refuses does not pile up in memory. Several processes may write
+    to one file, for each message is one write."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(FILE_FORMAT))
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            raise ConfigError("log_file", f"can't write to {path}: {error.strerror}", "another path") from None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            os.write(self._file, (self.format(record) + "\n").encode("utf-8", "replace"))
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of one of our modules."""
     return logging.getLogger(name)
 
 
 def configure_logging(level: str | None = None) -> None:
-    """Set the package's level and give it a handler, once. For programs; a library's user configures logging alone."""
+    """Set the package's level and give it handlers, once. For programs; a library's user configures logging alone."""
+    logging.raiseExceptions = False  # else a handler that fails would say so on standard error, which may be full too
     asked = (level or os.environ.get(VARIABLE) or "warning").lower()
     logger = logging.getLogger(ROOT)
     logger.setLevel(LEVELS.get(asked, logging.WARNING))
@@ -38,5 +62,8 @@ def configure_logging(level: str | None = None) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
         logger.addHandler(handler)
         logger.propagate = False
+    file = os.environ.get(FILE_VARIABLE)
+    if file and not any(isinstance(handler, FileLog) for handler in logger.handlers):
+        logger.addHandler(FileLog(file))
     if asked not in LEVELS:
         logger.warning("%s=%s is unknown; one of %s", VARIABLE, asked, ", ".join(LEVELS))

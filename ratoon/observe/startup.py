@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -36,6 +36,10 @@ class StartupTimer:
         finally:
             self._depth -= 1
             entry.seconds = self._clock() - begin
+
+    def include(self, phases: Iterable[tuple[str, int, float]]) -> None:
+        """Phases that another process measured (name, depth, seconds), as parts of the one that is under way here."""
+        self.phases += [Phase(name, self._depth + depth, seconds) for name, depth, seconds in phases]
 
     def finish(self) -> None:
         """Start-up is over: the total stands still from here on."""

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
 import socket
+import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import zmq
 
-from ratoon import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from ratoon import LLM, AsyncLLM, EngineDeadError, EngineError, SamplingParams
 from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
-from ratoon.engine import replica
+from ratoon.engine import launch, replica
 from tests.faults.executors import HANG_TOKEN, KILL_TOKEN, NAME, RAISE_TOKEN
 from tests.faults.processes import ROOT, SETTINGS, model_name, resident_bytes
 from tests.golden.tiny_models import random_token_ids
@@ -272,5 +276,70 @@ def test_garbage_from_the_clients_side_does_not_hurt_the_engine():
                 assert time.monotonic() < deadline, llm.health()
                 await asyncio.sleep(0.1)
             assert llm.health().ok
+
+    asyncio.run(run())
+
+
+class NoMoreProcesses:
+    """In the place of Popen: the first call works, the next ones find no memory for a process."""
+
+    def __init__(self, failures: int) -> None:
+        self.calls = 0
+        self.failures = failures
+
+    def __call__(self, *arguments, **options):
+        self.calls += 1
+        if 1 < self.calls <= 1 + self.failures:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return subprocess.Popen(*arguments, **options)
+
+
+def test_a_process_that_can_not_be_made_is_tried_again(monkeypatch):
+    monkeypatch.setattr(launch, "Popen", NoMoreProcesses(failures=2))
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            right = await read_stream(llm, 3)
+            reading = asyncio.create_task(read_stream(llm, 3))
+            await asyncio.sleep(0.02)
+            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            assert await reading == right
+            assert llm.health().engines[0].num_restarts == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("process", [True, False])
+def test_a_first_process_that_can_not_be_made_is_an_error_at_once(monkeypatch, process):
+    def fail(*arguments, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(launch, "Popen", fail)
+    folders = set(Path(tempfile.gettempdir()).glob("ratoon-*"))
+
+    def start() -> None:
+        if process:
+            LLM(model_name(), process=True, **SETTINGS)
+        else:
+            asyncio.run(AsyncLLM(model_name(), **SETTINGS).start())
+
+    with pytest.raises(EngineError, match="Too many open files"):
+        start()
+    assert set(Path(tempfile.gettempdir()).glob("ratoon-*")) <= folders, "it left a directory behind"
+
+
+def test_a_pause_outlives_the_process_that_was_paused():
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            right = await read_stream(llm, 3)
+            await llm.pause()
+            reading = asyncio.create_task(read_stream(llm, 3))
+            await asyncio.sleep(0.1)
+            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            while llm.health().engines[0].num_restarts == 0 or not llm.health().engines[0].paused:
+                await asyncio.sleep(0.05)
+            assert not reading.done()
+            await llm.resume()
+            assert await reading == right
 
     asyncio.run(run())

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ratoon.core.errors import EngineDeadError, EngineError, RequestError
+from ratoon.core.errors import EngineAwayError, EngineDeadError, EngineError, RequestError
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -91,6 +91,8 @@ def as_api_error(error: Exception) -> ApiError:
         return refused(field, error.problem, error.expected)
     if isinstance(error, EngineDeadError):
         return ApiError(503, f"The engine is gone: {error}", kind=SERVER_ERROR, code="engine_dead")
+    if isinstance(error, EngineAwayError):
+        return ApiError(503, str(error), kind=SERVER_ERROR, code="engine_restarting", headers={"Retry-After": "5"})
     if isinstance(error, EngineError):
         return generation_failed(str(error))
     return ApiError(500, "The server failed; its log says why", kind=SERVER_ERROR, code="internal_error")

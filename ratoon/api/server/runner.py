@@ -96,7 +96,8 @@ class ServerRunner:
             await self._unless(self._signalled, self._either(serving, dead))
             if self._signalled.is_set():
                 return await self._drain()
-            logger.error("the engine is gone for good: %s", self._llm.health().engines)
+            details = "; ".join(f"engine {engine.index}: {engine.detail}" for engine in self._llm.health().engines)
+            logger.error("no engine is left, and none can be started: %s", details)
             self._context.draining = True
             return EXIT_ENGINE
         finally:

@@ -1,32 +1,36 @@
 // The pool behind parallel_units. Units are handed out by an atomic counter, so that a core which is slowed down by
-// something else takes fewer of them. Idle workers spin for a moment (the next call usually follows within microseconds)
-// and then sleep, so that an idle engine costs nothing.
+// something else takes fewer of them. Who has nothing to do spins for a moment (the next call, or the end of the last
+// unit, usually follows within microseconds) and then sleeps: an idle engine costs nothing, and a thread that lost its
+// core to another process gets the one of whoever waits for it.
+#define _POSIX_C_SOURCE 200809L  // clock_gettime
 #include "threads.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#if defined(__linux__)
-#include <sched.h>
-#endif
+#include <time.h>
 
 #define MAX_THREADS 128
-#define SPINS_BEFORE_SLEEP 500000
+#define WORKER_SPIN 1000000  // nanoseconds
+#define CALLER_SPIN 200000
+#define SPINS_BETWEEN_LOOKS 64  // at the clock
 
 static struct {
     pthread_mutex_t lock;
-    pthread_cond_t wake;
+    pthread_cond_t wake;              // workers: there is a call to join
+    pthread_cond_t done;              // the caller: nobody is inside any more
     atomic_uint_fast64_t generation;  // counts calls; a worker that sees a new value may join
     atomic_uint_fast64_t open;        // the call that may be joined now; 0: none
     atomic_int joined;                // workers inside the open call
-    atomic_int sleeping;
+    atomic_int sleeping;              // workers
+    atomic_int caller_sleeps;
     unit_body body;
     void *context;
     int64_t units;
     atomic_int_fast64_t next_unit;
     int threads;  // the caller included
     int started;
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .threads = 1};
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER, .threads = 1};
 
 static inline void relax(void) {
 #if defined(__aarch64__)
@@ -34,6 +38,25 @@ static inline void relax(void) {
 #elif defined(__x86_64__)
     __asm__ volatile("pause");
 #endif
+}
+
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+// How long somebody has spun: true until it is time to sleep.
+struct spin {
+    int count;
+    int64_t began;
+};
+
+static inline int keep_spinning(struct spin *spin, int64_t longest) {
+    relax();
+    if (++spin->count % SPINS_BETWEEN_LOOKS) return 1;
+    if (spin->began == 0) spin->began = nanoseconds();
+    return nanoseconds() - spin->began < longest;
 }
 
 static void work(void) {
@@ -48,12 +71,9 @@ static void *worker(void *argument) {
     const int index = (int)(intptr_t)argument;
     uint64_t seen = 0;
     for (;;) {
-        int spins = 0;
+        struct spin spin = {0};
         while (atomic_load_explicit(&pool.generation, memory_order_acquire) == seen) {
-            if (++spins < SPINS_BEFORE_SLEEP) {
-                relax();
-                continue;
-            }
+            if (keep_spinning(&spin, WORKER_SPIN)) continue;
             pthread_mutex_lock(&pool.lock);
             atomic_fetch_add(&pool.sleeping, 1);
             while (atomic_load(&pool.generation) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
@@ -64,7 +84,11 @@ static void *worker(void *argument) {
         // Announce first, look second: either the caller sees this worker and waits, or this worker sees the call closed.
         atomic_fetch_add(&pool.joined, 1);
         if (atomic_load(&pool.open) == seen && index < pool.threads) work();
-        atomic_fetch_sub_explicit(&pool.joined, 1, memory_order_release);
+        if (atomic_fetch_sub(&pool.joined, 1) == 1 && atomic_load(&pool.caller_sleeps)) {
+            pthread_mutex_lock(&pool.lock);
+            pthread_cond_signal(&pool.done);
+            pthread_mutex_unlock(&pool.lock);
+        }
     }
     return NULL;
 }
@@ -108,14 +132,14 @@ void parallel_units(unit_body body, void *context, int64_t units) {
     work();
     // Only workers that joined are waited for: one that lost its core in between is not needed.
     atomic_store(&pool.open, 0);
-    int spins = 0;
+    struct spin spin = {0};
     while (atomic_load(&pool.joined) > 0) {
-        relax();
-#if defined(__linux__)
-        if (++spins > SPINS_BEFORE_SLEEP) sched_yield();  // a worker lost its core: let it have this one
-#else
-        (void)spins;
-#endif
+        if (keep_spinning(&spin, CALLER_SPIN)) continue;
+        pthread_mutex_lock(&pool.lock);
+        atomic_store(&pool.caller_sleeps, 1);
+        while (atomic_load(&pool.joined) > 0) pthread_cond_wait(&pool.done, &pool.lock);
+        atomic_store(&pool.caller_sleeps, 0);
+        pthread_mutex_unlock(&pool.lock);
     }
     pthread_mutex_unlock(&one_caller);
 }

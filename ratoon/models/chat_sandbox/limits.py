@@ -21,7 +21,7 @@ MAX_ENTRIES = 1_000_000  # of one list, and of all that a nested value holds
 MAX_DEPTH = 100  # of lists in lists
 MAX_MADE_CHARACTERS = 64 * 2**20  # of all texts and lists together, also those that were dropped again
 MAX_INTEGER_BITS = 4096
-MAX_FORMAT_WIDTH = 9999
+MAX_FORMAT_DIGITS = 4  # of a width or a precision
 MAX_SMALL_CHARACTERS = 64 * 1024  # for what takes more than linear time
 MAX_SEARCH_STEPS = 2**28  # length of a text times length of what is searched, where Python compares them naively
 

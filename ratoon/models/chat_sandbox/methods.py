@@ -5,7 +5,6 @@ A method that is not named here is refused: new ones of a later Python are then 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from types import BuiltinMethodType, ModuleType
 from typing import Any
@@ -16,7 +15,6 @@ from jinja2.sandbox import SandboxedEnvironment, SandboxedFormatter
 from ratoon.models.chat_sandbox.limits import (
     CONTAINERS,
     MAX_ENTRIES,
-    MAX_FORMAT_WIDTH,
     MAX_SEARCH_STEPS,
     MAX_TEXT_CHARACTERS,
     SHORT_TEXT,
@@ -24,7 +22,7 @@ from ratoon.models.chat_sandbox.limits import (
     current_budget,
     measure,
 )
-from ratoon.models.chat_sandbox.operators import check_format, collect, too_wide
+from ratoon.models.chat_sandbox.operators import LONG_NUMBER, check_format, collect, too_wide
 
 Method = Callable[..., Any]
 
@@ -169,7 +167,7 @@ class BoundedFormatter(SandboxedFormatter):
         return found
 
     def format_field(self, value: Any, spec: str) -> str:
-        if any(len(width) > 4 for width in re.findall(r"\d+", spec)):
+        if LONG_NUMBER.search(spec):
             raise too_wide()
         text = str(super().format_field(value, spec))
         self.characters += len(text)
@@ -190,6 +188,3 @@ def bounded_format(environment: SandboxedEnvironment, method: Method) -> Method:
         return BoundedFormatter(environment).vformat(form, args, kwargs)
 
     return format_text
-
-
-assert MAX_FORMAT_WIDTH < 10**4  # a width of five digits is too long

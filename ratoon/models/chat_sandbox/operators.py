@@ -17,7 +17,7 @@ from jinja2.runtime import Context
 from ratoon.models.chat_sandbox.limits import (
     CONTAINERS,
     MAX_ENTRIES,
-    MAX_FORMAT_WIDTH,
+    MAX_FORMAT_DIGITS,
     MAX_INTEGER_BITS,
     MAX_SMALL_CHARACTERS,
     SHORT_TEXT,
@@ -28,7 +28,8 @@ from ratoon.models.chat_sandbox.limits import (
 
 CONTAINERS_AND_TEXT: tuple[type[Collection[Any]], ...] = (str, *CONTAINERS)
 CHEAP_TEXT = 64 * 1024  # walking a text of this length takes microseconds
-WIDTH_TOO_LONG = re.compile(r"[%)][-#0 +]*\d*\.?\d{5,}")
+LONG_NUMBER = re.compile(rf"\d{{{MAX_FORMAT_DIGITS + 1},}}")
+WIDTH_TOO_LONG = re.compile(rf"[%)][-#0 +]*\d*\.?{LONG_NUMBER.pattern}")
 WIDTH_FROM_VALUE = re.compile(r"%[-#0 +]*(\d*\.)?\*")
 
 
@@ -87,7 +88,7 @@ def format_percent(form: str, values: Any) -> str:
     if WIDTH_TOO_LONG.search(form) or WIDTH_FROM_VALUE.search(form):
         raise too_wide()
     fields = form.count("%")
-    width = max(map(int, re.findall(r"\d{1,4}", form)), default=0)
+    width = max(map(int, re.findall(rf"\d{{1,{MAX_FORMAT_DIGITS}}}", form)), default=0)
     # A tuple's values are used once each, those of a mapping as often as the format likes.
     uses = 1 if isinstance(values, tuple) else fields
     current_budget().make_text(len(form) + fields * width + uses * measure(values).characters)
@@ -100,7 +101,7 @@ def check_format(form: str) -> None:
 
 
 def too_wide() -> LimitReached:
-    return LimitReached(f"formats with a width of more than {MAX_FORMAT_WIDTH} characters")
+    return LimitReached(f"formats with a width of more than {MAX_FORMAT_DIGITS} digits")
 
 
 def collect(values: Iterable[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The documents say what the program does: options, endpoints, fields, error codes, metrics, and links that lead somewhere.
+"""The documents say what the program does: options, endpoints, fields, error codes, metrics; and links lead somewhere.
 
 Whether the examples still print what they show is not checked here.
 """

@@ -23,6 +23,13 @@ def test_strangers_spread_over_the_engines():
     assert chosen.count(0) == chosen.count(1) == 4
 
 
+def test_engines_with_nothing_to_do_take_turns():
+    two = balancer()
+    for i in range(6):
+        assert two.choose(request(str(i), [1000 * i + j for j in range(40)]), [0, 1]) == i % 2
+        two.ended(str(i))
+
+
 def test_the_next_turn_goes_where_the_last_one_was():
     two = balancer()
     conversations = {name: [base + j for j in range(200)] for name, base in (("a", 0), ("b", 1000), ("c", 2000))}

@@ -235,3 +235,15 @@ def test_a_pooling_request_arrives_before_it_is_tokenised():
     times = iter([1.0, 2.0])
     assert processor(clock=lambda: next(times)).process_pooling("r", "x", PoolingParams()).arrival_time == 1.0
     assert processor().process_pooling("r", "x", PoolingParams(), arrival_time=7.0).arrival_time == 7.0
+
+
+def test_an_open_end_is_as_far_away_as_model_and_memory_allow() -> None:
+    def longest(kv_capacity: int | None) -> int | None:
+        request = processor(max_model_len=64, kv_capacity=kv_capacity).process(
+            "r", [1] * 10, SamplingParams(max_tokens=None)
+        )
+        return request.sampling_params.max_tokens
+
+    assert (longest(None), longest(100), longest(30), longest(5)) == (54, 54, 20, 1)
+    asked = processor(max_model_len=64, kv_capacity=30).process("r", [1] * 10, SamplingParams(max_tokens=40))
+    assert asked.sampling_params.max_tokens == 40  # what was asked for is not cut in silence

@@ -1,0 +1,198 @@
+"""Conversations over two replicas: do their turns still find their prefixes, and is the work shared out?
+
+    .venv/bin/python bench/replicas.py --json replicas.json
+    .venv/bin/python bench/replicas.py --stub            # no model: shows where requests go, and nothing about speed
+
+Each turn's prompt is the last one, its answer and some new tokens. The load balancer is compared with engines that take
+turns and with a single engine, which is as good as it gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cpu_peers import QUIET_LIMIT_SECONDS, say
+from export_hf import MODEL
+from peers.machine import describe_machine, wait_for_quiet_machine
+from peers.process import BENCH_FOLDER
+from service.server import STUB
+from stub_executor import STEP_SECONDS_VARIABLE
+from workloads import PromptSource
+
+from ratoon import AsyncLLM, RequestOutputKind, SamplingParams
+from ratoon.core.request import EngineCoreOutputs
+from ratoon.core.settings import engine_config
+from ratoon.engine.async_client import AsyncMPClient, make_async_client
+from ratoon.observe.startup import StartupTimer
+
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Way:
+    """How requests find an engine."""
+
+    label: str
+    num_replicas: int
+    balanced: bool
+
+
+@dataclass
+class Result:
+    num_prompt_tokens: int  # of later turns, whose beginning an engine has seen
+    num_cached_tokens: int
+    requests_by_replica: list[int]
+    replicas_by_session: float  # on average
+    seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_cached_tokens / self.num_prompt_tokens
+
+
+class Places:
+    """Notes which engine answered which request, as outputs pass by."""
+
+    def __init__(self, client: AsyncMPClient) -> None:
+        self.by_request: dict[str, int] = {}
+        take = client.get_outputs
+
+        async def get_outputs() -> EngineCoreOutputs:
+            outputs = await take()
+            for output in outputs.outputs:
+                self.by_request[output.request_id] = outputs.engine_index
+            return outputs
+
+        client.get_outputs = get_outputs  # type: ignore[method-assign]
+
+    def of(self, request_id: str) -> int:
+        """Inside the engine, ids have an ending of their own."""
+        return next(place for inner, place in self.by_request.items() if inner.startswith(request_id))
+
+
+async def run(way: Way, args: argparse.Namespace) -> Result:
+    settings: dict[str, Any] = {"executor": STUB} if args.stub else {"kv_memory": args.kv_memory}
+    timer = StartupTimer()
+    client = make_async_client(engine_config(MODEL, **settings), way.num_replicas, timer, balanced=way.balanced)
+    places = Places(client)
+    llm = AsyncLLM(MODEL, client=client, skip_tokenizer=True, startup_timer=timer, **settings)
+    prompts = PromptSource(SEED)
+    sessions = [[prompts.prompt(args.turn_tokens) for _ in range(args.turns)] for _ in range(args.sessions)]
+    async with llm:
+        begin = time.monotonic()
+        talks = (converse(llm, index, turns, args) for index, turns in enumerate(sessions))
+        cached = [count for counts in await asyncio.gather(*talks) for count in counts]
+        seconds = time.monotonic() - begin
+    homes = [[places.of(name_of(session, turn)) for turn in range(args.turns)] for session in range(args.sessions)]
+    requests = Counter(place for home in homes for place in home)
+    return Result(
+        num_prompt_tokens=sum(total for total, _ in cached),
+        num_cached_tokens=sum(found for _, found in cached),
+        requests_by_replica=[requests[index] for index in range(way.num_replicas)],
+        replicas_by_session=sum(len(set(home)) for home in homes) / len(homes),
+        seconds=seconds,
+    )
+
+
+async def converse(
+    llm: AsyncLLM, session: int, turns: list[list[int]], args: argparse.Namespace
+) -> list[tuple[int, int]]:
+    """Prompt tokens and how many of them were cached, for each turn but the first."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=args.answer_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    thinking = random.Random(f"{SEED}, {session}")
+    said: list[int] = []
+    counts = []
+    for index, turn in enumerate(turns):
+        await asyncio.sleep(thinking.expovariate(1.0 / args.think_seconds))
+        said += turn
+        async for output in llm.generate({"prompt_token_ids": said}, params, name_of(session, index)):
+            if index:
+                counts.append((len(said), output.num_cached_tokens or 0))
+            said = said + list(output.outputs[0].token_ids)
+    return counts
+
+
+def name_of(session: int, turn: int) -> str:
+    return f"session{session:05}-turn{turn:05}"
+
+
+def print_report(results: dict[str, Result], args: argparse.Namespace, quiet: bool | None) -> None:
+    machine = describe_machine()
+    what = "stub executor" if args.stub else MODEL
+    print(f"{what}; {machine['cpu']}, {machine['cores']} cores; {args.sessions} conversations of {args.turns} turns")
+    print(f"a turn: {args.turn_tokens} new tokens, {args.answer_tokens} answered, {args.think_seconds} s in between")
+    if quiet is False:
+        print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
+    print(f"\n{'':<24}{'prefix hits':>12}{'requests':>14}{'replicas a conversation':>26}{'seconds':>10}")
+    for label, result in results.items():
+        requests = " + ".join(map(str, result.requests_by_replica))
+        print(
+            f"{label:<24}{result.hit_rate:>12.1%}{requests:>14}{result.replicas_by_session:>26.2f}{result.seconds:>10.1f}"
+        )
+    print("\nPrefix hits: the share of prompt tokens, behind each conversation's first turn, that was not computed.")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--stub", action="store_true", help="an executor without a model")
+    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--sessions", type=int, default=25, metavar="N", help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=6, metavar="N", help="default: %(default)s")
+    parser.add_argument("--turn-tokens", type=int, default=64, metavar="N", help="new ones; default: %(default)s")
+    parser.add_argument("--answer-tokens", type=int, default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument("--think-seconds", type=float, default=0.2, metavar="X", help="on average; %(default)s")
+    parser.add_argument("--step-seconds", type=float, default=0.01, metavar="X", help="of the stub; %(default)s")
+    parser.add_argument("--kv-memory", default="512MiB", metavar="SIZE", help="of each engine; default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write all figures")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
+    args = parser.parse_args()
+    for option, least in (("replicas", 2), ("sessions", 1), ("turns", 2), ("turn_tokens", 1), ("answer_tokens", 1)):
+        if getattr(args, option) < least:
+            parser.error(f"--{option.replace('_', '-')}: {getattr(args, option)}; expected at least {least}")
+    if args.think_seconds <= 0:
+        parser.error(f"--think-seconds: {args.think_seconds}; expected more than 0")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that engines are ended
+    os.environ["PYTHONPATH"] = str(BENCH_FOLDER.parent)  # where engine processes find bench.stub_executor
+    os.environ[STEP_SECONDS_VARIABLE] = str(args.step_seconds)
+    quiet = None if args.no_wait else wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
+    results: dict[str, Result] = {}
+    for way in (
+        Way("one engine", 1, True),
+        Way(f"{args.replicas}, balanced", args.replicas, True),
+        Way(f"{args.replicas}, taking turns", args.replicas, False),
+    ):
+        say(way.label)
+        results[way.label] = asyncio.run(run(way, args))
+    print_report(results, args, quiet)
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        figures = {label: {**asdict(result), "hit_rate": result.hit_rate} for label, result in results.items()}
+        report = {"machine": describe_machine(), "settings": settings, "quiet_at_start": quiet, "results": figures}
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
