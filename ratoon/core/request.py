@@ -25,6 +25,7 @@ class EngineCoreRequestType(enum.Enum):
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     HIDDEN_STATES_EXTRACT = b"\x05"
+    OUTPUTS_TAKEN = b"\x06"  # how many messages with outputs the client has taken so far
 
 
 class FinishReason(enum.IntEnum):

@@ -19,7 +19,7 @@ from ratoon.core.health import Health
 from ratoon.core.messages import EngineMessageType, EngineReady, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.balancer import LoadBalancer
-from ratoon.engine.launch import SocketDirectory
+from ratoon.engine.launch import EngineProcess, SocketDirectory
 from ratoon.engine.ledger import Entry, Ledger
 from ratoon.engine.replica import Replica
 from ratoon.engine.utilities import error_of
@@ -28,7 +28,6 @@ from ratoon.observe.startup import StartupTimer
 
 logger = get_logger(__name__)
 
-MAX_OUTPUTS_WAITING = 64  # steps that were received and not taken; the engine is held up behind them
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_END = 5.0
 
@@ -43,8 +42,8 @@ class AsyncMPClient:
         self._directory = SocketDirectory()
         self.replicas = [Replica(config, i, num_engines, self._context, self._directory) for i in range(num_engines)]
         self._ledger = Ledger()
-        self._outputs: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()  # None: there will be no more
-        self._held_up: dict[int, asyncio.Future[None]] = {}  # engines from which nothing is taken for now
+        # With the process that sent them: it waits until they are taken. None: there will be no more.
+        self._outputs: asyncio.Queue[tuple[EngineCoreOutputs, EngineProcess | None] | None] = asyncio.Queue()
         self._calls: dict[int, tuple[Replica, asyncio.Future[UtilityResult]]] = {}
         self._num_calls = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,14 +108,14 @@ class AsyncMPClient:
         self._dispatch()
 
     async def get_outputs(self) -> EngineCoreOutputs:
-        outputs = await self._outputs.get()
-        for index, started in list(self._held_up.items()):
-            del self._held_up[index]
-            self._take_messages(self.replicas[index], started)
-        if outputs is None:
+        item = await self._outputs.get()
+        if item is None:
             assert self._dead is not None
             self._outputs.put_nowait(None)  # for whoever asks next
             raise self._dead
+        outputs, process = item
+        if process is not None:
+            process.acknowledge_outputs()
         return outputs
 
     async def call_utility(self, method: str, *arguments: Any) -> list[Any]:
@@ -212,14 +211,13 @@ class AsyncMPClient:
         finally:
             loop.remove_reader(process.death_fd)
             loop.remove_reader(process.outputs.getsockopt(zmq.FD))
-            self._held_up.pop(replica.index, None)
         while process.outputs.poll(0):  # what it could still send
             self._handle(replica, process.outputs.recv_multipart(), started)
 
     def _take_messages(self, replica: Replica, started: asyncio.Future[None]) -> None:
-        """All that is there; but when nobody takes the outputs, the engine is held up until somebody does."""
+        """All that is there."""
         process = replica.process
-        while self._outputs.qsize() < MAX_OUTPUTS_WAITING:
+        while True:
             try:
                 frames = process.outputs.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -230,7 +228,6 @@ class AsyncMPClient:
                 logger.exception("engine %d: a message can't be taken in", replica.index)
                 process.kill()
                 return
-        self._held_up[replica.index] = started
 
     def _handle(self, replica: Replica, frames: list[bytes], started: asyncio.Future[None]) -> None:
         taken = replica.take(frames)
@@ -239,7 +236,7 @@ class AsyncMPClient:
         kind, message = taken
         if kind == EngineMessageType.OUTPUTS:
             self._record(message)
-            self._outputs.put_nowait(message)
+            self._outputs.put_nowait((message, replica.process))
         elif kind == EngineMessageType.UTILITY_RESULT:
             _, future = self._calls.pop(message.call_id, (None, None))
             if future is not None and not future.done():
@@ -269,7 +266,7 @@ class AsyncMPClient:
         if failed:
             for output in failed:
                 self._request_ended(output.request_id)
-            self._outputs.put_nowait(EngineCoreOutputs(failed, engine_index=replica.index))
+            self._outputs.put_nowait((EngineCoreOutputs(failed, engine_index=replica.index), None))
         self._dispatch()
 
     async def _watch(self) -> None:

@@ -6,6 +6,9 @@
     heartbeat thread: tells the client how long the step under way has taken
     lifeline thread:  ends the process when standard input closes, that is when its parent is gone
 
+The loop is never more than a few steps ahead of what the client has taken: else a front end that is slower than the
+engine would find itself behind a long queue, and new requests at its end.
+
 The parent's side is launch.py. Run as `python -m ratoon.engine.core_process FD`, where FD is a pipe that is never
 written to: the parent sees it close when this process ends, however it ends.
 """
@@ -45,7 +48,8 @@ from ratoon.observe.startup import StartupTimer
 
 logger = get_logger(__name__)
 
-MAX_OUTPUTS_WAITING = 256  # steps whose outputs the client has not taken; the loop waits then
+MAX_STEPS_AHEAD = 4  # messages with outputs that the client has not taken; the loop waits then
+MAX_HEARTBEATS_WAITING = 16
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
 
 
@@ -58,7 +62,9 @@ class EngineCoreProcess:
         self._launch = launch
         self._context = zmq.Context()
         self._inputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outputs: queue.Queue[tuple[EngineMessageType, Any] | Stop] = queue.Queue(MAX_OUTPUTS_WAITING)
+        self._outputs: queue.Queue[tuple[EngineMessageType, Any] | Stop] = queue.Queue()
+        self._num_outputs_sent = 0
+        self._num_outputs_taken = 0
         self._num_bad_messages = 0
         self._step_began: float | None = None
         self._core: EngineCore | None = None
@@ -99,18 +105,20 @@ class EngineCoreProcess:
 
     def _loop(self, core: EngineCore, utilities: EngineUtilities) -> None:
         while self._take_messages(core, utilities):
-            if not core.can_step:
+            if not self._should_step(core):
                 continue
             self._step_began = time.monotonic()
             outputs = core.step()
             self._step_began = None
             outputs.timestamp = time.monotonic()
-            outputs.engine_index = self._launch.index
-            self._send(EngineMessageType.OUTPUTS, outputs)
+            self._send_outputs(outputs)
+
+    def _should_step(self, core: EngineCore) -> bool:
+        return core.can_step and self._num_outputs_sent - self._num_outputs_taken < MAX_STEPS_AHEAD
 
     def _take_messages(self, core: EngineCore, utilities: EngineUtilities) -> bool:
         """Carry out what came in; wait for something if there is nothing else to do. False: it is time to end."""
-        wait = not core.can_step
+        wait = not self._should_step(core)
         while True:
             try:
                 message = self._inputs.get(block=wait)
@@ -129,9 +137,11 @@ class EngineCoreProcess:
                 refusal = EngineCoreOutput(
                     message.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault_of(error)
                 )
-                self._send(EngineMessageType.OUTPUTS, EngineCoreOutputs([refusal], engine_index=self._launch.index))
+                self._send_outputs(EngineCoreOutputs([refusal]))
         elif isinstance(message, UtilityCall):
             self._send(EngineMessageType.UTILITY_RESULT, utilities.answer(message))
+        elif isinstance(message, int):
+            self._num_outputs_taken = message
         elif isinstance(message, Fault):
             raise RuntimeError(f"the executor failed: {message.problem}")  # the client starts another process
         else:
@@ -150,6 +160,7 @@ class EngineCoreProcess:
             EngineCoreRequestType.ABORT.value: Decoder(list[str]).decode,
             EngineCoreRequestType.UTILITY.value: Decoder(UtilityCall).decode,
             EngineCoreRequestType.EXECUTOR_FAILED.value: Decoder(Fault).decode,
+            EngineCoreRequestType.OUTPUTS_TAKEN.value: Decoder(int).decode,
         }
         while True:
             kind, *frames = socket.recv_multipart()
@@ -180,6 +191,11 @@ class EngineCoreProcess:
     def _send(self, kind: EngineMessageType, message: Any) -> None:
         self._outputs.put((kind, message))
 
+    def _send_outputs(self, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = self._launch.index
+        self._num_outputs_sent += 1
+        self._send(EngineMessageType.OUTPUTS, outputs)
+
     def _finish_sending(self) -> None:
         self._outputs.put(Stop())
         self._outputs.join()
@@ -194,8 +210,8 @@ class EngineCoreProcess:
                 paused=core is not None and core.paused,
                 asleep=core is not None and core.asleep,
             )
-            with contextlib.suppress(queue.Full):  # a client that takes nothing has no use for a heartbeat either
-                self._outputs.put_nowait((EngineMessageType.HEARTBEAT, heartbeat))
+            if self._outputs.qsize() < MAX_HEARTBEATS_WAITING:  # a client that reads nothing has no use for more
+                self._send(EngineMessageType.HEARTBEAT, heartbeat)
 
     def _hold_lifeline(self) -> None:
         while os.read(sys.stdin.fileno(), 4096):

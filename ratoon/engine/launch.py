@@ -66,6 +66,8 @@ class EngineProcess:
     ) -> None:
         self.index = index
         self.num_bad_messages = 0
+        self.closed = False
+        self._num_outputs_taken = 0
         self._connected = False
         self._identity = f"engine-{index}".encode()
         self._secret = secrets.token_bytes(16)
@@ -143,6 +145,12 @@ class EngineProcess:
         except zmq.ZMQError as error:
             logger.debug("engine %d can't be reached: %s", self.index, error)
 
+    def acknowledge_outputs(self) -> None:
+        """Tell the engine that another of its messages with outputs was taken: it does not run far ahead of us."""
+        if not self.closed:
+            self._num_outputs_taken += 1
+            self.send(EngineCoreRequestType.OUTPUTS_TAKEN, self._num_outputs_taken)
+
     def decode(self, frames: Sequence[bytes]) -> tuple[EngineMessageType, Any] | None:
         """A message from the engine's output socket; None for garbage, which is counted."""
         try:
@@ -194,6 +202,7 @@ class EngineProcess:
         return code
 
     def _close_sockets(self) -> None:
+        self.closed = True
         self.inputs.close()
         self.outputs.close()
         for path in self._paths:

@@ -37,7 +37,7 @@ class SyncMPClient:
         self._directory = SocketDirectory()
         self._replica = Replica(config, 0, 1, self._context, self._directory)
         self._ledger = Ledger()
-        self._arrived: deque[EngineCoreOutputs] = deque()
+        self._arrived: deque[EngineCoreOutputs] = deque()  # a few at most: the engine waits until they are taken
         self._results: dict[int, UtilityResult] = {}
         self._num_calls = 0
         try:
@@ -66,6 +66,8 @@ class SyncMPClient:
     def get_output(self) -> EngineCoreOutputs:
         while not self._arrived:
             self._receive_or_revive()
+        if self._replica.has_process:
+            self._replica.process.acknowledge_outputs()
         return self._arrived.popleft()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from ratoon.api.server.accepting import Acceptor
 from ratoon.api.server.app import build_app
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.listening import release
@@ -59,11 +60,32 @@ def _http_protocol() -> type[asyncio.Protocol] | str:
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to us: by itself it would stop listening first, and clients could not be told."""
+    """Leaves signals to us: by itself it would stop listening first, and clients could not be told. And takes
+    connections in our way."""
+
+    _acceptor: Acceptor | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        assert sockets is not None
+        self._acceptor = Acceptor(sockets[0], self._make_protocol)
+        self._acceptor.start()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.stop()
+        await super().shutdown(sockets=sockets)
 
 
 class ServerRunner:
