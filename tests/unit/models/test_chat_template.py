@@ -67,17 +67,17 @@ def test_an_assistant_that_only_calls_tools_needs_no_content() -> None:
         ([], "messages: is empty"),
         ("Hi", "messages: str is not a list"),
         ({"role": "user"}, "messages: dict is not a list"),
-        (["Hi"], r"messages\[0\] is of type str"),
-        ([{"content": "Hi"}], r"messages\[0\] has no role; expected a list of objects such as"),
-        ([*MESSAGES, {"role": "user"}], r"messages\[1\] has no content"),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content is of type int"),
+        (["Hi"], r"messages\[0\]: is of type str"),
+        ([{"content": "Hi"}], r"messages\[0\]: has no role; expected a list of objects such as"),
+        ([*MESSAGES, {"role": "user"}], r"messages\[1\]: has no content"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content: is of type int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"part of type 'image_url'; this model takes text"),
     ],
 )
 def test_wrong_messages_are_named(messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as raised:
         render("{{ messages }}", messages)
-    assert raised.value.field == "messages"
+    assert raised.value.field.startswith("messages")
 
 
 @pytest.mark.parametrize(
