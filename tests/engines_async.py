@@ -59,6 +59,11 @@ class ThreadEngineClient:
             self.num_aborts[request_id] = self.num_aborts.get(request_id, 0) + 1
         self._calls.put(lambda: self._core_client.abort_requests(request_ids))
 
+    def stop_requests(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.num_aborts[request_id] = self.num_aborts.get(request_id, 0) + 1
+        self._calls.put(lambda: self._core_client.stop_requests(request_ids))
+
     async def get_outputs(self) -> EngineCoreOutputs:
         outputs = await self._outputs.get()
         if isinstance(outputs, Exception):

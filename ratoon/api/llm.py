@@ -22,7 +22,7 @@ from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
-from ratoon.engine.input_processor import InputProcessor, Prompt, default_sampling_params, split_prompt
+from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, default_sampling_params, split_prompt
 from ratoon.engine.llm_engine import LLMEngine
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.observe.startup import StartupTimer
@@ -103,6 +103,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
+        retain_kv: float | None = None,  # seconds that the memory is kept for continuations, once an answer has ended
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer prompts, and return their outputs in the same order.
@@ -112,13 +113,52 @@ class LLM:
         RequestError with its index. A request of a batch that fails later has `error` set and the finish reason
         "error", and the others go on; one that is alone, and that the engine refuses, raises.
         """
-        checked = self._check(prompts, sampling_params, priority, cache_salt, RequestOutputKind.FINAL_ONLY)
+        checked = self._check(prompts, sampling_params, priority, cache_salt, RequestOutputKind.FINAL_ONLY, retain_kv)
         outputs: dict[str, RequestOutput] = {}
         with request_progress(len(checked), progress) as advance:
             for output in self._run(checked):
                 outputs[output.request_id] = output
                 advance(1, sum(len(choice.token_ids) for choice in output.outputs))
         return [outputs[_external_id(request)] for request, _ in checked]
+
+    def continue_from(
+        self,
+        parent: RequestOutput | str,
+        suffix: Suffix = "",
+        sampling_params: SamplingParams | None = None,
+        *,
+        choice: int = 0,
+        at: int | None = None,
+        wait: bool = True,
+        retain_kv: float | None = None,
+    ) -> RequestOutput:
+        """Go on from a request that has ended: behind its tokens, then `suffix` (text or token ids), a new answer.
+
+        Nothing that is still there of the parent is computed again. With `retain_kv` on the parent that is all of it;
+        the output's `continuation` says how it was. `choice` names one of several, `at` a place in the parent: so many
+        of its tokens, prompt and answer together. A parent that still runs is waited for, or with `wait=False` forked
+        where it is. UnknownParentError: there is no such request, or it is too long ago.
+        """
+        parent_id = parent.request_id if isinstance(parent, RequestOutput) else parent
+        processor = self.engine.output_processor
+        while wait and isinstance(parent_id, str) and processor.internal_id(parent_id) is not None:
+            self._step()
+        params = self._default_params if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise RequestError("sampling_params", f"{params!r} is not SamplingParams", "a SamplingParams")
+        request = self.engine.input_processor.process_continuation(
+            str(self._num_requests),
+            processor.find_root(parent_id),
+            suffix,
+            msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY),
+            choice=choice,
+            at=at,
+            retain_kv=retain_kv,
+        )
+        self._num_requests += 1
+        (output,) = self._run([(request, None)])
+        assert isinstance(output, RequestOutput)
+        return output
 
     def stream(
         self,
@@ -235,6 +275,7 @@ class LLM:
         priority: int | Sequence[int] | None,
         cache_salt: str | None,
         output_kind: RequestOutputKind,
+        retain_kv: float | None = None,
     ) -> list[Checked]:
         """All prompts as requests to generate, or RequestError; nothing is started."""
         processor = self.engine.input_processor
@@ -245,7 +286,9 @@ class LLM:
             if not isinstance(one_params, SamplingParams):
                 raise RequestError("sampling_params", f"{one_params!r} is not SamplingParams", "a SamplingParams")
             one_params = msgspec.structs.replace(one_params, output_kind=output_kind)
-            return processor.process(request_id, prompt, one_params, priority=one_priority, cache_salt=cache_salt)
+            return processor.process(
+                request_id, prompt, one_params, priority=one_priority, cache_salt=cache_salt, retain_kv=retain_kv
+            )
 
         return self._make_requests(prompts, "sampling_params", params, self._default_params, priority, make_request)
 

@@ -75,6 +75,8 @@ class CacheConfig:
     memory_bytes: int | None = None  # for keys and values
     memory_fraction: float | None = None  # of what is free once the weights are loaded; None: fits the kind of device
     enable_prefix_caching: bool = True
+    lease_fraction: float = 0.5  # of the pool's blocks that leases may hold together
+    max_lease_seconds: float = 3600.0  # the longest that a request may ask for
 
 
 @dataclass(frozen=True, slots=True)

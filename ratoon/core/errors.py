@@ -29,6 +29,10 @@ class RequestError(ExplainedError, ValueError):
         return self.subject
 
 
+class UnknownParentError(RequestError):
+    """A continuation of a request that does not exist, any more or for this caller."""
+
+
 class ConfigError(ExplainedError, ValueError):
     """The engine can't be built as asked (sizes, devices, memory). `field` names the setting."""
 

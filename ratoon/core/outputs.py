@@ -108,6 +108,16 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
+class Continuation:
+    """How a continuation began."""
+
+    parent: str  # the id of the request that it continues
+    inherited_tokens: int  # of its prompt, that were not computed again
+    computed_tokens: int  # of its prompt, that were
+    source: str  # "lease", "prefix_cache" or "recomputed"
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """What a caller gets for a request: all of it, or what is new, as `output_kind` asks."""
 
@@ -121,4 +131,5 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     error: str | None = None
     refusal: RequestError | None = None  # the engine could never serve it; `error` says the same as text
+    continuation: Continuation | None = None  # of a request that continues another, from its first token on
     kv_transfer_params: dict[str, object] | None = field(default=None)

@@ -1,4 +1,4 @@
-"""What a caller can ask of one generation: SamplingParams, its limits, and its validation.
+"""What a caller can ask of one generation: SamplingParams or BeamSearchParams, their limits, and their validation.
 
 Validation here needs no model: ranges and types. What depends on the model (vocabulary, lengths, words) is checked by
 the InputProcessor, which also fills what the model's own defaults settle.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,6 +20,9 @@ MAX_LOGPROBS = (
 MAX_CHOICES = 256  # the same for `n`
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
+MAX_BEAM_WIDTH = 2048
+MAX_BEAM_STOP_TOKENS = 16  # each costs a step `beam_width` more candidates
+MAX_LENGTH_PENALTY = 16.0  # either way: the longest text to this power is still far from where float64 ends
 POOLING_KINDS = ("last", "mean")
 LARGEST_FACTOR = 1e6  # of logits: far beyond all use, and far from where float32 ends
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy
@@ -92,15 +95,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
             raise RequestError("repetition_penalty", f"{self.repetition_penalty} is too small", "1 changes nothing")
         if self.seed is not None:
             _require_int("seed", self.seed, -(2**63), 2**64 - 1)
-        _require_int("min_tokens", self.min_tokens, 0, None)
-        if self.max_tokens is not None:
-            _require_int("max_tokens", self.max_tokens, 1, None)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    "min_tokens",
-                    f"{self.min_tokens} is above max_tokens ({self.max_tokens})",
-                    "lower it or raise max_tokens",
-                )
+        _require_token_counts(self.min_tokens, self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
@@ -130,6 +125,43 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
                 if isinstance(token, bool) or not isinstance(token, int):
                     raise RequestError("logit_bias", f"key {token!r} is not a token id", "keys are whole numbers")
                 _require_number("logit_bias", bias, -100.0, 100.0)
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """How to search for the most probable texts. Field meanings follow those of transformers' beam search.
+
+    A finished text counts with the sum of its log-probabilities, divided by (its length ** length_penalty).
+    `early_stopping` says when to stop, once there are as many finished texts as beams: True: at once; False: when the
+    best beam, taken as it is, is no better than the worst of them; "never": when no beam can become better.
+    """
+
+    beam_width: int
+    n: int = 1  # how many texts to return, the best first
+    max_tokens: int | None = 16
+    min_tokens: int = 0  # stop tokens are held back until then
+    length_penalty: float = 1.0  # above 0 favours long texts, below 0 short ones
+    early_stopping: bool | Literal["never"] = False
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+
+    # Filled by the InputProcessor; a caller leaves it alone.
+    all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
+
+    def clone(self) -> BeamSearchParams:
+        """A copy whose fields can be set; lists are shared and never changed in place."""
+        return msgspec.structs.replace(self)
+
+    def verify(self) -> None:
+        """Raise RequestError, naming the field, for any value that has no meaning."""
+        _require_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        _require_int("n", self.n, 1, self.beam_width, hint="no more than beam_width")
+        _require_token_counts(self.min_tokens, self.max_tokens)
+        _require_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError("early_stopping", f"{self.early_stopping!r} is unknown", 'true, false or "never"')
+        _require_list("stop_token_ids", self.stop_token_ids, int, MAX_BEAM_STOP_TOKENS)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError("ignore_eos", f"{self.ignore_eos!r} is neither true nor false", "true or false")
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -162,6 +194,17 @@ def _require_number(field: str, value: Any, low: float, high: float | None, abov
         raise RequestError(field, f"{value!r} is not a finite number", wanted)
     if value < low or (above and value == low) or (high is not None and value > high):
         raise RequestError(field, f"{value} is out of range", wanted)
+
+
+def _require_token_counts(min_tokens: Any, max_tokens: Any) -> None:
+    _require_int("min_tokens", min_tokens, 0, None)
+    if max_tokens is None:
+        return
+    _require_int("max_tokens", max_tokens, 1, None)
+    if min_tokens > max_tokens:
+        raise RequestError(
+            "min_tokens", f"{min_tokens} is above max_tokens ({max_tokens})", "lower it or raise max_tokens"
+        )
 
 
 def _require_list(field: str, value: Any, kind: type, longest: int | None) -> None:

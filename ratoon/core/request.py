@@ -25,6 +25,7 @@ class EngineCoreRequestType(enum.Enum):
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     HIDDEN_STATES_EXTRACT = b"\x05"
+    STOP = b"\x07"  # requests that a stop string ended: like ABORT, but what they asked to keep is kept
     OUTPUTS_TAKEN = b"\x06"  # how many messages with outputs the client has taken so far
 
 
@@ -60,8 +61,26 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     client_index: int = 0
     external_id: str | None = None
     pooling_params: PoolingParams | None = None  # set: the answer is one vector, and nothing is sampled
+    # Set: the prompt begins with the tokens of this branch, which has ended or still runs, and ends with these tokens.
+    continuation_of: str | None = None
+    continuation_token_ids: list[int] | None = None
+    parent_id: str | None = None  # what the caller calls that request
+    preferred_rank: int | None = None  # the engine that has the parent's memory; another one will do
+    owner: str | None = None
+    retain_kv: float | None = None  # seconds that its memory is kept for continuations once it has ended
     # Set: go on from these tokens, one entry for each choice. They are not sent again.
     resumed: list[ResumedChoice] | None = None
+
+
+class InheritedFrom(enum.IntEnum):
+    """Where a continuation found the keys and values of its parent."""
+
+    LEASE = 0  # they were kept for it, or the parent still runs
+    PREFIX_CACHE = 1  # whole blocks that nobody had taken yet
+    RECOMPUTED = 2  # nowhere
+
+    def __str__(self) -> str:
+        return self.name.lower()
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -77,6 +96,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None
     refusal: Fault | None = None  # the engine could never serve this request; `error` says the same as text
+    inherited_from: InheritedFrom | None = None  # of a continuation; how much, `num_cached_tokens` says
     pooled: WireTensor | None = None  # float32 [hidden], at the end of a pooling request
 
     @property

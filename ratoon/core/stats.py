@@ -16,6 +16,18 @@ class PrefixCacheStats(msgspec.Struct, gc=False):
         return self.hits / self.queries if self.queries else 0.0
 
 
+class LeaseStats(msgspec.Struct, gc=False):
+    """Memory of ended requests that is kept for continuations. The first two are of now, the others since the start."""
+
+    num_active: int = 0
+    num_blocks: int = 0
+    granted: int = 0
+    refused: int = 0  # larger than the whole budget
+    expired: int = 0
+    evicted: int = 0  # for a newer one, or for a request that needed memory
+    continued: int = 0  # continuations that found theirs
+
+
 class SchedulerStats(msgspec.Struct, gc=False):
     """A snapshot after a step."""
 
@@ -26,3 +38,4 @@ class SchedulerStats(msgspec.Struct, gc=False):
     num_scheduled_tokens: int = 0  # in this step
     num_steps: int = 0
     prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
+    leases: LeaseStats = msgspec.field(default_factory=LeaseStats)

@@ -101,8 +101,14 @@ class AsyncMPClient:
         self._dispatch()
 
     def abort_requests(self, request_ids: list[str]) -> None:
+        self._take_back(EngineCoreRequestType.ABORT, request_ids)
+
+    def stop_requests(self, request_ids: list[str]) -> None:
+        self._take_back(EngineCoreRequestType.STOP, request_ids)
+
+    def _take_back(self, kind: EngineCoreRequestType, request_ids: list[str]) -> None:
         for engine, ids in self._ledger.abort(request_ids).items():
-            self.replicas[engine].send(EngineCoreRequestType.ABORT, ids)
+            self.replicas[engine].send(kind, ids)
         for request_id in request_ids:
             self._request_ended(request_id)
         self._dispatch()
@@ -176,6 +182,9 @@ class AsyncMPClient:
             wanted = entry.request.data_parallel_rank
             if wanted is not None and wanted not in candidates:
                 continue  # he waits for the one that he asked for
+            preferred = entry.request.preferred_rank
+            if wanted is None and preferred in candidates:
+                wanted = preferred
             engine = self._choose(entry, candidates if wanted is None else [wanted])
             self._ledger.handed_over(entry, engine)
             self.replicas[engine].send(EngineCoreRequestType.ADD, entry.current_request())

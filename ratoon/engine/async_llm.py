@@ -11,6 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -26,7 +27,7 @@ from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.client_interface import AsyncEngineClient
-from ratoon.engine.input_processor import InputProcessor, Prompt, default_sampling_params, split_prompt
+from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, default_sampling_params, split_prompt
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_handler import OutputHandler
 from ratoon.engine.output_processor import OutputProcessor
@@ -172,6 +173,8 @@ class AsyncLLM:
         cache_salt: str | None = None,
         data_parallel_rank: int | None = None,
         arrival_time: float | None = None,  # on the clock of time.monotonic
+        retain_kv: float | None = None,  # seconds that the memory is kept for continuations, once the answer has ended
+        owner: str | None = None,  # only for the same owner it can be continued
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield outputs as the params' `output_kind` asks until one is `finished`.
 
@@ -188,19 +191,55 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            retain_kv=retain_kv,
+            owner=owner,
         )
         request, collector = await self._begin(process, prompt, priority, data_parallel_rank)
-        try:
-            finished = False
-            while not finished:
-                output = await collector.get()
-                assert isinstance(output, RequestOutput)
-                if output.refusal is not None:
-                    raise output.refusal
-                finished = output.finished
+        async with aclosing(_outputs_of(handler, request, collector)) as outputs:
+            async for output in outputs:
                 yield output
-        finally:
-            handler.release(request, collector)
+
+    async def generate_continuation(
+        self,
+        parent_request_id: str,
+        suffix: Suffix = "",
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        choice: int = 0,
+        at: int | None = None,
+        wait: bool = True,
+        priority: int = 0,
+        retain_kv: float | None = None,
+        owner: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Go on from a request that has ended: behind its tokens, then `suffix` (text or token ids), a new answer.
+
+        Nothing that is still there of the parent is computed again; with `retain_kv` on the parent that is all of it.
+        `choice` names one of several, `at` a place in the parent: so many of its tokens, prompt and answer together. A
+        parent that still runs is waited for, or with `wait=False` forked where it is. UnknownParentError: there is no
+        such request, it is too long ago, or another owner's. The rest is as in `generate`.
+        """
+        handler = self._running()
+        arrival_time = time.monotonic()
+        if wait:
+            await handler.wait_for_end(parent_request_id)
+        process = partial(
+            self._input_processor.process_continuation,
+            _request_id(request_id),
+            handler.output_processor.find_root(parent_request_id, owner),
+            suffix,
+            self._default_params if sampling_params is None else sampling_params,
+            choice=choice,
+            at=at,
+            priority=priority,
+            arrival_time=arrival_time,
+            retain_kv=retain_kv,
+        )
+        request, collector = await self._begin(process, {"prompt_token_ids": []}, priority, None)
+        async with aclosing(_outputs_of(handler, request, collector)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def embed(
         self,
@@ -350,6 +389,23 @@ class AsyncLLM:
         self._running()
         assert self._client is not None
         return await self._client.call_utility(method, *arguments)
+
+
+async def _outputs_of(
+    handler: OutputHandler, request: EngineCoreRequest, collector: OutputCollector
+) -> AsyncGenerator[RequestOutput, None]:
+    """What comes for a request, until it has ended or nobody wants it any more."""
+    try:
+        finished = False
+        while not finished:
+            output = await collector.get()
+            assert isinstance(output, RequestOutput)
+            if output.refusal is not None:
+                raise output.refusal
+            finished = output.finished
+            yield output
+    finally:
+        handler.release(request, collector)
 
 
 def _request_id(asked: str | None) -> str:

@@ -31,6 +31,9 @@ class InprocClient:
     def abort_requests(self, request_ids: list[str]) -> None:
         self.core.abort_requests(request_ids)
 
+    def stop_requests(self, request_ids: list[str]) -> None:
+        self.core.stop_requests(request_ids)
+
     def has_work(self) -> bool:
         return self.core.has_work()
 

@@ -18,6 +18,9 @@ class EngineClient(Protocol):
 
     def abort_requests(self, request_ids: list[str]) -> None: ...
 
+    def stop_requests(self, request_ids: list[str]) -> None:
+        """Like an abort, for what a stop string ended here: what it asked to keep for continuations is kept."""
+
     def get_output(self) -> EngineCoreOutputs: ...
 
     def has_work(self) -> bool: ...
@@ -39,6 +42,9 @@ class AsyncEngineClient(Protocol):
         EngineDeadError once the engine is given up."""
 
     def abort_requests(self, request_ids: list[str]) -> None: ...
+
+    def stop_requests(self, request_ids: list[str]) -> None:
+        """Like an abort, for what a stop string ended here: what it asked to keep for continuations is kept."""
 
     async def get_outputs(self) -> EngineCoreOutputs:
         """The next step's outputs, of whichever engine. EngineDeadError once the engine is given up."""

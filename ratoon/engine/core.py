@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ratoon.core.config import EngineConfig
@@ -18,11 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.executor = executor
         facts = executor.facts
         self.scheduler = Scheduler(config.scheduler, config.cache, facts.kv_config, facts.max_model_len)
+        self._clock = clock
         self._pending: list[EngineCoreOutput] = []  # outputs that no step brought: aborts
         self.paused = False
         self.asleep = False
@@ -33,6 +36,10 @@ class EngineCore:
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self._pending += self.scheduler.abort_requests(request_ids)
+
+    def stop_requests(self, request_ids: list[str]) -> None:
+        """A stop string ended them on the other side."""
+        self._pending += self.scheduler.abort_requests(request_ids, keep=True)
 
     def has_work(self) -> bool:
         return bool(self._pending) or self.scheduler.has_requests()
@@ -45,6 +52,7 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs:
         """One turn. An exception while executing fails the request that it belongs to, and the engine goes on: if there
         are several in the step, each is tried alone to find out."""
+        self.expire_leases()
         outputs, self._pending = self._pending, []
         if self.scheduler.has_requests():
             plan = self.scheduler.schedule()
@@ -59,6 +67,18 @@ class EngineCore:
             else:
                 outputs += self.scheduler.update_from_output(plan, result)
         return EngineCoreOutputs(outputs, self.scheduler.stats())
+
+    def expire_leases(self) -> None:
+        self.scheduler.tick(self._clock())
+
+    def seconds_to_expiry(self) -> float | None:
+        """Until the next lease ends; None: there is none."""
+        expiry = self.scheduler.leases.next_expiry()
+        return None if expiry is None else max(0.0, expiry - self._clock())
+
+    def end_leases(self, branch_ids: list[str]) -> int:
+        """Give the memory of ended branches back now. How many there were."""
+        return sum(self.scheduler.leases.end(branch_id) for branch_id in branch_ids)
 
     def reset_prefix_cache(self) -> bool:
         """False while requests hold blocks."""

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,6 +52,13 @@ logger = get_logger(__name__)
 MAX_STEPS_AHEAD = 4  # messages with outputs that the client has not taken; the loop waits then
 MAX_HEARTBEATS_WAITING = 16
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
+
+
+@dataclass(frozen=True)
+class StoppedRequests:
+    """Told apart from requests that are aborted."""
+
+    ids: list[str]
 
 
 class Stop:
@@ -121,8 +129,9 @@ class EngineCoreProcess:
         wait = not self._should_step(core)
         while True:
             try:
-                message = self._inputs.get(block=wait)
+                message = self._inputs.get(block=wait, timeout=core.seconds_to_expiry() if wait else None)
             except queue.Empty:
+                core.expire_leases()
                 return True
             if isinstance(message, Stop):
                 return False
@@ -140,6 +149,8 @@ class EngineCoreProcess:
                 self._send_outputs(EngineCoreOutputs([refusal]))
         elif isinstance(message, UtilityCall):
             self._send(EngineMessageType.UTILITY_RESULT, utilities.answer(message))
+        elif isinstance(message, StoppedRequests):
+            core.stop_requests(message.ids)
         elif isinstance(message, int):
             self._num_outputs_taken = message
         elif isinstance(message, Fault):
@@ -155,9 +166,11 @@ class EngineCoreProcess:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self._launch.input_address)
         socket.send(self._launch.secret)  # the client knows now that it can reach us
+        stopped = Decoder(list[str]).decode
         decoders: dict[bytes, Callable[[list[bytes]], Any]] = {
             EngineCoreRequestType.ADD.value: Decoder(EngineCoreRequest).decode,
             EngineCoreRequestType.ABORT.value: Decoder(list[str]).decode,
+            EngineCoreRequestType.STOP.value: lambda frames: StoppedRequests(stopped(frames)),
             EngineCoreRequestType.UTILITY.value: Decoder(UtilityCall).decode,
             EngineCoreRequestType.EXECUTOR_FAILED.value: Decoder(Fault).decode,
             EngineCoreRequestType.OUTPUTS_TAKEN.value: Decoder(int).decode,

@@ -6,6 +6,7 @@ is memory for a request is the scheduler's question, not this module's.
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 import secrets
@@ -17,13 +18,15 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ratoon.core.config import ModelConfig
+from ratoon.core.config import CacheConfig, ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.params import MAX_LOGPROBS, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
+from ratoon.engine.roots import Root
 from ratoon.observe.logging import get_logger
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Suffix: TypeAlias = str | Sequence[int]
 
 PROMPT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 ID_CHARACTERS = string.ascii_lowercase + string.digits
@@ -46,7 +49,9 @@ class InputProcessor:
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         kv_capacity: int | None = None,  # tokens of the longest sequence that the KV cache can hold
+        max_lease_seconds: float = CacheConfig().max_lease_seconds,
     ) -> None:
+        self._max_lease_seconds = max_lease_seconds
         self._kv_capacity = sys.maxsize if kv_capacity is None else kv_capacity
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
@@ -66,10 +71,13 @@ class InputProcessor:
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str | None = None,
+        retain_kv: float | None = None,
+        owner: str | None = None,
     ) -> EngineCoreRequest:
         if arrival_time is None:
             arrival_time = self._clock()
         _verify_envelope(request_id, priority, cache_salt)
+        self._verify_retention(retain_kv)
         self.verify_params(params)
         token_ids = self._tokenize(prompt, num_places=1)  # for the first new token
         return EngineCoreRequest(
@@ -81,7 +89,73 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             external_id=request_id,
+            retain_kv=retain_kv,
+            owner=owner,
         )
+
+    def process_continuation(
+        self,
+        request_id: str,
+        parent: Root,
+        suffix: Suffix,
+        params: SamplingParams,
+        *,
+        choice: int = 0,
+        at: int | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        retain_kv: float | None = None,
+    ) -> EngineCoreRequest:
+        """A request that goes on behind a parent's tokens. Only the suffix is tokenised; an empty one is fine."""
+        if arrival_time is None:
+            arrival_time = self._clock()
+        _verify_envelope(request_id, priority, parent.cache_salt)
+        self._verify_retention(retain_kv)
+        self.verify_params(params)
+        inherited, suffix_ids = parent.tokens(choice, at), self._tokenize_suffix(suffix)
+        longest = self._max_model_len - 1
+        if len(inherited) + len(suffix_ids) > longest:
+            raise RequestError(
+                "continuation_suffix",
+                f"makes {len(inherited) + len(suffix_ids)} tokens with the {len(inherited)} before it, and at most "
+                f"{longest} leave room (max_model_len is {self._max_model_len})",
+                "a shorter suffix, or an earlier place in the parent (`at`)",
+            )
+        return EngineCoreRequest(
+            request_id=f"{request_id}-{_random_suffix()}",
+            prompt_token_ids=inherited + suffix_ids,
+            sampling_params=self._complete_params(params, len(inherited) + len(suffix_ids)),
+            eos_token_id=self.eos_token_ids[0] if self.eos_token_ids else None,
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=parent.cache_salt,
+            adapter=parent.adapter,
+            external_id=request_id,
+            continuation_of=parent.branch_id(choice),
+            continuation_token_ids=suffix_ids,
+            parent_id=parent.request_id,
+            preferred_rank=parent.engine,
+            retain_kv=retain_kv,
+            owner=parent.owner,
+        )
+
+    def _tokenize_suffix(self, suffix: Suffix) -> list[int]:
+        if isinstance(suffix, str):
+            return self._encode(suffix, "continuation_suffix", add_special_tokens=False) if suffix else []
+        if not _is_list(suffix):
+            raise RequestError(
+                "continuation_suffix", f"{type(suffix).__name__} is not a suffix", "text or a list of token ids"
+            )
+        return self._verify_token_ids(suffix, "continuation_suffix")
+
+    def _verify_retention(self, seconds: float | None) -> None:
+        if seconds is None:
+            return
+        expected = f"seconds, above 0 and at most {self._max_lease_seconds:g}"
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
+            raise RequestError("retain_kv", f"{seconds!r} is not a number of seconds", expected)
+        if not 0 < seconds <= self._max_lease_seconds:
+            raise RequestError("retain_kv", f"{seconds} is out of range", expected)
 
     def process_pooling(
         self,
@@ -167,27 +241,27 @@ class InputProcessor:
             )
         return checked
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
         if not text:
-            raise RequestError("prompt", "is empty", "at least one character")
+            raise RequestError(field, "is empty", "at least one character")
         if self._tokenizer is None:
-            raise RequestError("prompt", "text needs a tokenizer, and none is loaded", "give prompt_token_ids")
+            raise RequestError(field, "text needs a tokenizer, and none is loaded", "give prompt_token_ids")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(
-                "prompt", f"is not valid Unicode at character {error.start}", "text without surrogates"
+                field, f"is not valid Unicode at character {error.start}", "text without surrogates"
             ) from None
-        token_ids: list[int] = list(self._tokenizer.encode(text))
+        token_ids: list[int] = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         if token_ids and max(token_ids) >= self._vocab_size:
             raise RequestError(
-                "prompt",
+                field,
                 f"is tokenised to id {max(token_ids)}, and the model's vocabulary ends at {self._vocab_size - 1}",
                 "the tokenizer that belongs to the model",
             )
         return token_ids
 
-    def _verify_token_ids(self, token_ids: Sequence[int]) -> list[int]:
+    def _verify_token_ids(self, token_ids: Sequence[int], field: str = "prompt_token_ids") -> list[int]:
         # Most prompts are fine, so the whole list is judged at C speed; only a bad one is searched for its bad entry.
         if set(map(type, token_ids)) <= {int} and (
             not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size)
@@ -200,12 +274,10 @@ class InputProcessor:
             except TypeError:
                 value = None
             if value is None:
-                raise RequestError(
-                    f"prompt_token_ids[{index}]", f"{token!r} is not a token id", "a list of whole numbers"
-                )
+                raise RequestError(f"{field}[{index}]", f"{token!r} is not a token id", "a list of whole numbers")
             if not 0 <= value < self._vocab_size:
                 raise RequestError(
-                    f"prompt_token_ids[{index}]",
+                    f"{field}[{index}]",
                     f"{value} is not in the vocabulary",
                     f"ids from 0 to {self._vocab_size - 1}",
                 )

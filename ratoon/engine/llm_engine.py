@@ -63,9 +63,9 @@ class LLMEngine:
             if self.has_unfinished_requests():
                 raise EngineError("the engine has no work left, but requests wait for their end")
             return []
-        outputs, to_abort = self.output_processor.process_outputs(self.client.get_output())
-        if to_abort:
-            self.client.abort_requests(to_abort)
+        outputs, stopped = self.output_processor.process_outputs(self.client.get_output())
+        if stopped:
+            self.client.stop_requests(stopped)
         return outputs
 
     def abort_request(self, request_ids: Iterable[str]) -> list[Output]:

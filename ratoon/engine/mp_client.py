@@ -57,8 +57,14 @@ class SyncMPClient:
         self._dispatch()
 
     def abort_requests(self, request_ids: list[str]) -> None:
+        self._take_back(EngineCoreRequestType.ABORT, request_ids)
+
+    def stop_requests(self, request_ids: list[str]) -> None:
+        self._take_back(EngineCoreRequestType.STOP, request_ids)
+
+    def _take_back(self, kind: EngineCoreRequestType, request_ids: list[str]) -> None:
         for ids in self._ledger.abort(request_ids).values():
-            self._replica.send(EngineCoreRequestType.ABORT, ids)
+            self._replica.send(kind, ids)
 
     def has_work(self) -> bool:
         return bool(self._arrived) or len(self._ledger) > 0

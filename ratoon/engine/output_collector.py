@@ -78,6 +78,7 @@ def _append(pending: RequestOutput, new: RequestOutput) -> None:
     pending.num_cached_tokens = new.num_cached_tokens
     pending.error = new.error
     pending.refusal = new.refusal
+    pending.continuation = new.continuation
     if new.prompt_logprobs is not None:
         pending.prompt_logprobs = new.prompt_logprobs
 

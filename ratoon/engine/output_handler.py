@@ -35,6 +35,7 @@ class OutputHandler:
         self.dead: EngineDeadError | None = None  # why nothing will be answered any more
         self.collectors: dict[str, OutputCollector] = {}  # by the caller's id, as long as a request is unfinished
         self.output_processor = output_processor  # has the same requests
+        self._waiting_for_ends: dict[str, list[asyncio.Future[None]]] = {}
         self._client = client
         self._metrics = metrics
         self._task = asyncio.create_task(self._run(), name="output handler")
@@ -64,6 +65,19 @@ class OutputHandler:
         if self.collectors.get(external_id) is collector:
             del self.collectors[external_id]
             self.abort([external_id])
+            self._tell_of_end(external_id)
+
+    async def wait_for_end(self, external_id: str) -> None:
+        """Returns at once for a request that is not under way."""
+        if external_id in self.collectors:
+            ended = asyncio.get_running_loop().create_future()
+            self._waiting_for_ends.setdefault(external_id, []).append(ended)
+            await ended
+
+    def _tell_of_end(self, external_id: str) -> None:
+        for ended in self._waiting_for_ends.pop(external_id, ()):
+            if not ended.done():
+                ended.set_result(None)
 
     def abort(self, external_ids: Iterable[str]) -> None:
         """End requests. Those who wait for them get a last output."""
@@ -80,7 +94,7 @@ class OutputHandler:
                 if self._metrics is not None and outputs.scheduler_stats is not None:
                     self._metrics.record_engine(outputs.engine_index, outputs.scheduler_stats)
                 for start in range(0, len(outputs.outputs), SLICE):
-                    self._handle(outputs.outputs[start : start + SLICE])
+                    self._handle(outputs.outputs[start : start + SLICE], outputs.engine_index)
                     await asyncio.sleep(0)  # callers take what they got, new requests come in
         except EngineDeadError as error:
             self._die(error)
@@ -88,10 +102,13 @@ class OutputHandler:
             logger.exception("the output handler failed")
             self._die(EngineDeadError(f"the output handler failed: {type(error).__name__}: {error}"))
 
-    def _handle(self, outputs: list[EngineCoreOutput]) -> None:
-        results, to_abort = self.output_processor.process_outputs(EngineCoreOutputs(outputs))
+    def _handle(self, outputs: list[EngineCoreOutput], engine_index: int) -> None:
+        part = EngineCoreOutputs(outputs, engine_index=engine_index)
+        results, stopped = self.output_processor.process_outputs(part)
         self._deliver(results)
-        self._abort_in_engine(to_abort)
+        if stopped:
+            with suppress(EngineDeadError):  # what is dead has nothing left to stop
+                self._client.stop_requests(stopped)
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -100,6 +117,7 @@ class OutputHandler:
                 continue
             if output.finished:
                 del self.collectors[output.request_id]
+                self._tell_of_end(output.request_id)
             try:
                 collector.put(output)
             except Exception as error:  # ours to repair, and this caller's alone to suffer
@@ -116,6 +134,7 @@ class OutputHandler:
         self.dead = error
         collectors, self.collectors = self.collectors, {}
         for external_id, collector in collectors.items():
+            self._tell_of_end(external_id)
             self.output_processor.fail_request(external_id, error)
             collector.fail(EngineDeadError(*error.args))  # one for each: they get a traceback of their own
 

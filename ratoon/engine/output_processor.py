@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ratoon.core.errors import RequestError
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.engine.request_state import Output, RequestState, make_request_state
+from ratoon.engine.roots import Root, RootTable
 from ratoon.observe.logging import get_logger
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class OutputProcessor:
         self._metrics = metrics
         self._states: dict[str, RequestState] = {}  # by internal id
         self._internal_ids: dict[str, str] = {}  # by the caller's id
+        self.roots = RootTable()  # what has ended and can be continued
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None) -> None:
         state = make_request_state(request, prompt, self._tokenizer)
@@ -54,6 +56,13 @@ class OutputProcessor:
 
     def num_unfinished_requests(self) -> int:
         return len(self._states)
+
+    def find_root(self, external_id: str, owner: str | None = None) -> Root:
+        """A request that can be continued: one that has ended, or that runs, as far as it has come."""
+        state = self._states.get(self._internal_ids.get(external_id, ""))
+        if state is not None and state.owner == owner and state.pooling_params is None:
+            return state.snapshot()
+        return self.roots.find(external_id, owner)
 
     def internal_id(self, external_id: str) -> str | None:
         return self._internal_ids.get(external_id)
@@ -73,6 +82,7 @@ class OutputProcessor:
             if state is None or output.choice >= len(state.choices) or state.choices[output.choice].finished:
                 continue
             choice = state.choices[output.choice]
+            state.engine = outputs.engine_index
             try:
                 state.take(choice, output, now)
             except Exception as error:
@@ -147,6 +157,9 @@ class OutputProcessor:
     def _forget(self, state: RequestState) -> None:
         del self._states[state.request_id]
         del self._internal_ids[state.external_id]
+        root = state.as_root() if state.error is None else None
+        if root is not None:
+            self.roots.add(root)
         if self._metrics is not None:
             self._measure_end(self._metrics, state)
 

@@ -10,12 +10,13 @@ from typing import Any, TypeAlias
 
 from ratoon.core.errors import RequestError
 from ratoon.core.messages import Fault
-from ratoon.core.outputs import CompletionOutput, EmbeddingOutput, RequestMetrics, RequestOutput
+from ratoon.core.outputs import CompletionOutput, Continuation, EmbeddingOutput, RequestMetrics, RequestOutput
 from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.core.wire import WireTensor
 from ratoon.engine.detokenizer import Detokenizer, make_detokenizer
 from ratoon.engine.logprobs import PromptLogprobsCollector, SampleLogprobsCollector
+from ratoon.engine.roots import Root
 from ratoon.engine.vectors import finish_vector
 
 Output: TypeAlias = RequestOutput | EmbeddingOutput
@@ -89,6 +90,12 @@ class RequestState:
     num_cached_tokens: int | None = None
     error: str | None = None
     refusal: RequestError | None = None
+    owner: str | None = None
+    cache_salt: str | None = None
+    adapter: str | None = None
+    parent_id: str | None = None  # of the request that it continues
+    continuation: Continuation | None = None
+    engine: int | None = None  # where it runs
     last_token_time: float | None = None
     num_new_tokens: int = 0  # in this step, over all choices
     changed: set[int] = field(default_factory=set)  # choices with something new in this step
@@ -110,6 +117,10 @@ class RequestState:
         """Take in what a step brought for one choice that has not ended."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
+        if output.inherited_from is not None and self.parent_id is not None and self.continuation is None:
+            inherited = output.num_cached_tokens
+            num_computed = len(self.prompt_token_ids) - inherited
+            self.continuation = Continuation(self.parent_id, inherited, num_computed, str(output.inherited_from))
         if output.prompt_logprobs and self.prompt_logprobs is not None:
             self.prompt_logprobs.add(output.prompt_logprobs)
         if output.refusal is not None:
@@ -206,6 +217,27 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
             error=self.error,
             refusal=self.refusal,
+            continuation=self.continuation,
+        )
+
+    def as_root(self) -> Root | None:
+        """What can be continued of it, now that it has ended; None: it failed, was taken back, or made a vector."""
+        ended_well = all(choice.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for choice in self.choices)
+        if self.pooling_params is not None or not ended_well:
+            return None
+        return self.snapshot()
+
+    def snapshot(self) -> Root:
+        """As far as it has come."""
+        return Root(
+            request_id=self.external_id,
+            internal_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            choices=[list(choice.detokenizer.token_ids) for choice in self.choices],
+            cache_salt=self.cache_salt,
+            adapter=self.adapter,
+            owner=self.owner,
+            engine=self.engine,
         )
 
     def _embedding_output(self, params: PoolingParams | None) -> EmbeddingOutput:
@@ -250,6 +282,10 @@ def make_request_state(request: EngineCoreRequest, prompt: str | None, tokenizer
         choices=choices,
         prompt_logprobs=None if params.prompt_logprobs is None else PromptLogprobsCollector(tokenizer),
         pooling_params=request.pooling_params,
+        owner=request.owner,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+        parent_id=request.parent_id,
     )
 
 

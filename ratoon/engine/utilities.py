@@ -25,6 +25,7 @@ class EngineUtilities:
             "resume": core.resume,
             "reset_prefix_cache": core.reset_prefix_cache,
             "stats": lambda: msgspec.to_builtins(core.stats()),
+            "end_leases": core.end_leases,
             "sleep": core.sleep,
             "wake_up": core.wake_up,
             "start_profile": self._profiler.start,

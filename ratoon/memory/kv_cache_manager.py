@@ -204,6 +204,31 @@ class KVCacheManager:
         branch.num_registered_blocks = 0
         branch.write_limit = 0
 
+    def detach(self, branch: TokenSequence) -> TokenSequence:
+        """What an ended sequence holds, as one of its own that nobody writes to. The branch holds nothing then."""
+        self._register_full_blocks(branch, branch.num_computed_tokens // self.block_size)
+        kept = TokenSequence(branch.branch_id, branch.token_ids, branch.extra_keys)
+        kept.block_tables, branch.block_tables = branch.block_tables, []
+        kept.block_hashes = branch.block_hashes
+        kept.num_computed_tokens, branch.num_computed_tokens = branch.num_computed_tokens, 0
+        kept.num_registered_blocks, branch.num_registered_blocks = branch.num_registered_blocks, 0
+        branch.write_limit = 0
+        return kept
+
+    def inherit_blocks_from_parent(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> int:
+        """Let `child` begin with the first tokens of `parent`, as many of `num_tokens` as are computed: blocks by
+        reference, the partial last one by copy-on-write, hashes as they are. How many tokens it has then; 0 where the
+        two do not begin alike, or where the parent no longer holds what its window has passed.
+        """
+        count = min(num_tokens, parent.num_computed_tokens, child.num_tokens - 1)
+        if count <= 0 or parent.extra_keys != child.extra_keys or parent.token_ids[:count] != child.token_ids[:count]:
+            return 0
+        try:
+            self.fork(parent, child, count)
+        except ValueError:
+            return 0
+        return count
+
     def take_block_copies(self) -> list[BlockCopy]:
         """The copies to carry out before the next forward pass, in order. They are handed over once."""
         copies, self._block_copies = self._block_copies, []

@@ -26,6 +26,7 @@ def verify_request(
     _verify_prompt(request, config, max_model_len)
     _verify_pooling(request)
     _verify_resumed(request, max_model_len)
+    _verify_continuation(request)
     _verify_memory(request, config, kv_cache, max_model_len)
 
 
@@ -88,6 +89,14 @@ def _verify_resumed(request: EngineCoreRequest, max_model_len: int) -> None:
             raise RequestError(
                 f"resumed[{index}]", f"has {len(choice.token_ids)} tokens and is not finished", f"fewer than {room}"
             )
+
+
+def _verify_continuation(request: EngineCoreRequest) -> None:
+    suffix = request.continuation_token_ids
+    if suffix is not None and suffix != request.prompt_token_ids[len(request.prompt_token_ids) - len(suffix) :]:
+        raise RequestError("continuation_token_ids", "are not how the prompt ends", "the tokens behind the parent's")
+    if request.retain_kv is not None and not request.retain_kv > 0:
+        raise RequestError("retain_kv", f"{request.retain_kv!r} is out of range", "seconds, more than 0")
 
 
 def _verify_memory(

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from ratoon.core.outputs import PromptLogprobsChunk
 from ratoon.core.params import SamplingParams
-from ratoon.core.request import EngineCoreRequest
+from ratoon.core.request import EngineCoreRequest, InheritedFrom
 from ratoon.memory.hashing import encode_extra_keys
 from ratoon.memory.sequence import TokenSequence
 
@@ -32,11 +32,13 @@ class Request:
         "arrival_time",
         "branch_ids",
         "branches",
+        "continuation_of",
         "finished_choices",
         "forked",
         "max_total_tokens",
         "next_prompt_logprob",
         "num_choices",
+        "num_inheritable_tokens",
         "num_prompt_tokens",
         "params",
         "params_without_prompt",
@@ -44,6 +46,7 @@ class Request:
         "priority",
         "prompt_logprobs",
         "request_id",
+        "retain_kv",
         "sequence_number",
         "stop_token_ids",
     )
@@ -57,6 +60,9 @@ class Request:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = longest_total(self.num_prompt_tokens, max_new_tokens(request), max_model_len)
         self.stop_token_ids = stop_tokens_of(params, request.eos_token_id)
+        self.continuation_of = request.continuation_of
+        self.num_inheritable_tokens = self.num_prompt_tokens - len(request.continuation_token_ids or ())
+        self.retain_kv = request.retain_kv
         self.priority = request.priority
         self.arrival_time = request.arrival_time
         self.sequence_number = sequence_number
@@ -114,6 +120,7 @@ class Branch(TokenSequence):
 
     __slots__ = (
         "choice",
+        "inherited_from",
         "known_to_runner",
         "max_total_tokens",
         "num_cached_tokens",
@@ -133,6 +140,7 @@ class Branch(TokenSequence):
         self.status = BranchStatus.WAITING
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache when it first ran
         self.known_to_runner = False  # the runner has a row for it
+        self.inherited_from: InheritedFrom | None = None  # said once, with the first token
         # Copies of the request's, one attribute away: these are read for every branch in every step.
         self.request_id = request.request_id
         self.max_total_tokens = request.max_total_tokens

@@ -6,6 +6,7 @@ within a token budget. Knows no clock, no tensor and no text; the memory it hand
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
 import msgspec
@@ -15,13 +16,22 @@ from ratoon.core.errors import RequestError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.plan import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, InheritedFrom
 from ratoon.core.stats import SchedulerStats
 from ratoon.memory.kv_cache_manager import GroupBlocks, KVCacheManager
+from ratoon.memory.leases import LeaseTable
 from ratoon.scheduling.admission import max_step_tokens, verify_request
 from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
 from ratoon.scheduling.queues import queue_for, sort_key_for
 from ratoon.scheduling.stopping import check_stop
+
+
+class Admission(enum.Enum):
+    """What came of the try to let a waiting branch in."""
+
+    ADMITTED = enum.auto()
+    NO_MEMORY = enum.auto()
+    NOT_NOW = enum.auto()  # it does not fit into what is left of this step
 
 
 class StepDraft:
@@ -63,6 +73,8 @@ class Scheduler:
         self.config = scheduler_config
         self.max_model_len = max_model_len
         self.kv_cache = KVCacheManager(kv_config, max_model_len, cache_config.enable_prefix_caching)
+        self.leases = LeaseTable(self.kv_cache, int(self.kv_cache.num_usable_blocks * cache_config.lease_fraction))
+        self._now = 0.0
         self.requests: dict[str, Request] = {}
         self.running: list[Branch] = []
         self.waiting = queue_for(scheduler_config.policy)
@@ -72,6 +84,7 @@ class Scheduler:
         self._reserved_ids: set[str] = set()  # branch ids of unfinished requests, those not forked yet included
         self._with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
         self._finished_rows: list[str] = []  # for the next plan
+        self._inherited: dict[str, InheritedFrom] = {}  # of continuations that have no token yet: said with their first
         self._on_trial: dict[str, Request] = {}  # of a step that failed; each runs alone until it has got something
         self._num_added = 0
         self._num_preemptions = 0
@@ -94,27 +107,30 @@ class Scheduler:
             if branch.status != BranchStatus.FINISHED:
                 self._branches[branch.branch_id] = branch
                 self.waiting.add(branch)
+        if state.continuation_of is not None:
+            self.leases.await_continuation(state.continuation_of, state.request_id)
 
-    def abort_requests(self, ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End what callers no longer want: whole requests by their ids, one choice of several by `id#choice` (a stop
-        string ended it on the other side). Ids that are unknown or finished are passed over."""
+    def abort_requests(self, ids: Iterable[str], keep: bool = False) -> list[EngineCoreOutput]:
+        """End what callers no longer want: whole requests by their ids, one choice of several by `id#choice`. Ids that
+        are unknown or finished are passed over. `keep`: a stop string ended them on the other side, and their memory
+        is leased where that was asked for."""
         outputs = []
         for some_id in ids:
             request = self.requests.get(some_id)
             if request is not None:
-                outputs += self._end_requests([request], FinishReason.ABORT)
+                outputs += self._end_requests([request], FinishReason.ABORT, keep=keep)
             else:
-                outputs += self._abort_choice(some_id)
+                outputs += self._abort_choice(some_id, keep)
         return outputs
 
-    def _abort_choice(self, choice_id: str) -> list[EngineCoreOutput]:
+    def _abort_choice(self, choice_id: str, keep: bool) -> list[EngineCoreOutput]:
         request_id, _, number = choice_id.rpartition("#")
         request = self.requests.get(request_id)
         if request is None or len(request.branches) < request.num_choices:  # not forked: none has a token to stop at
             return []
         for branch in request.branches:
             if str(branch.choice) == number and branch.status != BranchStatus.FINISHED:
-                self._release([branch])
+                self._release([branch], keep=keep)
                 return [
                     EngineCoreOutput(
                         request_id, [], branch.choice, FinishReason.ABORT, num_cached_tokens=branch.num_cached_tokens
@@ -160,6 +176,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Is there anything to plan: unfinished requests, or rows that the runner should drop?"""
         return bool(self.requests) or bool(self._finished_rows)
+
+    def tick(self, now: float) -> None:
+        """What time it is: leases count from here, and end."""
+        self._now = now
+        self.leases.expire(now)
 
     # ---- one step ----
 
@@ -213,6 +234,8 @@ class Scheduler:
             if appended is not None:
                 step.add(branch, num_new_tokens, appended)
                 return
+            if self.leases.evict_one():  # what has ended gives way before anybody who runs
+                continue
             victim = max(self.running, key=self._order)
             self._preempt(step, victim)
             if victim is branch:
@@ -251,23 +274,65 @@ class Scheduler:
                 self.waiting.remove({branch})
 
     def _admit(self, step: StepDraft, branch: Branch) -> bool:
-        hit_blocks, num_hit_tokens = self._find_computed_prefix(branch)
+        """Let a branch in, if it fits. Leases give way to it, where that is enough."""
+        while True:
+            admission = self._try_to_admit(step, branch)
+            if admission != Admission.NO_MEMORY:
+                return admission == Admission.ADMITTED
+            num_wanted = self.kv_cache.required_blocks(min(branch.num_tokens, self._max_step_tokens))
+            if self.kv_cache.num_free_blocks + self.leases.num_reclaimable_blocks() < num_wanted:
+                return False
+            if not self.leases.evict_one():
+                return False
+
+    def _try_to_admit(self, step: StepDraft, branch: Branch) -> Admission:
+        hit_blocks: GroupBlocks | None = None
+        num_inherited = num_hit_tokens = self._inherit(branch)
+        if not num_inherited:
+            hit_blocks, num_hit_tokens = self._find_computed_prefix(branch)
         gap = branch.num_tokens - num_hit_tokens
         num_new_tokens = min(gap, step.budget, self._max_step_tokens)
-        if num_new_tokens < gap and not self._may_split(gap):
-            return False
-        appended = self.kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_hit_tokens)
+        fits_step = num_new_tokens == gap or self._may_split(gap)
+        appended = None
+        if fits_step:
+            num_found_tokens = num_hit_tokens - num_inherited  # what is inherited is in its tables already
+            appended = self.kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_found_tokens)
         if appended is None:
-            return False
+            if num_inherited:
+                self.kv_cache.free(branch)
+            return Admission.NO_MEMORY if fits_step else Admission.NOT_NOW
         self.running.append(branch)
         if branch.status == BranchStatus.WAITING:  # its first time; what a resumed branch finds is its own work
             branch.num_cached_tokens = num_hit_tokens
             if hit_blocks is not None:
                 self.kv_cache.count_lookup(branch.num_tokens, num_hit_tokens)
+            self._note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING
         branch.num_computed_tokens = num_hit_tokens
         step.add(branch, num_new_tokens, appended)
-        return True
+        return Admission.ADMITTED
+
+    def _inherit(self, branch: Branch) -> int:
+        """Give a continuation its parent's memory, where that is kept or still runs. How many tokens it has then."""
+        request = branch.request
+        if request.continuation_of is None or branch.choice != 0 or request.needs_every_prompt_row:
+            return 0
+        parent = self.leases.find(request.continuation_of) or self._branches.get(request.continuation_of)
+        if parent is None:
+            return 0
+        return self.kv_cache.inherit_blocks_from_parent(parent, branch, request.num_inheritable_tokens)
+
+    def _note_inheritance(self, branch: Branch, num_inherited: int) -> None:
+        request = branch.request
+        if request.continuation_of is None:
+            return
+        self.leases.continuation_left(request.continuation_of, request.request_id)
+        if num_inherited:
+            self.leases.stats.continued += 1
+            source = InheritedFrom.LEASE
+        else:
+            source = InheritedFrom.PREFIX_CACHE if branch.num_cached_tokens else InheritedFrom.RECOMPUTED
+        self._inherited[request.request_id] = source
 
     def _find_computed_prefix(self, branch: Branch) -> tuple[GroupBlocks | None, int]:
         # Log-probabilities of the prompt and means over it need every prompt row computed: there is nothing to look up.
@@ -364,10 +429,11 @@ class Scheduler:
         if children:
             self._place_children(children)
         outputs += self._fail_unanswered(plan, output)
-        if self._on_trial:
+        if self._on_trial or self._inherited:
             for answer in outputs:
                 if answer.new_token_ids:
                     self._on_trial.pop(answer.request_id, None)
+                    answer.inherited_from = self._inherited.pop(answer.request_id, None)
         return outputs
 
     def _take_tokens(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
@@ -415,7 +481,7 @@ class Scheduler:
                 )
             )
         if finished:
-            self._release(finished)
+            self._release(finished, keep=True)
 
     def _take_vectors(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """A pooling branch ends with its vector. One that should have got it and did not would wait for it forever."""
@@ -528,7 +594,7 @@ class Scheduler:
         return list(found.values())
 
     def _end_requests(
-        self, requests: list[Request], reason: FinishReason, error: str | None = None
+        self, requests: list[Request], reason: FinishReason, error: str | None = None, keep: bool = False
     ) -> list[EngineCoreOutput]:
         """End all choices that are not finished, those included that were never forked."""
         outputs = []
@@ -544,16 +610,18 @@ class Scheduler:
                             request.request_id, [], choice, reason, num_cached_tokens=num_cached_tokens, error=error
                         )
                     )
-        self._release(branches, trusted=reason != FinishReason.ERROR)
+        self._release(branches, trusted=reason != FinishReason.ERROR, keep=keep)
         for request in requests:
             self._forget(request)
         return outputs
 
-    def _release(self, branches: list[Branch], trusted: bool = True) -> None:
-        """Take ended branches out of everything, and give their memory back."""
+    def _release(self, branches: list[Branch], trusted: bool = True, keep: bool = False) -> None:
+        """Take ended branches out of everything, and give their memory back, or lease it where that was asked for."""
         waiting = {branch for branch in branches if branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED)}
         for branch in branches:
-            self.kv_cache.free(branch, trusted)
+            retain_kv = branch.request.retain_kv if keep else None
+            if retain_kv is None or not self.leases.grant(branch, self._now + retain_kv):
+                self.kv_cache.free(branch, trusted)
             branch.status = BranchStatus.FINISHED
             if branch.known_to_runner:
                 self._finished_rows.append(branch.branch_id)
@@ -572,11 +640,17 @@ class Scheduler:
             self._reserved_ids.difference_update(request.branch_ids)
             self._with_prompt_logprobs.discard(request.request_id)
             self._on_trial.pop(request.request_id, None)
+            self._inherited.pop(request.request_id, None)
+            if request.continuation_of is not None:
+                self.leases.continuation_left(request.continuation_of, request.request_id)
 
     # ---- figures and checks ----
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks. Refused (False) while any request holds memory."""
+        """Forget all cached blocks, and end all leases. Refused (False) while any request is under way."""
+        if self.requests:
+            return False
+        self.leases.end_all()
         return self.kv_cache.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
@@ -588,11 +662,13 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             num_steps=self._num_steps,
             prefix_cache=msgspec.structs.replace(self.kv_cache.prefix_cache_stats),
+            leases=self.leases.snapshot(),
         )
 
     def check(self) -> None:
         """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests."""
-        self.kv_cache.check(self._branches.values())
+        self.kv_cache.check([*self._branches.values(), *self.leases.sequences()])
+        self.leases.check()
         running, waiting = set(self.running), set(self.waiting)
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
         assert self._on_trial.keys() <= self.requests.keys(), "somebody is on trial who is gone"

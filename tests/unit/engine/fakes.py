@@ -141,6 +141,9 @@ class FakeClient:
             for key in [key for key in self._left if key[0] == request_id and choice in ("", str(key[1]))]:
                 del self._left[key]
 
+    def stop_requests(self, request_ids: list[str]) -> None:
+        self.abort_requests(request_ids)
+
     def get_output(self) -> EngineCoreOutputs:
         self.on_step()
         outputs, self._refused = self._refused, []

@@ -1,0 +1,75 @@
+"""Requests that have ended, as roots: the tokens of each choice, by the caller's id, so that they can be continued.
+
+Bounded: the ones that nobody asked for longest are forgotten. Kept on this side of the engine, so that a root outlives
+the process that computed it; whether its keys and values are still there is the engine's to say.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ratoon.core.errors import RequestError, UnknownParentError
+
+MAX_ROOTS = 1024
+
+
+@dataclass(slots=True)
+class Root:
+    request_id: str  # the caller's
+    internal_id: str
+    prompt_token_ids: list[int]
+    choices: list[list[int]]  # tokens that each generated
+    cache_salt: str | None = None
+    adapter: str | None = None
+    owner: str | None = None  # whose it is; nobody else may continue it
+    engine: int | None = None  # where it ran
+
+    def branch_id(self, choice: int) -> str:
+        """What the engine calls this choice."""
+        return self.internal_id if choice == 0 else f"{self.internal_id}#{choice}"
+
+    def tokens(self, choice: int, at: int | None) -> list[int]:
+        """The choice's sequence, prompt and answer, up to `at` tokens of it."""
+        if not 0 <= choice < len(self.choices):
+            raise RequestError("choice", f"{choice!r} is not one of the parent's", f"0 to {len(self.choices) - 1}")
+        token_ids = self.prompt_token_ids + self.choices[choice]
+        if at is None:
+            return token_ids
+        if isinstance(at, bool) or not isinstance(at, int) or not 1 <= at <= len(token_ids):
+            raise RequestError("at", f"{at!r} is no place in the parent", f"1 to {len(token_ids)} tokens")
+        return token_ids[:at]
+
+
+class RootTable:
+    def __init__(self, max_roots: int = MAX_ROOTS) -> None:
+        self._max_roots = max_roots
+        self._roots: OrderedDict[str, Root] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+    def add(self, root: Root) -> None:
+        self._roots[root.request_id] = root
+        self._roots.move_to_end(root.request_id)
+        while len(self._roots) > self._max_roots:
+            self._roots.popitem(last=False)
+
+    def find(self, request_id: str, owner: str | None = None) -> Root:
+        """UnknownParentError, the same for an id that never was and for one that is somebody else's."""
+        root = self._roots.get(request_id) if isinstance(request_id, str) else None
+        if root is None or root.owner != owner:
+            raise UnknownParentError(
+                "continuation_of", f"there is no request {request_id!r} to continue", "the id of one that has ended"
+            )
+        self._roots.move_to_end(request_id)
+        return root
+
+    def remove(self, request_id: str, owner: str | None = None) -> Root:
+        root = self.find(request_id, owner)
+        del self._roots[request_id]
+        return root
+
+    def list(self, owner: str | None = None) -> list[Root]:
+        """This owner's, the newest last."""
+        return [root for root in self._roots.values() if root.owner == owner]

@@ -1,0 +1,122 @@
+"""The best continuations of beam searches, from logits, as pure tensor functions: no state, no requests.
+
+scheduling/beams.py says what becomes of them. Log-probabilities are those of torch.log_softmax, bit for bit on a CPU,
+and a search's result does not depend on the searches beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ratoon.layers.sampling import CHUNK, chunk_maxima
+
+Tensor = torch.Tensor
+
+MAX_COPIED = 1 << 22  # elements of the logits that are copied at a time
+
+
+class SearchRows(NamedTuple):
+    """One search of a step: its rows of the logits, a row for each running beam, and what it asks for."""
+
+    start: int
+    stop: int
+    num_candidates: int
+    held_back: Collection[int] = ()  # tokens that count as impossible; the others keep their probabilities
+
+
+class Candidates(NamedTuple):
+    """Best first; among equals the lowest beam first, then the lowest token. -inf: impossible, there was no better."""
+
+    scores: Tensor  # [K] float32: the beam's score and the token's log-probability
+    beams: Tensor  # [K] int64, counted from the search's first row
+    tokens: Tensor  # [K] int64
+
+
+class _Offsets(NamedTuple):
+    """What turns logits into scores, a value a row. Added one by one, and always in this order: each sum is rounded as
+    in the definition, and rounding keeps the order of a row's logits."""
+
+    peak: Tensor  # [R] the largest logit
+    log_sum: Tensor  # [R] of the exponentials, the peak subtracted
+    scores: Tensor  # [R] of the beams
+
+    def select(self, rows: slice | Tensor) -> _Offsets:
+        return _Offsets(self.peak[rows], self.log_sum[rows], self.scores[rows])
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """[R, C] → [R, C]"""
+        return (logits - self.peak[:, None]).sub_(self.log_sum[:, None]).add_(self.scores[:, None])
+
+
+def best_candidates(
+    logits: Tensor, scores: Tensor, num_candidates: int, held_back: Collection[int] = ()
+) -> Candidates | None:
+    """The same for one search whose beams are all rows."""
+    return best_candidates_of_searches(logits, scores, [SearchRows(0, len(logits), num_candidates, held_back)])[0]
+
+
+def best_candidates_of_searches(
+    logits: Tensor,  # [R, V] float32; tokens held back become -inf in it
+    scores: Tensor,  # [R] float32, of the beams
+    searches: Sequence[SearchRows],
+) -> list[Candidates | None]:
+    """For each search the best of all its beams' continuations: `num_candidates` of them, or all there are.
+
+    None for a search with a row of NaN or infinite logits, or with no token left.
+    """
+    offsets = _Offsets(*_normalizers(logits), scores)
+    sound = (offsets.peak.isfinite() & offsets.log_sum.isfinite()).tolist()
+    for search in searches:
+        if search.held_back:
+            columns = torch.tensor(sorted(search.held_back), device=logits.device)
+            logits[search.start : search.stop].index_fill_(1, columns, -torch.inf)
+    maxima = offsets.apply(chunk_maxima(logits))  # [R, C]
+    found: list[Candidates | None] = []
+    for search in searches:
+        rows = slice(search.start, search.stop)
+        if all(sound[rows]):
+            found.append(_choose(logits[rows], offsets.select(rows), maxima[rows], search.num_candidates))
+        else:
+            found.append(None)
+    return found
+
+
+def _normalizers(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The peak [R] and log_sum [R] of every row. The largest log-probability of a row is -log_sum."""
+    rows_at_once = max(1, MAX_COPIED // logits.shape[1])
+    peak = logits.amax(dim=-1)
+    highest = [torch.log_softmax(rows, dim=-1).amax(dim=-1) for rows in logits.split(rows_at_once)]
+    return peak, torch.cat(highest).neg_()
+
+
+def _choose(logits: Tensor, offsets: _Offsets, maxima: Tensor, num_candidates: int) -> Candidates:
+    """The best of [B, V] logits. `maxima` [B, C] holds the best score of every chunk of columns, so that only those
+    chunks are looked at closely that can hold one of the best."""
+    vocab_size, num_chunks = logits.shape[1], maxima.shape[1]
+    chunks, least = _promising_chunks(maxima.flatten(), num_candidates)
+    rows = chunks // num_chunks  # [G]
+    columns = (chunks % num_chunks)[:, None] * CHUNK + torch.arange(CHUNK, device=logits.device)  # [G, CHUNK]
+    inside = columns < vocab_size
+    scores = offsets.select(rows).apply(logits[rows[:, None], columns.clamp_max(vocab_size - 1)])
+    # In the order of beam and token, which a stable sort keeps among equals.
+    places = (inside & (scores >= least)).flatten().nonzero().squeeze(1)
+    values, order = scores.flatten()[places].sort(descending=True, stable=True)
+    chosen = places[order[:num_candidates]]
+    return Candidates(values[:num_candidates], rows[chosen // CHUNK], columns.flatten()[chosen])
+
+
+def _promising_chunks(maxima: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """The chunks that hold the best candidates, in rising order, and a score that none of these is below.
+
+    Every maximum is a candidate, so the best K candidates are no worse than the K-th best maximum. Of the chunks that
+    only reach it, the first K hold enough: were all logits equal, we would otherwise take them all.
+    """
+    if len(maxima) <= num_candidates:
+        return torch.arange(len(maxima), device=maxima.device), maxima.new_tensor(-torch.inf)
+    least = maxima.topk(num_candidates, sorted=False).values.min()
+    above = (maxima > least).nonzero().squeeze(1)
+    level = (maxima == least).nonzero().squeeze(1)[:num_candidates]
+    return torch.cat([above, level]).sort().values, least

@@ -1,0 +1,182 @@
+"""One beam search as a state machine: which candidates live on, which texts are finished, when it is over, who wins.
+
+It gives what `generate(num_beams=…, do_sample=False)` of transformers gives, scores included. It knows no model, no
+blocks and no requests: somebody else computes the candidates of a step, and forks and prunes branches as told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+from ratoon.core.params import BeamSearchParams
+from ratoon.core.request import FinishReason
+
+# The tokens of a beam, as the last of them and the node of those before it; None: no token yet. Beams share what they
+# have in common, and what no beam has any more is freed by itself.
+Node = tuple["Node", int] | None
+
+
+class BeamMoves(NamedTuple):
+    """The beams of the next step, best first: beam i is beam `parents[i]` of this step and `tokens[i]` behind it."""
+
+    parents: list[int]
+    tokens: list[int]
+    scores: list[float]  # sums of log-probabilities
+
+
+class Hypothesis(NamedTuple):
+    """A finished text. A stop token that ended it is its last token."""
+
+    token_ids: list[int]
+    score: float  # the sum of log-probabilities after the length penalty
+    cumulative_logprob: float  # the sum itself
+    finish_reason: FinishReason
+
+
+class _Finished(NamedTuple):
+    score: float
+    cumulative_logprob: float
+    node: Node
+    finish_reason: FinishReason
+
+
+class BeamSearch:
+    """Starts with one beam without tokens. Each step the caller brings the best candidates over all running beams to
+    `advance`, and gets the beams of the next step, until `done`."""
+
+    __slots__ = ("_finished", "_max_new_tokens", "_nodes", "_num_tokens", "_params", "_stop_tokens", "done", "scores")
+
+    def __init__(self, params: BeamSearchParams, max_new_tokens: int) -> None:
+        """`max_new_tokens`: by params.max_tokens and by the room behind the prompt; at least 1."""
+        self._params = params
+        self._max_new_tokens = max_new_tokens
+        self._stop_tokens = frozenset(params.all_stop_token_ids or ())
+        self._num_tokens = 0  # of each running beam
+        self._nodes: list[Node] = [None]  # of the running beams
+        self._finished: list[_Finished] = []  # best first, beam_width at most
+        self.scores: list[float] = [0.0]  # of the running beams: sums of log-probabilities
+        self.done = False
+
+    @property
+    def num_candidates(self) -> int:
+        """How many candidates a step needs: among so many, `beam_width` do not end with a stop token."""
+        return self._params.beam_width * (1 + len(self._stop_tokens))
+
+    @property
+    def held_back_token_ids(self) -> frozenset[int]:
+        """The tokens whose log-probability in this step is -inf, because of min_tokens. Others keep theirs."""
+        return self._stop_tokens if self._num_tokens < self._params.min_tokens else frozenset()
+
+    def advance(self, scores: Sequence[float], beams: Sequence[int], tokens: Sequence[int]) -> BeamMoves:
+        """Take the best candidates of a step, best first: candidate i is token `tokens[i]` behind running beam
+        `beams[i]`, and `scores[i]` the sum of log-probabilities of both. There are `num_candidates`, or all there are.
+        """
+        assert not self.done
+        self._num_tokens += 1
+        living, ending = self._divide(tokens, _num_possible(scores))
+        if ending:
+            self._finish(scores, beams, tokens, ending)
+        moves = BeamMoves([beams[i] for i in living], [tokens[i] for i in living], [scores[i] for i in living])
+        self.done = not living or self._nothing_to_gain(moves.scores[0])
+        if self.done:
+            moves = BeamMoves([], [], [])
+        nodes = self._nodes
+        self._nodes = [(nodes[parent], token) for parent, token in zip(moves.parents, moves.tokens)]
+        self.scores = moves.scores
+        return moves
+
+    def _divide(self, tokens: Sequence[int], num_possible: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The candidates that live on and those that are finished, best first, as indices.
+
+        Only the first `beam_width` can finish: a stop token further back ends a text that the search would have
+        dropped. Those that fill the places of the finished come from further back.
+        """
+        leading = range(min(self._params.beam_width, num_possible))
+        if self._num_tokens == self._max_new_tokens:
+            return (), leading
+        stop_tokens = self._stop_tokens
+        if stop_tokens.isdisjoint(tokens):
+            return leading, ()
+        living = [i for i in range(num_possible) if tokens[i] not in stop_tokens]
+        return living[: self._params.beam_width], [i for i in leading if tokens[i] in stop_tokens]
+
+    def _finish(
+        self, scores: Sequence[float], beams: Sequence[int], tokens: Sequence[int], ending: Sequence[int]
+    ) -> None:
+        """Keep those of the `ending` candidates that are among the best finished. Of equal ones the earlier stays."""
+        divisor = self._divisor(self._num_tokens)
+        finished = self._finished
+        worst = finished[-1].score if self._is_full else -inf
+        for i in ending:
+            score = scores[i] / divisor
+            if score <= worst:
+                break  # nor are those behind it better
+            reason = FinishReason.STOP if tokens[i] in self._stop_tokens else FinishReason.LENGTH
+            finished.append(_Finished(score, scores[i], (self._nodes[beams[i]], tokens[i]), reason))
+        finished.sort(key=_score_of, reverse=True)
+        del finished[self._params.beam_width :]
+
+    def _nothing_to_gain(self, best_running: float) -> bool:
+        params = self._params
+        if not self._is_full:
+            return False
+        if params.early_stopping is True:
+            return True
+        # With a penalty above 0 a sum counts for more in a longer text, so the most that "never" can hope for is that
+        # the best beam grows to full length and loses nothing.
+        hopeful = params.early_stopping == "never" and params.length_penalty > 0
+        length = self._max_new_tokens if hopeful else self._num_tokens
+        return best_running / self._divisor(length) <= self._finished[-1].score
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._finished) >= self._params.beam_width
+
+    def _divisor(self, length: int) -> float:
+        return float(length) ** self._params.length_penalty
+
+    def hypotheses(self) -> list[Hypothesis]:
+        """The best finished texts, best first: `n` when the search is done.
+
+        Fewer only where there are not so many texts: a vocabulary smaller than the width, or all tokens forbidden.
+        """
+        return [
+            Hypothesis(_tokens_of(found.node), found.score, found.cumulative_logprob, found.finish_reason)
+            for found in self._finished[: self._params.n]
+        ]
+
+    def best_so_far(self) -> list[int]:
+        """The tokens of the best text, finished or not: what would be at the front if the search ended now."""
+        finished = self._finished[0] if self._finished else None
+        if not self._nodes or self._num_tokens == 0:
+            return _tokens_of(finished.node) if finished else []
+        if finished is not None and finished.score >= self.scores[0] / self._divisor(self._num_tokens):
+            return _tokens_of(finished.node)
+        return self.running_token_ids(0)
+
+    def running_token_ids(self, beam: int) -> list[int]:
+        """All tokens of a running beam, without the prompt."""
+        return _tokens_of(self._nodes[beam])
+
+
+def _score_of(finished: _Finished) -> float:
+    return finished.score
+
+
+def _num_possible(scores: Sequence[float]) -> int:
+    """How many candidates are not forbidden; those that are come last."""
+    count = len(scores)
+    while count and scores[count - 1] == -inf:
+        count -= 1
+    return count
+
+
+def _tokens_of(node: Node) -> list[int]:
+    token_ids = []
+    while node is not None:
+        node, token = node
+        token_ids.append(token)
+    token_ids.reverse()
+    return token_ids

@@ -1,0 +1,146 @@
+"""Beam search without an engine, against transformers: the choice of candidates and the state machine, driven by full
+forward passes of a tiny model."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers.generation import GenerationConfig, GenerationMode
+
+from ratoon.core.params import BeamSearchParams
+from ratoon.core.request import FinishReason
+from ratoon.layers.beams import best_candidates
+from ratoon.scheduling.beams import BeamSearch, Hypothesis
+from tests.golden.tiny_models import VOCAB_SIZE, TinyModel, random_token_ids, tiny_llama
+
+PENALTIES = [-1.0, 0.0, 0.5, 1.0, 2.0]
+EARLY_STOPPING = [False, True, "never"]
+WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8, 16]
+MAX_LENGTH = 12
+TOLERANCE = 1e-4
+
+
+class Text(NamedTuple):
+    token_ids: list[int]
+    score: float
+
+
+@functools.cache
+def model() -> TinyModel:
+    tiny = tiny_llama()
+    tiny.oracle.generation_config.eos_token_id = None  # each case names its own
+    return tiny
+
+
+@torch.inference_mode()
+def search(prompt: list[int], params: BeamSearchParams) -> list[Hypothesis]:
+    assert params.max_tokens is not None
+    beam_search = BeamSearch(params, params.max_tokens)
+    beams = [prompt]
+    while not beam_search.done:
+        logits = model().oracle(torch.tensor(beams), use_cache=False).logits[:, -1].clone()
+        found = best_candidates(
+            logits, torch.tensor(beam_search.scores), beam_search.num_candidates, beam_search.held_back_token_ids
+        )
+        assert found is not None
+        moves = beam_search.advance(*(column.tolist() for column in found))
+        beams = [[*beams[parent], token] for parent, token in zip(moves.parents, moves.tokens)]
+        for index, beam in enumerate(beams):
+            assert beam_search.running_token_ids(index) == beam[len(prompt) :]
+    return beam_search.hypotheses()
+
+
+@torch.inference_mode()
+def oracle_search(prompt: list[int], params: BeamSearchParams) -> list[Text]:
+    with pytest.MonkeyPatch.context() as patch:
+        # It would take a width of 1 for a greedy search, which has no scores.
+        patch.setattr(GenerationConfig, "get_generation_mode", lambda *_, **__: GenerationMode.BEAM_SEARCH)
+        found = model().oracle.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+            num_beams=params.beam_width, num_return_sequences=params.n, max_new_tokens=params.max_tokens,
+            min_new_tokens=params.min_tokens or None, length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping, eos_token_id=params.all_stop_token_ids, pad_token_id=0,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+    lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
+    return [
+        Text(row[len(prompt) : len(prompt) + length], score)
+        for row, length, score in zip(found.sequences.tolist(), lengths, found.sequences_scores.tolist())
+    ]
+
+
+def assert_equal(prompt: list[int], params: BeamSearchParams) -> list[Hypothesis]:
+    ours, theirs = search(prompt, params), oracle_search(prompt, params)
+    assert [text.token_ids for text in ours] == [text.token_ids for text in theirs], params
+    assert [text.score for text in ours] == pytest.approx([text.score for text in theirs], abs=TOLERANCE), params
+    return ours
+
+
+@functools.cache
+def likely_tokens(prompt: tuple[int, ...]) -> list[int]:
+    """Tokens that the best texts behind this prompt hold, the most frequent first."""
+    texts = oracle_search(list(prompt), BeamSearchParams(beam_width=8, n=8, max_tokens=8))
+    tokens = [token for text in texts for token in text.token_ids]
+    return sorted(set(tokens), key=lambda token: (-tokens.count(token), token))
+
+
+def stop_tokens(kind: str, prompt: list[int], chance: random.Random) -> list[int] | None:
+    likely = likely_tokens(tuple(prompt))
+    if kind == "likely":
+        return [chance.choice(likely[:6])]
+    if kind == "several":
+        return chance.sample(likely, min(len(likely), chance.randint(2, 4)))
+    if kind == "unlikely":
+        return [chance.choice([token for token in range(VOCAB_SIZE) if token not in likely])]
+    return None
+
+
+@pytest.mark.parametrize("kind", ["likely", "several", "unlikely", "none"])
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("length_penalty", PENALTIES)
+def test_texts_and_scores_are_those_of_transformers(length_penalty: float, early_stopping: Any, kind: str) -> None:
+    chance = random.Random(f"{length_penalty} {early_stopping} {kind}")
+    for width in chance.sample(WIDTHS, 4):
+        prompt = random_token_ids(chance.randint(1, 6), seed=chance.randrange(8))
+        max_tokens = chance.randint(1, MAX_LENGTH)
+        params = BeamSearchParams(
+            beam_width=width,
+            n=chance.randint(1, width),
+            max_tokens=max_tokens,
+            min_tokens=chance.choice([0, 0, chance.randint(0, max_tokens)]),
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            all_stop_token_ids=stop_tokens(kind, prompt, chance),
+        )
+        params.verify()
+        assert_equal(prompt, params)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_finished_texts_of_a_long_search(width: int) -> None:
+    prompt = random_token_ids(5, seed=1)
+    stop = likely_tokens(tuple(prompt))[:2]
+    params = BeamSearchParams(
+        beam_width=width, n=width, max_tokens=MAX_LENGTH, early_stopping="never", all_stop_token_ids=stop
+    )
+    for found in assert_equal(prompt, params):
+        stopped = found.token_ids[-1] in stop
+        assert found.finish_reason == (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert found.score == pytest.approx(found.cumulative_logprob / len(found.token_ids))
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_one_beam_is_greedy_search(early_stopping: bool) -> None:
+    prompt = random_token_ids(4, seed=2)
+    greedy = model().oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, pad_token_id=0)
+    expected = greedy[0, len(prompt) :].tolist()
+    params = BeamSearchParams(
+        beam_width=1, max_tokens=8, early_stopping=early_stopping, all_stop_token_ids=[expected[5]]
+    )
+    [found] = search(prompt, params)
+    assert found.token_ids == expected[: expected.index(expected[5]) + 1]
+    assert found.finish_reason == FinishReason.STOP

@@ -1,0 +1,242 @@
+"""A continuation gives the tokens that the whole text gives when it is sent afresh, and computes only what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from ratoon import LLM, AsyncLLM, RequestError, SamplingParams
+from ratoon.core.errors import UnknownParentError
+from ratoon.core.params import RequestOutputKind
+from tests.faults.processes import SETTINGS, model_name
+from tests.golden.engines import engine, scheduler_of
+from tests.golden.tiny_models import random_token_ids
+
+FAMILIES = [
+    "llama with grouped heads",
+    "mistral with a window shorter than the sequence",
+    "qwen3 with heads wider than hidden size / heads",
+    "gpt2",
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, seed=11, max_tokens=6, ignore_eos=True)
+
+
+def tokens_of(output, choice: int = 0) -> list[int]:
+    return list(output.outputs[choice].token_ids)
+
+
+def whole(output, choice: int = 0) -> list[int]:
+    return output.prompt_token_ids + tokens_of(output, choice)
+
+
+def num_computed(llm: LLM) -> int:
+    """The runner's own count."""
+    return llm._client.core.executor._worker.runner.num_computed_tokens
+
+
+def afresh(llm: LLM, tokens: list[int], params: SamplingParams) -> list[int]:
+    llm.reset_prefix_cache()
+    return tokens_of(llm.generate(tokens, params, progress=False)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_leased_continuation_equals_the_whole_text_at_every_offset(family, params):
+    suffix = [7, 3]
+    with engine(family, block_size=4, num_blocks=200) as llm:
+        for length in range(3, 12):
+            (parent,) = llm.generate(random_token_ids(length, seed=length), params, retain_kv=60, progress=False)
+            before = num_computed(llm)
+            child = llm.continue_from(parent, suffix, params)
+            assert child.continuation.source == "lease"
+            # The suffix and the parent's last token; then every new token but the last is computed.
+            assert num_computed(llm) - before == len(suffix) + 1 + params.max_tokens - 1
+            assert child.continuation.inherited_tokens == len(whole(parent)) - 1
+            assert child.continuation.computed_tokens == len(suffix) + 1
+            assert tokens_of(child) == afresh(llm, whole(parent) + suffix, params)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_parent(family):
+    with engine(family, block_size=4, num_blocks=300) as llm:
+        several = SamplingParams(temperature=1, seed=3, n=3, max_tokens=7, ignore_eos=True)
+        (parent,) = llm.generate(random_token_ids(9, seed=1), several, retain_kv=60, progress=False)
+        children = [(llm.continue_from(parent, [5], GREEDY, choice=choice), choice) for choice in range(3)]
+        again = llm.continue_from(children[1][0], [9, 9], GREEDY)  # not leased: what is found is found
+        early = {at: llm.continue_from(parent, [5, 6], GREEDY, choice=2, at=at) for at in (1, 4, 9, 12, 15, 16)}
+        for child, choice in children:
+            assert tokens_of(child) == afresh(llm, [*whole(parent, choice), 5], GREEDY)
+        assert tokens_of(again) == afresh(llm, [*whole(children[1][0]), 9, 9], GREEDY)
+        for at, child in early.items():
+            assert tokens_of(child) == afresh(llm, [*whole(parent, 2)[:at], 5, 6], GREEDY), at
+
+
+def test_a_parent_without_a_lease_is_found_in_whole_blocks_or_computed_again():
+    with engine("llama with grouped heads", block_size=4) as llm:
+        (parent,) = llm.generate(random_token_ids(10, seed=1), GREEDY, progress=False)
+        found = llm.continue_from(parent, [5], GREEDY)
+        assert (found.continuation.source, found.continuation.inherited_tokens) == ("prefix_cache", 12)
+        llm.reset_prefix_cache()
+        gone = llm.continue_from(parent, [5], GREEDY)
+        assert (gone.continuation.source, gone.continuation.inherited_tokens) == ("recomputed", 0)
+        assert tokens_of(found) == tokens_of(gone) == afresh(llm, [*whole(parent), 5], GREEDY)
+
+
+def test_a_parent_that_a_stop_string_ended_keeps_its_lease():
+    with engine("llama with grouped heads", block_size=4, skip_tokenizer=False) as llm:
+        (plain,) = llm.generate(random_token_ids(6, seed=2), GREEDY, progress=False)
+        word = llm.get_tokenizer().decode(tokens_of(plain)[2:3])
+        stopping = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=[word])
+        (parent,) = llm.generate(random_token_ids(6, seed=2), stopping, retain_kv=60, progress=False)
+        assert parent.outputs[0].stop_reason == word
+        child = llm.continue_from(parent, [4], GREEDY)
+        assert child.continuation.source == "lease" and child.continuation.computed_tokens <= 2
+        assert tokens_of(child) == afresh(llm, [*whole(parent), 4], GREEDY)
+
+
+def test_a_running_parent_is_waited_for_or_forked():
+    with engine("llama with grouped heads", block_size=4) as llm:
+        long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        stream = llm.stream(random_token_ids(7, seed=5), long)
+        got: list[int] = []
+        for output in stream:
+            got += output.outputs[0].token_ids
+            if len(got) >= 4:
+                break
+        forked = llm.continue_from(output.request_id, [8], GREEDY, wait=False)
+        at_fork = len(forked.prompt_token_ids) - 1
+        waited = llm.continue_from(output.request_id, [8], GREEDY)
+        got += [token for rest in stream for token in rest.outputs[0].token_ids]
+        prompt = random_token_ids(7, seed=5)
+        assert len(waited.prompt_token_ids) == 7 + 12 + 1
+        assert at_fork < 7 + 12
+        assert forked.prompt_token_ids == [*(prompt + got)[:at_fork], 8]
+        assert tokens_of(forked) == afresh(llm, forked.prompt_token_ids, GREEDY)
+        assert tokens_of(waited) == afresh(llm, [*prompt, *got, 8], GREEDY)
+
+
+def test_many_children_of_one_parent_run_together_beside_others():
+    with engine("llama with grouped heads", block_size=4, num_blocks=300) as llm:
+        (parent,) = llm.generate(random_token_ids(13, seed=1), SEEDED, retain_kv=60, progress=False)
+        processor, roots = llm.engine.input_processor, llm.engine.output_processor
+        requests = [
+            (processor.process_continuation(f"c{i}", roots.find_root(parent.request_id), [i], GREEDY), None)
+            for i in range(20)
+        ]
+        requests.append((processor.process("other", random_token_ids(5, seed=9), GREEDY), None))
+        outputs = {output.request_id: output for output in llm._run(requests) if output.finished}
+        for i in range(20):
+            assert tokens_of(outputs[f"c{i}"]) == afresh(llm, [*whole(parent), i], GREEDY)
+        scheduler_of(llm).check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"parent": "never"}, "continuation_of"),
+        ({"parent": 7}, "continuation_of"),
+        ({"at": 0}, "at"),
+        ({"at": 17}, "at"),
+        ({"at": True}, "at"),
+        ({"choice": 1}, "choice"),
+        ({"suffix": 5}, "continuation_suffix"),
+        ({"suffix": [1, -1]}, "continuation_suffix[1]"),
+        ({"suffix": [1] * 500}, "continuation_suffix"),
+        ({"retain_kv": 0}, "retain_kv"),
+        ({"retain_kv": 1e9}, "retain_kv"),
+        ({"retain_kv": "long"}, "retain_kv"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(arguments, field):
+    with engine("llama with grouped heads") as llm:
+        (parent,) = llm.generate(random_token_ids(10, seed=1), GREEDY, progress=False)
+        with pytest.raises(RequestError) as refused:
+            llm.continue_from(**{"parent": parent, "sampling_params": GREEDY, **arguments})
+        assert refused.value.field == field
+        assert isinstance(refused.value, UnknownParentError) == (field == "continuation_of")
+
+
+def test_what_failed_or_was_taken_back_is_no_parent():
+    with engine("llama with grouped heads") as llm:
+        stream = llm.stream(random_token_ids(5, seed=1), SamplingParams(max_tokens=50, ignore_eos=True))
+        request_id = next(stream).request_id
+        stream.close()
+        with pytest.raises(UnknownParentError):
+            llm.continue_from(request_id, "", GREEDY)
+
+
+# ---- in other processes ----
+
+
+async def collect(generator) -> object:
+    async for output in generator:
+        last = output
+    return last
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_continuations_over_the_process_border(num_replicas):
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=8, ignore_eos=True)
+    final = SamplingParams(
+        temperature=0.8, seed=4, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), num_replicas=num_replicas, **SETTINGS) as llm:
+            parents = await asyncio.gather(
+                *(
+                    collect(llm.generate(random_token_ids(20, seed=i), params, f"p{i}", retain_kv=60, owner="me"))
+                    for i in range(4)
+                )
+            )
+            children = await asyncio.gather(
+                *(collect(llm.generate_continuation(f"p{i}", [3], final, owner="me")) for i in range(4))
+            )
+            for parent, child in zip(parents, children):
+                assert child.continuation.source == "lease" and child.continuation.computed_tokens == 2
+                fresh = await collect(llm.generate([*whole(parent), 3], final, cache_salt="other"))
+                assert tokens_of(child) == tokens_of(fresh)
+            for stranger in (None, "you"):
+                with pytest.raises(UnknownParentError):
+                    await collect(llm.generate_continuation("p0", [3], final, owner=stranger))
+            running = asyncio.create_task(
+                collect(llm.generate(random_token_ids(9, seed=7), params, "running", owner="me"))
+            )
+            await asyncio.sleep(0)
+            waited = await collect(llm.generate_continuation("running", [3], final, owner="me"))
+            assert waited.prompt_token_ids == [*whole(await running), 3]
+
+    asyncio.run(run())
+
+
+def test_a_parent_outlives_the_process_that_computed_it():
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            await collect(llm.generate(random_token_ids(20, seed=1), params, "p", retain_kv=60))
+            before = await collect(llm.generate_continuation("p", [3], params))
+            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            after = await collect(llm.generate_continuation("p", [3], params))
+            assert (before.continuation.source, after.continuation.source) == ("lease", "recomputed")
+            assert tokens_of(before) == tokens_of(after)
+
+    asyncio.run(run())
+
+
+def test_a_lease_ends_in_an_idle_engine_too():
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            await collect(llm.generate(random_token_ids(20, seed=1), params, "p", retain_kv=0.5))
+            assert (await llm.stats())[0].leases.num_active == 1
+            await asyncio.sleep(0.8)
+            (stats,) = await llm.stats()
+            assert (stats.leases.num_active, stats.leases.expired, stats.kv_usage) == (0, 1, 0.0)
+
+    asyncio.run(run())

@@ -1,0 +1,125 @@
+"""The choice of beam candidates against a plain sort of all log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+import torch
+
+from ratoon.layers import beams
+from ratoon.layers.beams import Candidates, SearchRows, best_candidates, best_candidates_of_searches
+
+Tensor = torch.Tensor
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def random_scores(num_rows: int, seed: int = 0) -> Tensor:
+    return -torch.rand(num_rows, generator=torch.Generator().manual_seed(seed)) * 4
+
+
+def plain_choice(logits: Tensor, scores: Tensor, num_candidates: int, held_back: Collection[int] = ()) -> Candidates:
+    sums = torch.log_softmax(logits, dim=-1)
+    sums[:, list(held_back)] = -torch.inf
+    values, places = (sums + scores[:, None]).flatten().sort(descending=True, stable=True)
+    places = places[:num_candidates]
+    return Candidates(values[:num_candidates], places // logits.shape[1], places % logits.shape[1])
+
+
+def assert_same(found: Candidates | None, expected: Candidates) -> None:
+    assert found is not None
+    for ours, theirs in zip(found, expected):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 255, 256, 257, 1030, 5003])
+@pytest.mark.parametrize(("num_beams", "num_candidates"), [(1, 2), (1, 64), (3, 6), (16, 32), (16, 80), (40, 3)])
+def test_the_candidates_are_the_first_of_all_sorted(vocab_size, num_beams, num_candidates):
+    logits, scores = random_logits(num_beams, vocab_size), random_scores(num_beams)
+    expected = plain_choice(logits, scores, num_candidates)
+    assert len(expected.scores) == min(num_candidates, num_beams * vocab_size)
+    assert_same(best_candidates(logits, scores, num_candidates), expected)
+
+
+@pytest.mark.parametrize("num_candidates", [1, 5, 300, 2000])
+def test_among_equals_the_lowest_beam_comes_first_then_the_lowest_token(num_candidates):
+    coarse = random_logits(4, 1030, scale=1.0).round()  # a handful of values
+    for logits in (coarse, torch.zeros(4, 1030), coarse.sort(dim=-1).values):
+        scores = torch.tensor([-1.0, -1.0, 0.0, -1.0])
+        expected = plain_choice(logits, scores, num_candidates)
+        assert_same(best_candidates(logits, scores, num_candidates), expected)
+
+
+def test_equal_candidates_do_not_bring_all_logits_with_them(monkeypatch):
+    looked_at = []
+    apply = beams._Offsets.apply
+    monkeypatch.setattr(
+        beams._Offsets, "apply", lambda self, logits: looked_at.append(logits.numel()) or apply(self, logits)
+    )
+    best_candidates(torch.zeros(64, 2560), torch.zeros(64), 4)
+    assert max(looked_at) <= 2 * 4 * beams.CHUNK
+
+
+def test_tokens_held_back_are_impossible_and_the_others_keep_their_probabilities():
+    logits, scores = random_logits(3, 600), random_scores(3)
+    held_back = logits.amax(dim=0).topk(5).indices.tolist()
+    expected = plain_choice(logits, scores, 12, held_back)
+    found = best_candidates(logits, scores, 12, frozenset(held_back))
+    assert_same(found, expected)
+    assert not set(held_back) & set(found.tokens.tolist())
+
+
+def test_impossible_tokens_come_last_when_there_are_no_others():
+    found = best_candidates(torch.zeros(2, 3), torch.zeros(2), 6, held_back=[1])
+    assert found.tokens.tolist() == [0, 2, 0, 2, 1, 1]
+    assert found.scores.isinf().tolist() == [False] * 4 + [True] * 2
+
+
+def test_several_searches_in_one_step_get_what_each_would_get_alone():
+    logits, scores = random_logits(29, 700), random_scores(29)
+    searches = [SearchRows(0, 1, 40), SearchRows(1, 17, 32, [3, 5]), SearchRows(17, 20, 9), SearchRows(20, 29, 18, [0])]
+    alone = [
+        best_candidates(logits[start:stop].clone(), scores[start:stop], count, held_back)
+        for start, stop, count, held_back in searches
+    ]
+    for found, expected in zip(best_candidates_of_searches(logits, scores, searches), alone, strict=True):
+        assert expected is not None
+        assert_same(found, expected)
+
+
+def test_a_small_bound_on_copies_changes_no_bit(monkeypatch):
+    logits, scores = random_logits(9, 700), random_scores(9)
+    expected = best_candidates(logits, scores, 18)
+    copied = []
+    log_softmax = torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: copied.append(x.numel()) or log_softmax(x, dim))
+    monkeypatch.setattr(beams, "MAX_COPIED", 1500)
+    assert_same(best_candidates(logits, scores, 18), expected)
+    assert max(copied) <= 1500
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_only_the_search_with_a_bad_row_gets_nothing(bad):
+    logits, scores = random_logits(6, 300), random_scores(6)
+    expected = best_candidates(logits[:2].clone(), scores[:2], 4)
+    logits[3, 17] = bad
+    good, spoilt, good_too = best_candidates_of_searches(
+        logits, scores, [SearchRows(0, 2, 4), SearchRows(2, 4, 4), SearchRows(4, 6, 4)]
+    )
+    assert_same(good, expected)
+    assert spoilt is None
+    assert good_too is not None
+
+
+def test_a_row_without_any_token_is_bad():
+    assert best_candidates(torch.full((1, 8), -torch.inf), torch.zeros(1), 2) is None
+
+
+def test_large_logits_lose_no_probability():
+    logits = random_logits(2, 300) + 1e4
+    expected = plain_choice(logits, torch.zeros(2), 5)
+    assert_same(best_candidates(logits, torch.zeros(2), 5), expected)
