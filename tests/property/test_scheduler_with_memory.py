@@ -17,13 +17,26 @@ from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
 from ratoon.core.wire import WireTensor
-from ratoon.scheduling.branch import branch_seed
+from ratoon.scheduling.branch import branch_id_of, branch_seed
 from ratoon.scheduling.scheduler import Scheduler
 from tests.property.fake_runner import FakeRunner, reference_tokens, reference_vector
 
 VOCABULARY = 6
 EOS = 5
 MAX_STEPS = 3000
+
+
+@dataclass
+class Child:
+    """A continuation of an earlier request, as far as that one has come by then."""
+
+    step: int
+    parent: int  # its number
+    choice: int
+    num_left_out: int  # of the parent's tokens, from the end
+    suffix: list[int]
+    retain_kv: float | None
+    params: SamplingParams
 
 
 @dataclass
@@ -41,6 +54,10 @@ class Load:
     raising_steps: set[int]
     bad_rows: set[int]  # steps in which the first sampled branch has NaN logits, or the first vector a NaN
     restarts: set[int]  # steps before which the engine dies and another one goes on
+    children: list[Child]
+    lease_fraction: float
+    ended_leases: dict[int, list[str]]
+    apart: bool  # are the requests of a step that raises tried one by one?
 
 
 @dataclass
@@ -53,7 +70,7 @@ class Received:
 
 
 @st.composite
-def kv_configs(draw: st.DrawFn, max_model_len: int) -> KVCacheConfig:
+def kv_configs(draw: st.DrawFn, max_model_len: int, roomy: bool = False) -> KVCacheConfig:
     """Pools in which the longest sequence just fits, or a few of them; sometimes one in which it does not."""
     block_size = draw(st.integers(1, 5))
     full = FullAttentionSpec(block_size, 1, 8, 2)
@@ -62,7 +79,7 @@ def kv_configs(draw: st.DrawFn, max_model_len: int) -> KVCacheConfig:
     specs = draw(st.sampled_from([[full], [full], [window], [full, window], [window, full], [full, window, wide]]))
     groups = tuple(KVCacheGroup(spec, (layer,)) for layer, spec in enumerate(specs))
     blocks_of_longest = len(groups) * -(-max_model_len // block_size)
-    share = draw(st.sampled_from([0.6, 1.0, 1.0, 1.2, 1.6, 2.5]))
+    share = draw(st.sampled_from([2.0, 4.0, 8.0] if roomy else [0.6, 1.0, 1.0, 1.2, 1.6, 2.5]))
     return KVCacheConfig(2 + int(share * blocks_of_longest), block_size, groups)
 
 
@@ -91,11 +108,31 @@ def requests(draw: st.DrawFn, index: int) -> EngineCoreRequest:
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from([None, None, "a", "b"])),
         pooling_params=None if pooling is None else PoolingParams(pooling=pooling),
+        retain_kv=draw(st.sampled_from([1000.0, 1000.0, 4.0, None])),
     )
 
 
 @st.composite
-def loads(draw: st.DrawFn, restarting: bool = False) -> Load:
+def children(draw: st.DrawFn, num_parents: int) -> Child:
+    return Child(
+        step=draw(st.integers(3, 60)),
+        parent=draw(st.integers(0, num_parents - 1)),
+        choice=draw(st.sampled_from([0, 0, 1, 2])),
+        num_left_out=draw(st.sampled_from([0, 0, 0, 1, 2, 5])),
+        suffix=draw(st.lists(st.integers(0, 4), max_size=4)),
+        retain_kv=draw(st.sampled_from([None, 4.0, 1000.0])),
+        params=SamplingParams(
+            n=draw(st.sampled_from([1, 1, 3])),
+            seed=draw(st.integers(0, 3)),
+            max_tokens=draw(st.integers(1, 12)),
+            all_stop_token_ids=[],
+        ),
+    )
+
+
+@st.composite
+def loads(draw: st.DrawFn, restarting: bool = False, rooted: bool = False) -> Load:
+    """`rooted`: memory for leases, and many continuations."""
     all_requests = [draw(requests(index)) for index in range(draw(st.integers(1, 10)))]
     arrivals: dict[int, list[EngineCoreRequest]] = defaultdict(list)
     for request in all_requests:
@@ -113,7 +150,7 @@ def loads(draw: st.DrawFn, restarting: bool = False) -> Load:
             policy=draw(st.sampled_from(SchedulingPolicy)),
             enable_chunked_prefill=draw(st.sampled_from([True, True, False])),
         ),
-        draw(kv_configs(max_model_len)),
+        draw(kv_configs(max_model_len, roomy=rooted)),
         caching=draw(st.sampled_from([True, True, True, False])),
         max_model_len=max_model_len,
         burst=draw(st.sampled_from([1, 1, 3])),
@@ -123,6 +160,10 @@ def loads(draw: st.DrawFn, restarting: bool = False) -> Load:
         raising_steps=set(draw(rare_steps)),
         bad_rows=set(draw(rare_steps)),
         restarts=draw(st.sets(st.integers(1, 30), min_size=1, max_size=3)) if restarting else set(),
+        children=draw(st.lists(children(len(all_requests)), min_size=3 if rooted else 0, max_size=8 if rooted else 5)),
+        lease_fraction=draw(st.sampled_from([0.5, 1.0] if rooted else [0.0, 0.3, 0.5, 1.0])),
+        ended_leases=draw(some_steps),
+        apart=draw(st.booleans()),
     )
 
 
@@ -139,7 +180,10 @@ class Drive:
     def start(self) -> None:
         load = self.load
         self.scheduler = Scheduler(
-            load.scheduler, CacheConfig(enable_prefix_caching=load.caching), load.kv, load.max_model_len
+            load.scheduler,
+            CacheConfig(enable_prefix_caching=load.caching, lease_fraction=load.lease_fraction),
+            load.kv,
+            load.max_model_len,
         )
         self.runner = FakeRunner(load.kv, self.salts, VOCABULARY, load.burst)
 
@@ -158,10 +202,16 @@ class Drive:
             self.scheduler.check()
 
     def run(self) -> None:
-        last_arrival = max(self.load.arrivals)
+        last_arrival = max([*self.load.arrivals, *(child.step for child in self.load.children)])
         for step in range(MAX_STEPS):
             if step in self.load.restarts:
                 self.restart()
+            self.scheduler.tick(float(step))
+            for branch_id in self.load.ended_leases.get(step, []):
+                self.scheduler.leases.end(branch_id)
+            for number, child in enumerate(self.load.children):
+                if child.step == step:
+                    self.arrive_child(f"c{number}", child)
             for request in self.load.arrivals.get(step, []):
                 self.arrive(request)
             self.take(self.scheduler.abort_requests(self.load.aborts.get(step, [])))
@@ -180,7 +230,31 @@ class Drive:
         self.accepted[request.request_id] = request
         self.salts[request.request_id] = hash(tuple(map(ord, request.cache_salt or "")))
 
+    def arrive_child(self, name: str, child: Child) -> None:
+        parent = self.accepted.get(f"r{child.parent}")
+        if parent is None or parent.pooling_params is not None or child.choice >= parent.sampling_params.n:
+            return
+        received = self.received[parent.request_id, child.choice]
+        if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
+            return
+        tokens = parent.prompt_token_ids + received.tokens
+        tokens = tokens[: max(1, len(tokens) - child.num_left_out)]
+        event("continuation of a parent that " + ("runs" if received.finish is None else "has ended"))
+        self.arrive(
+            EngineCoreRequest(
+                name,
+                tokens + child.suffix,
+                child.params,
+                arrival_time=100.0 + child.step,
+                cache_salt=parent.cache_salt,
+                continuation_of=branch_id_of(parent.request_id, child.choice),
+                continuation_token_ids=child.suffix,
+                retain_kv=child.retain_kv,
+            )
+        )
+
     def step(self, step: int) -> None:
+        on_trial = bool(self.scheduler._on_trial)  # then others give way to the one that is tried
         plan = self.scheduler.schedule()
         self.scheduler.check()
         decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)
@@ -189,13 +263,14 @@ class Drive:
         result = self.runner.execute(decoded)
         if step in self.load.raising_steps:
             self.runner.spoil(plan)
-            self.take(self.scheduler.fail_requests(plan.num_scheduled_tokens, "the device is on fire"))
+            if not (self.load.apart and plan.num_scheduled_tokens and self.scheduler.try_apart(plan)):
+                self.take(self.scheduler.fail_requests(plan.num_scheduled_tokens, "the device is on fire"))
             return
         self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
         if step in self.load.bad_rows and (result.req_ids or result.pooled):
             self.drop_row(result)
         self.take(self.scheduler.update_from_output(plan, result))
-        if plan.preempted_req_ids:
+        if plan.preempted_req_ids and not on_trial:
             event("preempted")
             from_nothing = [new for new in plan.scheduled_new_reqs if new.num_computed_tokens == 0]
             assert not from_nothing, "admitted while preempting"
@@ -229,6 +304,8 @@ class Drive:
             assert output.num_cached_tokens < len(self.accepted[output.request_id].prompt_token_ids)
             received.tokens += output.new_token_ids
             received.finish = output.finish_reason
+            if output.inherited_from is not None:
+                event(f"inherited from: {output.inherited_from}")
             received.pooled = output.pooled
             if output.new_logprobs is not None:
                 received.num_logprobs += len(output.new_logprobs.token_ids)
@@ -239,6 +316,14 @@ class Drive:
 @settings(max_examples=max(400, settings.default.max_examples))
 @given(loads())
 def test_every_request_ends_with_the_tokens_it_would_get_alone(load: Load) -> None:
+    drive = Drive(load)
+    drive.run()
+    check_results(drive)
+
+
+@settings(max_examples=max(200, settings.default.max_examples))
+@given(loads(rooted=True))
+def test_continuations_end_with_the_tokens_of_the_whole_text(load: Load) -> None:
     drive = Drive(load)
     drive.run()
     check_results(drive)
@@ -259,6 +344,8 @@ def check_results(drive: Drive) -> None:
             continue
         for choice in range(request.sampling_params.n):
             check_choice(request, choice, drive.received[request.request_id, choice], drive.load.max_model_len)
+    drive.scheduler.leases.end_all()
+    drive.scheduler.check()
     assert drive.scheduler.kv_cache.usage == 0.0
     assert not drive.runner.rows, "rows that nobody told the runner to drop"
     assert drive.scheduler.reset_prefix_cache()
