@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import msgspec
 
 from ratoon.core.config import SchedulingPolicy
-from ratoon.core.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from ratoon.core.errors import ConfigError, EngineAwayError, EngineDeadError, EngineError, RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
 from ratoon.core.params import PoolingParams, SamplingParams
@@ -31,6 +31,7 @@ from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, defaul
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_handler import OutputHandler
 from ratoon.engine.output_processor import OutputProcessor
+from ratoon.engine.roots import Root
 from ratoon.models.tokenizer import LONG_TEXT, Tokenizer
 from ratoon.observe.startup import StartupTimer
 
@@ -222,12 +223,11 @@ class AsyncLLM:
         """
         handler = self._running()
         arrival_time = time.monotonic()
-        if wait:
-            await handler.wait_for_end(parent_request_id)
+        parent = await self.find_parent(parent_request_id, wait=wait, owner=owner)
         process = partial(
             self._input_processor.process_continuation,
             _request_id(request_id),
-            handler.output_processor.find_root(parent_request_id, owner),
+            parent,
             suffix,
             self._default_params if sampling_params is None else sampling_params,
             choice=choice,
@@ -240,6 +240,27 @@ class AsyncLLM:
         async with aclosing(_outputs_of(handler, request, collector)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def find_parent(self, request_id: str, *, wait: bool = True, owner: str | None = None) -> Root:
+        """What a continuation would go on from. UnknownParentError at once, and not behind a wait for somebody else's
+        request: how long it takes must not tell that there is one."""
+        handler = self._running()
+        root = handler.output_processor.find_root(request_id, owner)
+        if not wait:
+            return root
+        await handler.wait_for_end(request_id)
+        return handler.output_processor.find_root(request_id, owner)
+
+    def list_roots(self, owner: str | None = None) -> list[Root]:
+        """This owner's ended requests that can be continued, the newest first."""
+        return self._running().output_processor.roots.list(owner)
+
+    async def forget(self, request_id: str, owner: str | None = None) -> None:
+        """Continue an ended request no more, and give back what its leases hold. UnknownParentError: there is none."""
+        root = self._running().output_processor.roots.remove(request_id, owner)
+        if root.leased:
+            with suppress(EngineAwayError):  # an engine that is started again has no leases
+                await self._call("end_leases", [root.branch_id(choice) for choice in range(len(root.choices))])
 
     async def embed(
         self,
@@ -337,6 +358,11 @@ class AsyncLLM:
         if self._tokenizer is None:
             raise RequestError("tokenizer", "was not loaded", "start the engine without skip_tokenizer")
         return self._tokenizer
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return self._input_processor.eos_token_ids
 
     @property
     def has_chat_template(self) -> bool:

@@ -166,6 +166,8 @@ class OutputProcessor:
     def _measure_tokens(self, metrics: EngineMetrics, state: RequestState, now: float) -> None:
         if state.last_token_time is None:
             metrics.record_first_token(now - state.metrics.arrival_time, len(state.prompt_token_ids))
+            if state.continuation is not None:
+                metrics.record_continuation(state.continuation.source)
         else:
             metrics.record_next_token(now - state.last_token_time)
         state.last_token_time = now

@@ -91,6 +91,7 @@ class RequestState:
     error: str | None = None
     refusal: RequestError | None = None
     owner: str | None = None
+    leased: bool = False  # its memory is to be kept for continuations
     cache_salt: str | None = None
     adapter: str | None = None
     parent_id: str | None = None  # of the request that it continues
@@ -238,6 +239,7 @@ class RequestState:
             adapter=self.adapter,
             owner=self.owner,
             engine=self.engine,
+            leased=self.leased,
         )
 
     def _embedding_output(self, params: PoolingParams | None) -> EmbeddingOutput:
@@ -283,6 +285,7 @@ def make_request_state(request: EngineCoreRequest, prompt: str | None, tokenizer
         prompt_logprobs=None if params.prompt_logprobs is None else PromptLogprobsCollector(tokenizer),
         pooling_params=request.pooling_params,
         owner=request.owner,
+        leased=request.retain_kv is not None,
         cache_salt=request.cache_salt,
         adapter=request.adapter,
         parent_id=request.parent_id,

@@ -6,8 +6,9 @@ the process that computed it; whether its keys and values are still there is the
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ratoon.core.errors import RequestError, UnknownParentError
 
@@ -24,6 +25,8 @@ class Root:
     adapter: str | None = None
     owner: str | None = None  # whose it is; nobody else may continue it
     engine: int | None = None  # where it ran
+    leased: bool = False  # whether it was asked to keep its memory
+    ended_at: float = field(default_factory=time.time)  # on the wall's clock
 
     def branch_id(self, choice: int) -> str:
         """What the engine calls this choice."""
@@ -44,32 +47,35 @@ class Root:
 class RootTable:
     def __init__(self, max_roots: int = MAX_ROOTS) -> None:
         self._max_roots = max_roots
-        self._roots: OrderedDict[str, Root] = OrderedDict()
+        # By owner and id: an id that one owner chose is not taken from, or told to, another.
+        self._roots: OrderedDict[tuple[str | None, str], Root] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._roots)
 
     def add(self, root: Root) -> None:
-        self._roots[root.request_id] = root
-        self._roots.move_to_end(root.request_id)
+        key = (root.owner, root.request_id)
+        self._roots[key] = root
+        self._roots.move_to_end(key)
         while len(self._roots) > self._max_roots:
             self._roots.popitem(last=False)
 
     def find(self, request_id: str, owner: str | None = None) -> Root:
         """UnknownParentError, the same for an id that never was and for one that is somebody else's."""
-        root = self._roots.get(request_id) if isinstance(request_id, str) else None
-        if root is None or root.owner != owner:
+        root = self._roots.get((owner, request_id)) if isinstance(request_id, str) else None
+        if root is None:
             raise UnknownParentError(
                 "continuation_of", f"there is no request {request_id!r} to continue", "the id of one that has ended"
             )
-        self._roots.move_to_end(request_id)
+        self._roots.move_to_end((owner, request_id))
         return root
 
     def remove(self, request_id: str, owner: str | None = None) -> Root:
         root = self.find(request_id, owner)
-        del self._roots[request_id]
+        del self._roots[owner, request_id]
         return root
 
     def list(self, owner: str | None = None) -> list[Root]:
-        """This owner's, the newest last."""
-        return [root for root in self._roots.values() if root.owner == owner]
+        """This owner's, the newest first."""
+        own = (root for root in self._roots.values() if root.owner == owner)
+        return sorted(own, key=lambda root: root.ended_at, reverse=True)

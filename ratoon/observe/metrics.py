@@ -26,6 +26,7 @@ NAMESPACE = "ratoon"
 REFUSED = "refused"  # beside the finish reasons: a request that could never be served
 AS_ASKED = ("stop", "length")  # reasons of requests that ran to their own end: only these say how long requests take
 REASONS = (*AS_ASKED, "abort", "error", REFUSED)
+SOURCES = ("lease", "prefix_cache", "recomputed")  # of what continuations begin with
 
 
 def one_two_five(lowest: int, highest: int) -> tuple[float, ...]:
@@ -66,7 +67,17 @@ class GrowingCount:
 class EngineFigures:
     """What one engine reported: its newest snapshot, and sums that outlive its process."""
 
-    __slots__ = ("hits", "newest", "preemptions", "queries", "steps")
+    __slots__ = (
+        "hits",
+        "leases_evicted",
+        "leases_expired",
+        "leases_granted",
+        "leases_refused",
+        "newest",
+        "preemptions",
+        "queries",
+        "steps",
+    )
 
     def __init__(self) -> None:
         self.newest = SchedulerStats()
@@ -74,6 +85,10 @@ class EngineFigures:
         self.preemptions = GrowingCount()
         self.queries = GrowingCount()
         self.hits = GrowingCount()
+        self.leases_granted = GrowingCount()
+        self.leases_refused = GrowingCount()
+        self.leases_expired = GrowingCount()
+        self.leases_evicted = GrowingCount()
 
     def update(self, stats: SchedulerStats) -> None:
         self.newest = stats
@@ -81,6 +96,10 @@ class EngineFigures:
         self.preemptions.update(stats.num_preemptions)
         self.queries.update(stats.prefix_cache.queries)
         self.hits.update(stats.prefix_cache.hits)
+        self.leases_granted.update(stats.leases.granted)
+        self.leases_refused.update(stats.leases.refused)
+        self.leases_expired.update(stats.leases.expired)
+        self.leases_evicted.update(stats.leases.evicted)
 
 
 class EngineMetrics:
@@ -95,6 +114,7 @@ class EngineMetrics:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished = Counter(dict.fromkeys(REASONS, 0))  # by reason
+        self.continuations = Counter(dict.fromkeys(SOURCES, 0))  # by source
         self.http_requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.time_to_first_token = Histogram(one_two_five(-3, 2))
         self.inter_token_latency = Histogram(one_two_five(-4, 1))
@@ -118,6 +138,10 @@ class EngineMetrics:
 
     def record_generated(self, num_tokens: int) -> None:
         self.num_generation_tokens += num_tokens
+
+    def record_continuation(self, source: str) -> None:
+        """A continuation got its first token; what it inherited came from there."""
+        self.continuations[source] += 1
 
     def record_vector(self, num_prompt_tokens: int) -> None:
         """A pooling request got its vector."""
@@ -185,10 +209,12 @@ class EngineMetrics:
         yield from self._engine_metrics()
         yield from self._health_metrics()
         finished: Values = {(reason,): count for reason, count in self.finished.items()}
+        continuations: Values = {(source,): count for source, count in self.continuations.items()}
         http: Values = {(route, str(status)): count for (route, status), count in self.http_requests.items()}
         yield _counter("prompt_tokens", "Prompt tokens of requests that were begun.", {(): self.num_prompt_tokens})
         yield _counter("generation_tokens", "Generated tokens.", {(): self.num_generation_tokens})
         yield _counter("requests_finished", "Requests that ended, by reason.", finished, "reason")
+        yield _counter("continuations", "Continuations, by where their beginning came from.", continuations, "source")
         yield _counter("http_requests", "HTTP requests, by route and status.", http, "route", "status")
         yield _histogram("time_to_first_token_seconds", "From arrival to the first token.", self.time_to_first_token)
         yield _histogram("inter_token_latency_seconds", "Between two tokens of a request.", self.inter_token_latency)
@@ -197,10 +223,11 @@ class EngineMetrics:
         yield _histogram("request_prompt_tokens", "Length of prompts.", self.request_prompt_tokens)
         yield _histogram("request_generation_tokens", "Tokens generated for a request.", self.request_generation_tokens)
 
-    def _engine_metrics(self) -> Iterator[Metric]:
-        def of_each(value: Callable[[EngineFigures], float]) -> Values:
-            return {(str(index),): value(figures) for index, figures in sorted(self.engines.items())}
+    def _of_each_engine(self, value: Callable[[EngineFigures], float]) -> Values:
+        return {(str(index),): value(figures) for index, figures in sorted(self.engines.items())}
 
+    def _engine_metrics(self) -> Iterator[Metric]:
+        of_each = self._of_each_engine
         running = of_each(lambda engine: engine.newest.num_running)
         waiting = of_each(lambda engine: engine.newest.num_waiting)
         kv_usage = of_each(lambda engine: engine.newest.kv_usage)
@@ -217,6 +244,21 @@ class EngineMetrics:
         yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits, "engine")
         yield _counter("preemptions", "Sequences that gave their memory up for others.", preemptions, "engine")
         yield _counter("engine_steps", "Steps of the engine.", steps, "engine")
+        yield from self._lease_metrics()
+
+    def _lease_metrics(self) -> Iterator[Metric]:
+        active = self._of_each_engine(lambda engine: engine.newest.leases.num_active)
+        blocks = self._of_each_engine(lambda engine: engine.newest.leases.num_blocks)
+        granted = self._of_each_engine(lambda engine: engine.leases_granted.total)
+        refused = self._of_each_engine(lambda engine: engine.leases_refused.total)
+        expired = self._of_each_engine(lambda engine: engine.leases_expired.total)
+        evicted = self._of_each_engine(lambda engine: engine.leases_evicted.total)
+        yield _gauge("leases_active", "Ended sequences whose memory is kept.", active, "engine")
+        yield _gauge("lease_blocks", "Blocks of the KV cache that leases hold.", blocks, "engine")
+        yield _counter("leases_granted", "Leases that began.", granted, "engine")
+        yield _counter("leases_refused", "Leases too large for all that leases may hold.", refused, "engine")
+        yield _counter("leases_expired", "Leases that ended at their time.", expired, "engine")
+        yield _counter("leases_evicted", "Leases that gave their memory up for others.", evicted, "engine")
 
     def _health_metrics(self) -> Iterator[Metric]:
         engines = self._health().engines

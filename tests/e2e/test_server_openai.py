@@ -99,6 +99,38 @@ def test_chat_with_the_clients_stream_helper(client: openai.OpenAI) -> None:
     assert final.choices[0].message.content
 
 
+def test_continuations(server: Server, client: openai.OpenAI) -> None:
+    """Only what is new is sent and computed, and what comes is what the whole conversation gives."""
+    fields = {"model": MODEL, "temperature": 0, "max_tokens": 12}
+    extensions = {"return_token_ids": True, "retain_kv": 60}
+    parent = client.chat.completions.create(**fields, messages=HELLO, extra_body=extensions)
+    new = [{"role": "user", "content": "And now?"}]
+    extensions = {"continuation_of": parent.id, "return_token_ids": True}
+    child = client.chat.completions.create(**fields, messages=new, extra_body=extensions)
+    assert child.model_extra["continuation"]["source"] == "lease"
+    assert child.model_extra["continuation"]["parent"] == parent.id
+    first, *_ = client.chat.completions.create(**fields, messages=new, extra_body=extensions, stream=True)
+    assert first.model_extra["continuation"] == child.model_extra["continuation"]
+    tokens = child.model_extra["prompt_token_ids"]
+    fresh = client.completions.create(
+        **fields, prompt=tokens, extra_body={"return_token_ids": True, "cache_salt": "another"}
+    )
+    assert fresh.choices[0].model_extra["token_ids"] == child.choices[0].model_extra["token_ids"]
+    further = client.completions.create(**fields, prompt=None, extra_body={"continuation_of": child.id})
+    assert further.usage is not None and further.usage.prompt_tokens == len(tokens) + child.usage.completion_tokens
+
+    with openai.OpenAI(base_url=server.api, api_key="another", max_retries=0) as stranger:
+        for asker, request_id in ((stranger, parent.id), (client, "chatcmpl-never")):
+            with pytest.raises(openai.NotFoundError) as refused:
+                asker.chat.completions.create(**fields, messages=new, extra_body={"continuation_of": request_id})
+            assert refused.value.code == "request_not_found"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    listed = requests.get(f"{server.api}/requests", headers=headers, timeout=10).json()["data"]
+    assert parent.id in [entry["id"] for entry in listed]
+    assert requests.delete(f"{server.api}/requests/{parent.id}", headers=headers, timeout=10).json()["deleted"]
+    assert stats(server)["engines"][0]["leases"]["num_active"] == 0
+
+
 def test_embeddings(client: openai.OpenAI) -> None:
     """The client asks for base64 by itself, and turns it into numbers."""
     answer = client.embeddings.create(model=MODEL, input=["one", "two"], dimensions=8)

@@ -30,12 +30,13 @@ REQUIRED = ("model", "prompt", "messages", "input", "tokens")
 NUM_OPTIONAL = 3
 WITH_INPUT = [
     *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings")),
-    *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep")),
+    *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep"), ("get", "/v1/requests")),
 ]
 WHATEVER_INPUT = [  # none, or a name, with which nothing can be wrong
     *(("post", f"/admin/{name}") for name in ("wake_up", "pause", "resume", "reset_prefix_cache")),
     *(("post", "/admin/profile/start"), ("post", "/admin/profile/stop"), ("get", "/admin/stats")),
     *(("get", path) for path in ("/v1/models", "/v1/models/{model}", "/health", "/version", "/metrics")),
+    ("delete", "/v1/requests/{request_id}"),
 ]
 
 

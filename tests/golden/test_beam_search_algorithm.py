@@ -104,12 +104,12 @@ def stop_tokens(kind: str, prompt: list[int], chance: random.Random) -> list[int
 @pytest.mark.parametrize("length_penalty", PENALTIES)
 def test_texts_and_scores_are_those_of_transformers(length_penalty: float, early_stopping: Any, kind: str) -> None:
     chance = random.Random(f"{length_penalty} {early_stopping} {kind}")
-    for width in chance.sample(WIDTHS, 4):
+    for width in chance.sample(WIDTHS, 3):
         prompt = random_token_ids(chance.randint(1, 6), seed=chance.randrange(8))
-        max_tokens = chance.randint(1, MAX_LENGTH)
+        max_tokens = chance.choice([MAX_LENGTH, chance.randint(1, MAX_LENGTH)])
         params = BeamSearchParams(
             beam_width=width,
-            n=chance.randint(1, width),
+            n=chance.choice([width, chance.randint(1, width)]),
             max_tokens=max_tokens,
             min_tokens=chance.choice([0, 0, chance.randint(0, max_tokens)]),
             length_penalty=length_penalty,
@@ -131,6 +131,18 @@ def test_all_finished_texts_of_a_long_search(width: int) -> None:
         stopped = found.token_ids[-1] in stop
         assert found.finish_reason == (FinishReason.STOP if stopped else FinishReason.LENGTH)
         assert found.score == pytest.approx(found.cumulative_logprob / len(found.token_ids))
+
+
+def test_each_kind_of_early_stopping_ends_the_search_at_another_time() -> None:
+    prompt = random_token_ids(5, seed=0)
+    stop = likely_tokens(tuple(prompt))[:3]
+    settings: dict[str, Any] = {"beam_width": 4, "n": 4, "max_tokens": MAX_LENGTH, "all_stop_token_ids": stop}
+    at_once, soon, late = (
+        assert_equal(prompt, BeamSearchParams(early_stopping=kind, **settings)) for kind in (True, False, "never")
+    )
+    assert at_once != soon
+    assert soon != late
+    assert late != at_once
 
 
 @pytest.mark.parametrize("early_stopping", [False, True])

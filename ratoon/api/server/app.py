@@ -30,7 +30,7 @@ from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_d
 from ratoon.api.server.exchange import AsgiApp, Exchange, ExchangeLayer, Scope
 from ratoon.api.server.openapi import build_document
 from ratoon.api.server.responses import error_response
-from ratoon.api.server.routes import admin, chat, completions, embeddings, models, service, tokens
+from ratoon.api.server.routes import admin, chat, completions, embeddings, models, roots, service, tokens
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import EngineDeadError, EngineError, RequestError
 from ratoon.observe.logging import get_logger
@@ -38,7 +38,15 @@ from ratoon.observe.logging import get_logger
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
 
-ROUTERS = (chat.router, completions.router, embeddings.router, models.router, tokens.router, service.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    roots.router,
+    embeddings.router,
+    models.router,
+    tokens.router,
+    service.router,
+)
 EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")
 
 logger = get_logger(__name__)
@@ -61,7 +69,7 @@ def build_app(context: ServerContext) -> AsgiApp:
         app = CORSMiddleware(
             app,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # clients in browsers send headers of their own; none of them opens anything
             expose_headers=EXPOSED_HEADERS,
         )

@@ -15,7 +15,13 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
 # How the engine calls what a request's body calls otherwise.
-BODY_FIELDS = {"prompt_token_ids": "prompt", "sampling_params": "body", "pooling_params": "body"}
+BODY_FIELDS = {
+    "prompt_token_ids": "prompt",
+    "sampling_params": "body",
+    "pooling_params": "body",
+    "choice": "continuation_choice",
+    "at": "continuation_at",
+}
 
 
 class ApiError(Exception):
@@ -64,6 +70,13 @@ def model_not_found(model: str, served_names: tuple[str, ...]) -> ApiError:
     shown = model if len(model) <= 100 else model[:100] + "…"
     message = f"The model {shown!r} does not exist; this server has {', '.join(map(repr, served_names))}"
     return ApiError(404, message, param="model", code="model_not_found")
+
+
+def request_not_found(request_id: str, param: str) -> ApiError:
+    """The same for an id that never was, that was forgotten, and that is somebody else's."""
+    shown = request_id if len(request_id) <= 200 else request_id[:200] + "…"
+    message = f"{param}: there is no request {shown!r} to continue; expected the id of one that has ended"
+    return ApiError(404, message, param=param, code="request_not_found")
 
 
 def shutting_down() -> ApiError:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import generation_failed, refused, shutting_down
+from ratoon.api.server.origins import Origin, find_place
 from ratoon.api.server.prompts import EncodedPrompt
-from ratoon.core.errors import RequestError
+from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import SamplingParams
 
@@ -35,6 +36,9 @@ class Batch:
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
     param: str = "prompt"  # where in the body the prompts stand
+    owner: str | None = None  # only for the same owner the answers can be continued
+    retain_kv: float | None = None
+    origin: Origin | None = None  # set: a continuation, and its one prompt is the engine's to know
     only_prompt: bool = False  # score the prompt: the engine makes one token nevertheless, and nobody gets to see it
 
     def request_id(self, index: int) -> str:
@@ -133,14 +137,7 @@ async def _merge(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbere
 
 async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGenerator[RequestOutput, None]:
     """One prompt's outputs. ApiError where the engine fails it, RequestError where it refuses it."""
-    outputs = context.llm.generate(
-        batch.prompts[index].as_prompt(),
-        batch.params,
-        batch.request_id(index),
-        priority=batch.priority,
-        cache_salt=batch.cache_salt,
-        data_parallel_rank=batch.data_parallel_rank,
-    )
+    outputs = await _begin(context, batch, index)
     async with aclosing(outputs):
         try:
             async for output in outputs:
@@ -148,9 +145,39 @@ async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGe
                     raise generation_failed(output.error)
                 if batch.only_prompt:
                     _drop_answer(output)
+                    if output.finished:  # nobody should go on from a token that nobody saw
+                        with suppress(UnknownParentError):  # an aborted one is forgotten already
+                            await context.llm.forget(batch.request_id(index), batch.owner)
                 yield output
         except RequestError as error:
             raise _with_place(error, batch, index) from None
+
+
+async def _begin(context: ServerContext, batch: Batch, index: int) -> AsyncGenerator[RequestOutput, None]:
+    if batch.origin is None:
+        return context.llm.generate(
+            batch.prompts[index].as_prompt(),
+            batch.params,
+            batch.request_id(index),
+            priority=batch.priority,
+            cache_salt=batch.cache_salt,
+            data_parallel_rank=batch.data_parallel_rank,
+            retain_kv=batch.retain_kv,
+            owner=batch.owner,
+        )
+    at, suffix = await find_place(context, batch.origin, batch.owner)
+    return context.llm.generate_continuation(
+        batch.origin.parent,
+        suffix,
+        batch.params,
+        batch.request_id(index),
+        choice=batch.origin.choice,
+        at=at,
+        wait=batch.origin.wait,
+        priority=batch.priority,
+        retain_kv=batch.retain_kv,
+        owner=batch.owner,
+    )
 
 
 def _drop_answer(output: RequestOutput) -> None:

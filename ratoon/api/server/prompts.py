@@ -32,6 +32,9 @@ class EncodedPrompt:
         return {"prompt": self.text, "prompt_token_ids": self.token_ids}
 
 
+UNKNOWN_PROMPT = EncodedPrompt(None, [])  # a continuation's: known when its parent is found
+
+
 async def encode_prompts(
     context: ServerContext, param: str, prompts: Sequence[str | list[int]], add_special_tokens: bool, num_places: int
 ) -> list[EncodedPrompt]:
@@ -78,7 +81,38 @@ async def encode_chat(
     template: str | None = None,
     num_places: int | None = 1,  # of the model's length, to be left for the answer; None: any prompt will do
 ) -> EncodedPrompt:
-    """A conversation through the chat template: the request's, the server's or the model's own, in this order."""
+    """A conversation as the chat template writes it, in token ids."""
+    text = await render_chat(
+        context,
+        messages,
+        size=size,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        variables=variables,
+        template=template,
+    )
+    tokenizer = context.llm.get_tokenizer()
+    # The template writes the special tokens itself.
+    token_ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+    if not token_ids:
+        raise refused("messages", "the chat template makes an empty prompt of them")
+    if num_places is not None and len(token_ids) + num_places > context.max_model_len:
+        raise context_length_exceeded("messages", len(token_ids), context.max_model_len)
+    return EncodedPrompt(text, token_ids)
+
+
+async def render_chat(
+    context: ServerContext,
+    messages: Sequence[Message],
+    *,
+    size: int,
+    earlier: Sequence[dict[str, Any]] = (),  # messages that stand before those of the request
+    tools: Sequence[Tool] | None = None,
+    add_generation_prompt: bool = True,
+    variables: dict[str, Any] | None = None,
+    template: str | None = None,
+) -> str:
+    """What the chat template writes: the request's, the server's or the model's own, in this order."""
     for name in variables or {}:
         if name in RESERVED_VARIABLES:
             raise refused("chat_template_kwargs", f"{name} is not to be set here", "use the request's own fields")
@@ -87,29 +121,22 @@ async def encode_chat(
     template = template or context.settings.chat_template
     if template is None and not context.llm.has_chat_template:
         raise refused("messages", "the model has no chat template", "use /v1/completions with a prompt")
-    plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+    plain = [*earlier, *(_plain_message(index, message) for index, message in enumerate(messages))]
     tokenizer = context.llm.get_tokenizer()
 
-    def render() -> tuple[str, list[int]]:
-        text = tokenizer.apply_chat_template(
+    def render() -> str:
+        return tokenizer.apply_chat_template(
             plain,
             add_generation_prompt=add_generation_prompt,
             tools=[tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
             chat_template=template,
             **(variables or {}),
         )
-        # The template writes the special tokens itself.
-        return text, tokenizer.encode(text, add_special_tokens)
 
     try:
-        text, token_ids = await off_loop(size, render)
+        return await off_loop(size, render)
     except RecursionError:
         raise refused("messages", "are nested too deeply for the chat template") from None
-    if not token_ids:
-        raise refused("messages", "the chat template makes an empty prompt of them")
-    if num_places is not None and len(token_ids) + num_places > context.max_model_len:
-        raise context_length_exceeded("messages", len(token_ids), context.max_model_len)
-    return EncodedPrompt(text, token_ids)
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:

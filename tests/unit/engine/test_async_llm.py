@@ -617,9 +617,9 @@ async def test_a_step_with_very_many_outputs_leaves_others_their_turns():
         slices: list[tuple[int, int]] = []  # when each came, and how large it was
         handle = llm._handler._handle
 
-        def note_slice(outputs):
+        def note_slice(outputs, engine_index):
             slices.append((num_turns, len(outputs)))
-            handle(outputs)
+            handle(outputs, engine_index)
 
         llm._handler._handle = note_slice
         client.step()

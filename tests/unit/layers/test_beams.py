@@ -54,6 +54,18 @@ def test_among_equals_the_lowest_beam_comes_first_then_the_lowest_token(num_cand
         assert_same(best_candidates(logits, scores, num_candidates), expected)
 
 
+def test_equals_far_apart_keep_their_order():
+    logits = torch.zeros(2, 8 * beams.CHUNK)
+    logits[:, 17 :: beams.CHUNK] = 1.0  # one in every chunk
+    logits[1, 5 * beams.CHUNK + 18] = 2.0  # a better one late, beside an equal one
+    scores = torch.tensor([0.0, 0.0])
+    scores[1] = best_candidates(logits[:1], scores[:1], 1).scores - best_candidates(logits[1:], scores[1:], 2).scores[1]
+    for num_candidates in (2, 5, 11, 15):
+        expected = plain_choice(logits, scores, num_candidates)
+        assert expected.beams.tolist()[:2] == [1, 0]
+        assert_same(best_candidates(logits, scores, num_candidates), expected)
+
+
 def test_equal_candidates_do_not_bring_all_logits_with_them(monkeypatch):
     looked_at = []
     apply = beams._Offsets.apply

@@ -135,6 +135,16 @@ def test_it_goes_on_while_the_best_beam_as_it_is_beats_the_worst_text():
     assert texts(search) == [([4, EOS], -1.5, STOP), ([EOS], -2, STOP)]
 
 
+@pytest.mark.parametrize("early_stopping", [False, "never"])
+def test_with_a_penalty_below_0_there_is_no_better_length_than_the_present(early_stopping):
+    search = beam_search(2, length_penalty=-1.0, early_stopping=early_stopping)
+    advance(search, (-1, 0, 4), (-3, 0, EOS), (-4, 0, 5), (-5, 0, 6))
+    advance(search, (-2, 0, 5), (-2.5, 0, EOS), (-4, 0, 6), (-5, 0, 7))  # texts: -3 and -5; the best beam: -4
+    assert not search.done
+    advance(search, (-2.1, 0, 6), (-4, 0, 7), (-5, 0, 8), (-6, 0, 5))  # the best beam: -6.3
+    assert search.done
+
+
 def test_a_better_text_replaces_the_worst_and_a_worse_one_nothing():
     search = full_after_one_step(early_stopping="never")
     advance(search, (-2.2, 0, 8), (-3.1, 1, 9), (-3.2, 0, 4), (-3.3, 0, 5), (-9, 0, 1), (-9, 0, 2))

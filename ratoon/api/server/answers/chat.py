@@ -66,5 +66,5 @@ class ChatRenderer(Renderer):
         if output.prompt_logprobs is not None:
             about["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.return_token_ids:
-            about["prompt_token_ids"] = self.batch.prompts[0].token_ids
+            about["prompt_token_ids"] = output.prompt_token_ids
         return about

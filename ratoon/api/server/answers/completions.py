@@ -57,7 +57,7 @@ class CompletionRenderer(Renderer):
         if self.return_token_ids:
             body["token_ids"] = choice.token_ids
             if first:
-                body["prompt_token_ids"] = self.batch.prompts[index].token_ids
+                body["prompt_token_ids"] = output.prompt_token_ids
         return body
 
     def _choice_logprobs(

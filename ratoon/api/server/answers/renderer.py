@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from ratoon.api.server.answers.usage import UsageCounter
@@ -29,18 +30,20 @@ class Renderer(ABC):
         options = asked.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
         self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        self._continuation_told = False
         self._head = {"id": batch.id, "created": int(time.time()), "model": asked.model}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         for index, output in enumerate(outputs):
             self.usage.add(index, output)
-        return {**self._head, "object": self.WHOLE, **self.whole_body(outputs), "usage": self.usage.as_dict()}
+        body = {**self.whole_body(outputs), "usage": self.usage.as_dict(), **self._about_continuation(outputs[0])}
+        return {**self._head, "object": self.WHOLE, **body}
 
     def chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Chunks for what is new in prompt `index`, a choice each."""
         self.usage.add(index, output)
         for body in self.chunk_bodies(index, output):
-            yield self._chunk(body)
+            yield self._chunk({**body, **self._about_continuation(output)})
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._head, "object": self.CHUNK, "choices": [], "usage": self.usage.as_dict()}
@@ -52,6 +55,13 @@ class Renderer(ABC):
         elif self.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _about_continuation(self, output: RequestOutput) -> dict[str, Any]:
+        """How a continuation began: in its whole answer, or in the first chunk."""
+        if output.continuation is None or self._continuation_told:
+            return {}
+        self._continuation_told = True
+        return {"continuation": asdict(output.continuation)}
 
     def is_worth_sending(self, choice: CompletionOutput) -> bool:
         """Text is held back while it may become a stop string or is part of a character: then there is no chunk."""

@@ -11,20 +11,22 @@ from ratoon.core.outputs import RequestOutput
 
 class UsageCounter:
     def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
-        self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._num_prompt_tokens = [len(prompt.token_ids) for prompt in prompts]
         self.num_completion_tokens = 0
         self._num_cached_tokens = [0] * len(prompts)
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Count what an output brought that is new."""
         self._num_cached_tokens[index] = output.num_cached_tokens or 0
+        self._num_prompt_tokens[index] = len(output.prompt_token_ids or ())  # of a continuation, known only now
         for choice in output.outputs:
             self.num_completion_tokens += len(choice.token_ids)
 
     def as_dict(self) -> dict[str, Any]:
+        num_prompt_tokens = sum(self._num_prompt_tokens)
         return {
-            "prompt_tokens": self.num_prompt_tokens,
+            "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "total_tokens": num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
         }

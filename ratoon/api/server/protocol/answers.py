@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from ratoon.api.server.protocol.base import AnswerModel
@@ -27,6 +29,17 @@ class Usage(AnswerModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class ContinuationAnswer(AnswerModel):
+    """How a continuation began."""
+
+    parent: str
+    inherited_tokens: int = Field(description="Tokens of its prompt that were not computed again")
+    computed_tokens: int = Field(description="Tokens of its prompt that were")
+    source: Literal["lease", "prefix_cache", "recomputed"] = Field(
+        description="What it began with: memory kept for it (or of a parent that runs), cached blocks, or nothing"
+    )
 
 
 class PromptLogprob(AnswerModel):

@@ -51,6 +51,12 @@ def _are_token_ids(value: list[Any]) -> bool:
     return set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31
 
 
+def _suffix(value: Any) -> str | list[int]:
+    if isinstance(value, str) or (isinstance(value, list) and (not value or _are_token_ids(value))):
+        return value
+    raise ValueError("is neither text nor a list of token ids")
+
+
 def _token_keys(value: dict[str, float]) -> dict[str, float]:
     for key in value:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
@@ -72,5 +78,10 @@ Prompts = Annotated[
     WithJsonSchema(
         {"anyOf": [_TEXT, _TOKEN_IDS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKEN_IDS]}, "minItems": 1}]}
     ),
+]
+Suffix = Annotated[
+    str | list[int],
+    PlainValidator(_suffix),
+    WithJsonSchema({"anyOf": [_TEXT, {**_TOKEN_IDS, "minItems": 0}]}),
 ]
 LogitBias = Annotated[dict[str, float], AfterValidator(_token_keys)]

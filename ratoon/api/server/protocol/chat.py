@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from ratoon.api.server.protocol.answers import PromptLogprobs, Usage
+from ratoon.api.server.protocol.answers import ContinuationAnswer, PromptLogprobs, Usage
 from ratoon.api.server.protocol.base import AnswerModel, Size
 from ratoon.api.server.protocol.sampling import SamplingFields, ServiceTier
 
@@ -89,9 +89,11 @@ class ChatCompletionRequest(SamplingFields):
         "best_of": "use n",
         "use_beam_search": "beam search does not exist yet",
         "echo": "/v1/completions can do it",
+        "continuation_suffix": "the new messages are what follows; /v1/completions takes a suffix",
+        "continuation_at": "/v1/completions can do it",
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, description="With continuation_of: the new ones alone")
     max_completion_tokens: Size | None = Field(None, description="The same as max_tokens, and goes before it")
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens")
     top_logprobs: Size | None = Field(None, description="Alternatives for each token; needs logprobs")
@@ -151,6 +153,7 @@ class ChatCompletion(AnswerModel):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    continuation: ContinuationAnswer | None = None
 
 
 class Delta(AnswerModel):
@@ -176,3 +179,4 @@ class ChatCompletionChunk(AnswerModel):
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    continuation: ContinuationAnswer | None = Field(None, description="In the first chunk alone")

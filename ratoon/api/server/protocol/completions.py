@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ratoon.api.server.protocol.answers import PromptLogprobs, Usage
-from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts
+from ratoon.api.server.protocol.answers import ContinuationAnswer, PromptLogprobs, Usage
+from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts, Suffix
 from ratoon.api.server.protocol.sampling import SamplingFields
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -21,7 +21,13 @@ class CompletionRequest(SamplingFields):
         "response_format": "structured output does not exist yet; leave it out",
     }
 
-    prompt: Prompts = Field(description="Text, token ids, or a list of either")
+    prompt: Prompts | None = Field(
+        None, description="Text, token ids, or a list of either; needed unless there is continuation_of"
+    )
+    continuation_suffix: Suffix | None = Field(None, description="Text or token ids behind what is continued")
+    continuation_at: Int | None = Field(
+        None, description="Go on behind so many of its tokens, prompt and answer together; all where it is left out"
+    )
     logprobs: Int | None = Field(None, description="Alternatives for each token of the answer")
     echo: bool | None = Field(None, description="Begin the answer with the prompt")
     best_of: Int | None = Field(None, description="Accepted where it equals n")
@@ -54,3 +60,4 @@ class Completion(AnswerModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    continuation: ContinuationAnswer | None = Field(None, description="Of a stream, in the first chunk alone")

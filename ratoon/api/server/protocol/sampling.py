@@ -67,6 +67,15 @@ class SamplingFields(RequestModel):
     data_parallel_rank: Size | None = Field(None, description="Which of several engines answers")
     return_token_ids: bool | None = Field(None, description="Put the token ids of prompt and answer into the answer")
 
+    # Extensions: going on from what has ended
+    retain_kv: float | None = Field(None, description="Keep the answer's memory for continuations, so many seconds")
+    continuation_of: str | None = Field(None, description="The id of an answer: go on from it")
+    continuation_choice: Size | None = Field(None, description="Which of its choices; the first where it is left out")
+    continuation_wait: bool | None = Field(
+        None,
+        description="false: go on from an answer that is still being made as it is now, and don't wait for its end",
+    )
+
     # Accepted, without effect
     user: str | None = Field(None, description="Accepted, without effect")
 

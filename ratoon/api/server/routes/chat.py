@@ -13,7 +13,8 @@ from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import exchange_of
 from ratoon.api.server.generation import Batch, check_token_limit, make_id
 from ratoon.api.server.json_body import read_body
-from ratoon.api.server.prompts import encode_chat
+from ratoon.api.server.origins import chat_origin
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from ratoon.api.server.routes.documented import WITH_BODY, answers, body
 
@@ -30,11 +31,12 @@ router = APIRouter(tags=["OpenAI"])
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     asked = read_body(request, ChatCompletionRequest)
-    renderer = ChatRenderer(context, asked, await make_batch(context, asked, len(exchange_of(request.scope).body)))
+    exchange = exchange_of(request.scope)
+    renderer = ChatRenderer(context, asked, await make_batch(context, asked, len(exchange.body), exchange.tenant))
     return await (answer_stream if asked.stream else answer_whole)(request, renderer)
 
 
-async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_size: int) -> Batch:
+async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_size: int, owner: str | None) -> Batch:
     """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
     context.check_model(asked.model)
     check_support(context, asked)
@@ -44,16 +46,8 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_
         (asked.top_logprobs or 0) if asked.logprobs else None,
         asked.prompt_logprobs,
     )
-    prompt = await encode_chat(
-        context,
-        asked.messages,
-        size=body_size,
-        tools=None if asked.tool_choice == "none" else asked.tools,
-        add_generation_prompt=asked.add_generation_prompt is not False,
-        add_special_tokens=bool(asked.add_special_tokens),
-        variables=asked.chat_template_kwargs,
-        template=asked.chat_template,
-    )
+    origin = await chat_origin(context, asked, body_size)
+    prompt = UNKNOWN_PROMPT if origin is not None else await encode_conversation(context, asked, body_size)
     room = context.max_model_len - len(prompt.token_ids)
     check_token_limit(context, 1, params.n, room if params.max_tokens is None else min(params.max_tokens, room))
     return Batch(
@@ -64,6 +58,22 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_
         cache_salt=asked.cache_salt,
         data_parallel_rank=asked.data_parallel_rank,
         param="messages",
+        owner=owner,
+        retain_kv=asked.retain_kv,
+        origin=origin,
+    )
+
+
+async def encode_conversation(context: ServerContext, asked: ChatCompletionRequest, body_size: int) -> EncodedPrompt:
+    return await encode_chat(
+        context,
+        asked.messages,
+        size=body_size,
+        tools=None if asked.tool_choice == "none" else asked.tools,
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        add_special_tokens=bool(asked.add_special_tokens),
+        variables=asked.chat_template_kwargs,
+        template=asked.chat_template,
     )
 
 

@@ -10,9 +10,11 @@ from ratoon.api.server.answers.completions import CompletionRenderer
 from ratoon.api.server.answers.flow import answer_stream, answer_whole
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
+from ratoon.api.server.exchange import exchange_of
 from ratoon.api.server.generation import Batch, check_token_limit, make_id
 from ratoon.api.server.json_body import read_body
-from ratoon.api.server.prompts import encode_prompts
+from ratoon.api.server.origins import completion_origin
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, encode_prompts
 from ratoon.api.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from ratoon.api.server.routes.documented import WITH_BODY, answers, body
 
@@ -29,11 +31,11 @@ router = APIRouter(tags=["OpenAI"])
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
     asked = read_body(request, CompletionRequest)
-    renderer = CompletionRenderer(context, asked, await make_batch(context, asked))
+    renderer = CompletionRenderer(context, asked, await make_batch(context, asked, exchange_of(request.scope).tenant))
     return await (answer_stream if asked.stream else answer_whole)(request, renderer)
 
 
-async def make_batch(context: ServerContext, asked: CompletionRequest) -> Batch:
+async def make_batch(context: ServerContext, asked: CompletionRequest, owner: str | None) -> Batch:
     """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
     context.check_model(asked.model)
     asked.check_stream_options()
@@ -42,6 +44,8 @@ async def make_batch(context: ServerContext, asked: CompletionRequest) -> Batch:
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if max_tokens == 0 and not asked.echo:
         raise refused("max_tokens", "0 leaves nothing to answer", "at least 1, or 0 with echo to score the prompt")
+    if max_tokens == 0 and asked.retain_kv is not None:
+        raise refused("retain_kv", "a prompt that is only scored can't be continued", "max_tokens of at least 1")
     if asked.prompt_logprobs is not None and asked.echo and asked.logprobs is not None:
         raise refused("prompt_logprobs", "says what echo and logprobs say, in another form", "ask for one of the two")
     params = asked.sampling_params(
@@ -50,14 +54,21 @@ async def make_batch(context: ServerContext, asked: CompletionRequest) -> Batch:
         asked.logprobs,
         asked.logprobs if asked.echo and asked.logprobs is not None else asked.prompt_logprobs,
     )
-    check_token_limit(context, len(asked.prompt), params.n, max_tokens)
-    add_special_tokens = asked.add_special_tokens is not False
+    origin = await completion_origin(context, asked)
+    check_token_limit(context, 1 if asked.prompt is None else len(asked.prompt), params.n, max_tokens)
+    prompts = [UNKNOWN_PROMPT]
+    if asked.prompt is not None:
+        add_special_tokens = asked.add_special_tokens is not False
+        prompts = await encode_prompts(context, "prompt", asked.prompt, add_special_tokens, num_places=1)
     return Batch(
         id=make_id("cmpl", asked.request_id),
-        prompts=await encode_prompts(context, "prompt", asked.prompt, add_special_tokens, num_places=1),
+        prompts=prompts,
         params=params,
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
         data_parallel_rank=asked.data_parallel_rank,
+        owner=owner,
+        retain_kv=asked.retain_kv,
+        origin=origin,
         only_prompt=max_tokens == 0,
     )

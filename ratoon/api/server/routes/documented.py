@@ -15,7 +15,7 @@ Answers = dict[int | str, dict[str, Any]]
 DESCRIPTIONS = {
     400: "The request is wrong; the message says where and what would be right",
     401: "No API key, or one that is not known",
-    404: "No such model, or no such path",
+    404: "No such model, no such request, or no such path",
     405: "Not with this method",
     408: "The body did not arrive in time",
     413: "The body is too large",

@@ -1,0 +1,143 @@
+"""Where a continuation goes on from: the answer that the body names, and the tokens that come behind it.
+
+For chat these are what the template writes for the new messages behind an answer. The answers themselves, and whether
+their memory is still there, are the engine's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ratoon.api.server.context import ServerContext
+from ratoon.api.server.errors import context_length_exceeded, refused, request_not_found
+from ratoon.api.server.prompts import off_loop, render_chat
+from ratoon.api.server.protocol.chat import ChatCompletionRequest
+from ratoon.api.server.protocol.completions import CompletionRequest
+from ratoon.api.server.protocol.sampling import SamplingFields
+from ratoon.core.errors import UnknownParentError
+
+if TYPE_CHECKING:
+    from ratoon.engine.roots import Root
+
+COMPANIONS = ("continuation_suffix", "continuation_choice", "continuation_at", "continuation_wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    parent: str  # the id of its answer
+    suffix: list[int]
+    param: str  # where in the body the suffix stands
+    choice: int = 0
+    at: int | None = None
+    wait: bool = True
+    cache_salt: str | None = None
+    new_turn: bool = False  # the suffix begins with the end of the parent's turn
+
+
+async def completion_origin(context: ServerContext, asked: CompletionRequest) -> Origin | None:
+    """None: it is a prompt that goes on."""
+    if (asked.prompt is None) == (asked.continuation_of is None):
+        raise refused("prompt", "one of prompt and continuation_of is needed", "either of them, not both")
+    if asked.continuation_of is None:
+        _refuse_companions(asked)
+        return None
+    for name in ("echo", "add_special_tokens"):
+        if getattr(asked, name):
+            raise refused(name, "has no meaning in a continuation, which has no prompt of its own", "leave it out")
+    _refuse_rank(asked)
+    suffix = asked.continuation_suffix or []
+    if isinstance(suffix, str):
+        text, tokenizer = suffix, context.llm.get_tokenizer()
+        suffix = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=False))
+    return Origin(
+        parent=asked.continuation_of,
+        suffix=suffix,
+        param="continuation_suffix",
+        choice=asked.continuation_choice or 0,
+        at=asked.continuation_at,
+        wait=asked.continuation_wait is not False,
+        cache_salt=asked.cache_salt,
+    )
+
+
+async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body_size: int) -> Origin | None:
+    """None: the conversation is all in the request."""
+    if asked.continuation_of is None:
+        _refuse_companions(asked)
+        return None
+    _refuse_rank(asked)
+    if asked.add_special_tokens:
+        raise refused("add_special_tokens", "has no meaning in a continuation", "leave it out")
+    # The template sees a conversation whose answer can be found again, and what it writes behind that is the suffix.
+    marker = f"answer-{secrets.token_hex(16)}"
+    text = await render_chat(
+        context,
+        asked.messages,
+        earlier=[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": marker}],
+        size=body_size,
+        tools=None if asked.tool_choice == "none" else asked.tools,
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        variables=asked.chat_template_kwargs,
+        template=asked.chat_template,
+    )
+    _, found, suffix = text.rpartition(marker)
+    if not found:
+        problem = "the chat template drops earlier answers, so there is nothing to continue behind"
+        raise refused("continuation_of", problem, "send the whole conversation")
+    tokenizer = context.llm.get_tokenizer()
+    return Origin(
+        parent=asked.continuation_of,
+        suffix=await off_loop(len(suffix), lambda: tokenizer.encode(suffix, add_special_tokens=False)),
+        param="messages",
+        choice=asked.continuation_choice or 0,
+        wait=asked.continuation_wait is not False,
+        cache_salt=asked.cache_salt,
+        new_turn=True,
+    )
+
+
+async def find_place(context: ServerContext, origin: Origin, owner: str | None) -> tuple[int | None, list[int]]:
+    """How many of the parent's tokens count (None: all), and the tokens behind them. Waits for a parent that runs, if
+    that is what was asked for. ApiError: there is no such parent for this owner, or it leaves no room."""
+    try:
+        root = await context.llm.find_parent(origin.parent, wait=False, owner=owner)
+        if root.cache_salt != origin.cache_salt:  # another salt is another tenant, who does not even wait
+            raise request_not_found(origin.parent, "continuation_of")
+        if origin.wait:
+            root = await context.llm.find_parent(origin.parent, owner=owner)
+    except UnknownParentError:
+        raise request_not_found(origin.parent, "continuation_of") from None
+    at, suffix = _join(context, origin, root)
+    num_tokens = len(root.tokens(origin.choice, at)) + len(suffix)
+    if num_tokens + 1 > context.max_model_len:
+        raise context_length_exceeded(origin.param, num_tokens, context.max_model_len)
+    return at, suffix
+
+
+def _join(context: ServerContext, origin: Origin, root: Root) -> tuple[int | None, list[int]]:
+    """An answer that ended by itself has the token that ends a turn, and most templates write it, too: it must stand
+    there once. Where the template ends turns in another way, it must not stand there at all."""
+    suffix, tokens = origin.suffix, root.tokens(origin.choice, origin.at)
+    if not origin.new_turn or not root.choices[origin.choice]:
+        return origin.at, suffix
+    tokenizer = context.llm.get_tokenizer()
+    if tokens[-1] not in tokenizer.special_token_ids.union(context.llm.eos_token_ids):
+        return origin.at, suffix
+    if tokens[-1] in suffix:
+        place = suffix.index(tokens[-1])
+        if not tokenizer.decode(suffix[:place], False).strip():  # else it ends one of the new messages
+            return origin.at, suffix[place + 1 :]
+    return len(tokens) - 1, suffix
+
+
+def _refuse_companions(asked: SamplingFields) -> None:
+    for name in COMPANIONS:
+        if getattr(asked, name, None) is not None:
+            raise refused(name, "has no meaning without continuation_of", "leave it out")
+
+
+def _refuse_rank(asked: SamplingFields) -> None:
+    if asked.data_parallel_rank is not None:
+        raise refused("data_parallel_rank", "a continuation runs where its parent ran", "leave it out")

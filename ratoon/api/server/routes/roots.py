@@ -1,0 +1,58 @@
+"""GET /v1/requests, DELETE /v1/requests/{id}: what the asking key can continue, and how it is forgotten."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.server.context import context_of
+from ratoon.api.server.errors import request_not_found
+from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.protocol.roots import EndedRequests, ForgottenRequest
+from ratoon.api.server.responses import json_response
+from ratoon.api.server.routes.documented import answers
+from ratoon.core.errors import UnknownParentError
+from ratoon.engine.roots import Root
+
+router = APIRouter(tags=["Continuations"])
+
+
+@router.get(
+    "/v1/requests",
+    summary="List ended requests that can be continued",
+    responses=answers(EndedRequests, 400),
+    response_model=None,
+)
+async def list_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
+    roots = context_of(request).llm.list_roots(exchange_of(request.scope).tenant)
+    data = [describe_root(root) for root in roots[:limit]]
+    return json_response(request, {"object": "list", "data": data, "has_more": len(roots) > limit})
+
+
+@router.delete(
+    "/v1/requests/{request_id}",
+    summary="Forget one, and give back the memory that was kept for its continuations",
+    responses=answers(ForgottenRequest, 404),
+    response_model=None,
+)
+async def forget_request(request: Request, request_id: str) -> Response:
+    try:
+        await context_of(request).llm.forget(request_id, exchange_of(request.scope).tenant)
+    except UnknownParentError:
+        raise request_not_found(request_id, "request_id") from None
+    return json_response(request, {"id": request_id, "object": "request.deleted", "deleted": True})
+
+
+def describe_root(root: Root) -> dict[str, Any]:
+    return {
+        "id": root.request_id,
+        "object": "request",
+        "ended_at": int(root.ended_at),
+        "prompt_tokens": len(root.prompt_token_ids),
+        "choices": [
+            {"index": index, "completion_tokens": len(token_ids)} for index, token_ids in enumerate(root.choices)
+        ],
+    }
