@@ -88,6 +88,7 @@ class LLM:
                 config.max_logprobs,
                 seed,
                 kv_capacity=self._client.describe().get("kv_capacity_tokens"),
+                max_lease_seconds=config.cache.max_lease_seconds,
             ),
             OutputProcessor(self._tokenizer),
         )

@@ -141,6 +141,10 @@ def verify_engine_config(config: EngineConfig) -> None:
         _at_least("num_threads", config.num_threads, 1)
     if cache.memory_fraction is not None and not 0 < cache.memory_fraction <= 1:  # NaN is not above 0 either
         raise ConfigError("kv_memory_fraction", f"{cache.memory_fraction} is out of range", "above 0 and at most 1")
+    if not 0 <= cache.lease_fraction <= 1:
+        raise ConfigError("lease_fraction", f"{cache.lease_fraction} is out of range", "0 (no leases) to 1")
+    if not cache.max_lease_seconds > 0:
+        raise ConfigError("max_lease_seconds", f"{cache.max_lease_seconds} is out of range", "more than 0")
     if config.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError("dtype", f"{config.dtype!r} is unknown", "auto, float32, bfloat16 or float16")
     if config.load_format not in ("auto", "dummy"):

@@ -20,6 +20,8 @@ class EngineSettings(TypedDict, total=False):
     kv_memory: int | str | None  # bytes, or text such as "2GiB"
     kv_memory_fraction: float | None
     enable_prefix_caching: bool
+    lease_fraction: float  # of the KV cache that is kept for continuations, at most
+    max_lease_seconds: float  # the longest that a request may ask for
     max_num_batched_tokens: int  # token budget of a step
     max_num_seqs: int  # sequences in a step
     max_prefill_chunk: int | None
@@ -33,7 +35,8 @@ class EngineSettings(TypedDict, total=False):
 
 
 _CACHE_NAMES = {"block_size": "block_size", "num_blocks": "num_blocks", "kv_memory": "memory_bytes",
-                "kv_memory_fraction": "memory_fraction", "enable_prefix_caching": "enable_prefix_caching"}  # fmt: skip
+                "kv_memory_fraction": "memory_fraction", "enable_prefix_caching": "enable_prefix_caching",
+                "lease_fraction": "lease_fraction", "max_lease_seconds": "max_lease_seconds"}  # fmt: skip
 _SCHEDULER_NAMES = ("max_num_batched_tokens", "max_num_seqs", "max_prefill_chunk", "enable_chunked_prefill", "policy")
 
 

@@ -130,6 +130,7 @@ class AsyncLLM:
             self.config.max_logprobs,
             self._seed,
             kv_capacity=client.ready.description.get("kv_capacity_tokens"),
+            max_lease_seconds=self.config.cache.max_lease_seconds,
         )
         self._handler = OutputHandler(client, OutputProcessor(self._tokenizer, metrics=self.metrics), self.metrics)
         if self.metrics is not None:

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from ratoon import LLM, AsyncLLM, RequestError, SamplingParams
+from ratoon import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.params import RequestOutputKind
 from tests.faults.processes import SETTINGS, model_name
@@ -240,3 +240,21 @@ def test_a_lease_ends_in_an_idle_engine_too():
             assert (stats.leases.num_active, stats.leases.expired, stats.kv_usage) == (0, 1, 0.0)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [({"lease_fraction": 1.5}, "lease_fraction"), ({"max_lease_seconds": 0}, "max_lease_seconds")],
+)
+def test_settings_of_leases_are_checked(settings, field):
+    with pytest.raises(ConfigError) as refused:
+        LLM(model_name(), **{**SETTINGS, **settings})
+    assert refused.value.field == field
+
+
+def test_without_a_budget_there_are_no_leases_and_a_shorter_limit_holds():
+    with engine("llama with grouped heads", block_size=4, lease_fraction=0.0, max_lease_seconds=10) as llm:
+        (parent,) = llm.generate(random_token_ids(10, seed=1), GREEDY, retain_kv=5, progress=False)
+        assert llm.continue_from(parent, [5], GREEDY).continuation.source == "prefix_cache"
+        with pytest.raises(RequestError, match="at most 10"):
+            llm.generate(random_token_ids(10, seed=1), GREEDY, retain_kv=11, progress=False)
