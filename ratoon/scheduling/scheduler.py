@@ -418,6 +418,7 @@ class Scheduler:
         Results for branches that ended while the step ran are dropped.
         """
         children = self._fork_children(plan) if plan.fanout else []
+        inherited = self._inherited.copy()  # a request may end, and be forgotten, with its first token
         outputs: list[EngineCoreOutput] = []
         for branch_id, message in output.errors.items():
             outputs += self.fail_requests([branch_id], message)
@@ -429,11 +430,12 @@ class Scheduler:
         if children:
             self._place_children(children)
         outputs += self._fail_unanswered(plan, output)
-        if self._on_trial or self._inherited:
+        if self._on_trial or inherited:
             for answer in outputs:
                 if answer.new_token_ids:
                     self._on_trial.pop(answer.request_id, None)
-                    answer.inherited_from = self._inherited.pop(answer.request_id, None)
+                    answer.inherited_from = inherited.pop(answer.request_id, None)
+                    self._inherited.pop(answer.request_id, None)
         return outputs
 
     def _take_tokens(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:

@@ -178,6 +178,16 @@ def test_it_is_said_once_and_of_continuations_alone():
     assert step(scheduler)[1]["child", 0].inherited_from is None
 
 
+def test_it_is_said_of_a_request_that_ends_with_its_first_token():
+    scheduler = make()
+    tokens = finished_parent(scheduler)
+    scheduler.add_request(continuation("child", "parent", tokens, [1], max_tokens=1, n=2))
+    outputs = step(scheduler)[1]
+    assert outputs["child", 0].finish_reason == FinishReason.LENGTH
+    assert outputs["child", 0].inherited_from == InheritedFrom.LEASE
+    assert not scheduler._inherited
+
+
 @pytest.mark.parametrize("change", ["tokens", "salt"])
 def test_another_sequence_or_another_tenant_inherits_nothing(change):
     scheduler = make()
