@@ -12,8 +12,17 @@ from ratoon.version import __version__
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
-    from ratoon.core.errors import ConfigError, EngineDeadError, EngineError, ModelError, RatoonError, RequestError
-    from ratoon.core.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+    from ratoon.core.errors import (
+        ConfigError,
+        EngineAwayError,
+        EngineDeadError,
+        EngineError,
+        ModelError,
+        RatoonError,
+        RequestError,
+        UnknownParentError,
+    )
+    from ratoon.core.outputs import CompletionOutput, Continuation, EmbeddingOutput, RequestOutput
     from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
     from ratoon.engine.async_llm import AsyncLLM
 
@@ -31,7 +40,10 @@ __all__ = [
     "ConfigError",
     "ModelError",
     "EngineError",
+    "EngineAwayError",
     "EngineDeadError",
+    "UnknownParentError",
+    "Continuation",
     "__version__",
 ]
 
@@ -49,7 +61,10 @@ _HOMES = {
     "ConfigError": "ratoon.core.errors",
     "ModelError": "ratoon.core.errors",
     "EngineError": "ratoon.core.errors",
+    "EngineAwayError": "ratoon.core.errors",
     "EngineDeadError": "ratoon.core.errors",
+    "UnknownParentError": "ratoon.core.errors",
+    "Continuation": "ratoon.core.outputs",
 }
 
 

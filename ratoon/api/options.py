@@ -76,6 +76,19 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the model's end token")
 
 
+def add_answer_options(parser: argparse.ArgumentParser) -> None:
+    """For commands that answer prompts, wherever the model runs: the form of the answers, and how they are sampled."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    parser.add_argument(
+        "--stream", action=argparse.BooleanOptionalAction, help="print the answer as it comes (one prompt, one choice)"
+    )
+    add_sampling_options(parser, max_tokens=256)
+    parser.add_argument("--n", type=int, metavar="N", help="choices for each prompt")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="log-probabilities of the N likeliest tokens (--json)"
+    )
+
+
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords for LLM, of what was given."""
     settings = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name, None) is not None}

@@ -17,6 +17,11 @@ import msgspec
 from ratoon.core.config import EngineConfig
 
 
+def engine_identity(index: int) -> bytes:
+    """What an engine is called on the client's ROUTER socket."""
+    return f"engine-{index}".encode()
+
+
 class EngineMessageType(enum.Enum):
     """What a message from the engine process is: one byte on the wire."""
 

@@ -107,10 +107,11 @@ class AsyncMPClient:
         self._take_back(EngineCoreRequestType.STOP, request_ids)
 
     def _take_back(self, kind: EngineCoreRequestType, request_ids: list[str]) -> None:
-        for engine, ids in self._ledger.abort(request_ids).items():
+        to_send, ended = self._ledger.abort(request_ids)
+        for engine, ids in to_send.items():
             self.replicas[engine].send(kind, ids)
-        for request_id in request_ids:
-            self._request_ended(request_id)
+        for entry in ended:
+            self._entry_ended(entry)
         self._dispatch()
 
     async def get_outputs(self) -> EngineCoreOutputs:

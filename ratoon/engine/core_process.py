@@ -31,7 +31,15 @@ import msgspec
 import zmq
 
 from ratoon.core.errors import RequestError
-from ratoon.core.messages import EngineLaunch, EngineMessageType, EngineReady, Fault, Heartbeat, UtilityCall
+from ratoon.core.messages import (
+    EngineLaunch,
+    EngineMessageType,
+    EngineReady,
+    Fault,
+    Heartbeat,
+    UtilityCall,
+    engine_identity,
+)
 from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -241,11 +249,6 @@ class EngineCoreProcess:
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 path.parent.rmdir()  # the last engine's
-
-
-def engine_identity(index: int) -> bytes:
-    """What an engine is called on the client's ROUTER socket."""
-    return f"engine-{index}".encode()
 
 
 def read_launch(stream: BinaryIO) -> EngineLaunch:

@@ -24,7 +24,15 @@ import zmq
 import ratoon
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import ConfigError
-from ratoon.core.messages import EngineLaunch, EngineMessageType, EngineReady, Fault, Heartbeat, UtilityResult
+from ratoon.core.messages import (
+    EngineLaunch,
+    EngineMessageType,
+    EngineReady,
+    Fault,
+    Heartbeat,
+    UtilityResult,
+    engine_identity,
+)
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequestType
 from ratoon.core.wire import Decoder, WireError, encode
 from ratoon.observe.logging import get_logger
@@ -69,7 +77,7 @@ class EngineProcess:
         self.closed = False
         self._num_outputs_taken = 0
         self._connected = False
-        self._identity = f"engine-{index}".encode()
+        self._identity = engine_identity(index)
         self._secret = secrets.token_bytes(16)
         self._decoders: dict[bytes, Decoder[Any]] = {
             EngineMessageType.READY.value: Decoder(EngineReady),

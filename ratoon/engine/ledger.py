@@ -99,9 +99,11 @@ class Ledger:
                 ended.append(entry)
         return ended
 
-    def abort(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Forget requests, or one choice of several (`id#choice`). Returns what must be aborted in which engine."""
+    def abort(self, ids: Iterable[str]) -> tuple[dict[int, list[str]], list[Entry]]:
+        """Forget requests, or one choice of several (`id#choice`). Returns what must be aborted in which engine, and
+        the entries that have ended with it."""
         to_send: dict[int, list[str]] = {}
+        ended = []
         for some_id in ids:
             entry = self._entries.get(some_id)
             if entry is None:
@@ -112,11 +114,13 @@ class Ledger:
                 entry.choices[int(number)].finished = True
                 if entry.finished:
                     self._drop(entry)
+                    ended.append(entry)
             else:
                 self._drop(entry)
+                ended.append(entry)
             if entry.engine is not None:
                 to_send.setdefault(entry.engine, []).append(some_id)
-        return to_send
+        return to_send, ended
 
     def engine_died(self, engine: int) -> list[EngineCoreOutput]:
         """Everybody who was in it waits again. Returns the ends of those who are given up."""

@@ -63,7 +63,8 @@ class SyncMPClient:
         self._take_back(EngineCoreRequestType.STOP, request_ids)
 
     def _take_back(self, kind: EngineCoreRequestType, request_ids: list[str]) -> None:
-        for ids in self._ledger.abort(request_ids).values():
+        to_send, _ = self._ledger.abort(request_ids)
+        for ids in to_send.values():
             self._replica.send(kind, ids)
 
     def has_work(self) -> bool:

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from ratoon.core.outputs import PromptLogprobsChunk
 from ratoon.core.params import SamplingParams
-from ratoon.core.request import EngineCoreRequest, InheritedFrom
+from ratoon.core.request import EngineCoreRequest
 from ratoon.memory.hashing import encode_extra_keys
 from ratoon.memory.sequence import TokenSequence
 
@@ -120,7 +120,6 @@ class Branch(TokenSequence):
 
     __slots__ = (
         "choice",
-        "inherited_from",
         "known_to_runner",
         "max_total_tokens",
         "num_cached_tokens",
@@ -140,7 +139,6 @@ class Branch(TokenSequence):
         self.status = BranchStatus.WAITING
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache when it first ran
         self.known_to_runner = False  # the runner has a row for it
-        self.inherited_from: InheritedFrom | None = None  # said once, with the first token
         # Copies of the request's, one attribute away: these are read for every branch in every step.
         self.request_id = request.request_id
         self.max_total_tokens = request.max_total_tokens

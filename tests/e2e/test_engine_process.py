@@ -178,6 +178,21 @@ def test_two_engines_share_the_work_and_answer_as_one(in_process, balanced):
     asyncio.run(run())
 
 
+def test_choices_that_stop_strings_ended_weigh_on_no_engine():
+    """They end on this side, one by one; the books of the balancer must hear of the last."""
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), num_replicas=2, **SETTINGS) as llm:
+            stopping = SamplingParams(temperature=1, seed=1, n=3, max_tokens=50, ignore_eos=True, stop=["w"])
+            for prompt in PROMPTS:
+                async for output in llm.generate(prompt, stopping):
+                    last = output
+                assert [choice.stop_reason for choice in last.outputs] == ["w"] * 3
+            assert [(load.num_requests, load.num_tokens) for load in llm._client.balancer.loads] == [(0, 0), (0, 0)]
+
+    asyncio.run(run())
+
+
 def test_a_rank_that_is_asked_for_gets_the_request():
     async def run() -> None:
         async with AsyncLLM(model_name(), num_replicas=2, **SETTINGS) as llm:

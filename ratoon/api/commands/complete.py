@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.commands.generate import choose_streaming, read_prompts, shorten
-from ratoon.api.options import Subparsers, add_common_options, add_sampling_options, check_sampling_options
+from ratoon.api.options import Subparsers, add_answer_options, add_common_options, check_sampling_options
 from ratoon.api.remote.errors import RemoteError
 from ratoon.api.remote.options import add_remote_options, choose_model, open_client, sampling_fields
 from ratoon.core.errors import RequestError
@@ -41,15 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_remote_options(parser, required=True)
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
-    parser.add_argument(
-        "--stream", action=argparse.BooleanOptionalAction, help="print the answer as it comes (one prompt, one choice)"
-    )
-    add_sampling_options(parser, max_tokens=256)
-    parser.add_argument("--n", type=int, metavar="N", help="choices for each prompt")
-    parser.add_argument(
-        "--logprobs", type=int, metavar="N", help="log-probabilities of the N likeliest tokens (--json)"
-    )
+    add_answer_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ratoon.api.options import (
     Subparsers,
+    add_answer_options,
     add_common_options,
     add_engine_options,
-    add_sampling_options,
     check_sampling_options,
     open_llm,
     sampling_params,
@@ -43,15 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
     form.add_argument("--chat", action="store_true", help="apply the chat template; an error if there is none")
     form.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message, where the chat template is applied")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
-    parser.add_argument(
-        "--stream", action=argparse.BooleanOptionalAction, help="print the answer as it comes (one prompt, one choice)"
-    )
-    add_sampling_options(parser, max_tokens=256)
-    parser.add_argument("--n", type=int, metavar="N", help="choices for each prompt")
-    parser.add_argument(
-        "--logprobs", type=int, metavar="N", help="log-probabilities of the N likeliest tokens (--json)"
-    )
+    add_answer_options(parser)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)

@@ -75,7 +75,7 @@ def test_choices_that_are_done_are_marked_so():
     hand_over(ledger)
     ledger.record(outputs(*(token("a", 7, choice) for choice in range(3))))
     ledger.record(outputs(token("a", 8, 0, FinishReason.STOP), token("a", 9, 2)))
-    assert ledger.abort(["a#1"]) == {0: ["a#1"]}  # a stop string ended it on this side
+    assert ledger.abort(["a#1"]) == ({0: ["a#1"]}, [])  # a stop string ended it on this side
     ledger.engine_died(0)
     resumed = ledger.ready_to_go()[0].current_request().resumed
     assert [(choice.token_ids, choice.finished) for choice in resumed] == [
@@ -106,8 +106,19 @@ def test_an_abort_names_the_engine_that_has_the_request():
     for entry, engine in zip(ledger.ready_to_go(), (1, 0)):
         ledger.handed_over(entry, engine)
     ledger.add(request("c"))
-    assert ledger.abort(["b", "a", "c", "unknown", "b#7", "#", "b#x"]) == {0: ["b"], 1: ["a"]}
+    to_send, ended = ledger.abort(["b", "a", "c", "unknown", "b#7", "#", "b#x"])
+    assert to_send == {0: ["b"], 1: ["a"]}
+    assert [entry.request.request_id for entry in ended] == ["b", "a", "c"]
     assert len(ledger) == 0 and ledger.ready_to_go() == []
+
+
+def test_a_request_has_ended_with_the_last_of_its_choices():
+    ledger = ledger_with("a", n=2)
+    hand_over(ledger)
+    ledger.record(outputs(token("a", 7, 0), token("a", 7, 1)))
+    assert ledger.abort(["a#1"])[1] == []
+    assert [entry.request.request_id for entry in ledger.abort(["a#0"])[1]] == ["a"]
+    assert len(ledger) == 0
 
 
 def test_only_the_dead_engines_requests_wait_again_in_their_old_order():
