@@ -30,6 +30,14 @@ class PromptLogprobsChunk(msgspec.Struct, array_like=True, gc=False):
     rows: LogprobsLists
 
 
+class BeamCandidates(msgspec.Struct, array_like=True, gc=False):
+    """The best continuations of a search's beams, best first, as parallel lists."""
+
+    scores: list[float]  # the beam's score and the token's log-probability
+    beams: list[int]  # which beam it continues
+    token_ids: list[int]
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step produced, in plain lists: nothing here keeps a device tensor alive.
 
@@ -41,6 +49,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     logprobs: dict[str, LogprobsLists] = {}  # only branches that asked
     prompt_logprobs: dict[str, PromptLogprobsChunk] = {}
     pooled: dict[str, WireTensor] = {}  # float32 [hidden], for `pooled_req_ids`
+    candidates: dict[str, BeamCandidates] = {}  # for `beam_steps` that want them
     errors: dict[str, str] = {}  # branches that this step failed, and why (NaN logits, for one)
 
 
@@ -83,6 +92,7 @@ class CompletionOutput:
     logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the stop token or string that ended it
+    score: float | None = None  # of a beam search: the sum of log-probabilities after the length penalty
 
     @property
     def finished(self) -> bool:
@@ -101,6 +111,7 @@ class EmbeddingOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     refusal: RequestError | None = None  # the engine could never serve it
+    owner: str | None = None  # whose it is: ids are an owner's own
 
     @property
     def finished(self) -> bool:
@@ -133,3 +144,4 @@ class RequestOutput:
     refusal: RequestError | None = None  # the engine could never serve it; `error` says the same as text
     continuation: Continuation | None = None  # of a request that continues another, from its first token on
     kv_transfer_params: dict[str, object] | None = field(default=None)
+    owner: str | None = None  # whose it is: ids are an owner's own

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -143,6 +143,11 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
     early_stopping: bool | Literal["never"] = False
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    # CUMULATIVE: after every step the best text so far, which may be another one than a step before. There is no DELTA.
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
 
     # Filled by the InputProcessor; a caller leaves it alone.
     all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
@@ -162,6 +167,15 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
         _require_list("stop_token_ids", self.stop_token_ids, int, MAX_BEAM_STOP_TOKENS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("ignore_eos", f"{self.ignore_eos!r} is neither true nor false", "true or false")
+        if self.output_kind not in (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY):
+            raise RequestError(
+                "output_kind",
+                "the best text may change from step to step, so there is nothing to add to",
+                "CUMULATIVE or FINAL_ONLY",
+            )
+
+
+GenerationParams: TypeAlias = SamplingParams | BeamSearchParams
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):

@@ -8,7 +8,11 @@ Order in which the runner carries a plan out:
   2. add new rows, apply `block_copies` (table entry and content) and the appended blocks of known rows;
   3. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
   4. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row;
-  5. read the vectors of `pooled_req_ids` out.
+  5. choose the candidates of `beam_steps`, and read the vectors of `pooled_req_ids` out.
+
+A beam search has one branch, its trunk, which computes the prompt like any other. Behind it the runner keeps a row for
+each beam, under the trunk's id: beams are known by their number, and a step says which beam of the last one each comes
+from.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 class BlockCopy(msgspec.Struct, array_like=True, gc=False):
     """Copy-on-write: before the forward pass, block `src` is copied to `dst`, and the branch's table points at `dst`.
 
-    For a branch in `scheduled_new_reqs` the table already holds `dst`.
+    For a branch in `scheduled_new_reqs` the table already holds `dst`; for beams, their BeamStep brings it.
     """
 
     req_id: str
@@ -54,6 +58,28 @@ class BlockCopy(msgspec.Struct, array_like=True, gc=False):
     dst: int
 
 
+class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One beam search in a step. All its beams are equally long. Lists over beams are flat, beam after beam."""
+
+    req_id: str  # the trunk's
+    # Tokens of every beam in this step, from `num_computed_tokens` on. 0: only the trunk runs, with its prompt's end.
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    # Set: the beams are new. Beam i is beam `parents[i]` of before (0: the trunk, if there were none) and the i-th part
+    # of `token_ids` behind its computed tokens.
+    parents: list[int] | None = None
+    token_ids: list[int] = []
+    first_column: int = 0  # the first place in the block tables that changes
+    block_ids: BlockIds = ()  # what stands there and behind, of every beam
+    num_candidates: int = 0  # 0: the beams are not up to date yet
+    scores: list[float] = []  # of the beams; they count in the choice of candidates
+    held_back: list[int] = []  # tokens that are impossible now
+
+    @property
+    def num_beams(self) -> int:
+        return len(self.scores)
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     scheduled_new_reqs: list[NewRequestData] = []
     scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
@@ -61,6 +87,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     total_num_scheduled_tokens: int = 0
     sampled_req_ids: list[str] = []  # branches whose last scheduled token is the newest: they get a token
     fanout: dict[str, list[tuple[str, int]]] = {}  # branch id → children (id, seed), sampled from the same row
+    beam_steps: list[BeamStep] = []  # their beams come behind the branches in the batch
     pooled_req_ids: list[str] = []  # pooling branches whose last token is in this step: they get their vector
     block_copies: list[BlockCopy] = []
     finished_req_ids: list[str] = []
@@ -69,6 +96,12 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     scheduled_encoder_inputs: dict[str, list[int]] = {}
     has_structured_output_requests: bool = False
+
+    @property
+    def req_ids(self) -> list[str]:
+        """Everybody who runs in this step."""
+        beams = [beam_step.req_id for beam_step in self.beam_steps if beam_step.num_tokens]
+        return [*self.num_scheduled_tokens, *beams]
 
     @property
     def is_empty(self) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 from ratoon.core.stats import SchedulerStats
 from ratoon.core.wire import WireTensor
 
@@ -61,6 +61,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     client_index: int = 0
     external_id: str | None = None
     pooling_params: PoolingParams | None = None  # set: the answer is one vector, and nothing is sampled
+    # Set: its choices are the best texts that a beam search finds. `sampling_params` then only says how many there are,
+    # and how they are told: nothing is sampled.
+    beam_params: BeamSearchParams | None = None
     # Set: the prompt begins with the tokens of this branch, which has ended or still runs, and ends with these tokens.
     continuation_of: str | None = None
     continuation_token_ids: list[int] | None = None
@@ -98,6 +101,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     refusal: Fault | None = None  # the engine could never serve this request; `error` says the same as text
     inherited_from: InheritedFrom | None = None  # of a continuation; how much, `num_cached_tokens` says
     pooled: WireTensor | None = None  # float32 [hidden], at the end of a pooling request
+    # Of a beam search: how good the text is, and, while it still searches, that this is all of the best one so far.
+    score: float | None = None  # the sum of log-probabilities after the length penalty
+    cumulative_logprob: float | None = None  # the sum itself
+    replaces: bool = False  # the tokens stand in place of all that this choice had before
 
     @property
     def finished(self) -> bool:

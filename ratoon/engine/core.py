@@ -63,7 +63,7 @@ class EngineCore:
                 logger.exception("a step failed")
                 if not self.scheduler.try_apart(plan):
                     message = f"{type(error).__name__}: {error}"
-                    outputs += self.scheduler.fail_requests(list(plan.num_scheduled_tokens), message)
+                    outputs += self.scheduler.fail_requests(plan.req_ids, message)
             else:
                 outputs += self.scheduler.update_from_output(plan, result)
         return EngineCoreOutputs(outputs, self.scheduler.stats())

@@ -5,6 +5,8 @@ A branch keeps its row until it is dropped; steps gather from the rows by index.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from ratoon.core.kv import NULL_BLOCK
@@ -28,7 +30,7 @@ class BranchRows:
         self.seeds = np.zeros(max_rows, np.uint64)
         self.params: list[SamplingParams | None] = [None] * max_rows
         self.row_of: dict[str, int] = {}
-        self._num_blocks = np.zeros((num_groups, max_rows), np.int64)
+        self.num_blocks = np.zeros((num_groups, max_rows), np.int64)
         self._free_rows = list(range(max_rows - 1, -1, -1))  # lowest first
 
     def __len__(self) -> int:
@@ -48,7 +50,7 @@ class BranchRows:
         self.num_computed[row] = new.num_computed_tokens
         self.seeds[row] = new.seed
         self.params[row] = new.sampling_params
-        self._num_blocks[:, row] = 0
+        self.num_blocks[:, row] = 0
         self.append_blocks(row, new.block_ids)
         return row
 
@@ -57,13 +59,23 @@ class BranchRows:
         row = self.row_of.pop(req_id, None)
         if row is not None:
             self.params[row] = None
-            for table, counts in zip(self.block_tables, self._num_blocks, strict=True):
-                table[row, : counts[row]] = NULL_BLOCK
-            self._free_rows.append(row)
+            self.give_back([row])
         return row
 
+    def take(self, count: int) -> np.ndarray:
+        """Rows without a name of their own, for whoever keeps them under another's."""
+        if count > len(self._free_rows):
+            raise ValueError(f"{count} rows asked for, {len(self._free_rows)} are free")
+        return np.array([self._free_rows.pop() for _ in range(count)])
+
+    def give_back(self, rows: Iterable[int]) -> None:
+        for row in map(int, rows):
+            for table, counts in zip(self.block_tables, self.num_blocks, strict=True):
+                table[row, : counts[row]] = NULL_BLOCK
+            self._free_rows.append(row)
+
     def append_blocks(self, row: int, block_ids: BlockIds) -> None:
-        for table, counts, ids in zip(self.block_tables, self._num_blocks, block_ids, strict=True):
+        for table, counts, ids in zip(self.block_tables, self.num_blocks, block_ids, strict=True):
             if ids:
                 start = counts[row]
                 table[row, start : start + len(ids)] = ids

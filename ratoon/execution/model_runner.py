@@ -15,6 +15,8 @@ from ratoon.attention.interface import AttentionBackend
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.beam_candidates import beam_rows_of, choose_candidates
+from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.kv_tensors import KVTensors
@@ -43,8 +45,10 @@ class ExecutedStep:
     """What the first phase leaves for the second. Tensors are on the device and may still be in the making."""
 
     plan: SchedulerOutput
-    # [S + P + V, H]: the newest token of every sampled branch, rows for prompt log-probabilities, rows for vectors
+    # [S + B + P + V, H]: the newest token of every sampled branch, and of every beam that wants candidates; rows for
+    # prompt log-probabilities, rows for vectors
     hidden: torch.Tensor
+    num_beams: int  # B
     prompt_spans: list[PromptSpan]
     pooling_spans: list[PoolingSpan]
 
@@ -70,6 +74,7 @@ class ModelRunner:
         self.sampling_rows = SamplingRows(max_num_reqs)
         self.sampler = Sampler(self.sampling_rows)
         self.pooling = PoolingBranches()
+        self.beam_rows = BeamRows(self.rows)
         self.inputs = InputPreparation(self.rows, max_num_tokens, max_num_reqs, device)
         self.num_computed_tokens = 0  # rows that went through the model, since the start
         self._executed: ExecutedStep | None = None
@@ -81,30 +86,41 @@ class ModelRunner:
         self._apply_changes(plan)
         if plan.is_empty:
             return
-        batch_ids = list(plan.num_scheduled_tokens)
-        row_of = self.rows.row_of
-        batch_rows = np.array([row_of[req_id] for req_id in batch_ids])
-        num_scheduled = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, len(batch_ids))
-        inputs = self.inputs.prepare(batch_rows, num_scheduled)
+        inputs = self.inputs.prepare(*self._batch(plan))
         metadata = [self.backend.build_metadata(group) for group in inputs.groups]
-        last_token = dict(zip(batch_ids, (inputs.cu_num_tokens - 1).tolist(), strict=True))
+        last_tokens = (inputs.cu_num_tokens - 1).tolist()
+        last_token = dict(zip(plan.num_scheduled_tokens, last_tokens))
+        beams = beam_rows_of(plan, last_token, last_tokens[len(last_token) :]) if plan.beam_steps else []
         prompt_spans = self._prompt_spans(plan)
         pooling_spans = self.pooling.spans(plan, last_token) if self.pooling else []
-        wanted = self._wanted_rows(plan, last_token, prompt_spans, pooling_spans)
+        wanted = self._wanted_rows(plan, last_token, beams, prompt_spans, pooling_spans)
         step = PagedStep(self.backend, self.kv, metadata)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
         self.num_computed_tokens += plan.total_num_scheduled_tokens
-        self._executed = ExecutedStep(plan, hidden, prompt_spans, pooling_spans)
+        self._executed = ExecutedStep(plan, hidden, len(beams), prompt_spans, pooling_spans)
+
+    def _batch(self, plan: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of the step, and the tokens of each: branches in the plan's order, then beams."""
+        row_of = self.rows.row_of
+        rows = [row_of[req_id] for req_id in plan.num_scheduled_tokens]
+        num_scheduled = list(plan.num_scheduled_tokens.values())
+        for step in plan.beam_steps:
+            if step.num_tokens:
+                beams = self.beam_rows.rows_of(step.req_id).tolist()
+                rows += beams
+                num_scheduled += [step.num_tokens] * len(beams)
+        return np.array(rows), np.array(num_scheduled, np.int64)
 
     def _wanted_rows(
         self,
         plan: SchedulerOutput,
         last_token: dict[str, int],
+        beams: list[int],
         prompt_spans: list[PromptSpan],
         pooling_spans: list[PoolingSpan],
     ) -> torch.Tensor | None:
         """Which rows of the step anybody reads: None when that is all of them, in order."""
-        wanted = [last_token[req_id] for req_id in plan.sampled_req_ids]
+        wanted = [last_token[req_id] for req_id in plan.sampled_req_ids] + beams
         for span in prompt_spans:
             first = last_token[span.req_id] + 1 - plan.num_scheduled_tokens[span.req_id]
             wanted += range(first, first + span.count)
@@ -135,6 +151,8 @@ class ModelRunner:
                 self.sampling_rows.remove(row)
         if self.pooling:
             self.pooling.drop((*plan.finished_req_ids, *plan.preempted_req_ids))
+        if self.beam_rows:
+            self.beam_rows.drop((*plan.finished_req_ids, *plan.preempted_req_ids))
         new_ids = set()
         for new in plan.scheduled_new_reqs:
             row = self.rows.add(new)
@@ -143,8 +161,9 @@ class ModelRunner:
             if new.pooling_params is not None:
                 self.pooling.add(new)
             new_ids.add(new.req_id)
+        with_beams = {step.req_id for step in plan.beam_steps if step.num_tokens}
         for copy in plan.block_copies:
-            if copy.req_id not in new_ids:  # a new branch came with the copy in its table
+            if copy.req_id not in new_ids and copy.req_id not in with_beams:  # these come with it in their tables
                 self.rows.replace_block(copy)
         self.kv.copy_blocks(plan.block_copies)
         cached = plan.scheduled_cached_reqs
@@ -155,6 +174,9 @@ class ModelRunner:
             self.rows.num_computed[row] = computed
             if blocks is not None:
                 self.rows.append_blocks(row, blocks)
+        for step in plan.beam_steps:
+            if step.num_tokens:
+                self.beam_rows.apply(step)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
@@ -167,9 +189,17 @@ class ModelRunner:
         if executed.pooling_spans:
             num_rows = sum(span.count for span in executed.pooling_spans)
             self.pooling.pool(executed.pooling_spans, executed.hidden[-num_rows:], output)
-        if not plan.sampled_req_ids:
+        num_sampled = len(plan.sampled_req_ids)
+        if not num_sampled + executed.num_beams:
             return output
-        logits = self.model.compute_logits(executed.hidden[: len(plan.sampled_req_ids)])
+        logits = self.model.compute_logits(executed.hidden[: num_sampled + executed.num_beams])
+        if num_sampled:
+            self._sample(plan, logits[:num_sampled], output)
+        if executed.num_beams:
+            choose_candidates(plan, logits[num_sampled:], output)
+        return output
+
+    def _sample(self, plan: SchedulerOutput, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
         ids, rows, seeds, source = self._draws(plan)
         if len(ids) > len(plan.sampled_req_ids):  # several choices from one row
             logits = logits[torch.from_numpy(source).to(self.device)]
@@ -187,7 +217,6 @@ class ModelRunner:
                 output.req_ids.append(ids[index])
                 output.sampled_token_ids.append([token])
         output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}
-        return output
 
     def _draws(self, plan: SchedulerOutput) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
         """Who gets a token: ids, their rows, their seeds, and which of the sampled rows each draws from.
@@ -210,7 +239,7 @@ class ModelRunner:
     def _prompt_logprobs(self, executed: ExecutedStep) -> dict[str, PromptLogprobsChunk]:
         """What the model expected at the prompt positions that follow the spans' rows."""
         result = {}
-        first = len(executed.plan.sampled_req_ids)
+        first = len(executed.plan.sampled_req_ids) + executed.num_beams
         for span in executed.prompt_spans:
             lists = LogprobsLists([], [], [])
             for offset in range(0, span.count, PROMPT_LOGPROBS_ROWS):

@@ -84,9 +84,9 @@ class BlockPool:
         """Add a reference to each block; free ones come off the free list with their content. The null block stays."""
         null = self.null_block
         for block in blocks:
-            if block is null:
-                continue
-            if block.ref_cnt == 0:
+            if block.ref_cnt == 0:  # the null block counts none, so that only free blocks are compared with it
+                if block is null:
+                    continue
                 self._unlink(block)
             block.ref_cnt += 1
 
@@ -97,13 +97,16 @@ class BlockPool:
         """
         null = self.null_block
         for block in blocks:
+            num_left = block.ref_cnt - 1
+            if num_left > 0:  # most blocks of a fork
+                block.ref_cnt = num_left
+                continue
             if block is null:
                 continue
-            if block.ref_cnt < 1:
+            if num_left < 0:
                 raise ValueError(f"block {block.block_id} is freed more often than it was taken")
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                self._link(block)
+            block.ref_cnt = 0
+            self._link(block)
 
     def cache_full_block(self, block: Block, block_hash: bytes, group: int = 0) -> None:
         """Let `block` be found under `block_hash`.

@@ -171,10 +171,8 @@ class KVCacheManager:
                 f"{num_tokens} tokens asked for, {parent.branch_id} has computed {parent.num_computed_tokens}"
             )
         num_blocks = -(-num_tokens // self.block_size)
-        for rule, table in zip(self.rules, parent.block_tables):
-            first_read = rule.num_unread_tokens(num_tokens) // self.block_size
-            if any(block is self.pool.null_block for block in table[first_read:num_blocks]):
-                raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were given back")
+        if self._has_windows and self._was_given_back(parent.block_tables, num_tokens):
+            raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were given back")
         child.block_tables = [table[:num_blocks] for table in parent.block_tables]
         for table in child.block_tables:
             self.pool.touch(table)
@@ -229,6 +227,13 @@ class KVCacheManager:
             return 0
         return count
 
+    def copy_block(self, branch_id: str, group: int, place: int, shared: Block) -> Block:
+        """A new block that takes the place of a shared one in a table, content included. There must be a free one."""
+        (own,) = self.pool.get_new_blocks(1)
+        self.pool.free_blocks((shared,))
+        self._block_copies.append(BlockCopy(branch_id, group, place, shared.block_id, own.block_id))
+        return own
+
     def take_block_copies(self) -> list[BlockCopy]:
         """The copies to carry out before the next forward pass, in order. They are handed over once."""
         copies, self._block_copies = self._block_copies, []
@@ -279,6 +284,15 @@ class KVCacheManager:
                 places.append((group, place))
         return places
 
+    def _was_given_back(self, tables: list[list[Block]], num_computed_tokens: int) -> bool:
+        """Is a block gone that the next token behind so many would read? Full attention gives none back."""
+        end = -(-num_computed_tokens // self.block_size)
+        return any(
+            self.pool.null_block in table[rule.num_unread_tokens(num_computed_tokens) // self.block_size : end]
+            for rule, table in zip(self.rules, tables)
+            if isinstance(rule, SlidingWindowRule)
+        )
+
     def _count_free(self, blocks_by_group: GroupBlocks) -> int:
         null = self.pool.null_block
         return sum(block.ref_cnt == 0 and block is not null for blocks in blocks_by_group for block in blocks)
@@ -297,11 +311,7 @@ class KVCacheManager:
 
     def _copy_on_write(self, branch: TokenSequence, group: int, place: int) -> None:
         table = branch.block_tables[group]
-        shared = table[place]
-        (own,) = self.pool.get_new_blocks(1)
-        table[place] = own
-        self.pool.free_blocks((shared,))
-        self._block_copies.append(BlockCopy(branch.branch_id, group, place, shared.block_id, own.block_id))
+        table[place] = self.copy_block(branch.branch_id, group, place, table[place])
 
     def _register_full_blocks(self, branch: TokenSequence, num_full_blocks: int) -> None:
         """Offer the full blocks that are new since the last time to the prefix cache.

@@ -6,9 +6,11 @@ from array import array
 
 from ratoon.core.config import SchedulerConfig
 from ratoon.core.errors import RequestError
+from ratoon.core.params import BeamSearchParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.memory.hashing import TOKEN_TYPECODE
 from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.tails import tail_blocks
 from ratoon.scheduling.branch import longest_total, max_new_tokens
 
 
@@ -25,6 +27,7 @@ def verify_request(
     """Raise RequestError for a request that could never run to its end."""
     _verify_prompt(request, config, max_model_len)
     _verify_pooling(request)
+    _verify_beams(request, config)
     _verify_resumed(request, max_model_len)
     _verify_continuation(request)
     _verify_memory(request, config, kv_cache, max_model_len)
@@ -72,6 +75,31 @@ def _verify_pooling(request: EngineCoreRequest) -> None:
         raise RequestError("resumed", "has no meaning for a vector", "None: it is computed anew")
 
 
+def _verify_beams(request: EngineCoreRequest, config: SchedulerConfig) -> None:
+    params = request.beam_params
+    if params is None:
+        return
+    params.verify()
+    if params.n != request.sampling_params.n:
+        raise RequestError(
+            "n", f"is {params.n} of beam_params, {request.sampling_params.n} of sampling_params", "one n"
+        )
+    if request.pooling_params is not None:
+        raise RequestError("beam_params", "have no meaning for a vector", "None")
+    if request.sampling_params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs", "are not computed for a beam search", "None")
+    if request.resumed is not None:
+        raise RequestError("resumed", "has no meaning for a beam search", "None: it starts again")
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        limit = getattr(config, name)
+        if params.beam_width > limit:
+            raise RequestError(
+                "beam_width",
+                f"is {params.beam_width}, and all beams run in one step, which holds {limit} ({name})",
+                f"at most {limit}, or an engine with a greater {name}",
+            )
+
+
 def _verify_resumed(request: EngineCoreRequest, max_model_len: int) -> None:
     if request.resumed is None:
         return
@@ -107,6 +135,9 @@ def _verify_memory(
     step = max_step_tokens(config)
     num_prompt_tokens = len(request.prompt_token_ids)
     max_total = longest_total(num_prompt_tokens, max_new_tokens(request), max_model_len)
+    if request.beam_params is not None:
+        _verify_beam_memory(request.beam_params, kv_cache, num_prompt_tokens, max_total, step)
+        return
     if kv_cache.can_ever_fit(max_total, step):
         return
     longest = _longest_that_fits(kv_cache, step, max_total)
@@ -120,6 +151,28 @@ def _verify_memory(
         raise RequestError("max_tokens", numbers, f"max_tokens of at most {room} for this prompt, or a larger KV cache")
     longest_prompt = longest if request.pooling_params is not None else max(longest - 1, 0)
     raise RequestError("prompt", numbers, f"a prompt of at most {longest_prompt} tokens, or a larger KV cache")
+
+
+def _verify_beam_memory(
+    params: BeamSearchParams, kv_cache: KVCacheManager, num_prompt_tokens: int, max_total: int, step: int
+) -> None:
+    """The prompt once, and behind it all beams at their full length."""
+    prompt = kv_cache.required_blocks(num_prompt_tokens, step)
+    num_new_tokens = max_total - num_prompt_tokens
+    tail = tail_blocks(kv_cache.block_size, kv_cache.num_groups, num_prompt_tokens, num_new_tokens)
+    if prompt + params.beam_width * tail <= kv_cache.num_usable_blocks:
+        return
+    widest = (kv_cache.num_usable_blocks - prompt) // tail
+    numbers = (
+        f"needs {prompt + params.beam_width * tail} blocks of {kv_cache.block_size} tokens ({prompt} for the prompt, "
+        f"{tail} for each of {params.beam_width} beams of {num_new_tokens} tokens), the pool has "
+        f"{kv_cache.num_usable_blocks}"
+    )
+    if widest >= 1:
+        expected = f"beam_width of at most {widest} here, a smaller max_tokens, or a larger KV cache"
+    else:
+        expected = "a shorter prompt, a smaller max_tokens, or a larger KV cache"
+    raise RequestError("beam_width", numbers, expected)
 
 
 def _longest_that_fits(kv_cache: KVCacheManager, step: int, too_long: int) -> int:

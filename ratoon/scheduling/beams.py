@@ -27,26 +27,41 @@ class BeamMoves(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A finished text. A stop token that ended it is its last token."""
+    """A text. A stop token that ended it is its last token."""
 
     token_ids: list[int]
     score: float  # the sum of log-probabilities after the length penalty
     cumulative_logprob: float  # the sum itself
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None  # None: it is not finished
 
 
-class _Finished(NamedTuple):
+class Finished(NamedTuple):
+    """The same before its tokens are gathered, and where it came from."""
+
     score: float
     cumulative_logprob: float
     node: Node
     finish_reason: FinishReason
+    number: int  # of its own in this search
+    beam: int  # that it was the end of
+    num_tokens: int
 
 
 class BeamSearch:
     """Starts with one beam without tokens. Each step the caller brings the best candidates over all running beams to
     `advance`, and gets the beams of the next step, until `done`."""
 
-    __slots__ = ("_finished", "_max_new_tokens", "_nodes", "_num_tokens", "_params", "_stop_tokens", "done", "scores")
+    __slots__ = (
+        "_finished",
+        "_max_new_tokens",
+        "_nodes",
+        "_num_finished",
+        "_num_tokens",
+        "_params",
+        "_stop_tokens",
+        "done",
+        "scores",
+    )
 
     def __init__(self, params: BeamSearchParams, max_new_tokens: int) -> None:
         """`max_new_tokens`: by params.max_tokens and by the room behind the prompt; at least 1."""
@@ -55,9 +70,19 @@ class BeamSearch:
         self._stop_tokens = frozenset(params.all_stop_token_ids or ())
         self._num_tokens = 0  # of each running beam
         self._nodes: list[Node] = [None]  # of the running beams
-        self._finished: list[_Finished] = []  # best first, beam_width at most
+        self._finished: list[Finished] = []  # best first, beam_width at most
+        self._num_finished = 0  # those included that better ones have pushed out
         self.scores: list[float] = [0.0]  # of the running beams: sums of log-probabilities
         self.done = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Of each running beam, without the prompt."""
+        return self._num_tokens
+
+    @property
+    def num_beams(self) -> int:
+        return len(self._nodes)
 
     @property
     def num_candidates(self) -> int:
@@ -114,7 +139,9 @@ class BeamSearch:
             if score <= worst:
                 break  # nor are those behind it better
             reason = FinishReason.STOP if tokens[i] in self._stop_tokens else FinishReason.LENGTH
-            finished.append(_Finished(score, scores[i], (self._nodes[beams[i]], tokens[i]), reason))
+            node = (self._nodes[beams[i]], tokens[i])
+            finished.append(Finished(score, scores[i], node, reason, self._num_finished, beams[i], self._num_tokens))
+            self._num_finished += 1
         finished.sort(key=_score_of, reverse=True)
         del finished[self._params.beam_width :]
 
@@ -137,31 +164,36 @@ class BeamSearch:
     def _divisor(self, length: int) -> float:
         return float(length) ** self._params.length_penalty
 
+    def leading(self) -> list[Finished]:
+        """The best finished texts so far, best first, `n` at most. None but a better one pushes one of them out."""
+        return self._finished[: self._params.n]
+
     def hypotheses(self) -> list[Hypothesis]:
         """The best finished texts, best first: `n` when the search is done.
 
         Fewer only where there are not so many texts: a vocabulary smaller than the width, or all tokens forbidden.
         """
-        return [
-            Hypothesis(_tokens_of(found.node), found.score, found.cumulative_logprob, found.finish_reason)
-            for found in self._finished[: self._params.n]
-        ]
+        return [_gathered(found) for found in self.leading()]
 
-    def best_so_far(self) -> list[int]:
-        """The tokens of the best text, finished or not: what would be at the front if the search ended now."""
+    def best_so_far(self) -> Hypothesis | None:
+        """The best text, finished or not: what would be at the front if the search ended now. None: no token yet."""
         finished = self._finished[0] if self._finished else None
-        if not self._nodes or self._num_tokens == 0:
-            return _tokens_of(finished.node) if finished else []
-        if finished is not None and finished.score >= self.scores[0] / self._divisor(self._num_tokens):
-            return _tokens_of(finished.node)
-        return self.running_token_ids(0)
+        if self._nodes and self._num_tokens:
+            score = self.scores[0] / self._divisor(self._num_tokens)
+            if finished is None or finished.score < score:
+                return Hypothesis(self.running_token_ids(0), score, self.scores[0], None)
+        return None if finished is None else _gathered(finished)
 
     def running_token_ids(self, beam: int) -> list[int]:
         """All tokens of a running beam, without the prompt."""
         return _tokens_of(self._nodes[beam])
 
 
-def _score_of(finished: _Finished) -> float:
+def _gathered(found: Finished) -> Hypothesis:
+    return Hypothesis(_tokens_of(found.node), found.score, found.cumulative_logprob, found.finish_reason)
+
+
+def _score_of(finished: Finished) -> float:
     return finished.score
 
 

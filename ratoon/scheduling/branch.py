@@ -1,7 +1,8 @@
 """Requests and their branches as the scheduler sees them: state only. What to do with them is the scheduler's.
 
 A request owns n branches, one for each choice. Branch 0 computes the prompt; the others are forked from it when the
-prompt is done, and from then on every branch lives, waits and ends on its own.
+prompt is done, and from then on every branch lives, waits and ends on its own. A beam search has one branch, the trunk
+of its BeamGroup, and its choices are the texts that it ends with.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.memory.hashing import encode_extra_keys
 from ratoon.memory.sequence import TokenSequence
+from ratoon.scheduling.beam_group import BeamGroup
 
 _MASK_64 = (1 << 64) - 1
 
@@ -30,6 +32,7 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "beams",
         "branch_ids",
         "branches",
         "continuation_of",
@@ -68,7 +71,7 @@ class Request:
         self.sequence_number = sequence_number
         self.branch_ids = [branch_id_of(request.request_id, choice) for choice in range(params.n)]
         self.finished_choices: set[int] = set()
-        self.forked = params.n == 1  # nothing to fork
+        self.forked = params.n == 1 or request.beam_params is not None  # nothing to fork
         # Prompt log-probabilities wait here for the first token. A prompt that is preempted computes its first rows
         # again, so the request remembers the next position that it has not got yet; the first prompt token has none.
         self.prompt_logprobs: list[PromptLogprobsChunk] = []
@@ -81,6 +84,12 @@ class Request:
         self.branches: list[Branch] = [Branch(self, 0, list(request.prompt_token_ids), extra_keys)]
         if request.resumed is not None:
             self._resume(request, extra_keys)
+        self.beams: BeamGroup | None = None
+        if request.beam_params is not None:
+            (trunk,) = self.branches
+            max_new = self.max_total_tokens - self.num_prompt_tokens
+            self.beams = BeamGroup(trunk, request.beam_params, max_new, request.retain_kv is not None)
+            trunk.num_rows = request.beam_params.beam_width
 
     def _resume(self, request: EngineCoreRequest, extra_keys: bytes) -> None:
         """All choices are past their prompt: each goes on behind the tokens that it had given elsewhere, as a branch
@@ -123,6 +132,7 @@ class Branch(TokenSequence):
         "known_to_runner",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_rows",
         "order",
         "request",
         "request_id",
@@ -139,6 +149,7 @@ class Branch(TokenSequence):
         self.status = BranchStatus.WAITING
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache when it first ran
         self.known_to_runner = False  # the runner has a row for it
+        self.num_rows = 1  # that it takes on the runner; a search needs one for each beam
         # Copies of the request's, one attribute away: these are read for every branch in every step.
         self.request_id = request.request_id
         self.max_total_tokens = request.max_total_tokens
@@ -171,7 +182,9 @@ def branch_id_of(request_id: str, choice: int) -> str:
 
 def max_new_tokens(request: EngineCoreRequest) -> int | None:
     """What may be generated behind the prompt, at most; None: as much as fits."""
-    return 0 if request.pooling_params is not None else request.sampling_params.max_tokens
+    if request.pooling_params is not None:
+        return 0
+    return request.sampling_params.max_tokens if request.beam_params is None else request.beam_params.max_tokens
 
 
 def longest_total(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:

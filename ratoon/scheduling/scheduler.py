@@ -21,8 +21,11 @@ from ratoon.core.stats import SchedulerStats
 from ratoon.memory.kv_cache_manager import GroupBlocks, KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.scheduling.admission import max_step_tokens, verify_request
+from ratoon.scheduling.beam_group import BeamGroup
+from ratoon.scheduling.beams import Hypothesis
 from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
 from ratoon.scheduling.queues import queue_for, sort_key_for
+from ratoon.scheduling.step_draft import StepDraft
 from ratoon.scheduling.stopping import check_stop
 
 
@@ -32,34 +35,6 @@ class Admission(enum.Enum):
     ADMITTED = enum.auto()
     NO_MEMORY = enum.auto()
     NOT_NOW = enum.auto()  # it does not fit into what is left of this step
-
-
-class StepDraft:
-    """A plan while it is being made: who runs, and what is left of the token budget."""
-
-    __slots__ = ("allocated", "budget", "dropped_rows", "in_place", "preempted")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.in_place: list[Branch] = []  # one token each, into memory that they have
-        self.allocated: list[tuple[Branch, int, BlockIds]] = []  # tokens, and blocks appended to the tables
-        self.preempted = False
-        self.dropped_rows: list[str] = []  # preempted branches that the runner knows
-
-    def add(self, branch: Branch, num_tokens: int, appended: BlockIds) -> None:
-        self.allocated.append((branch, num_tokens, appended))
-        self.budget -= num_tokens
-
-    def remove(self, branch: Branch) -> None:
-        """Take a branch out again, if it is in, and its tokens back."""
-        for index, (other, num_tokens, _) in enumerate(self.allocated):
-            if other is branch:
-                del self.allocated[index]
-                self.budget += num_tokens
-                return
-        if branch in self.in_place:
-            self.in_place.remove(branch)
-            self.budget += 1
 
 
 class Scheduler:
@@ -85,6 +60,7 @@ class Scheduler:
         self._with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
         self._finished_rows: list[str] = []  # for the next plan
         self._inherited: dict[str, InheritedFrom] = {}  # of continuations that have no token yet: said with their first
+        self._searching: dict[str, BeamGroup] = {}  # unfinished beam searches by request id
         self._on_trial: dict[str, Request] = {}  # of a step that failed; each runs alone until it has got something
         self._num_added = 0
         self._num_preemptions = 0
@@ -103,6 +79,8 @@ class Scheduler:
         self._num_added += 1
         self._reserved_ids.update(state.branch_ids)
         self.requests[state.request_id] = state
+        if state.beams is not None:
+            self._searching[state.request_id] = state.beams
         for branch in state.branches:  # one, unless the request began elsewhere and is resumed
             if branch.status != BranchStatus.FINISHED:
                 self._branches[branch.branch_id] = branch
@@ -153,13 +131,13 @@ class Scheduler:
 
         Call it before anything else is done with the scheduler, as with `fail_requests`.
         """
-        requests = self._find_requests(plan.num_scheduled_tokens)
+        requests = self._find_requests(plan.req_ids)
         if len(requests) == 1:
             return False
         for branch_id in plan.fanout:
             if branch_id in self._branches:
                 self._branches[branch_id].request.forked = False  # its children were not made
-        branches = [self._branches[branch_id] for branch_id in plan.num_scheduled_tokens if branch_id in self._branches]
+        branches = [self._branches[branch_id] for branch_id in plan.req_ids if branch_id in self._branches]
         for branch in branches:
             if branch.known_to_runner:
                 self._finished_rows.append(branch.branch_id)
@@ -216,6 +194,8 @@ class Scheduler:
             elif gap > 1:
                 long_gaps.append(branch)
         step.budget = budget
+        for group in self._searching.values():
+            self._schedule_beams(step, group)
         # Prompts take what single tokens leave, so that a long one does not silence everybody who came in after it.
         for branch in long_gaps:
             if step.budget > 0:
@@ -241,6 +221,22 @@ class Scheduler:
             if victim is branch:
                 return
 
+    def _schedule_beams(self, step: StepDraft, group: BeamGroup) -> None:
+        """The same for the beams of a search, which run all or none. The budget has room for them: they have their rows
+        from the start, and there are no more rows than that while any search runs."""
+        if group.trunk.status != BranchStatus.RUNNING or not group.is_ready(self.kv_cache):
+            return
+        at_once = min(step.budget, self._max_step_tokens) // group.num_beams
+        num_new_tokens = min(group.gap, max(1, at_once))  # more than one where beams lost their memory
+        while not group.allocate(num_new_tokens):
+            if group.forget_kept() or self.leases.evict_one():
+                continue
+            victim = max(self.running, key=self._order)
+            self._preempt(step, victim)
+            if victim is group.trunk:
+                return
+        step.add_beams(group, num_new_tokens)
+
     def _preempt(self, step: StepDraft, branch: Branch) -> None:
         """Take a branch's memory. It will be computed again, as far as the prefix cache has not kept it."""
         step.remove(branch)
@@ -253,10 +249,21 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _schedule_waiting(self, step: StepDraft) -> None:
-        while self.waiting and step.budget > 0 and len(self.running) < self.config.max_num_seqs:
+        while self.waiting and step.budget > 0 and self._has_rows_for(self.waiting.peek()):
             if not self._admit(step, self.waiting.peek()):
                 break  # nobody overtakes the first in the queue
             self.waiting.pop()
+
+    def _has_rows_for(self, branch: Branch) -> bool:
+        """Is there a row for it, or for each of its beams? While a search runs, there are no more rows than tokens in a
+        step, so that all its beams always find room in one."""
+        num_rows, limit = len(self.running) + branch.num_rows, self.config.max_num_seqs
+        if self._searching:
+            num_rows += sum(
+                group.width - 1 for group in self._searching.values() if group.trunk.status == BranchStatus.RUNNING
+            )
+            limit = min(limit, self.config.max_num_batched_tokens)
+        return num_rows <= limit
 
     def _schedule_alone(self, step: StepDraft, request: Request) -> None:
         """One request, whatever its place in the order. If memory or rows are short, others give way."""
@@ -264,9 +271,13 @@ class Scheduler:
             if step.budget <= 0:
                 return
             if branch.status == BranchStatus.RUNNING:
-                self._schedule_with_memory(step, branch, branch.num_tokens - branch.num_computed_tokens)
+                gap = branch.num_tokens - branch.num_computed_tokens
+                if gap:
+                    self._schedule_with_memory(step, branch, gap)
+                elif request.beams is not None:
+                    self._schedule_beams(step, request.beams)
             elif branch.status != BranchStatus.FINISHED:
-                while len(self.running) >= self.config.max_num_seqs or not self._admit(step, branch):
+                while not self._has_rows_for(branch) or not self._admit(step, branch):
                     others = [other for other in self.running if other.request is not request]
                     if not others:
                         return
@@ -367,6 +378,7 @@ class Scheduler:
             branch.num_computed_tokens += 1
         for branch, num_new_tokens, appended in step.allocated:
             self._write_down(plan, branch, num_new_tokens, appended)
+        plan.beam_steps += [group.take_step(num_new_tokens) for group, num_new_tokens in step.beams]
         self._num_steps += 1
         self._num_scheduled_tokens = plan.total_num_scheduled_tokens
         return plan
@@ -389,6 +401,11 @@ class Scheduler:
         request = branch.request
         if request.pooling_params is not None:
             plan.pooled_req_ids.append(branch_id)
+            return
+        if request.beams is not None:
+            first_step = request.beams.first_step()
+            if first_step is not None:
+                plan.beam_steps.append(first_step)
             return
         plan.sampled_req_ids.append(branch_id)
         if not request.forked:
@@ -427,6 +444,8 @@ class Scheduler:
         self._take_tokens(output, outputs)
         if plan.pooled_req_ids:
             outputs += self._take_vectors(plan, output)
+        if plan.beam_steps:
+            outputs += self._take_candidates(plan, output)
         if children:
             self._place_children(children)
         outputs += self._fail_unanswered(plan, output)
@@ -511,6 +530,44 @@ class Scheduler:
         self._release(finished)
         return outputs + self.fail_requests(missing, "the runner returned no vector")
 
+    def _take_candidates(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Let searches go on. One that should have got candidates and did not would wait for them forever."""
+        outputs: list[EngineCoreOutput] = []
+        for beam_step in plan.beam_steps:
+            group = self._searching.get(beam_step.req_id)
+            if group is None or not beam_step.num_candidates or not group.awaits(beam_step):
+                continue
+            candidates = output.candidates.get(beam_step.req_id)
+            if candidates is None:
+                outputs += self.fail_requests([beam_step.req_id], "the runner returned no candidates")
+                continue
+            self._on_trial.pop(beam_step.req_id, None)
+            group.advance(self.kv_cache, candidates)
+            if group.search.done:
+                outputs += self._end_search(group)
+            elif group.wants_snapshots:
+                outputs += self._snapshot(group)
+        return outputs
+
+    def _snapshot(self, group: BeamGroup) -> list[EngineCoreOutput]:
+        """The best text so far."""
+        best = group.search.best_so_far()
+        return [] if best is None else [_text_output(group, 0, best._replace(finish_reason=None))]
+
+    def _end_search(self, group: BeamGroup) -> list[EngineCoreOutput]:
+        request = group.trunk.request
+        texts = group.search.hypotheses()
+        if len(texts) < request.num_choices:
+            problem = f"there are only {len(texts)} texts to find, and {request.num_choices} are wanted"
+            return self.fail_requests([request.request_id], problem)
+        if request.retain_kv is not None:
+            for sequence in group.kept_sequences(request.branch_ids):
+                if not self.leases.grant(sequence, self._now + request.retain_kv):
+                    self.kv_cache.free(sequence)
+        request.finished_choices.update(range(request.num_choices))
+        self._release([group.trunk])
+        return [_text_output(group, choice, text) for choice, text in enumerate(texts)]
+
     def _fork_children(self, plan: SchedulerOutput) -> list[Branch]:
         """The other choices of prompts that this step has completed, each on the memory of the first."""
         children = []
@@ -533,7 +590,7 @@ class Scheduler:
         for child in children:
             if child.status == BranchStatus.FINISHED:
                 continue
-            if len(self.running) < self.config.max_num_seqs:
+            if self._has_rows_for(child):
                 child.status = BranchStatus.RUNNING
                 self.running.append(child)
             else:
@@ -543,6 +600,8 @@ class Scheduler:
             self.waiting.prepend(child)
 
     def _set_back(self, branch: Branch, trusted: bool = True) -> None:
+        if branch.request.beams is not None:
+            branch.request.beams.set_back()
         self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
@@ -621,7 +680,9 @@ class Scheduler:
         """Take ended branches out of everything, and give their memory back, or lease it where that was asked for."""
         waiting = {branch for branch in branches if branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED)}
         for branch in branches:
-            retain_kv = branch.request.retain_kv if keep else None
+            if branch.request.beams is not None:
+                branch.request.beams.set_back()
+            retain_kv = branch.request.retain_kv if keep and branch.request.beams is None else None
             if retain_kv is None or not self.leases.grant(branch, self._now + retain_kv):
                 self.kv_cache.free(branch, trusted)
             branch.status = BranchStatus.FINISHED
@@ -642,6 +703,7 @@ class Scheduler:
             self._reserved_ids.difference_update(request.branch_ids)
             self._with_prompt_logprobs.discard(request.request_id)
             self._on_trial.pop(request.request_id, None)
+            self._searching.pop(request.request_id, None)
             self._inherited.pop(request.request_id, None)
             if request.continuation_of is not None:
                 self.leases.continuation_left(request.continuation_of, request.request_id)
@@ -669,7 +731,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests."""
-        self.kv_cache.check([*self._branches.values(), *self.leases.sequences()])
+        beams = [held for group in self._searching.values() for held in group.held()]
+        self.kv_cache.check([*self._branches.values(), *self.leases.sequences(), *beams])
         self.leases.check()
         running, waiting = set(self.running), set(self.waiting)
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
@@ -677,7 +740,8 @@ class Scheduler:
         assert running | waiting == set(self._branches.values()), (
             "the queues do not hold exactly the unfinished branches"
         )
-        assert len(running) <= self.config.max_num_seqs, f"{len(running)} branches run, {self.config.max_num_seqs} may"
+        num_rows = sum(branch.num_rows for branch in running)
+        assert num_rows <= self.config.max_num_seqs, f"{num_rows} branches run, {self.config.max_num_seqs} may"
         for branch in running:
             assert branch.status == BranchStatus.RUNNING, f"{branch.branch_id} runs with status {branch.status!r}"
         for branch in waiting:
@@ -691,6 +755,20 @@ class Scheduler:
             assert branch.num_computed_tokens <= branch.num_tokens, f"{branch.branch_id}: more computed than there is"
             assert branch.num_tokens <= branch.max_total_tokens, f"{branch.branch_id} is longer than it may be"
             assert self.requests.get(branch.request_id) is branch.request, f"{branch.branch_id} has no request"
+
+
+def _text_output(group: BeamGroup, choice: int, text: Hypothesis) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        group.trunk.request_id,
+        text.token_ids,
+        choice,
+        text.finish_reason,
+        text.token_ids[-1] if text.finish_reason == FinishReason.STOP else None,
+        num_cached_tokens=group.trunk.num_cached_tokens,
+        score=text.score,
+        cumulative_logprob=text.cumulative_logprob,
+        replaces=True,
+    )
 
 
 def _first_rows(rows: LogprobsLists | None, count: int) -> LogprobsLists | None:

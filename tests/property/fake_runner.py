@@ -8,13 +8,14 @@ prefix and the branch's seed, so that batching, preemption and forks must not ch
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
-from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
-from ratoon.core.params import PoolingParams, SamplingParams
-from ratoon.core.plan import NewRequestData, SchedulerOutput
+from ratoon.core.outputs import BeamCandidates, LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
+from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
+from ratoon.core.plan import BeamStep, NewRequestData, SchedulerOutput
 from ratoon.core.wire import WireTensor
+from ratoon.scheduling.beams import BeamSearch, Hypothesis
 
 GARBAGE = "garbage"
 
@@ -46,6 +47,38 @@ def reference_tokens(
         if token in (params.all_stop_token_ids or []):
             break
     return output
+
+
+def best_candidates(
+    prefixes: list[int], scores: list[float], num_candidates: int, held_back: list[int], vocabulary: int
+) -> BeamCandidates:
+    """Of beams with these prefixes: what a model would say that finds some tokens equally good."""
+    found = []
+    for beam, (prefix, score) in enumerate(zip(prefixes, scores)):
+        for token in range(vocabulary):
+            logprob = float("-inf") if token in held_back else -(hash((prefix, token, 7)) % 40) / 8
+            found.append((score + logprob, beam, token))
+    found.sort(key=lambda candidate: (-candidate[0], candidate[1:]))
+    best = found[:num_candidates]
+    return BeamCandidates([c[0] for c in best], [c[1] for c in best], [c[2] for c in best])
+
+
+def reference_texts(
+    prompt: list[int], params: BeamSearchParams, max_total_tokens: int, vocabulary: int
+) -> list[Hypothesis]:
+    """What a beam search must find, alone."""
+    search = BeamSearch(params, max_total_tokens - len(prompt))
+    start = 0
+    for token in prompt:
+        start = extend_prefix(start, token)
+    prefixes = [start]
+    while not search.done:
+        found = best_candidates(
+            prefixes, search.scores, search.num_candidates, sorted(search.held_back_token_ids), vocabulary
+        )
+        moves = search.advance(found.scores, found.beams, found.token_ids)
+        prefixes = [extend_prefix(prefixes[parent], token) for parent, token in zip(moves.parents, moves.tokens)]
+    return search.hypotheses()
 
 
 def reference_vector(prompt: list[int], params: PoolingParams) -> WireTensor:
@@ -84,6 +117,16 @@ class Row:
             self.prefixes.append(extend_prefix(self.prefixes[-1] if self.prefixes else 0, token))
             self.contents.append(hash((self.salt, self.prefixes[-1])))
 
+    def fork(self, num_tokens: int) -> Row:
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            tables=[table.copy() for table in self.tables],
+            pooled=[],
+            prefixes=self.prefixes[:num_tokens],
+            contents=self.contents[:num_tokens],
+        )
+
 
 class FakeRunner:
     def __init__(self, kv_config: KVCacheConfig, salts: dict[str, int], vocabulary: int, burst: int = 1) -> None:
@@ -93,27 +136,63 @@ class FakeRunner:
         self.vocabulary = vocabulary
         self.burst = burst  # tokens that a branch may get in one step
         self.rows: dict[str, Row] = {}
+        self.beams: dict[str, list[Row]] = {}  # by the trunk's id
         self.store: dict[int, list[object]] = {}  # block id → (group, content) by offset
         self.num_computed = 0  # tokens, over all steps
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         for row_id in plan.finished_req_ids + plan.preempted_req_ids:
             del self.rows[row_id]  # and nobody else may be named
+            self.beams.pop(row_id, None)
         for new in plan.scheduled_new_reqs:
             self._add_row(new)
+        for step in plan.beam_steps:
+            if step.num_tokens:
+                self._move_beams(step)
         self._copy_blocks(plan)
         self._append_blocks(plan)
-        assert plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens.values())
+        scheduled = self._scheduled(plan)
+        assert plan.total_num_scheduled_tokens == sum(count for _, _, count in scheduled)
         self._write(plan)
-        for row_id, count in plan.num_scheduled_tokens.items():
-            self._read(row_id, self.rows[row_id], count)
+        for row_id, row, count in scheduled:
+            self._read(row_id, row, count)
         return self._results(plan)
+
+    def _scheduled(self, plan: SchedulerOutput) -> list[tuple[str, Row, int]]:
+        """Every row that runs: its name, itself, and its tokens."""
+        scheduled = [(row_id, self.rows[row_id], count) for row_id, count in plan.num_scheduled_tokens.items()]
+        for step in plan.beam_steps:
+            if step.num_tokens:
+                named = self._named_beams(step.req_id)
+                assert len(named) == step.num_beams
+                scheduled += [(name, row, step.num_tokens) for name, row in named]
+        return scheduled
+
+    def _named_beams(self, row_id: str) -> list[tuple[str, Row]]:
+        return [(f"beam {beam} of {row_id}", row) for beam, row in enumerate(self.beams.get(row_id, []))]
+
+    def _move_beams(self, step: BeamStep) -> None:
+        if step.parents is not None:
+            old = self.beams.get(step.req_id) or [self.rows[step.req_id]]
+            beams = []
+            num_new = len(step.token_ids) // len(step.parents)
+            for beam, parent in enumerate(step.parents):
+                row = old[parent].fork(step.num_computed_tokens)
+                assert row.num_computed_tokens == step.num_computed_tokens
+                row.extend(step.token_ids[beam * num_new : (beam + 1) * num_new])
+                beams.append(row)
+            self.beams[step.req_id] = beams
+        rows = self.beams[step.req_id]
+        for group, ids in enumerate(step.block_ids):
+            num_columns = len(ids) // len(rows)
+            for beam, row in enumerate(rows):
+                row.tables[group][step.first_column :] = ids[beam * num_columns : (beam + 1) * num_columns]
 
     def spoil(self, plan: SchedulerOutput) -> None:
         """What a step that raised may leave behind: garbage in every block that only its own branches read or write."""
-        bystanders = {row_id for row_id in self.rows if row_id not in plan.num_scheduled_tokens}
+        own = set(plan.req_ids) | {name for row_id in plan.req_ids for name, _ in self._named_beams(row_id)}
         for block, readers in self._readers().items():
-            if not readers & bystanders:
+            if readers <= own:
                 self.store[block] = [GARBAGE] * self.block_size
 
     def _add_row(self, new: NewRequestData) -> None:
@@ -129,12 +208,17 @@ class FakeRunner:
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
         new_ids = {new.req_id for new in plan.scheduled_new_reqs}
-        for copy in plan.block_copies:
+        contents = [list(self.store[copy.src]) for copy in plan.block_copies]  # all are read before one is written
+        for copy, content in zip(plan.block_copies, contents):
+            assert copy.req_id in plan.req_ids, "a copy for a branch that does not run"
+            self.store[copy.dst] = content
+            if copy.req_id not in plan.num_scheduled_tokens:
+                holders = [row for row in self.beams[copy.req_id] if row.tables[copy.group][copy.index] == copy.dst]
+                assert len(holders) == 1, "a copy that is not one beam's"
+                continue
             table = self.rows[copy.req_id].tables[copy.group]
-            assert copy.req_id in plan.num_scheduled_tokens, "a copy for a branch that does not run"
             assert table[copy.index] == (copy.dst if copy.req_id in new_ids else copy.src)
             table[copy.index] = copy.dst
-            self.store[copy.dst] = list(self.store[copy.src])
 
     def _append_blocks(self, plan: SchedulerOutput) -> None:
         known = plan.scheduled_cached_reqs
@@ -148,8 +232,7 @@ class FakeRunner:
         written: set[tuple[int, int]] = set()
         readers = self._readers()
         new_ids = {new.req_id for new in plan.scheduled_new_reqs}
-        for row_id, count in plan.num_scheduled_tokens.items():
-            row = self.rows[row_id]
+        for row_id, row, count in self._scheduled(plan):
             end = row.num_computed_tokens + count
             assert count > 0 and end <= len(row.token_ids)
             self.num_computed += count
@@ -169,7 +252,8 @@ class FakeRunner:
     def _readers(self) -> dict[int, set[str]]:
         """Who holds a block. Entries that fell out of a window are stale: the block may be anybody's by now."""
         readers: dict[int, set[str]] = {}
-        for row_id, row in self.rows.items():
+        beams = [named for row_id in self.beams for named in self._named_beams(row_id)]
+        for row_id, row in [*self.rows.items(), *beams]:
             for group, table in enumerate(row.tables):
                 first = self._first_read(group, row.num_computed_tokens) // self.block_size
                 for block in table[first:]:
@@ -200,6 +284,7 @@ class FakeRunner:
                 result.prompt_logprobs[row_id] = chunk
             row.pooled += row.prefixes[row.num_computed_tokens : row.num_computed_tokens + count]
             row.num_computed_tokens += count
+        self._choose_candidates(plan, result)
         for row_id in plan.pooled_req_ids:
             row = self.rows[row_id]
             assert row.pooling is not None and row.num_computed_tokens == len(row.token_ids)
@@ -219,6 +304,18 @@ class FakeRunner:
             if self.rows[row_id if row_id in self.rows else root_id].params.logprobs is not None:
                 result.logprobs[row_id] = logprobs_of(tokens)
         return result
+
+    def _choose_candidates(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        for step in plan.beam_steps:
+            rows = self.beams[step.req_id] if step.num_tokens else [self.rows[step.req_id]]
+            for row in rows if step.num_tokens else []:
+                row.num_computed_tokens += step.num_tokens
+            if not step.num_candidates:
+                continue
+            assert len(rows) == step.num_beams and all(row.num_computed_tokens == len(row.token_ids) for row in rows)
+            result.candidates[step.req_id] = best_candidates(
+                [row.prefixes[-1] for row in rows], step.scores, step.num_candidates, step.held_back, self.vocabulary
+            )
 
     def _sample(self, row: Row, seed: int) -> list[int]:
         """One token, or a run of them where bursts are on, as with speculation."""

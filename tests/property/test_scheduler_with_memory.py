@@ -13,17 +13,19 @@ from ratoon.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import RequestError
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from ratoon.core.outputs import ModelRunnerOutput
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
 from ratoon.core.wire import WireTensor
 from ratoon.scheduling.branch import branch_id_of, branch_seed
 from ratoon.scheduling.scheduler import Scheduler
-from tests.property.fake_runner import FakeRunner, reference_tokens, reference_vector
+from tests.property.fake_runner import FakeRunner, reference_texts, reference_tokens, reference_vector
 
 VOCABULARY = 6
 EOS = 5
 MAX_STEPS = 3000
+# What pools hold of the longest sequence: just that, or a few; sometimes less.
+POOL_SHARES = {"any": [0.6, 1.0, 1.0, 1.2, 1.6, 2.5], "rooted": [2.0, 4.0, 8.0], "searching": [1.5, 2.0, 2.5, 3.0]}
 
 
 @dataclass
@@ -67,11 +69,11 @@ class Received:
     prompt_positions: list[int] = field(default_factory=list)
     pooled: WireTensor | None = None
     finish: FinishReason | None = None
+    score: float | None = None
 
 
 @st.composite
-def kv_configs(draw: st.DrawFn, max_model_len: int, roomy: bool = False) -> KVCacheConfig:
-    """Pools in which the longest sequence just fits, or a few of them; sometimes one in which it does not."""
+def kv_configs(draw: st.DrawFn, max_model_len: int, shares: list[float]) -> KVCacheConfig:
     block_size = draw(st.integers(1, 5))
     full = FullAttentionSpec(block_size, 1, 8, 2)
     window = SlidingWindowSpec(block_size, 1, 8, 2, window=draw(st.integers(1, 12)))
@@ -79,12 +81,28 @@ def kv_configs(draw: st.DrawFn, max_model_len: int, roomy: bool = False) -> KVCa
     specs = draw(st.sampled_from([[full], [full], [window], [full, window], [window, full], [full, window, wide]]))
     groups = tuple(KVCacheGroup(spec, (layer,)) for layer, spec in enumerate(specs))
     blocks_of_longest = len(groups) * -(-max_model_len // block_size)
-    share = draw(st.sampled_from([2.0, 4.0, 8.0] if roomy else [0.6, 1.0, 1.0, 1.2, 1.6, 2.5]))
+    share = draw(st.sampled_from(shares))
     return KVCacheConfig(2 + int(share * blocks_of_longest), block_size, groups)
 
 
 @st.composite
-def requests(draw: st.DrawFn, index: int) -> EngineCoreRequest:
+def beam_params(draw: st.DrawFn, stops: list[int]) -> BeamSearchParams:
+    width = draw(st.sampled_from([1, 2, 3, 4, 6, 9]))
+    max_tokens = draw(st.integers(1, 14))
+    return BeamSearchParams(
+        beam_width=width,
+        n=draw(st.integers(1, min(width, VOCABULARY - len(stops)))),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(3, max_tokens))),
+        length_penalty=draw(st.sampled_from([0.0, 1.0, -1.0])),
+        early_stopping=draw(st.sampled_from([True, False, "never"])),
+        all_stop_token_ids=stops,
+        output_kind=draw(st.sampled_from([RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE])),
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn, index: int, searching: bool = False) -> EngineCoreRequest:
     family = draw(st.sampled_from([[1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2, 3, 3, 4, 4], [1, 2, 3, 4, 2, 2, 2, 2], []]))
     prompt = family[: draw(st.integers(0, 16))] + draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
     stops = draw(st.sampled_from([[], [], [EOS], [EOS, 0]]))
@@ -100,10 +118,17 @@ def requests(draw: st.DrawFn, index: int) -> EngineCoreRequest:
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
     )
     pooling = draw(st.sampled_from([None, None, None, None, "last", "mean"]))
+    is_search = pooling is None and draw(st.sampled_from([True, True, False] if searching else [True, False, False]))
+    beams = draw(beam_params(stops)) if is_search else None
+    if pooling is not None:
+        params = SamplingParams(max_tokens=1, detokenize=False)
+    elif beams is not None:
+        params = SamplingParams(n=beams.n, max_tokens=beams.max_tokens)
     return EngineCoreRequest(
         f"r{index}",
         prompt,
-        params if pooling is None else SamplingParams(max_tokens=1, detokenize=False),
+        params,
+        beam_params=beams,
         arrival_time=float(index),
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from([None, None, "a", "b"])),
@@ -131,9 +156,9 @@ def children(draw: st.DrawFn, num_parents: int) -> Child:
 
 
 @st.composite
-def loads(draw: st.DrawFn, restarting: bool = False, rooted: bool = False) -> Load:
-    """`rooted`: memory for leases, and many continuations."""
-    all_requests = [draw(requests(index)) for index in range(draw(st.integers(1, 10)))]
+def loads(draw: st.DrawFn, restarting: bool = False, rooted: bool = False, searching: bool = False) -> Load:
+    """`rooted`: memory for leases, and many continuations; `searching`: many beams, and memory for a few of them."""
+    all_requests = [draw(requests(index, searching)) for index in range(draw(st.integers(1, 10)))]
     arrivals: dict[int, list[EngineCoreRequest]] = defaultdict(list)
     for request in all_requests:
         arrivals[draw(st.sampled_from([0, 0, 1, 2, 5, 12, 20]))].append(request)
@@ -145,12 +170,12 @@ def loads(draw: st.DrawFn, restarting: bool = False, rooted: bool = False) -> Lo
     return Load(
         SchedulerConfig(
             max_num_batched_tokens=draw(st.one_of(st.integers(1, 40), st.integers(20, 60))),
-            max_num_seqs=draw(st.integers(1, 8)),
+            max_num_seqs=draw(st.integers(4, 12) if searching else st.integers(1, 8)),
             max_prefill_chunk=draw(st.one_of(st.none(), st.integers(1, 9))),
             policy=draw(st.sampled_from(SchedulingPolicy)),
             enable_chunked_prefill=draw(st.sampled_from([True, True, False])),
         ),
-        draw(kv_configs(max_model_len, roomy=rooted)),
+        draw(kv_configs(max_model_len, POOL_SHARES["rooted" if rooted else "searching" if searching else "any"])),
         caching=draw(st.sampled_from([True, True, True, False])),
         max_model_len=max_model_len,
         burst=draw(st.sampled_from([1, 1, 3])),
@@ -194,7 +219,7 @@ class Drive:
             choices = [self.received[request.request_id, choice] for choice in range(request.sampling_params.n)]
             if all(received.finish is not None for received in choices):
                 continue
-            if any(received.tokens for received in choices):
+            if request.beam_params is None and any(received.tokens for received in choices):
                 event("resumed")
                 resumed = [ResumedChoice(received.tokens.copy(), received.finish is not None) for received in choices]
                 request = msgspec.structs.replace(request, resumed=resumed)
@@ -237,9 +262,12 @@ class Drive:
         received = self.received[parent.request_id, child.choice]
         if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
             return
+        if parent.beam_params is not None and received.finish is None:
+            return
         tokens = parent.prompt_token_ids + received.tokens
         tokens = tokens[: max(1, len(tokens) - child.num_left_out)]
-        event("continuation of a parent that " + ("runs" if received.finish is None else "has ended"))
+        kind = "a beam search" if parent.beam_params is not None else "a parent"
+        event(f"continuation of {kind} that " + ("runs" if received.finish is None else "has ended"))
         self.arrive(
             EngineCoreRequest(
                 name,
@@ -263,11 +291,11 @@ class Drive:
         result = self.runner.execute(decoded)
         if step in self.load.raising_steps:
             self.runner.spoil(plan)
-            if not (self.load.apart and plan.num_scheduled_tokens and self.scheduler.try_apart(plan)):
-                self.take(self.scheduler.fail_requests(plan.num_scheduled_tokens, "the device is on fire"))
+            if not (self.load.apart and plan.req_ids and self.scheduler.try_apart(plan)):
+                self.take(self.scheduler.fail_requests(plan.req_ids, "the device is on fire"))
             return
         self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
-        if step in self.load.bad_rows and (result.req_ids or result.pooled):
+        if step in self.load.bad_rows and (result.req_ids or result.pooled or result.candidates):
             self.drop_row(result)
         self.take(self.scheduler.update_from_output(plan, result))
         if plan.preempted_req_ids and not on_trial:
@@ -276,6 +304,8 @@ class Drive:
             assert not from_nothing, "admitted while preempting"
         if plan.block_copies:
             event("copied on write")
+        for beam_step in plan.beam_steps:
+            event("beams that catch up" if beam_step.num_tokens > 1 else "beams")
 
     def drop_row(self, result: ModelRunnerOutput) -> None:
         if result.req_ids:
@@ -283,17 +313,21 @@ class Drive:
             result.sampled_token_ids.pop(0)
             result.logprobs.pop(bad_id, None)
         else:
-            bad_id = next(iter(result.pooled))
-            del result.pooled[bad_id]
+            values = result.pooled or result.candidates
+            bad_id = next(iter(values))
+            del values[bad_id]
         result.errors[bad_id] = "NaN"
 
     def check_limits(self, plan: SchedulerOutput) -> None:
         config = self.load.scheduler
         assert plan.total_num_scheduled_tokens <= config.max_num_batched_tokens
-        assert len(plan.num_scheduled_tokens) <= config.max_num_seqs
+        beams = [beam_step for beam_step in plan.beam_steps if beam_step.num_tokens]
+        assert len(plan.num_scheduled_tokens) + sum(step.num_beams for step in beams) <= config.max_num_seqs
         longest = max(plan.num_scheduled_tokens.values(), default=0)
         if config.enable_chunked_prefill and config.max_prefill_chunk is not None:
             assert longest <= config.max_prefill_chunk
+            for beam_step in beams:
+                assert beam_step.num_tokens <= max(1, config.max_prefill_chunk // beam_step.num_beams)
         if plan.is_empty:
             assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
 
@@ -302,7 +336,8 @@ class Drive:
             received = self.received[output.request_id, output.choice]
             assert received.finish is None, "an output after the end"
             assert output.num_cached_tokens < len(self.accepted[output.request_id].prompt_token_ids)
-            received.tokens += output.new_token_ids
+            received.tokens = output.new_token_ids if output.replaces else received.tokens + output.new_token_ids
+            received.score = output.score
             received.finish = output.finish_reason
             if output.inherited_from is not None:
                 event(f"inherited from: {output.inherited_from}")
@@ -337,10 +372,21 @@ def test_requests_that_go_on_in_a_new_engine_end_with_the_same_tokens_each_once(
     check_results(drive)
 
 
+@settings(max_examples=max(300, settings.default.max_examples))
+@given(loads(searching=True))
+def test_beam_searches_end_with_the_texts_they_would_find_alone(load: Load) -> None:
+    drive = Drive(load)
+    drive.run()
+    check_results(drive)
+
+
 def check_results(drive: Drive) -> None:
     for request in drive.accepted.values():
         if request.pooling_params is not None:
             check_vector(request, drive.received[request.request_id, 0])
+            continue
+        if request.beam_params is not None:
+            check_texts(request, request.beam_params, drive)
             continue
         for choice in range(request.sampling_params.n):
             check_choice(request, choice, drive.received[request.request_id, choice], drive.load.max_model_len)
@@ -367,6 +413,20 @@ def check_choice(request: EngineCoreRequest, choice: int, received: Received, ma
     assert received.finish == (FinishReason.STOP if stopped else FinishReason.LENGTH)
     wanted = range(1, len(prompt)) if params.prompt_logprobs is not None and choice == 0 else []
     assert received.prompt_positions == list(wanted)
+
+
+def check_texts(request: EngineCoreRequest, params: BeamSearchParams, drive: Drive) -> None:
+    received = [drive.received[request.request_id, choice] for choice in range(params.n)]
+    if received[0].finish in (FinishReason.ABORT, FinishReason.ERROR):
+        assert len({choice.finish for choice in received}) == 1
+        return
+    event(f"beams: early stopping {params.early_stopping}")
+    prompt = request.prompt_token_ids
+    max_total = min(len(prompt) + params.max_tokens, drive.load.max_model_len)
+    expected = reference_texts(prompt, params, max_total, VOCABULARY)
+    assert [(choice.tokens, choice.score, choice.finish) for choice in received] == [
+        (text.token_ids, text.score, text.finish_reason) for text in expected
+    ]
 
 
 def check_vector(request: EngineCoreRequest, received: Received) -> None:

@@ -39,7 +39,7 @@ def texts(search: BeamSearch) -> list[tuple[list[int], float, FinishReason]]:
 def test_it_starts_with_one_beam_without_tokens():
     search = beam_search(3)
     assert (search.scores, search.done) == ([0.0], False)
-    assert search.running_token_ids(0) == search.best_so_far() == []
+    assert search.running_token_ids(0) == [] and search.best_so_far() is None
     assert search.hypotheses() == []
 
 
@@ -193,7 +193,7 @@ def test_it_is_over_when_nothing_can_follow():
     assert (search.done, texts(search)) == (True, [([EOS], -1, STOP)])
     nothing = beam_search(2)
     assert advance(nothing) == OVER
-    assert (nothing.done, nothing.hypotheses(), nothing.best_so_far()) == (True, [], [])
+    assert (nothing.done, nothing.hypotheses(), nothing.best_so_far()) == (True, [], None)
 
 
 def test_only_the_texts_asked_for_are_returned():
@@ -206,16 +206,16 @@ def test_only_the_texts_asked_for_are_returned():
 def test_the_best_so_far_is_a_beam_or_a_text_whichever_stands_better():
     search = beam_search(2)
     advance(search, (-1, 0, 4), (-1.2, 0, EOS), (-2, 0, 5), (-3, 0, 6))
-    assert search.best_so_far() == [4]
+    assert search.best_so_far().token_ids == [4]
     advance(search, (-3, 0, 5), (-4, 0, 6), (-5, 1, 5), (-6, 1, 6))  # -1.5 against -1.2
-    assert search.best_so_far() == [EOS]
+    assert search.best_so_far().token_ids == [EOS]
     advance(search, (-3.3, 0, 7), (-4.1, 1, 8), (-5, 1, 5), (-6, 1, 6))  # -1.1 against -1.2
-    assert search.best_so_far() == [4, 5, 7]
+    assert search.best_so_far().token_ids == [4, 5, 7]
 
 
 def test_when_it_is_over_the_best_so_far_is_the_best_text():
     search = full_after_one_step(early_stopping=True)
-    assert search.best_so_far() == search.hypotheses()[0].token_ids == [8]
+    assert search.best_so_far().token_ids == search.hypotheses()[0].token_ids == [8]
 
 
 def test_a_long_search_needs_no_deep_recursion():

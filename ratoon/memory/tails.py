@@ -1,0 +1,147 @@
+"""Block tables of the beams of one search, behind the blocks of their common prompt. Accounting only.
+
+The trunk, the sequence that computed the prompt, holds the prompt's blocks once for all beams. A beam's own table
+begins with the block that the prompt ends in, so that a fork costs the same behind a prompt of any length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratoon.core.plan import BlockIds
+from ratoon.memory.block_pool import Block
+from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.sequence import TokenSequence
+
+Tail = list[list[Block]]  # one list of table entries for each KV group, from the first column behind the trunk on
+
+
+@dataclass(slots=True, eq=False)
+class KeptTail:
+    """What a beam held at some time. Beams that go on behind it write to copies."""
+
+    tail: Tail
+    num_computed_tokens: int
+
+
+class BeamTails:
+    """All beams are equally long. They start as one, which is the trunk with nothing behind it."""
+
+    def __init__(self, kv_cache: KVCacheManager, trunk: TokenSequence) -> None:
+        self.num_computed_tokens = trunk.num_computed_tokens  # of each beam, the prompt included
+        self._kv_cache = kv_cache
+        self._pool = kv_cache.pool
+        self._trunk = trunk
+        self._first_column = trunk.num_computed_tokens // kv_cache.block_size
+        self._tails: list[Tail] = [[table[self._first_column :] for table in trunk.block_tables]]
+        self._touch(self._tails[0])
+
+    def __len__(self) -> int:
+        return len(self._tails)
+
+    def fork(self, parents: list[int]) -> None:
+        """Beam i goes on from what beam `parents[i]` holds. Takes no memory, so it can't fail."""
+        old, tails = self._tails, []
+        taken: set[int] = set()
+        for parent in parents:
+            tail = old[parent]
+            if parent in taken:
+                tail = [blocks.copy() for blocks in tail]
+                self._touch(tail)
+            taken.add(parent)
+            tails.append(tail)
+        for parent, tail in enumerate(old):
+            if parent not in taken:
+                self._free(tail)
+        self._tails = tails
+
+    def allocate(self, num_tokens: int) -> tuple[int, BlockIds] | None:
+        """Make room for `num_tokens` of every beam, and count them as computed. None: memory is short, and nothing
+        changed. Otherwise the first table column that changed, and what stands there and behind, beam after beam.
+
+        The block that beams write to first may be shared, with each other and with the trunk: every beam but the last
+        holder gets a copy of it.
+        """
+        block_size = self._kv_cache.block_size
+        column = self.num_computed_tokens // block_size - self._first_column  # the first written
+        num_columns = -(-(self.num_computed_tokens + num_tokens) // block_size) - self._first_column
+        num_missing = num_columns - len(self._tails[0][0])
+        to_copy = self._shared_at(column)
+        num_wanted = len(to_copy) + num_missing * len(self._tails) * self._kv_cache.num_groups
+        if num_wanted > self._pool.num_free_blocks:
+            return None
+        self.num_computed_tokens += num_tokens
+        for beam, group in to_copy:
+            blocks = self._tails[beam][group]
+            blocks[column] = self._kv_cache.copy_block(
+                self._trunk.branch_id, group, self._first_column + column, blocks[column]
+            )
+        if num_missing:
+            for tail in self._tails:
+                for blocks in tail:
+                    blocks += self._pool.get_new_blocks(num_missing)
+        if not num_wanted:
+            return 0, ()
+        return self._first_column + column, tuple(
+            [block.block_id for tail in self._tails for block in tail[group][column:]]
+            for group in range(self._kv_cache.num_groups)
+        )
+
+    def _shared_at(self, column: int) -> list[tuple[int, int]]:
+        """The beams, and the groups, whose block in this column must be copied before it is written."""
+        if column >= len(self._tails[0][0]):
+            return []
+        left: dict[int, int] = {}  # block → holders that have not got a copy
+        to_copy = []
+        for beam, tail in enumerate(self._tails):
+            for group, blocks in enumerate(tail):
+                block = blocks[column]
+                holders = left.get(block.block_id, block.ref_cnt)
+                if holders > 1:
+                    to_copy.append((beam, group))
+                    left[block.block_id] = holders - 1
+        return to_copy
+
+    def keep(self, beam: int) -> KeptTail:
+        """Hold on to what a beam has now, whatever becomes of the beam."""
+        tail = [blocks.copy() for blocks in self._tails[beam]]
+        self._touch(tail)
+        return KeptTail(tail, self.num_computed_tokens)
+
+    def drop(self, kept: KeptTail) -> None:
+        self._free(kept.tail)
+
+    def as_sequence(self, kept: KeptTail, branch_id: str, token_ids: list[int]) -> TokenSequence:
+        """A kept tail and the trunk before it as a sequence of its own, which takes over what was kept."""
+        trunk = self._trunk
+        sequence = TokenSequence(branch_id, token_ids, trunk.extra_keys)
+        heads = [table[: self._first_column] for table in trunk.block_tables]
+        self._touch(heads)
+        sequence.block_tables = [head + tail for head, tail in zip(heads, kept.tail, strict=True)]
+        sequence.block_hashes = trunk.block_hashes[: self._first_column]
+        sequence.num_registered_blocks = min(trunk.num_registered_blocks, self._first_column)
+        sequence.num_computed_tokens = kept.num_computed_tokens
+        return sequence
+
+    def release(self) -> None:
+        """Give back all that beams hold. What was kept is the keeper's."""
+        for tail in self._tails:
+            self._free(tail)
+        self._tails = []
+
+    def tables(self) -> list[Tail]:
+        """For checks: every entry is a reference."""
+        return self._tails
+
+    def _touch(self, tail: Tail) -> None:
+        for blocks in tail:
+            self._pool.touch(blocks)
+
+    def _free(self, tail: Tail) -> None:
+        for blocks in tail:
+            self._pool.free_blocks(reversed(blocks))
+
+
+def tail_blocks(block_size: int, num_groups: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
+    """The most blocks that one beam holds behind the trunk on its way to `num_new_tokens`."""
+    return num_groups * (-(-(num_prompt_tokens + num_new_tokens) // block_size) - num_prompt_tokens // block_size)

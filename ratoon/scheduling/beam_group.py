@@ -1,0 +1,166 @@
+"""The beams of one request as the scheduler sees them: the search, the memory behind it, and the steps that they need.
+
+A beam request has one branch, the trunk, which computes the prompt like any other. Its beams come into being when the
+prompt is done, run in step with each other, all or none, and lose their memory together. Which requests run, and who
+gives way when memory is short, is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ratoon.core.outputs import BeamCandidates
+from ratoon.core.params import BeamSearchParams, RequestOutputKind
+from ratoon.core.plan import BeamStep, BlockIds
+from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.sequence import TokenSequence
+from ratoon.memory.tails import BeamTails, KeptTail
+from ratoon.scheduling.beams import BeamSearch
+
+if TYPE_CHECKING:
+    from ratoon.scheduling.branch import Branch
+
+
+class BeamGroup:
+    __slots__ = ("_changed", "_kept", "_moves", "_retained", "_tails", "search", "trunk", "wants_snapshots", "width")
+
+    def __init__(self, trunk: Branch, params: BeamSearchParams, max_new_tokens: int, retained: bool) -> None:
+        """`retained`: what the best texts hold is kept until the end, so that it can be leased."""
+        self.trunk = trunk
+        self.search = BeamSearch(params, max_new_tokens)
+        self.width = params.beam_width
+        self.wants_snapshots = params.output_kind == RequestOutputKind.CUMULATIVE
+        self._retained = retained
+        self._tails: BeamTails | None = None  # None: the prompt is not computed (any more)
+        # What the runner does not know yet: which beam each comes from, and the tokens behind its computed ones.
+        self._moves: tuple[list[int], list[int]] | None = None
+        self._changed: tuple[int, BlockIds] = (0, ())
+        self._kept: dict[int, KeptTail] = {}  # by the number of the finished text
+
+    # ---- steps ----
+
+    @property
+    def num_beams(self) -> int:
+        return self.search.num_beams
+
+    @property
+    def gap(self) -> int:
+        """Tokens of every beam that are not computed."""
+        assert self._tails is not None
+        return self.trunk.num_tokens + self.search.num_tokens - self._tails.num_computed_tokens
+
+    def is_ready(self, kv_cache: KVCacheManager) -> bool:
+        """Are there beams that can run? Beams that lost their memory come back behind a trunk that is computed anew."""
+        if self._tails is None and self.search.num_tokens and self.trunk.num_computed_tokens == self.trunk.num_tokens:
+            self._tails = BeamTails(kv_cache, self.trunk)
+            self._tails.fork([0] * self.num_beams)
+            tokens = [token for beam in range(self.num_beams) for token in self.search.running_token_ids(beam)]
+            self._moves = ([0] * self.num_beams, tokens)
+        return self._tails is not None
+
+    def allocate(self, num_tokens: int) -> bool:
+        """Memory for so many tokens of every beam. False: it is short, and nothing changed."""
+        assert self._tails is not None
+        changed = self._tails.allocate(num_tokens)
+        if changed is None:
+            return False
+        self._changed = changed
+        return True
+
+    def take_step(self, num_tokens: int) -> BeamStep:
+        """The step that `allocate` made room for."""
+        assert self._tails is not None
+        parents, token_ids = self._moves if self._moves is not None else (None, [])
+        self._moves = None
+        first_column, block_ids = self._changed
+        step = BeamStep(
+            req_id=self.trunk.branch_id,
+            num_tokens=num_tokens,
+            num_computed_tokens=self._tails.num_computed_tokens - num_tokens,
+            parents=parents,
+            token_ids=token_ids,
+            first_column=first_column,
+            block_ids=block_ids,
+            scores=self.search.scores,
+        )
+        return step if self.gap else self._with_candidates(step)
+
+    def first_step(self) -> BeamStep | None:
+        """What the trunk's last step brings: the first candidates. None: the search has begun, and has them."""
+        if self.search.num_tokens:
+            return None
+        return self._with_candidates(BeamStep(req_id=self.trunk.branch_id, scores=self.search.scores))
+
+    def _with_candidates(self, step: BeamStep) -> BeamStep:
+        step.num_candidates = self.search.num_candidates
+        step.held_back = sorted(self.search.held_back_token_ids)
+        return step
+
+    # ---- results ----
+
+    def awaits(self, step: BeamStep) -> bool:
+        """Do the results of this step belong to it? They may be those of an earlier request with the same id."""
+        if self.search.num_tokens == 0:
+            return step.num_tokens == 0
+        return self._tails is not None and self._tails.num_computed_tokens == step.num_computed_tokens + step.num_tokens
+
+    def advance(self, kv_cache: KVCacheManager, found: BeamCandidates) -> None:
+        """Take candidates in: beams end, fork and give their memory back."""
+        if self._tails is None:
+            self._tails = BeamTails(kv_cache, self.trunk)
+        moves = self.search.advance(found.scores, found.beams, found.token_ids)
+        if self._retained:
+            self._keep_leading(self._tails)
+        self._tails.fork(moves.parents)
+        self._moves = (moves.parents, moves.tokens)
+
+    def _keep_leading(self, tails: BeamTails) -> None:
+        """Hold the memory of the best texts, and of no others."""
+        leading = {finished.number: finished for finished in self.search.leading()}
+        for number in self._kept.keys() - leading.keys():
+            tails.drop(self._kept.pop(number))
+        for number, finished in leading.items():
+            if number not in self._kept and finished.num_tokens == self.search.num_tokens:
+                self._kept[number] = tails.keep(finished.beam)
+
+    def kept_sequences(self, branch_ids: list[str]) -> Iterator[TokenSequence]:
+        """What was kept of the best texts, the best last. Whoever takes one, owns it."""
+        texts = self.search.hypotheses()
+        for choice, finished in reversed(list(enumerate(self.search.leading()))):
+            kept = self._kept.pop(finished.number, None)
+            if kept is not None:
+                assert self._tails is not None
+                tokens = self.trunk.token_ids + texts[choice].token_ids
+                yield self._tails.as_sequence(kept, branch_ids[choice], tokens)
+
+    # ---- memory ----
+
+    def forget_kept(self) -> bool:
+        """Memory is short: what is kept for later goes before what runs. False: there was nothing."""
+        if not self._kept:
+            return False
+        assert self._tails is not None
+        for kept in self._kept.values():
+            self._tails.drop(kept)
+        self._kept.clear()
+        return True
+
+    def set_back(self) -> None:
+        """Give all memory behind the trunk back. The search stays where it is."""
+        if self._tails is None:
+            return
+        self.forget_kept()
+        self._tails.release()
+        self._tails = None
+        self._moves = None
+
+    def held(self) -> list[TokenSequence]:
+        """For checks: the tables that hold references, as sequences."""
+        tables = [kept.tail for kept in self._kept.values()]
+        sequences = []
+        for tail in [*tables, *(self._tails.tables() if self._tails is not None else ())]:
+            sequence = TokenSequence(self.trunk.branch_id, [])
+            sequence.block_tables = tail
+            sequences.append(sequence)
+        return sequences

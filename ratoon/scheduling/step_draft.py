@@ -1,0 +1,45 @@
+"""A step plan while it is being made: who is in it, and what is left of its budget. Who comes in is the scheduler's."""
+
+from __future__ import annotations
+
+from ratoon.core.plan import BlockIds
+from ratoon.scheduling.beam_group import BeamGroup
+from ratoon.scheduling.branch import Branch
+
+
+class StepDraft:
+    """A plan while it is being made: who runs, and what is left of the token budget."""
+
+    __slots__ = ("allocated", "beams", "budget", "dropped_rows", "in_place", "preempted")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.in_place: list[Branch] = []  # one token each, into memory that they have
+        self.allocated: list[tuple[Branch, int, BlockIds]] = []  # tokens, and blocks appended to the tables
+        self.beams: list[tuple[BeamGroup, int]] = []  # tokens of each beam
+        self.preempted = False
+        self.dropped_rows: list[str] = []  # preempted branches that the runner knows
+
+    def add(self, branch: Branch, num_tokens: int, appended: BlockIds) -> None:
+        self.allocated.append((branch, num_tokens, appended))
+        self.budget -= num_tokens
+
+    def add_beams(self, group: BeamGroup, num_tokens: int) -> None:
+        self.beams.append((group, num_tokens))
+        self.budget -= num_tokens * group.num_beams
+
+    def remove(self, branch: Branch) -> None:
+        """Take a branch out again, if it is in, and its tokens back. With a trunk its beams go."""
+        for index, (group, num_tokens) in enumerate(self.beams):
+            if group.trunk is branch:
+                del self.beams[index]
+                self.budget += num_tokens * group.num_beams
+                return
+        for index, (other, num_tokens, _) in enumerate(self.allocated):
+            if other is branch:
+                del self.allocated[index]
+                self.budget += num_tokens
+                return
+        if branch in self.in_place:
+            self.in_place.remove(branch)
+            self.budget += 1
