@@ -61,6 +61,14 @@ class KVCacheManager:
         step = num_tokens if max_step_tokens is None else max_step_tokens
         return sum(rule.most_blocks(num_tokens, step) for rule in self.rules)
 
+    def missing_blocks(
+        self, num_tokens: int, num_hit_tokens: int, hit_blocks: GroupBlocks | None, max_step_tokens: int
+    ) -> int:
+        """The most free blocks that a sequence takes on its way to `num_tokens`, where it has these hits."""
+        columns = -(-num_tokens // self.block_size) - num_hit_tokens // self.block_size
+        missing = self.num_groups * columns + (0 if hit_blocks is None else self._count_free(hit_blocks))
+        return min(missing, self.required_blocks(num_tokens, max_step_tokens))
+
     def can_ever_fit(self, num_tokens: int, max_step_tokens: int | None = None) -> bool:
         return self.required_blocks(num_tokens, max_step_tokens) <= self.num_usable_blocks
 

@@ -143,5 +143,9 @@ class BeamTails:
 
 
 def tail_blocks(block_size: int, num_groups: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
-    """The most blocks that one beam holds behind the trunk on its way to `num_new_tokens`."""
-    return num_groups * (-(-(num_prompt_tokens + num_new_tokens) // block_size) - num_prompt_tokens // block_size)
+    """The most blocks that one beam holds behind the trunk on its way to `num_new_tokens`, the last of which is never
+    computed."""
+    if num_new_tokens <= 1:
+        return 0
+    num_columns = -(-(num_prompt_tokens + num_new_tokens - 1) // block_size) - num_prompt_tokens // block_size
+    return num_groups * num_columns

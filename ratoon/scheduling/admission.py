@@ -162,7 +162,7 @@ def _verify_beam_memory(
     tail = tail_blocks(kv_cache.block_size, kv_cache.num_groups, num_prompt_tokens, num_new_tokens)
     if prompt + params.beam_width * tail <= kv_cache.num_usable_blocks:
         return
-    widest = (kv_cache.num_usable_blocks - prompt) // tail
+    widest = (kv_cache.num_usable_blocks - prompt) // max(tail, 1)
     numbers = (
         f"needs {prompt + params.beam_width * tail} blocks of {kv_cache.block_size} tokens ({prompt} for the prompt, "
         f"{tail} for each of {params.beam_width} beams of {num_new_tokens} tokens), the pool has "

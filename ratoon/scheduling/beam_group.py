@@ -15,7 +15,7 @@ from ratoon.core.params import BeamSearchParams, RequestOutputKind
 from ratoon.core.plan import BeamStep, BlockIds
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
-from ratoon.memory.tails import BeamTails, KeptTail
+from ratoon.memory.tails import BeamTails, KeptTail, tail_blocks
 from ratoon.scheduling.beams import BeamSearch
 
 if TYPE_CHECKING:
@@ -23,13 +23,25 @@ if TYPE_CHECKING:
 
 
 class BeamGroup:
-    __slots__ = ("_changed", "_kept", "_moves", "_retained", "_tails", "search", "trunk", "wants_snapshots", "width")
+    __slots__ = (
+        "_changed",
+        "_kept",
+        "_max_new_tokens",
+        "_moves",
+        "_retained",
+        "_tails",
+        "search",
+        "trunk",
+        "wants_snapshots",
+        "width",
+    )
 
     def __init__(self, trunk: Branch, params: BeamSearchParams, max_new_tokens: int, retained: bool) -> None:
         """`retained`: what the best texts hold is kept until the end, so that it can be leased."""
         self.trunk = trunk
         self.search = BeamSearch(params, max_new_tokens)
         self.width = params.beam_width
+        self._max_new_tokens = max_new_tokens
         self.wants_snapshots = params.output_kind == RequestOutputKind.CUMULATIVE
         self._retained = retained
         self._tails: BeamTails | None = None  # None: the prompt is not computed (any more)
@@ -58,6 +70,12 @@ class BeamGroup:
             tokens = [token for beam in range(self.num_beams) for token in self.search.running_token_ids(beam)]
             self._moves = ([0] * self.num_beams, tokens)
         return self._tails is not None
+
+    def num_blocks_to_come(self, kv_cache: KVCacheManager) -> int:
+        """What beams will need as soon as the prompt is computed, all that they had before included."""
+        num_new_tokens = min(max(self.search.num_tokens, 1) + 1, self._max_new_tokens)
+        tail = tail_blocks(kv_cache.block_size, kv_cache.num_groups, self.trunk.num_tokens, num_new_tokens)
+        return self.width * tail
 
     def allocate(self, num_tokens: int) -> bool:
         """Memory for so many tokens of every beam. False: it is short, and nothing changed."""

@@ -291,6 +291,8 @@ class Scheduler:
             if admission != Admission.NO_MEMORY:
                 return admission == Admission.ADMITTED
             num_wanted = self.kv_cache.required_blocks(min(branch.num_tokens, self._max_step_tokens))
+            if branch.request.beams is not None:
+                num_wanted += branch.request.beams.num_blocks_to_come(self.kv_cache)
             if self.kv_cache.num_free_blocks + self.leases.num_reclaimable_blocks() < num_wanted:
                 return False
             if not self.leases.evict_one():
@@ -305,7 +307,7 @@ class Scheduler:
         num_new_tokens = min(gap, step.budget, self._max_step_tokens)
         fits_step = num_new_tokens == gap or self._may_split(gap)
         appended = None
-        if fits_step:
+        if fits_step and self._has_memory_for_beams(branch, num_hit_tokens, hit_blocks):
             num_found_tokens = num_hit_tokens - num_inherited  # what is inherited is in its tables already
             appended = self.kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_found_tokens)
         if appended is None:
@@ -322,6 +324,14 @@ class Scheduler:
         branch.num_computed_tokens = num_hit_tokens
         step.add(branch, num_new_tokens, appended)
         return Admission.ADMITTED
+
+    def _has_memory_for_beams(self, branch: Branch, num_hit_tokens: int, hit_blocks: GroupBlocks | None) -> bool:
+        """A search that has memory for its prompt alone would lose it again as soon as the prompt is computed."""
+        beams = branch.request.beams
+        if beams is None:
+            return True
+        missing = self.kv_cache.missing_blocks(branch.num_tokens, num_hit_tokens, hit_blocks, self._max_step_tokens)
+        return missing + beams.num_blocks_to_come(self.kv_cache) <= self.kv_cache.num_free_blocks
 
     def _inherit(self, branch: Branch) -> int:
         """Give a continuation its parent's memory, where that is kept or still runs. How many tokens it has then."""
