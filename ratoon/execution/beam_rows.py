@@ -46,7 +46,7 @@ class BeamRows:
                 table[beams, step.first_column : step.first_column + columns.shape[1]] = columns
         end = step.num_computed_tokens + step.num_tokens
         rows.num_computed[beams] = step.num_computed_tokens
-        rows.num_blocks[:, beams] = -(-end // rows.block_size)
+        rows.num_blocks[:, beams] = np.maximum(rows.num_blocks[:, beams], -(-end // rows.block_size))
 
     def _fork(self, step: BeamStep) -> None:
         assert step.parents is not None

@@ -50,7 +50,6 @@ class BranchRows:
         self.num_computed[row] = new.num_computed_tokens
         self.seeds[row] = new.seed
         self.params[row] = new.sampling_params
-        self.num_blocks[:, row] = 0
         self.append_blocks(row, new.block_ids)
         return row
 
@@ -72,6 +71,7 @@ class BranchRows:
         for row in map(int, rows):
             for table, counts in zip(self.block_tables, self.num_blocks, strict=True):
                 table[row, : counts[row]] = NULL_BLOCK
+                counts[row] = 0
             self._free_rows.append(row)
 
     def append_blocks(self, row: int, block_ids: BlockIds) -> None:

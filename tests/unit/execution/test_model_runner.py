@@ -97,11 +97,11 @@ class Driver:
         rest.setdefault(
             "scheduled_cached_reqs", CachedRequestData(list(known), list(known.values()), [None] * len(known))
         )
+        rest.setdefault("total_num_scheduled_tokens", sum(counts.values()))
         self.runner.execute_model(
             SchedulerOutput(
                 scheduled_new_reqs=list(new),
                 num_scheduled_tokens=counts,
-                total_num_scheduled_tokens=sum(counts.values()),
                 sampled_req_ids=list(counts) if sampled is None else list(sampled),
                 **rest,
             )
