@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ratoon import LLM, AsyncLLM, EngineDeadError, EngineError, SamplingParams
+from ratoon import LLM, AsyncLLM, BeamSearchParams, EngineDeadError, EngineError, SamplingParams
 from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
@@ -121,6 +121,42 @@ def test_a_killed_engine_is_reported_until_it_is_back():
             assert EngineState.RESTARTING in states
             health = llm.health()
             assert health.ok and health.engines[0].num_restarts == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_beam_search_is_begun_again_and_ends_once_with_the_same_texts():
+    kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
+    searches = [
+        BeamSearchParams(beam_width=8, n=3, max_tokens=60, ignore_eos=True, length_penalty=0.5, output_kind=kind)
+        for kind in kinds
+    ]
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **{**SETTINGS, "num_blocks": 512}) as llm:
+
+            async def search(params: BeamSearchParams, num_told: list[int]) -> list[tuple]:
+                ends = []
+                async for output in llm.generate(prompt(4), params):
+                    num_told[0] += 1
+                    if output.finished:
+                        assert output.error is None
+                        ends.append([(tuple(one.token_ids), one.finish_reason) for one in output.outputs])
+                (end,) = ends
+                return end
+
+            right = [await search(params, [0]) for params in searches]
+            assert right[0] == right[1] and len(right[0]) == 3
+            num_told = [0]
+            searching = [asyncio.create_task(search(params, num_told)) for params in searches]
+            while num_told[0] < 5:
+                await asyncio.sleep(0.001)
+            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            assert await asyncio.gather(*searching) == right
+            assert llm.health().engines[0].num_restarts == 1
+            (books,) = await llm._client.call_utility("check")
+            assert books["num_used_blocks"] == 0 and len(llm._client._ledger) == 0
 
     asyncio.run(run())
 

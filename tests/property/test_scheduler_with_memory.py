@@ -282,7 +282,7 @@ class Drive:
         )
 
     def step(self, step: int) -> None:
-        on_trial = bool(self.scheduler._on_trial)  # then others give way to the one that is tried
+        on_trial = bool(self.scheduler.roster.on_trial)  # then others give way to the one that is tried
         plan = self.scheduler.schedule()
         self.scheduler.check()
         decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)

@@ -1,0 +1,166 @@
+"""Who is here: requests and their branches, the queues they stand in, the memory they hold, and how they leave.
+
+State and its rules. Who runs in a step is the planner's to say, what a step brought is in results.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ratoon.core.config import SchedulerConfig
+from ratoon.core.errors import RequestError
+from ratoon.core.request import EngineCoreOutput, FinishReason, InheritedFrom
+from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.leases import LeaseTable
+from ratoon.scheduling.beam_group import BeamGroup
+from ratoon.scheduling.branch import Branch, BranchStatus, Request
+from ratoon.scheduling.queues import queue_for, sort_key_for
+
+
+class Roster:
+    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, leases: LeaseTable) -> None:
+        self.config = config
+        self.kv_cache = kv_cache
+        self.leases = leases
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.branches: dict[str, Branch] = {}  # unfinished ones
+        self.running: list[Branch] = []
+        self.waiting = queue_for(config.policy)
+        self.order = sort_key_for(config.policy)
+        self.searching: dict[str, BeamGroup] = {}  # unfinished beam searches by request id
+        self.on_trial: dict[str, Request] = {}  # of a step that failed; each runs alone until it has got something
+        self.inherited: dict[str, InheritedFrom] = {}  # of continuations that have no token yet: said with their first
+        self.with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
+        self.finished_rows: list[str] = []  # for the next plan
+        self._reserved_ids: set[str] = set()  # branch ids of unfinished requests, those not forked yet included
+
+    def add(self, state: Request) -> None:
+        """Queue a request. Raises RequestError for an id that is in use."""
+        taken = [branch_id for branch_id in state.branch_ids if branch_id in self._reserved_ids]
+        if taken:
+            raise RequestError("request_id", f"{taken[0]!r} is in use", "an id that no unfinished request has")
+        self._reserved_ids.update(state.branch_ids)
+        self.requests[state.request_id] = state
+        if state.beams is not None:
+            self.searching[state.request_id] = state.beams
+        for branch in state.branches:  # one, unless the request began elsewhere and is resumed
+            if branch.status != BranchStatus.FINISHED:
+                self.branches[branch.branch_id] = branch
+                self.waiting.add(branch)
+        if state.continuation_of is not None:
+            self.leases.await_continuation(state.continuation_of, state.request_id)
+
+    def has_rows_for(self, branch: Branch) -> bool:
+        """Is there a row for it, or for each of its beams? While a search runs, there are no more rows than tokens in a
+        step, so that all its beams always find room in one."""
+        num_rows, limit = len(self.running) + branch.num_rows, self.config.max_num_seqs
+        if self.searching:
+            num_rows += sum(
+                group.width - 1 for group in self.searching.values() if group.trunk.status == BranchStatus.RUNNING
+            )
+            limit = min(limit, self.config.max_num_batched_tokens)
+        return num_rows <= limit
+
+    def find_requests(self, ids: Iterable[str]) -> list[Request]:
+        """Unfinished requests by their ids or their branches' ids, each once."""
+        found: dict[str, Request] = {}
+        for some_id in ids:
+            branch = self.branches.get(some_id)
+            request = branch.request if branch is not None else self.requests.get(some_id)
+            if request is not None:
+                found[request.request_id] = request
+        return list(found.values())
+
+    def fail_requests(self, ids: Iterable[str], message: str) -> list[EngineCoreOutput]:
+        """End requests, named by their ids or by those of their branches, with an error. None of their blocks will be
+        found in the prefix cache again."""
+        return self.end_requests(self.find_requests(ids), FinishReason.ERROR, message)
+
+    def end_requests(
+        self, requests: list[Request], reason: FinishReason, error: str | None = None, keep: bool = False
+    ) -> list[EngineCoreOutput]:
+        """End all choices that are not finished, those included that were never forked."""
+        outputs = []
+        branches = []
+        for request in requests:
+            branches += [branch for branch in request.branches if branch.status != BranchStatus.FINISHED]
+            for choice in range(request.num_choices):
+                if choice not in request.finished_choices:
+                    request.finished_choices.add(choice)
+                    num_cached_tokens = request.branches[0].num_cached_tokens
+                    outputs.append(
+                        EngineCoreOutput(
+                            request.request_id, [], choice, reason, num_cached_tokens=num_cached_tokens, error=error
+                        )
+                    )
+        self.release(branches, trusted=reason != FinishReason.ERROR, keep=keep)
+        for request in requests:
+            self._forget(request)
+        return outputs
+
+    def set_back(self, branch: Branch, trusted: bool = True) -> None:
+        if branch.request.beams is not None:
+            branch.request.beams.set_back()
+        self.kv_cache.free(branch, trusted)
+        branch.known_to_runner = False
+        branch.status = BranchStatus.PREEMPTED
+
+    def release(self, branches: list[Branch], trusted: bool = True, keep: bool = False) -> None:
+        """Take ended branches out of everything, and give their memory back, or lease it where that was asked for."""
+        waiting = {branch for branch in branches if branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED)}
+        for branch in branches:
+            if branch.request.beams is not None:
+                branch.request.beams.set_back()
+            retain_kv = branch.request.retain_kv if keep and branch.request.beams is None else None
+            if retain_kv is None or not self.leases.grant(branch, self.now + retain_kv):
+                self.kv_cache.free(branch, trusted)
+            branch.status = BranchStatus.FINISHED
+            if branch.known_to_runner:
+                self.finished_rows.append(branch.branch_id)
+            del self.branches[branch.branch_id]
+            request = branch.request
+            request.finished_choices.add(branch.choice)
+            if len(request.finished_choices) == request.num_choices:
+                self._forget(request)
+        if len(waiting) < len(branches):
+            self.running = [branch for branch in self.running if branch.status != BranchStatus.FINISHED]
+        if waiting:
+            self.waiting.remove(waiting)
+
+    def _forget(self, request: Request) -> None:
+        if self.requests.pop(request.request_id, None) is not None:
+            self._reserved_ids.difference_update(request.branch_ids)
+            self.with_prompt_logprobs.discard(request.request_id)
+            self.on_trial.pop(request.request_id, None)
+            self.searching.pop(request.request_id, None)
+            self.inherited.pop(request.request_id, None)
+            if request.continuation_of is not None:
+                self.leases.continuation_left(request.continuation_of, request.request_id)
+
+    def check(self) -> None:
+        """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests."""
+        beams = [held for group in self.searching.values() for held in group.held()]
+        self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *beams])
+        self.leases.check()
+        running, waiting = set(self.running), set(self.waiting)
+        assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
+        assert self.on_trial.keys() <= self.requests.keys(), "somebody is on trial who is gone"
+        assert running | waiting == set(self.branches.values()), (
+            "the queues do not hold exactly the unfinished branches"
+        )
+        num_rows = sum(branch.num_rows for branch in running)
+        assert num_rows <= self.config.max_num_seqs, f"{num_rows} branches run, {self.config.max_num_seqs} may"
+        for branch in running:
+            assert branch.status == BranchStatus.RUNNING, f"{branch.branch_id} runs with status {branch.status!r}"
+        for branch in waiting:
+            assert branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED), (
+                f"{branch.branch_id}: {branch.status!r}"
+            )
+            assert not any(branch.block_tables), f"{branch.branch_id} waits and holds blocks"
+            assert branch.num_computed_tokens == 0, f"{branch.branch_id} waits with computed tokens"
+        for branch in self.branches.values():
+            assert branch.num_tokens == len(branch.token_ids), f"{branch.branch_id}: miscounted tokens"
+            assert branch.num_computed_tokens <= branch.num_tokens, f"{branch.branch_id}: more computed than there is"
+            assert branch.num_tokens <= branch.max_total_tokens, f"{branch.branch_id} is longer than it may be"
+            assert self.requests.get(branch.request_id) is branch.request, f"{branch.branch_id} has no request"
