@@ -43,14 +43,15 @@ class Call:
 class PromptSource:
     """Random token ids: the same ones in every run with the same seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, vocab_size: int = VOCAB_SIZE) -> None:
         self._random = random.Random(seed)
+        self._vocab_size = vocab_size
         self._num_prompts = 0
 
     def prompt(self, length: int) -> list[int]:
-        first = FIRST_ORDINARY_TOKEN + self._num_prompts % (VOCAB_SIZE - FIRST_ORDINARY_TOKEN)
+        first = FIRST_ORDINARY_TOKEN + self._num_prompts % (self._vocab_size - FIRST_ORDINARY_TOKEN)
         self._num_prompts += 1
-        return [first, *(self._random.randrange(FIRST_ORDINARY_TOKEN, VOCAB_SIZE) for _ in range(length - 1))]
+        return [first, *(self._random.randrange(FIRST_ORDINARY_TOKEN, self._vocab_size) for _ in range(length - 1))]
 
 
 @dataclass(frozen=True)

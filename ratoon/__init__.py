@@ -23,13 +23,14 @@ if TYPE_CHECKING:
         UnknownParentError,
     )
     from ratoon.core.outputs import CompletionOutput, Continuation, EmbeddingOutput, RequestOutput
-    from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
+    from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
     from ratoon.engine.async_llm import AsyncLLM
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "SamplingParams",
+    "BeamSearchParams",
     "PoolingParams",
     "RequestOutputKind",
     "RequestOutput",
@@ -51,6 +52,7 @@ _HOMES = {
     "LLM": "ratoon.api.llm",
     "AsyncLLM": "ratoon.engine.async_llm",
     "SamplingParams": "ratoon.core.params",
+    "BeamSearchParams": "ratoon.core.params",
     "PoolingParams": "ratoon.core.params",
     "RequestOutputKind": "ratoon.core.params",
     "RequestOutput": "ratoon.core.outputs",

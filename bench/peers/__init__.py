@@ -1,1 +1,1 @@
-"""The engines that cpu_peers.py compares, each a program of its own, and what starts, times and pauses them."""
+"""Engines that are compared, each a program of its own, and what starts, times and pauses them."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from peers.machine import busy_seconds, processes_of, usable_cores
-from peers.protocol import TokenIds
+from peers.protocol import MAX_MODEL_LEN, TokenIds
 
 BENCH_FOLDER = Path(__file__).resolve().parent.parent
 ENGINES = ("ratoon", "transformers", "vllm")
@@ -29,20 +29,32 @@ class EngineFailedError(Exception):
 
 
 @dataclass(frozen=True)
+class CallResult:
+    """A call of protocol.py."""
+
+    seconds: float
+    value: Any
+    foreign_share: float | None  # of all cores, used by other processes meanwhile; None: unknown
+
+
+@dataclass(frozen=True)
 class Generation:
     seconds: float
     token_ids: TokenIds
-    foreign_share: float | None  # of all cores, used by other processes meanwhile; None: unknown
+    foreign_share: float | None
 
 
 class EngineProcess:
     """One engine. It is paused whenever no call of ours is under way."""
 
-    def __init__(self, engine: str, python: str, model: Path, threads: int, log: Path) -> None:
+    def __init__(
+        self, engine: str, python: str, model: Path, threads: int, log: Path, max_model_len: int = MAX_MODEL_LEN
+    ) -> None:
         self.engine = engine
         self.log = log
         self.versions: dict[str, str] = {}
-        self._command = [python, "-m", f"peers.{engine}_worker", str(model.resolve()), "--threads", str(threads)]
+        self._command = [python, "-m", f"peers.{engine}_worker", str(model.resolve())]
+        self._command += ["--threads", str(threads), "--max-model-len", str(max_model_len)]
         self._environment = engine_environment(engine, threads)
         self._process: subprocess.Popen[str] | None = None
 
@@ -61,24 +73,32 @@ class EngineProcess:
                 text=True,
                 start_new_session=True,
             )
-        answer = self._ask([prompt], 1)
+        answer = self._ask("generate", {"prompts": [prompt], "num_tokens": 1})
         seconds = time.perf_counter() - begin
         self.versions = answer["versions"]
         self._signal_all(signal.SIGSTOP)
         return seconds
 
     def generate(self, prompts: TokenIds, num_tokens: int) -> Generation:
-        """Greedy, exactly `num_tokens` for each prompt. The time is the worker's own, around the engine's call."""
+        """Greedy, exactly `num_tokens` for each prompt."""
+        result = self.call("generate", prompts=prompts, num_tokens=num_tokens)
+        lengths = [len(tokens) for tokens in result.value]
+        if lengths != [num_tokens] * len(prompts):
+            raise EngineFailedError(f"{self.engine} generated {lengths} tokens, not {num_tokens} for each prompt")
+        return Generation(result.seconds, result.value, result.foreign_share)
+
+    def call(self, name: str, **arguments: Any) -> CallResult:
+        """The time is the worker's own, around the engine's call."""
         self._signal_all(signal.SIGCONT)
         busy_before, ours_before, begin = busy_seconds(), self._cpu_seconds(), time.perf_counter()
-        answer = self._ask(prompts, num_tokens)
+        answer = self._ask(name, arguments)
         busy_after, ours_after, end = busy_seconds(), self._cpu_seconds(), time.perf_counter()
         self._signal_all(signal.SIGSTOP)
         foreign_share = None
         if busy_before is not None and busy_after is not None:
             foreign = (busy_after - busy_before) - (ours_after - ours_before)
             foreign_share = max(0.0, foreign / ((end - begin) * (os.cpu_count() or 1)))
-        return Generation(answer["seconds"], answer["token_ids"], foreign_share)
+        return CallResult(answer["seconds"], answer["result"], foreign_share)
 
     def close(self) -> None:
         """End the worker and every process that it has started. Safe to call at any time, and twice."""
@@ -99,19 +119,16 @@ class EngineProcess:
         process.wait()
         process.stdout.close()
 
-    def _ask(self, prompts: TokenIds, num_tokens: int) -> dict[str, Any]:
+    def _ask(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         assert self._process is not None, "start() comes first"
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        line = _exchange(stdin, stdout, json.dumps({"prompts": prompts, "num_tokens": num_tokens}))
+        line = _exchange(stdin, stdout, json.dumps({"call": name, "arguments": arguments}))
         if not line.endswith("\n"):
             raise EngineFailedError(
                 f"{self.engine} ended without an answer; its log, {self.log}, ends with:\n{self._tail()}"
             )
-        answer = json.loads(line)
-        lengths = [len(tokens) for tokens in answer["token_ids"]]
-        if lengths != [num_tokens] * len(prompts):
-            raise EngineFailedError(f"{self.engine} generated {lengths} tokens, not {num_tokens} for each prompt")
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _tail(self, lines: int = 15) -> str:
@@ -154,12 +171,16 @@ def engine_environment(engine: str, threads: int) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, usable_cores()[:threads])),  # or it leaves a core idle
             "VLLM_NO_USAGE_STATS": "1",
         }
+    if engine == "ctranslate2":
+        environment["OMP_WAIT_POLICY"] = "passive"  # it has threads of its own, which those of OpenMP would disturb
     return environment
 
 
-def engine_python(engine: str, vllm_python: str | None) -> str:
+def engine_python(engine: str, vllm_python: str | None = None, ctranslate2_python: str | None = None) -> str:
     """The interpreter whose environment has the engine."""
-    if engine != "vllm":
+    own = {"vllm": vllm_python, "ctranslate2": ctranslate2_python}
+    if engine not in own:
         return sys.executable
-    assert vllm_python is not None
-    return os.path.abspath(vllm_python)  # not resolved: the link is what makes it a virtual environment
+    python = own[engine]
+    assert python is not None
+    return os.path.abspath(python)  # not resolved: the link is what makes it a virtual environment

@@ -2,12 +2,18 @@
 
 Runs in the environments of all engines, so it imports the standard library alone. The driver's side is process.py.
 
-    driver                                                  worker
-    {"prompts": [[1, 2]], "num_tokens": 1}            →
-                                                      ←     {"seconds": 0.1, "token_ids": [[3]], "versions": {…}}
-    (end of input)                                    →     (ends)
+    driver                                                                       worker
+    {"call": "generate", "arguments": {"prompts": [[1, 2]], "num_tokens": 1}}  →
+                                                                               ←  {"seconds": 0.1, "result": [[3]], …}
+    (end of input)                                                             →  (ends)
 
-The model is loaded before the first answer, so the first answer is what start-up waits for.
+The model is loaded before the first answer, so the first answer is what start-up waits for. These calls are known;
+every engine has the first two, and those that can keep something between two requests have the others:
+
+    generate(prompts, num_tokens)               greedy; the new tokens of each prompt
+    beam_search(prompt, width, num_tokens)      {"token_ids": of all beams, best first, …}
+    prepare(prompt)                             make the prompt known; all tokens that a search then finds before it
+    search_behind(suffix, width, num_tokens)    the same as beam_search, behind what was prepared and a suffix
 """
 
 from __future__ import annotations
@@ -19,30 +25,32 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 TokenIds: TypeAlias = list[list[int]]
-Generate: TypeAlias = Callable[[TokenIds, int], TokenIds]  # prompts, tokens to generate for each → generated tokens
+Calls: TypeAlias = dict[str, Callable[..., Any]]
 
-MAX_MODEL_LEN = 2048  # positions that engines with a limit are started with: more than any workload needs
+MAX_MODEL_LEN = 2048  # positions that engines with a limit are started with, unless the driver asks for more
+MAX_BEAM_WIDTH = 32  # of the searches that engines are compared on
 
 
-def serve(load: Callable[[str, int], Generate], packages: tuple[str, ...]) -> None:
-    """Answer until the input ends. `load` takes the model folder and the number of threads."""
+def serve(load: Callable[[argparse.Namespace], Calls], packages: tuple[str, ...]) -> None:
+    """Answer until the input ends. `load` takes the worker's options: model (a folder), threads and max_model_len."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
     args = parser.parse_args()
     # Answers have the pipe for themselves: whatever a library prints goes to standard error, and so into the log.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    generate = load(args.model, args.threads)
+    calls = load(args)
     versions = {name: importlib.metadata.version(name) for name in packages}
     for line in sys.stdin:
         request = json.loads(line)
         begin = time.perf_counter()
-        token_ids = generate(request["prompts"], request["num_tokens"])
+        result = calls[request["call"]](**request["arguments"])
         seconds = time.perf_counter() - begin
-        json.dump({"seconds": seconds, "token_ids": token_ids, "versions": versions}, answers)
+        json.dump({"seconds": seconds, "result": result, "versions": versions}, answers)
         answers.write("\n")
         answers.flush()

@@ -1,23 +1,84 @@
-"""Ratoon, through its LLM class."""
+"""Ratoon, through its LLM class; beam searches one level below it, where each step's time can be seen."""
 
 from __future__ import annotations
 
-from peers.protocol import MAX_MODEL_LEN, Generate, TokenIds, serve
+import argparse
+from typing import Any
+
+from peers.protocol import Calls, TokenIds, serve
+
+LEASE_SECONDS = 3600
 
 
-def load(model: str, threads: int) -> Generate:
+def load(args: argparse.Namespace) -> Calls:
     from ratoon import LLM, SamplingParams
 
     llm = LLM(
-        model, device="cpu", dtype="float32", num_threads=threads, max_model_len=MAX_MODEL_LEN, kv_memory="2GiB"
-    )  # the memory is what vLLM gets
+        args.model,
+        device="cpu",
+        dtype="float32",
+        num_threads=args.threads,
+        max_model_len=args.max_model_len,
+        kv_memory="2GiB",  # what vLLM gets
+    )
 
     def generate(prompts: TokenIds, num_tokens: int) -> TokenIds:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         outputs = llm.generate(prompts, params, progress=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return generate
+    return {"generate": generate, **_searches(llm)}
+
+
+def _searches(llm: Any) -> Calls:
+    from ratoon.api.two_stage.experiment import beam_search as search_params
+    from ratoon.api.two_stage.stage import Send, StageRunner
+    from ratoon.core.params import RequestOutputKind, SamplingParams
+
+    stages = StageRunner(llm)
+    parent: Any = None
+
+    def greedy(num_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.CUMULATIVE,
+        )
+
+    def run(send: Send) -> dict[str, Any]:
+        (answer,) = stages.run([send])
+        continuation = answer.output.continuation
+        return {
+            "token_ids": [list(choice.token_ids) for choice in answer.output.outputs],
+            "times": answer.times,  # since the request was sent, after each step
+            "inherited_tokens": None if continuation is None else continuation.inherited_tokens,
+        }
+
+    def beam_search(prompt: list[int], width: int, num_tokens: int) -> dict[str, Any]:
+        return run(Send(prompt, search_params(width, num_tokens)))
+
+    def prepare(prompt: list[int]) -> list[int]:
+        """One token more than the prompt is known then: the one that was generated."""
+        nonlocal parent
+        llm.reset_prefix_cache()  # and the parent before goes
+        (answer,) = stages.run([Send(prompt, greedy(1), retain_kv=LEASE_SECONDS)])
+        parent = answer.output
+        return [*prompt, *parent.outputs[0].token_ids]
+
+    def search_behind(suffix: list[int], width: int, num_tokens: int) -> dict[str, Any]:
+        return run(Send(suffix, search_params(width, num_tokens), parent=parent))
+
+    def decode_behind(suffix: list[int], num_tokens: int) -> dict[str, Any]:
+        return run(Send(suffix, greedy(num_tokens), parent=parent))
+
+    return {
+        "beam_search": beam_search,
+        "prepare": prepare,
+        "search_behind": search_behind,
+        "decode_behind": decode_behind,
+    }
 
 
 if __name__ == "__main__":

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from peers.protocol import Generate, TokenIds, serve
+import argparse
+from typing import Any
+
+from peers.protocol import Calls, TokenIds, serve
 
 
-def load(model: str, threads: int) -> Generate:
+def load(args: argparse.Namespace) -> Calls:
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(threads)
-    causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    torch.set_num_threads(args.threads)
+    causal_lm = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
     causal_lm.generation_config.eos_token_id = None  # never stops early
     causal_lm.generation_config.pad_token_id = 0  # unused, but it warns without one
 
-    def generate(prompts: TokenIds, num_tokens: int) -> TokenIds:
+    def generate(prompts: TokenIds, num_tokens: int, **options: Any) -> TokenIds:
         input_ids = torch.tensor(prompts)  # [requests, tokens]
         with torch.inference_mode():
             output = causal_lm.generate(
-                input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=num_tokens
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                do_sample=False,
+                max_new_tokens=num_tokens,
+                **options,
             )
         return output[:, input_ids.shape[1] :].tolist()
 
-    return generate
+    def beam_search(prompt: list[int], width: int, num_tokens: int) -> dict[str, Any]:
+        return {"token_ids": generate([prompt], num_tokens, num_beams=width, num_return_sequences=width)}
+
+    return {"generate": generate, "beam_search": beam_search}
 
 
 if __name__ == "__main__":

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from peers.protocol import MAX_MODEL_LEN, Generate, TokenIds, serve
+import argparse
+from typing import Any
+
+from peers.protocol import MAX_BEAM_WIDTH, Calls, TokenIds, serve
 
 
-def load(model: str, threads: int) -> Generate:
+def load(args: argparse.Namespace) -> Calls:
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import BeamSearchParams
 
-    llm = LLM(model=model, dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=64, enable_prefix_caching=True)
+    llm = LLM(
+        model=args.model,
+        dtype="float32",
+        max_model_len=args.max_model_len,
+        max_num_seqs=64,
+        enable_prefix_caching=True,
+        max_logprobs=2 * MAX_BEAM_WIDTH,  # its beam search asks for twice as many as there are beams
+    )
+    known: list[int] = []
 
     def generate(prompts: TokenIds, num_tokens: int) -> TokenIds:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return generate
+    def beam_search(prompt: list[int], width: int, num_tokens: int) -> dict[str, Any]:
+        params = BeamSearchParams(beam_width=width, max_tokens=num_tokens, ignore_eos=True)
+        (output,) = llm.beam_search([{"prompt_token_ids": prompt}], params)
+        return {"token_ids": [sequence.tokens[len(prompt) :] for sequence in output.sequences]}
+
+    def prepare(prompt: list[int]) -> list[int]:
+        """Into the prefix cache."""
+        generate([prompt], 1)
+        known[:] = prompt
+        return prompt
+
+    def search_behind(suffix: list[int], width: int, num_tokens: int) -> dict[str, Any]:
+        return beam_search(known + suffix, width, num_tokens)
+
+    return {"generate": generate, "beam_search": beam_search, "prepare": prepare, "search_behind": search_behind}
 
 
 if __name__ == "__main__":  # vLLM starts its engine process by importing this file again

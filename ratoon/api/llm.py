@@ -11,27 +11,34 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
-import msgspec
-
+from ratoon.api.arguments import (
+    is_many,
+    is_sequence,
+    one_for_each,
+    verify_beam_search_params,
+    with_index,
+    with_output_kind,
+)
 from ratoon.api.interrupts import interrupts_held_back
 from ratoon.api.progress import request_progress
 from ratoon.core.config import EngineConfig, SchedulingPolicy, resolve_max_model_len
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
-from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
+from ratoon.core.params import BeamSearchParams, GenerationParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
-from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, default_sampling_params, split_prompt
+from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, split_prompt
 from ratoon.engine.llm_engine import LLMEngine
 from ratoon.engine.output_processor import OutputProcessor
+from ratoon.engine.params_processor import default_sampling_params
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
     from ratoon.models.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
-Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Params: TypeAlias = GenerationParams | Sequence[GenerationParams] | None
 Checked: TypeAlias = tuple[EngineCoreRequest, str | None]  # a request, and its prompt's text where it has one
 MakeRequest: TypeAlias = Callable[[str, Prompt, Any, int], EngineCoreRequest]  # of an id, a prompt, params, a priority
 
@@ -88,6 +95,7 @@ class LLM:
                 config.max_logprobs,
                 seed,
                 kv_capacity=self._client.describe().get("kv_capacity_tokens"),
+                block_size=config.cache.block_size,
                 max_lease_seconds=config.cache.max_lease_seconds,
             ),
             OutputProcessor(self._tokenizer),
@@ -112,7 +120,8 @@ class LLM:
         A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. Params and priority are
         one for all, or a list with one for each. Every prompt is checked before the first is started: a bad one raises
         RequestError with its index. A request of a batch that fails later has `error` set and the finish reason
-        "error", and the others go on; one that is alone, and that the engine refuses, raises.
+        "error", and the others go on; one that is alone, and that the engine refuses, raises. With BeamSearchParams the
+        choices of an output are the best texts that a beam search found, the best first.
         """
         checked = self._check(prompts, sampling_params, priority, cache_salt, RequestOutputKind.FINAL_ONLY, retain_kv)
         outputs: dict[str, RequestOutput] = {}
@@ -122,11 +131,27 @@ class LLM:
                 advance(1, sum(len(choice.token_ids) for choice in output.outputs))
         return [outputs[_external_id(request)] for request, _ in checked]
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        retain_kv: float | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """`generate` with BeamSearchParams: search for the most probable texts behind each prompt."""
+        verify_beam_search_params(params)
+        return self.generate(
+            prompts, params, priority=priority, cache_salt=cache_salt, retain_kv=retain_kv, progress=progress
+        )
+
     def continue_from(
         self,
         parent: RequestOutput | str,
         suffix: Suffix = "",
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GenerationParams | None = None,
         *,
         choice: int = 0,
         at: int | None = None,
@@ -138,20 +163,19 @@ class LLM:
         Nothing that is still there of the parent is computed again. With `retain_kv` on the parent that is all of it;
         the output's `continuation` says how it was. `choice` names one of several, `at` a place in the parent: so many
         of its tokens, prompt and answer together. A parent that still runs is waited for, or with `wait=False` forked
-        where it is. UnknownParentError: there is no such request, or it is too long ago.
+        where it is; a beam search can only be waited for. UnknownParentError: there is no such request, or it is too
+        long ago.
         """
         parent_id = parent.request_id if isinstance(parent, RequestOutput) else parent
         processor = self.engine.output_processor
-        while wait and isinstance(parent_id, str) and processor.internal_id(parent_id) is not None:
+        while wait and isinstance(parent_id, str) and processor.is_running(parent_id):
             self._step()
         params = self._default_params if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise RequestError("sampling_params", f"{params!r} is not SamplingParams", "a SamplingParams")
         request = self.engine.input_processor.process_continuation(
             str(self._num_requests),
             processor.find_root(parent_id),
             suffix,
-            msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY),
+            with_output_kind(params, RequestOutputKind.FINAL_ONLY),
             choice=choice,
             at=at,
             retain_kv=retain_kv,
@@ -171,7 +195,9 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Answer prompts, and yield what is new as it comes: each output holds only new text and tokens.
 
-        Request ids tell the prompts apart, in their order. Closing the iterator takes back what is unfinished.
+        Of a beam search each holds all of the best text so far, which may be another one than before; the last has the
+        texts that it found. Request ids tell the prompts apart, in their order. Closing the iterator takes back what is
+        unfinished.
         """
         checked = self._check(prompts, sampling_params, priority, cache_salt, RequestOutputKind.DELTA)
         return self._run(checked)
@@ -190,9 +216,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template. The rest is as in `generate`."""
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, **(chat_template_kwargs or {})}
-        if not _is_sequence(messages):
+        if not is_sequence(messages):
             raise RequestError("messages", f"{type(messages).__name__} is not a list", "a list of messages")
-        if not messages or not _is_sequence(messages[0]):
+        if not messages or not is_sequence(messages[0]):
             prompt = self.chat_prompt(messages, **variables)  # type: ignore[arg-type]
             return self.generate(prompt, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
         prompts = []
@@ -200,7 +226,7 @@ class LLM:
             try:
                 prompts.append(self.chat_prompt(conversation, **variables))  # type: ignore[arg-type]
             except RequestError as error:
-                raise _with_index(error, index) from None
+                raise with_index(error, index) from None
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def embed(
@@ -280,13 +306,12 @@ class LLM:
     ) -> list[Checked]:
         """All prompts as requests to generate, or RequestError; nothing is started."""
         processor = self.engine.input_processor
-        if isinstance(params, SamplingParams):
-            processor.verify_params(params)  # shared by all: no prompt's index belongs to the error
+        if isinstance(params, (SamplingParams, BeamSearchParams)):
+            # Shared by all: no prompt's index belongs to the error.
+            processor.verify_params(with_output_kind(params, output_kind))
 
         def make_request(request_id: str, prompt: Prompt, one_params: Any, one_priority: int) -> EngineCoreRequest:
-            if not isinstance(one_params, SamplingParams):
-                raise RequestError("sampling_params", f"{one_params!r} is not SamplingParams", "a SamplingParams")
-            one_params = msgspec.structs.replace(one_params, output_kind=output_kind)
+            one_params = with_output_kind(one_params, output_kind)
             return processor.process(
                 request_id, prompt, one_params, priority=one_priority, cache_salt=cache_salt, retain_kv=retain_kv
             )
@@ -323,10 +348,10 @@ class LLM:
     ) -> list[Checked]:
         if self._closed:
             raise RequestError("llm", "is closed", "build another LLM")
-        single = not _is_many(prompts)
+        single = not is_many(prompts)
         prompt_list: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[arg-type, list-item]
-        params_list = _one_for_each(params_field, params, len(prompt_list), default_params)
-        priorities = _one_for_each("priority", priority, len(prompt_list), 0)
+        params_list = one_for_each(params_field, params, len(prompt_list), default_params)
+        priorities = one_for_each("priority", priority, len(prompt_list), 0)
         if any(priorities) and self.config.scheduler.policy != SchedulingPolicy.PRIORITY:
             raise RequestError(
                 "priority", "has no meaning first come, first served", 'build the LLM with policy="priority"'
@@ -336,7 +361,7 @@ class LLM:
             try:
                 request = make_request(str(self._num_requests + index), prompt, one_params, one_priority)
             except RequestError as error:
-                raise error if single else _with_index(error, index) from None
+                raise error if single else with_index(error, index) from None
             checked.append((request, split_prompt(prompt)[0]))
         self._num_requests += len(checked)
         return checked
@@ -381,26 +406,3 @@ class LLM:
 def _external_id(request: EngineCoreRequest) -> str:
     assert request.external_id is not None
     return request.external_id
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """A list of prompts, and not one prompt that is a list of token ids. An empty list is no prompts."""
-    return _is_sequence(prompts) and (not prompts or isinstance(prompts[0], (str, Mapping)) or _is_sequence(prompts[0]))  # type: ignore[index]
-
-
-def _one_for_each(field: str, value: Any, count: int, default: Any) -> list[Any]:
-    if value is None:
-        return [default] * count
-    if not _is_sequence(value):
-        return [value] * count
-    if len(value) != count:
-        raise RequestError(field, f"has {len(value)} entries for {count} prompts", "one for all, or one for each")
-    return [default if entry is None else entry for entry in value]
-
-
-def _with_index(error: RequestError, index: int) -> RequestError:
-    return RequestError(f"prompts[{index}].{error.field}", error.problem, error.expected)

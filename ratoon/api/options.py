@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and what they turn into: an LLM, SamplingParams.
+"""Command-line options that several commands share, and what they turn into: an LLM, params.
 
 Only argparse is imported here at the top: `ratoon --help` must not wait for anything.
 """
@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ratoon.api.beam_options import add_beam_options, beam_search_params, check_beam_options, wants_beam_search
+
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
-    from ratoon.core.params import SamplingParams
+    from ratoon.core.params import GenerationParams
 
 Subparsers = Any  # argparse has no public name for what add_subparsers returns
 
@@ -83,7 +85,8 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
         "--stream", action=argparse.BooleanOptionalAction, help="print the answer as it comes (one prompt, one choice)"
     )
     add_sampling_options(parser, max_tokens=256)
-    parser.add_argument("--n", type=int, metavar="N", help="choices for each prompt")
+    add_beam_options(parser)
+    parser.add_argument("-n", "--n", type=int, metavar="N", help="choices for each prompt")
     parser.add_argument(
         "--logprobs", type=int, metavar="N", help="log-probabilities of the N likeliest tokens (--json)"
     )
@@ -97,17 +100,21 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def check_sampling_options(args: argparse.Namespace) -> None:
+def check_generation_options(args: argparse.Namespace) -> None:
     """RequestError for what no model can make sense of, before anyone waits for the model to load."""
     from ratoon.core.params import SamplingParams
 
-    SamplingParams(**_given_sampling_options(args)).verify()
+    check_beam_options(args)
+    if not wants_beam_search(args):
+        SamplingParams(**_given_sampling_options(args)).verify()
 
 
-def sampling_params(args: argparse.Namespace, llm: LLM) -> SamplingParams:
-    """The model's own defaults, over them what was given."""
+def generation_params(args: argparse.Namespace, llm: LLM) -> GenerationParams:
+    """The model's own defaults, over them what was given. A beam search has no defaults of the model's."""
     import msgspec
 
+    if wants_beam_search(args):
+        return beam_search_params(args)
     given = _given_sampling_options(args)
     # Plain sampling at temperature 1 suits few models; one that names no temperature is asked for its likeliest answer.
     if "temperature" not in llm.source.generation_defaults:

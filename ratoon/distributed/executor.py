@@ -52,6 +52,11 @@ class UniProcExecutor:
         self._worker = Worker(config, model, tensors, timer)
         self.facts = self._worker.facts
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """What has gone through the model since the start, in the runner's own count."""
+        return self._worker.runner.num_computed_tokens
+
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._worker.execute_model(plan)
 

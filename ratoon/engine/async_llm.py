@@ -22,15 +22,16 @@ from ratoon.core.config import SchedulingPolicy
 from ratoon.core.errors import ConfigError, EngineAwayError, EngineDeadError, EngineError, RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import GenerationParams, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.client_interface import AsyncEngineClient
-from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, default_sampling_params, split_prompt
+from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, split_prompt
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_handler import OutputHandler
 from ratoon.engine.output_processor import OutputProcessor
+from ratoon.engine.params_processor import default_sampling_params
 from ratoon.engine.roots import Root
 from ratoon.models.tokenizer import LONG_TEXT, Tokenizer
 from ratoon.observe.startup import StartupTimer
@@ -130,6 +131,7 @@ class AsyncLLM:
             self.config.max_logprobs,
             self._seed,
             kv_capacity=client.ready.description.get("kv_capacity_tokens"),
+            block_size=client.ready.block_size,
             max_lease_seconds=self.config.cache.max_lease_seconds,
         )
         self._handler = OutputHandler(client, OutputProcessor(self._tokenizer, metrics=self.metrics), self.metrics)
@@ -149,7 +151,7 @@ class AsyncLLM:
                 return
             while handler.collectors and time.monotonic() < self._drain_until:
                 await asyncio.sleep(DRAIN_POLL)
-            handler.abort(list(handler.collectors))
+            handler.abort_all()
             await handler.stop()
             await client.shutdown()
             self._handler = None
@@ -168,7 +170,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GenerationParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -179,6 +181,9 @@ class AsyncLLM:
         owner: str | None = None,  # only for the same owner it can be continued
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield outputs as the params' `output_kind` asks until one is `finished`.
+
+        BeamSearchParams make a beam search of it: the last output has its `n` best texts, the best first. With the kind
+        CUMULATIVE every step before brings one output, with the best text so far.
 
         RequestError is raised at the first step for a request that can't be served, and EngineDeadError when the engine
         is gone for good. A request that fails later ends with an output that has `error` set and the finish reason
@@ -196,7 +201,7 @@ class AsyncLLM:
             retain_kv=retain_kv,
             owner=owner,
         )
-        request, collector = await self._begin(process, prompt, priority, data_parallel_rank)
+        request, collector = await self._begin(process, priority, data_parallel_rank, prompt=prompt)
         async with aclosing(_outputs_of(handler, request, collector)) as outputs:
             async for output in outputs:
                 yield output
@@ -205,7 +210,7 @@ class AsyncLLM:
         self,
         parent_request_id: str,
         suffix: Suffix = "",
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GenerationParams | None = None,
         request_id: str | None = None,
         *,
         choice: int = 0,
@@ -219,8 +224,9 @@ class AsyncLLM:
 
         Nothing that is still there of the parent is computed again; with `retain_kv` on the parent that is all of it.
         `choice` names one of several, `at` a place in the parent: so many of its tokens, prompt and answer together. A
-        parent that still runs is waited for, or with `wait=False` forked where it is. UnknownParentError: there is no
-        such request, it is too long ago, or another owner's. The rest is as in `generate`.
+        parent that still runs is waited for, or with `wait=False` forked where it is; a beam search can only be waited
+        for. UnknownParentError: there is no such request, it is too long ago, or another owner's. The rest is as in
+        `generate`.
         """
         handler = self._running()
         arrival_time = time.monotonic()
@@ -237,7 +243,7 @@ class AsyncLLM:
             arrival_time=arrival_time,
             retain_kv=retain_kv,
         )
-        request, collector = await self._begin(process, {"prompt_token_ids": []}, priority, None)
+        request, collector = await self._begin(process, priority, suffix=suffix)
         async with aclosing(_outputs_of(handler, request, collector)) as outputs:
             async for output in outputs:
                 yield output
@@ -249,7 +255,7 @@ class AsyncLLM:
         root = handler.output_processor.find_root(request_id, owner)
         if not wait:
             return root
-        await handler.wait_for_end(request_id)
+        await handler.wait_for_end(request_id, owner)
         return handler.output_processor.find_root(request_id, owner)
 
     def list_roots(self, owner: str | None = None) -> list[Root]:
@@ -271,6 +277,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        owner: str | None = None,  # another owner may use the same request_id
     ) -> EmbeddingOutput:
         """A prompt as a vector. RequestError if it can't be served, EngineError if it failed."""
         handler = self._running()
@@ -282,8 +289,9 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=time.monotonic(),
+            owner=owner,
         )
-        request, collector = await self._begin(process, prompt, priority, None)
+        request, collector = await self._begin(process, priority, prompt=prompt)
         try:
             output = await collector.get()
         finally:
@@ -295,10 +303,10 @@ class AsyncLLM:
             raise EngineError(output.error)
         return output
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests, by the callers' ids: each gets a last output, with the finish reason "abort"."""
+    async def abort(self, request_id: str | Iterable[str], owner: str | None = None) -> None:
+        """End requests of this owner, by the callers' ids: each gets a last output, with the finish reason "abort"."""
         if self._handler is not None:
-            self._handler.abort([request_id] if isinstance(request_id, str) else request_id)
+            self._handler.abort([request_id] if isinstance(request_id, str) else request_id, owner)
 
     def num_unfinished_requests(self) -> int:
         return 0 if self._handler is None else len(self._handler.collectors)
@@ -328,15 +336,18 @@ class AsyncLLM:
     async def _begin(
         self,
         process: Callable[[], EngineCoreRequest],
-        prompt: Prompt,
         priority: int,
-        data_parallel_rank: int | None,
+        data_parallel_rank: int | None = None,
+        *,
+        prompt: Prompt | None = None,  # None: a continuation, which brings only a suffix
+        suffix: Suffix = "",
     ) -> tuple[EngineCoreRequest, OutputCollector]:
         """Check a request and hand it over. Whatever is raised, nothing of it is left behind."""
         try:
             self._verify_placement(priority, data_parallel_rank)
-            text, token_ids = split_prompt(prompt)
-            if token_ids is None and text is not None and len(text) > LONG_TEXT:
+            text, token_ids = (None, None) if prompt is None else split_prompt(prompt)
+            written = suffix if prompt is None else text
+            if token_ids is None and isinstance(written, str) and len(written) > LONG_TEXT:
                 request = await asyncio.to_thread(process)  # the event loop has others to serve
             else:
                 request = process()

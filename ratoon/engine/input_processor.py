@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import math
 import operator
-import random
 import secrets
 import string
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
-
-import msgspec
 
 from ratoon.core.config import CacheConfig, ModelConfig
 from ratoon.core.errors import RequestError
-from ratoon.core.params import MAX_LOGPROBS, PoolingParams, RequestOutputKind, SamplingParams
+from ratoon.core.params import MAX_LOGPROBS, GenerationParams, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest
+from ratoon.engine.params_processor import ParamsProcessor
 from ratoon.engine.roots import Root
-from ratoon.observe.logging import get_logger
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Suffix: TypeAlias = str | Sequence[int]
@@ -31,11 +27,6 @@ Suffix: TypeAlias = str | Sequence[int]
 PROMPT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 ID_CHARACTERS = string.ascii_lowercase + string.digits
 ID_LENGTH = 8  # random characters behind the caller's id: nobody can guess another's request
-SEED_BITS = 63
-# Generation defaults that are sampling parameters under the same name; `max_new_tokens` is not.
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-logger = get_logger(__name__)
 
 
 class InputProcessor:
@@ -49,24 +40,42 @@ class InputProcessor:
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         kv_capacity: int | None = None,  # tokens of the longest sequence that the KV cache can hold
+        block_size: int = CacheConfig().block_size,
         max_lease_seconds: float = CacheConfig().max_lease_seconds,
     ) -> None:
-        self._max_lease_seconds = max_lease_seconds
-        self._kv_capacity = sys.maxsize if kv_capacity is None else kv_capacity
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
-        self._hidden_size = model_config.hidden_size
         self._max_model_len = model_config.max_position if max_model_len is None else max_model_len
-        self._max_logprobs = max_logprobs
-        self._random = random.Random(seed)  # for the seeds of requests that bring none
+        self._max_lease_seconds = max_lease_seconds
         self._clock = clock
-        self.eos_token_ids = _collect_eos_ids(model_config, tokenizer, generation_defaults or {})
+        self._params = ParamsProcessor(
+            model_config,
+            tokenizer,
+            generation_defaults or {},
+            self._max_model_len,
+            max_logprobs,
+            seed,
+            kv_capacity,
+            block_size,
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return self._params.eos_token_ids
+
+    def verify_params(self, params: GenerationParams) -> None:
+        """RequestError for what is wrong with them whatever the prompt is."""
+        self._params.verify(params)
+
+    def verify_pooling_params(self, params: PoolingParams) -> None:
+        self._params.verify_pooling(params)
 
     def process(
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: GenerationParams,
         *,
         priority: int = 0,
         arrival_time: float | None = None,
@@ -80,10 +89,12 @@ class InputProcessor:
         self._verify_retention(retain_kv)
         self.verify_params(params)
         token_ids = self._tokenize(prompt, num_places=1)  # for the first new token
+        sampling_params, beam_params = self._params.complete(params, len(token_ids))
         return EngineCoreRequest(
             request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=token_ids,
-            sampling_params=self._complete_params(params, len(token_ids)),
+            sampling_params=sampling_params,
+            beam_params=beam_params,
             eos_token_id=self.eos_token_ids[0] if self.eos_token_ids else None,
             arrival_time=arrival_time,
             priority=priority,
@@ -98,7 +109,7 @@ class InputProcessor:
         request_id: str,
         parent: Root,
         suffix: Suffix,
-        params: SamplingParams,
+        params: GenerationParams,
         *,
         choice: int = 0,
         at: int | None = None,
@@ -121,10 +132,12 @@ class InputProcessor:
                 f"{longest} leave room (max_model_len is {self._max_model_len})",
                 "a shorter suffix, or an earlier place in the parent (`at`)",
             )
+        sampling_params, beam_params = self._params.complete(params, len(inherited) + len(suffix_ids))
         return EngineCoreRequest(
             request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=inherited + suffix_ids,
-            sampling_params=self._complete_params(params, len(inherited) + len(suffix_ids)),
+            sampling_params=sampling_params,
+            beam_params=beam_params,
             eos_token_id=self.eos_token_ids[0] if self.eos_token_ids else None,
             arrival_time=arrival_time,
             priority=priority,
@@ -166,6 +179,7 @@ class InputProcessor:
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str | None = None,
+        owner: str | None = None,
     ) -> EngineCoreRequest:
         """A request for the prompt's vector. Nothing is generated, so the prompt may fill the model's whole length."""
         if arrival_time is None:
@@ -180,46 +194,9 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             external_id=request_id,
+            owner=owner,
             pooling_params=pooling_params,
         )
-
-    def verify_params(self, params: SamplingParams) -> None:
-        """Checks that need the model; those that do not are the params' own."""
-        if not isinstance(params, SamplingParams):
-            raise RequestError("sampling_params", f"{type(params).__name__} is not SamplingParams", "a SamplingParams")
-        params.verify(self._max_logprobs)
-        if not isinstance(params.output_kind, RequestOutputKind):
-            raise RequestError("output_kind", f"{params.output_kind!r} is unknown", "a RequestOutputKind")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name)
-            if count is not None and count > self._vocab_size:
-                raise RequestError(name, f"{count} is more than the vocabulary has", f"{self._vocab_size} at most")
-        self._verify_vocabulary("stop_token_ids", params.stop_token_ids)
-        self._verify_vocabulary("allowed_token_ids", params.allowed_token_ids)
-        self._verify_vocabulary("logit_bias", params.logit_bias)
-        if self._tokenizer is None:
-            if params.stop:
-                raise RequestError("stop", "stop strings need a tokenizer, and none is loaded", "use stop_token_ids")
-            if params.bad_words:
-                raise RequestError("bad_words", "words need a tokenizer, and none is loaded", "use logit_bias")
-
-    def verify_pooling_params(self, params: PoolingParams) -> None:
-        if not isinstance(params, PoolingParams):
-            raise RequestError("pooling_params", f"{type(params).__name__} is not PoolingParams", "a PoolingParams")
-        params.verify()
-        if params.dimensions is not None and params.dimensions > self._hidden_size:
-            raise RequestError(
-                "dimensions",
-                f"{params.dimensions} is more than the model's vectors have",
-                f"a whole number from 1 to {self._hidden_size}",
-            )
-
-    def _verify_vocabulary(self, field: str, token_ids: Iterable[int] | None) -> None:
-        for token in token_ids or ():
-            if not 0 <= token < self._vocab_size:
-                raise RequestError(
-                    field, f"token id {token} is not in the vocabulary", f"ids from 0 to {self._vocab_size - 1}"
-                )
 
     def _tokenize(self, prompt: Prompt, num_places: int) -> list[int]:
         """The prompt's tokens, which must leave this many places of the model's length free."""
@@ -284,42 +261,6 @@ class InputProcessor:
             checked.append(value)
         return checked
 
-    def _complete_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        params = params.clone()
-        room = self._max_model_len - num_prompt_tokens
-        if params.max_tokens is None:  # as much as there is room for, in the KV cache too
-            params.max_tokens = max(1, min(room, self._kv_capacity - num_prompt_tokens))
-        params.max_tokens = min(params.max_tokens, room)
-        if params.min_tokens > params.max_tokens:
-            raise RequestError(
-                "min_tokens",
-                f"{params.min_tokens} is more than the {params.max_tokens} tokens that fit behind this prompt",
-                f"lower it or shorten the prompt (max_model_len is {self._max_model_len})",
-            )
-        # Always set: a request that is preempted, or replayed from a record, draws the same numbers again.
-        if params.seed is None:
-            params.seed = self._random.getrandbits(SEED_BITS)
-        params.eos_token_ids = list(self.eos_token_ids)
-        ends = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
-        params.all_stop_token_ids = list(dict.fromkeys(ends))
-        if params.bad_words:
-            params.bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
-        return params
-
-    def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it is written at the start of a text and in the middle of one."""
-        assert self._tokenizer is not None
-        sequences: dict[tuple[int, ...], None] = {}
-        for index, word in enumerate(words):
-            stripped = word.lstrip()
-            if not stripped:
-                raise RequestError(f"bad_words[{index}]", "is empty", "at least one character that is not a space")
-            for written in (stripped, " " + stripped):
-                token_ids = tuple(self._tokenizer.encode(written, add_special_tokens=False))
-                if token_ids:
-                    sequences[token_ids] = None
-        return [list(token_ids) for token_ids in sequences]
-
 
 def _verify_envelope(request_id: str, priority: int, cache_salt: str | None) -> None:
     """What every kind of request brings beside its prompt."""
@@ -350,35 +291,6 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
     if _is_list(prompt):
         return None, prompt
     raise RequestError("prompt", f"{type(prompt).__name__} is not a prompt", PROMPT_FORMS)
-
-
-def default_sampling_params(generation_defaults: Mapping[str, Any] | None) -> SamplingParams:
-    """What a caller gets who passes no params: the model's own generation defaults over ours."""
-    defaults = dict(generation_defaults or {})
-    values: dict[str, Any] = {name: defaults[name] for name in SAMPLING_DEFAULTS if defaults.get(name) is not None}
-    if defaults.get("max_new_tokens") is not None:
-        values["max_tokens"] = defaults["max_new_tokens"]
-    params = SamplingParams()
-    for name, value in values.items():
-        candidate = msgspec.structs.replace(params, **{name: value})
-        try:
-            candidate.verify()
-        except RequestError as error:  # a model's file must not make every request fail
-            logger.warning("generation default ignored: %s", error)
-            continue
-        params = candidate
-    return params
-
-
-def _collect_eos_ids(
-    model_config: ModelConfig, tokenizer: Any | None, generation_defaults: Mapping[str, Any]
-) -> tuple[int, ...]:
-    """All tokens that end an answer. Files disagree about them; a chat model's real one is often in just one place."""
-    from_defaults = generation_defaults.get("eos_token_ids") or ()
-    from_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
-    candidates = [*model_config.eos_token_ids, *from_defaults, from_tokenizer]
-    known = (token for token in candidates if isinstance(token, int) and 0 <= token < model_config.vocab_size)
-    return tuple(dict.fromkeys(known))
 
 
 def _is_list(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """The client's record of requests under way: enough to let them go on in another process when theirs has died.
 
 Every token that came in is written down before it is passed on. Replaying a request means handing it over again with
-its tokens: they are neither sent nor changed a second time. Knows no sockets, no processes and no clock.
+its tokens: they are neither sent nor changed a second time. A beam search is handed over as it was: it finds the same
+texts again, and what it told before its end is replaced anyway. Knows no sockets, no processes and no clock.
 
 A request can be what kills an engine. So whoever was in a dying engine without having got anything from it comes under
 suspicion: suspects are let in one at a time, and only the one that is in is blamed when the engine dies again. Blamed
@@ -37,7 +38,8 @@ class Entry:
 
     @property
     def begun(self) -> bool:
-        return any(choice.token_ids for choice in self.choices)
+        """Are there tokens that must not change any more?"""
+        return self.request.beam_params is None and any(choice.token_ids for choice in self.choices)
 
     def current_request(self) -> EngineCoreRequest:
         """The request as it must be handed over now."""
@@ -89,6 +91,8 @@ class Ledger:
                 continue
             self._clear(entry)
             choice = entry.choices[output.choice]
+            if output.replaces:
+                choice.token_ids.clear()
             choice.token_ids.extend(output.new_token_ids)
             if output.finish_reason is None:
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ratoon.core.errors import EngineError, RequestError
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import GenerationParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.client_interface import EngineClient
 from ratoon.engine.input_processor import InputProcessor, Prompt, split_prompt
@@ -28,7 +28,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: GenerationParams,
         *,
         priority: int = 0,
         arrival_time: float | None = None,
@@ -47,13 +47,13 @@ class LLMEngine:
         try:
             self.client.add_request(request)
         except Exception as error:
-            self.output_processor.fail_request(request.external_id or request.request_id, error)
+            self.output_processor.fail_request(request.external_id or request.request_id, error, request.owner)
             raise
 
     def refuse(self, request: EngineCoreRequest, prompt: str | None, error: RequestError) -> Output:
         """The output of a request that the engine did not take, as if a step had brought it."""
         self.output_processor.add_request(request, prompt)
-        output = self.output_processor.fail_request(request.external_id or request.request_id, error)
+        output = self.output_processor.fail_request(request.external_id or request.request_id, error, request.owner)
         assert output is not None
         return output
 

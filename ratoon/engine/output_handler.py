@@ -7,9 +7,9 @@ OutputCollector's; this connects them, and sees to it that nothing of a request 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ratoon.core.errors import EngineDeadError, EngineError
 from ratoon.core.params import RequestOutputKind
@@ -23,7 +23,9 @@ from ratoon.observe.logging import get_logger
 if TYPE_CHECKING:
     from ratoon.observe.metrics import EngineMetrics
 
-SLICE = 128  # outputs that are handled before others on the event loop have their turn
+Key: TypeAlias = tuple[str | None, str]  # whose request it is, and how he calls it
+SLICE = 128  # outputs that are handled before others on the event loop have their turn,
+SLICE_TOKENS = 512  # or so many tokens: the texts that a beam search found come all at once
 
 logger = get_logger(__name__)
 
@@ -33,9 +35,9 @@ class OutputHandler:
         self, client: AsyncEngineClient, output_processor: OutputProcessor, metrics: EngineMetrics | None
     ) -> None:
         self.dead: EngineDeadError | None = None  # why nothing will be answered any more
-        self.collectors: dict[str, OutputCollector] = {}  # by the caller's id, as long as a request is unfinished
+        self.collectors: dict[Key, OutputCollector] = {}  # as long as a request is unfinished
         self.output_processor = output_processor  # has the same requests
-        self._waiting_for_ends: dict[str, list[asyncio.Future[None]]] = {}
+        self._waiting_for_ends: dict[Key, list[asyncio.Future[None]]] = {}
         self._client = client
         self._metrics = metrics
         self._task = asyncio.create_task(self._run(), name="output handler")
@@ -51,39 +53,45 @@ class OutputHandler:
         pooling = request.pooling_params is not None
         collector = OutputCollector(RequestOutputKind.FINAL_ONLY if pooling else request.sampling_params.output_kind)
         self.output_processor.add_request(request, text)
+        owner, external_id = key = _key(request)
         try:
             self._client.add_request(request)
         except Exception as error:
-            self.output_processor.fail_request(_external_id(request), error)
+            self.output_processor.fail_request(external_id, error, owner)
             raise
-        self.collectors[_external_id(request)] = collector
+        self.collectors[key] = collector
         return collector
 
     def release(self, request: EngineCoreRequest, collector: OutputCollector) -> None:
         """The caller is gone. A request that has not ended is aborted; another one may have its id by now."""
-        external_id = _external_id(request)
-        if self.collectors.get(external_id) is collector:
-            del self.collectors[external_id]
-            self.abort([external_id])
-            self._tell_of_end(external_id)
+        owner, external_id = key = _key(request)
+        if self.collectors.get(key) is collector:
+            del self.collectors[key]
+            self.abort([external_id], owner)
+            self._tell_of_end(key)
 
-    async def wait_for_end(self, external_id: str) -> None:
+    async def wait_for_end(self, external_id: str, owner: str | None = None) -> None:
         """Returns at once for a request that is not under way."""
-        if external_id in self.collectors:
+        key = owner, external_id
+        if key in self.collectors:
             ended = asyncio.get_running_loop().create_future()
-            self._waiting_for_ends.setdefault(external_id, []).append(ended)
+            self._waiting_for_ends.setdefault(key, []).append(ended)
             await ended
 
-    def _tell_of_end(self, external_id: str) -> None:
-        for ended in self._waiting_for_ends.pop(external_id, ()):
+    def _tell_of_end(self, key: Key) -> None:
+        for ended in self._waiting_for_ends.pop(key, ()):
             if not ended.done():
                 ended.set_result(None)
 
-    def abort(self, external_ids: Iterable[str]) -> None:
+    def abort(self, external_ids: Iterable[str], owner: str | None = None) -> None:
         """End requests. Those who wait for them get a last output."""
-        outputs, internal_ids = self.output_processor.abort_requests(external_ids)
+        outputs, internal_ids = self.output_processor.abort_requests(external_ids, owner)
         self._deliver(outputs)
         self._abort_in_engine(internal_ids)
+
+    def abort_all(self) -> None:
+        for owner, external_id in list(self.collectors):
+            self.abort([external_id], owner)
 
     # ---- what comes back ----
 
@@ -93,8 +101,8 @@ class OutputHandler:
                 outputs = await self._client.get_outputs()
                 if self._metrics is not None and outputs.scheduler_stats is not None:
                     self._metrics.record_engine(outputs.engine_index, outputs.scheduler_stats)
-                for start in range(0, len(outputs.outputs), SLICE):
-                    self._handle(outputs.outputs[start : start + SLICE], outputs.engine_index)
+                for part in _slices(outputs.outputs):
+                    self._handle(part, outputs.engine_index)
                     await asyncio.sleep(0)  # callers take what they got, new requests come in
         except EngineDeadError as error:
             self._die(error)
@@ -112,12 +120,13 @@ class OutputHandler:
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            collector = self.collectors.get(output.request_id)
+            key = output.owner, output.request_id
+            collector = self.collectors.get(key)
             if collector is None:
                 continue
             if output.finished:
-                del self.collectors[output.request_id]
-                self._tell_of_end(output.request_id)
+                del self.collectors[key]
+                self._tell_of_end(key)
             try:
                 collector.put(output)
             except Exception as error:  # ours to repair, and this caller's alone to suffer
@@ -133,11 +142,24 @@ class OutputHandler:
         """The engine is gone for good: all who wait hear of it."""
         self.dead = error
         collectors, self.collectors = self.collectors, {}
-        for external_id, collector in collectors.items():
-            self._tell_of_end(external_id)
-            self.output_processor.fail_request(external_id, error)
+        for (owner, external_id), collector in collectors.items():
+            self._tell_of_end((owner, external_id))
+            self.output_processor.fail_request(external_id, error, owner)
             collector.fail(EngineDeadError(*error.args))  # one for each: they get a traceback of their own
 
 
-def _external_id(request: EngineCoreRequest) -> str:
-    return request.request_id if request.external_id is None else request.external_id
+def _key(request: EngineCoreRequest) -> Key:
+    return request.owner, request.request_id if request.external_id is None else request.external_id
+
+
+def _slices(outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
+    part: list[EngineCoreOutput] = []
+    num_tokens = 0
+    for output in outputs:
+        part.append(output)
+        num_tokens += len(output.new_token_ids)
+        if len(part) == SLICE or num_tokens >= SLICE_TOKENS:
+            yield part
+            part, num_tokens = [], 0
+    if part:
+        yield part

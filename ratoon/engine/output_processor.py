@@ -27,8 +27,10 @@ class OutputProcessor:
 
     A generating request gives RequestOutputs, one or many as its `output_kind` asks. A pooling request gives one
     EmbeddingOutput, when it ends; if it failed, `error` is set and `embedding` is None. Both stand in the same list:
-    `request_id` says whose they are, `finished` that nothing more will come. What the engine refused has `refusal`, the
-    RequestError that a caller should get; `error` says the same as text.
+    `request_id` and `owner` say whose they are, `finished` that nothing more will come. What the engine refused has
+    `refusal`, the RequestError that a caller should get; `error` says the same as text.
+
+    Callers' ids are an owner's own: what one calls his request neither meets nor tells what another one does.
     """
 
     def __init__(
@@ -41,14 +43,14 @@ class OutputProcessor:
         self._clock = clock
         self._metrics = metrics
         self._states: dict[str, RequestState] = {}  # by internal id
-        self._internal_ids: dict[str, str] = {}  # by the caller's id
+        self._internal_ids: dict[tuple[str | None, str], str] = {}  # by owner and the caller's id
         self.roots = RootTable()  # what has ended and can be continued
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None) -> None:
         state = make_request_state(request, prompt, self._tokenizer)
-        if state.external_id in self._internal_ids:
+        if self.is_running(state.external_id, state.owner):
             raise RequestError("request_id", f"{state.external_id!r} is in use", "an id that no unfinished request has")
-        self._internal_ids[state.external_id] = state.request_id
+        self._internal_ids[state.owner, state.external_id] = state.request_id
         self._states[state.request_id] = state
 
     def has_unfinished_requests(self) -> bool:
@@ -59,13 +61,16 @@ class OutputProcessor:
 
     def find_root(self, external_id: str, owner: str | None = None) -> Root:
         """A request that can be continued: one that has ended, or that runs, as far as it has come."""
-        state = self._states.get(self._internal_ids.get(external_id, ""))
-        if state is not None and state.owner == owner and state.pooling_params is None:
+        state = self._find(external_id, owner) if isinstance(external_id, str) else None
+        if state is not None and state.pooling_params is None:
             return state.snapshot()
         return self.roots.find(external_id, owner)
 
-    def internal_id(self, external_id: str) -> str | None:
-        return self._internal_ids.get(external_id)
+    def is_running(self, external_id: str, owner: str | None = None) -> bool:
+        return (owner, external_id) in self._internal_ids
+
+    def _find(self, external_id: str, owner: str | None) -> RequestState | None:
+        return self._states.get(self._internal_ids.get((owner, external_id), ""))
 
     def process_outputs(self, outputs: EngineCoreOutputs) -> tuple[list[Output], list[str]]:
         """What callers get for this step, and the ids that the engine should abort: they ended here alone.
@@ -104,23 +109,23 @@ class OutputProcessor:
                 results.append(result)
         return results, to_abort
 
-    def abort_requests(self, external_ids: Iterable[str]) -> tuple[list[Output], list[str]]:
+    def abort_requests(self, external_ids: Iterable[str], owner: str | None = None) -> tuple[list[Output], list[str]]:
         """End requests here. Returns their last outputs, and the ids to abort in the engine."""
-        return self._end(external_ids, FinishReason.ABORT, None)
+        return self._end(external_ids, owner, FinishReason.ABORT, None)
 
-    def fail_request(self, external_id: str, error: Exception) -> Output | None:
+    def fail_request(self, external_id: str, error: Exception, owner: str | None = None) -> Output | None:
         """End a request that the engine could not take or carry out; a RequestError becomes its `refusal`."""
-        results, _ = self._end([external_id], FinishReason.ERROR, error)
+        results, _ = self._end([external_id], owner, FinishReason.ERROR, error)
         return results[0] if results else None
 
     def _end(
-        self, external_ids: Iterable[str], reason: FinishReason, error: Exception | None
+        self, external_ids: Iterable[str], owner: str | None, reason: FinishReason, error: Exception | None
     ) -> tuple[list[Output], list[str]]:
         results: list[Output] = []
         internal_ids = []
         now = self._clock()
         for external_id in external_ids:
-            state = self._states.get(self._internal_ids.get(external_id, ""))
+            state = self._find(external_id, owner)
             if state is None:
                 continue
             internal_ids.append(state.request_id)
@@ -135,8 +140,9 @@ class OutputProcessor:
 
     def _deliver(self, state: RequestState, now: float) -> Output | None:
         """The caller's output for what changed, if there is one to give; forget the request once it is finished."""
-        if self._metrics is not None and state.num_new_tokens:
+        if self._metrics is not None and state.got_tokens:
             self._measure_tokens(self._metrics, state, now)
+        state.got_tokens = False
         state.num_new_tokens = 0
         finished = state.finished
         if finished:
@@ -156,7 +162,7 @@ class OutputProcessor:
 
     def _forget(self, state: RequestState) -> None:
         del self._states[state.request_id]
-        del self._internal_ids[state.external_id]
+        del self._internal_ids[state.owner, state.external_id]
         root = state.as_root() if state.error is None else None
         if root is not None:
             self.roots.add(root)
@@ -180,4 +186,6 @@ class OutputProcessor:
         if state.pooled is not None:
             metrics.record_vector(len(state.prompt_token_ids))
         longest = max(len(choice.detokenizer.token_ids) for choice in state.choices)
+        if state.metrics.first_token_time == state.metrics.finished_time:
+            longest = 1  # all came at once, as of a beam search: nothing to learn about the time between tokens
         metrics.record_end(str(state.finish_reason), state.metrics, len(state.prompt_token_ids), longest)

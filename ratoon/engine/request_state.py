@@ -1,4 +1,4 @@
-"""What the front end keeps of one request under way: text, tokens and log-probabilities of its choices, times, its end.
+"""What the front end keeps of one request under way: its choices, times, what is known of its beginning, its end.
 
 It takes in what the engine sent and makes what the caller gets. Which requests there are is the OutputProcessor's.
 """
@@ -14,64 +14,14 @@ from ratoon.core.outputs import CompletionOutput, Continuation, EmbeddingOutput,
 from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.core.wire import WireTensor
-from ratoon.engine.detokenizer import Detokenizer, make_detokenizer
-from ratoon.engine.logprobs import PromptLogprobsCollector, SampleLogprobsCollector
+from ratoon.engine.choice_state import ChoiceState, make_choices
+from ratoon.engine.logprobs import PromptLogprobsCollector
 from ratoon.engine.roots import Root
 from ratoon.engine.vectors import finish_vector
 
 Output: TypeAlias = RequestOutput | EmbeddingOutput
 
 ABORTED = "the request was aborted"
-
-
-@dataclass(slots=True)
-class ChoiceState:
-    """One of a request's n choices."""
-
-    index: int
-    detokenizer: Detokenizer
-    logprobs: SampleLogprobsCollector | None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    num_tokens_delivered: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    def take_tokens(self, output: EngineCoreOutput) -> int:
-        """Add new tokens, up to a stop string, which ends the choice. How many were added."""
-        token_ids = self.detokenizer.token_ids
-        num_before = len(token_ids)
-        stop_string = self.detokenizer.update(output.new_token_ids, output.finish_reason == FinishReason.STOP)
-        num_new = len(token_ids) - num_before
-        if output.new_logprobs is not None and self.logprobs is not None:
-            self.logprobs.add(output.new_logprobs, num_new)
-        if stop_string is not None:
-            self.finish_reason = FinishReason.STOP
-            self.stop_reason = stop_string
-        return num_new
-
-    def finish(self, reason: FinishReason) -> None:
-        self.finish_reason = reason
-        stop_string = self.detokenizer.finish()
-        if stop_string is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.finish_reason = FinishReason.STOP
-            self.stop_reason = stop_string
-
-    def next_output(self, delta: bool) -> CompletionOutput:
-        start = self.num_tokens_delivered if delta else 0
-        token_ids = self.detokenizer.token_ids
-        self.num_tokens_delivered = len(token_ids)
-        return CompletionOutput(
-            index=self.index,
-            text=self.detokenizer.next_text(self.finished, delta),
-            token_ids=token_ids[start:],
-            cumulative_logprob=None if self.logprobs is None else self.logprobs.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs.logprobs[start:],
-            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
-            stop_reason=self.stop_reason,
-        )
 
 
 @dataclass(slots=True)
@@ -86,6 +36,7 @@ class RequestState:
     prompt_logprobs: PromptLogprobsCollector | None
     pooling_params: PoolingParams | None = None  # set: it ends with a vector; its one choice gets no token
     pooled: WireTensor | None = None
+    beam_search: bool = False  # its choices are known when it ends; before, there is the best text so far
     prompt_logprobs_delivered: bool = False
     num_cached_tokens: int | None = None
     error: str | None = None
@@ -98,6 +49,7 @@ class RequestState:
     continuation: Continuation | None = None
     engine: int | None = None  # where it runs
     last_token_time: float | None = None
+    got_tokens: bool = False  # in this step
     num_new_tokens: int = 0  # in this step, over all choices
     changed: set[int] = field(default_factory=set)  # choices with something new in this step
 
@@ -131,16 +83,24 @@ class RequestState:
         if output.pooled is not None:
             self.pooled = output.pooled
         if output.new_token_ids:
-            if self.metrics.first_token_time is None:
-                self.metrics.first_token_time = now
-            num_new = choice.take_tokens(output)
-            self.num_new_tokens += num_new
-            self.metrics.num_generation_tokens += num_new
+            self._take_tokens(choice, output, now)
         if output.finish_reason is not None and not choice.finished:
             choice.stop_reason = output.stop_reason
             choice.finish(output.finish_reason)
         if output.new_token_ids or choice.finished:
             self.changed.add(choice.index)
+
+    def _take_tokens(self, choice: ChoiceState, output: EngineCoreOutput, now: float) -> None:
+        self.got_tokens = True
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = now
+        if output.replaces:
+            choice.replace_tokens(output, self.params.all_stop_token_ids or ())
+            num_new = len(output.new_token_ids) if output.finished else 0  # before, they may still be taken back
+        else:
+            num_new = choice.add_tokens(output)
+        self.num_new_tokens += num_new
+        self.metrics.num_generation_tokens += num_new
 
     def _note_error(self, error: Exception) -> None:
         if self.error is None:
@@ -157,9 +117,11 @@ class RequestState:
                 self.changed.add(choice.index)
 
     def end_choices_that_never_began(self) -> None:
-        """Choices are forked from the first when the prompt is done. If that failed before, there will be no others."""
+        """Choices are forked from the first when the prompt is done, or found by a beam search when that ends. If it
+        failed before, there will be no others."""
         first = self.choices[0]
-        if first.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT) or first.detokenizer.token_ids:
+        begun = bool(first.detokenizer.token_ids) and not self.beam_search
+        if begun or first.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
             return
         for choice in self.choices[1:]:
             if not choice.finished and not choice.detokenizer.token_ids:
@@ -175,7 +137,10 @@ class RequestState:
             self.changed.clear()
             return None
         delta = kind == RequestOutputKind.DELTA
-        outputs = [choice.next_output(delta) for choice in self.choices if not delta or choice.index in self.changed]
+        only_changed = delta or (self.beam_search and not finished)
+        outputs = [
+            choice.next_output(delta) for choice in self.choices if not only_changed or choice.index in self.changed
+        ]
         self.changed.clear()
         return self._request_output(outputs, finished, self._next_prompt_logprobs(delta))
 
@@ -219,6 +184,7 @@ class RequestState:
             error=self.error,
             refusal=self.refusal,
             continuation=self.continuation,
+            owner=self.owner,
         )
 
     def as_root(self) -> Root | None:
@@ -240,6 +206,7 @@ class RequestState:
             owner=self.owner,
             engine=self.engine,
             leased=self.leased,
+            searching=self.beam_search and not self.finished,
         )
 
     def _embedding_output(self, params: PoolingParams | None) -> EmbeddingOutput:
@@ -258,22 +225,12 @@ class RequestState:
             metrics=self.metrics,
             error=error,
             refusal=self.refusal,
+            owner=self.owner,
         )
 
 
 def make_request_state(request: EngineCoreRequest, prompt: str | None, tokenizer: Any | None) -> RequestState:
     params = request.sampling_params
-    if request.pooling_params is not None:
-        choices = [ChoiceState(0, Detokenizer(), None)]
-    else:
-        choices = [
-            ChoiceState(
-                index=index,
-                detokenizer=make_detokenizer(tokenizer, request.prompt_token_ids, params),
-                logprobs=None if params.logprobs is None else SampleLogprobsCollector(tokenizer),
-            )
-            for index in range(params.n)
-        ]
     return RequestState(
         request_id=request.request_id,
         external_id=request.external_id if request.external_id is not None else request.request_id,
@@ -281,9 +238,10 @@ def make_request_state(request: EngineCoreRequest, prompt: str | None, tokenizer
         prompt_token_ids=request.prompt_token_ids,
         params=params,
         metrics=RequestMetrics(arrival_time=request.arrival_time),
-        choices=choices,
+        choices=make_choices(request, tokenizer),
         prompt_logprobs=None if params.prompt_logprobs is None else PromptLogprobsCollector(tokenizer),
         pooling_params=request.pooling_params,
+        beam_search=request.beam_params is not None,
         owner=request.owner,
         leased=request.retain_kv is not None,
         cache_salt=request.cache_salt,

@@ -26,6 +26,7 @@ class Root:
     owner: str | None = None  # whose it is; nobody else may continue it
     engine: int | None = None  # where it ran
     leased: bool = False  # whether it was asked to keep its memory
+    searching: bool = False  # a beam search that still runs: what its choices will be is not known yet
     ended_at: float = field(default_factory=time.time)  # on the wall's clock
 
     def branch_id(self, choice: int) -> str:
@@ -34,6 +35,8 @@ class Root:
 
     def tokens(self, choice: int, at: int | None) -> list[int]:
         """The choice's sequence, prompt and answer, up to `at` tokens of it."""
+        if self.searching:
+            raise RequestError("continuation_of", "is a beam search that has not ended", "wait for its end")
         if not 0 <= choice < len(self.choices):
             raise RequestError("choice", f"{choice!r} is not one of the parent's", f"0 to {len(self.choices) - 1}")
         token_ids = self.prompt_token_ids + self.choices[choice]

@@ -225,12 +225,14 @@ class StepResults:
 
 
 def _text_output(group: BeamGroup, choice: int, text: Hypothesis) -> EngineCoreOutput:
+    last_token = text.token_ids[-1]
+    named = text.finish_reason == FinishReason.STOP and last_token in (group.trunk.request.params.stop_token_ids or ())
     return EngineCoreOutput(
         group.trunk.request_id,
         text.token_ids,
         choice,
         text.finish_reason,
-        text.token_ids[-1] if text.finish_reason == FinishReason.STOP else None,
+        last_token if named else None,  # the model's own end needs no reason
         num_cached_tokens=group.trunk.num_cached_tokens,
         score=text.score,
         cumulative_logprob=text.cumulative_logprob,

@@ -116,6 +116,8 @@ class FakeServer:
         text = "".join(f" w{index}" for index in range(count))
         content = {"message": {"role": "assistant", "content": text}} if "messages" in body else {"text": text}
         choices = [{"index": index, **content, "finish_reason": reason} for index in range(body.get("n", 1))]
+        if body.get("use_beam_search"):
+            choices = [{**choice, "score": -0.5 - choice["index"], "cumulative_logprob": -2.0} for choice in choices]
         return web.json_response({"model": "fake-model", "choices": choices, "usage": self.usage(body, count)})
 
     async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

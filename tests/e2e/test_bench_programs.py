@@ -1,4 +1,4 @@
-"""The benchmark programs of the service still run: small sizes, which say nothing about speed."""
+"""The benchmark programs still run: small sizes, which say nothing about speed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.golden.engines import model_folder
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -34,3 +36,17 @@ def test_replicas_keep_conversations_together(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     one, balanced, turns = (results[name]["hit_rate"] for name in ("one engine", "2, balanced", "2, taking turns"))
     assert one >= balanced > turns
+
+
+@pytest.mark.slow
+def test_beams_are_measured_in_all_three_parts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ("--quick", "--threads", "1", "--model", str(model_folder("llama with grouped heads")))
+    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    shown = run_program("beams.py", *options, *files)
+    assert "Beams that are also Ratoon's, transformers: 100.0%" in shown
+    parts = json.loads((tmp_path / "out.json").read_text())["parts"]
+    assert list(parts) == ["latency", "search", "steps"]
+    assert set(parts["search"]["ratios"]["cold"]) == {"transformers"}
+    assert parts["steps"]["growth"]["with_prefix"].keys() == {"2", "4"}
+    assert (tmp_path / "out.png").stat().st_size > 10_000

@@ -55,6 +55,14 @@ def test_complete_answers_as_generate_does_streamed_and_whole(url, capsys):
     assert answers == here * 2
 
 
+def test_complete_searches_as_generate_does(url, capsys):
+    search = ["The capital of France is", "--beam-width", "4", "-n", "2", "--max-tokens", "6"]
+    assert main(["complete", "--url", url, *search]) == 0
+    here = ratoon("generate", MODEL, *search, "--raw", "--kv-memory", "64MiB").stdout
+    assert here.startswith("--- choice 0, score -0.9") and "Paris" in here
+    assert capsys.readouterr().out == here
+
+
 def test_chat_uses_the_servers_cache(url):
     result = ratoon(
         "chat", "--url", url, "--max-tokens", "16", "--temperature", "0", "--system", "You know everything. " * 8,

@@ -84,6 +84,39 @@ def test_complete_as_a_chat_sends_messages(server, capsys):
     assert json.loads(capsys.readouterr().out)["outputs"][0]["text"] == " w0 w1"
 
 
+def test_complete_asks_for_a_beam_search_and_prints_texts_with_their_scores(server, capsys):
+    url, script = server
+    options = [
+        "--beam-width",
+        "4",
+        "-n",
+        "2",
+        "--length-penalty",
+        "2",
+        "--early-stopping",
+        "never",
+        "--max-tokens",
+        "2",
+    ]
+    assert main(["complete", "--url", url, "hi", "--seed", "1", "--temperature", "0", *options]) == 0
+    assert capsys.readouterr().out == "--- choice 0, score -0.5000\n w0 w1\n--- choice 1, score -1.5000\n w0 w1\n"
+    (body,) = script.received
+    search = {"use_beam_search": True, "beam_width": 4, "n": 2, "length_penalty": 2.0, "early_stopping": "never"}
+    assert body == {"model": "fake-model", "prompt": "hi", "max_tokens": 2, **search}
+    assert main(["complete", "--url", url, "hi", "--chat", "--json", "--beam-width", "4", "--max-tokens", "2"]) == 0
+    (choice,) = json.loads(capsys.readouterr().out)["outputs"]
+    assert (choice["text"], choice["score"], choice["cumulative_logprob"]) == (" w0 w1", -0.5, -2.0)
+
+
+def test_complete_does_not_stream_a_beam_search(server, monkeypatch):
+    url, script = server
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main(["complete", "--url", url, "hi", "--beam-width", "4", "--max-tokens", "2"]) == 0
+    assert terminal.getvalue() == " w0 w1\n" and "stream" not in script.received[0]
+
+
 @pytest.mark.parametrize("words", [[], ["--chat"]])
 def test_complete_streams_on_request(server, capsys, words):
     url, script = server
@@ -164,6 +197,8 @@ def test_ctrl_c_ends_complete_with_130_and_the_server_notices(server, capsys):
         (["complete", "hi", "--logprobs", "1"], "--json"),
         (["complete", "a", "b", "--stream"], "--stream"),
         (["complete", ""], "prompt"),
+        (["complete", "hi", "--beam-width", "4", "--top-p", "0.5"], "--top-p"),
+        (["complete", "hi", "--length-penalty", "2"], "--length-penalty"),
         (["chat", "model"], "MODEL"),
         (["chat", "--device", "cpu"], "--device"),
     ],

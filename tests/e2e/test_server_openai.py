@@ -99,6 +99,52 @@ def test_chat_with_the_clients_stream_helper(client: openai.OpenAI) -> None:
     assert final.choices[0].message.content
 
 
+def test_beam_search(server: Server, client: openai.OpenAI) -> None:
+    """Whole and streamed, in both endpoints, from a prompt and behind an answer."""
+    search = {"use_beam_search": True, "beam_width": 8, "return_token_ids": True}
+
+    def complete(prompt: str | list[int] | None, stream: bool = False, **extensions: object):
+        body = {**search, **extensions}
+        return client.completions.create(model=MODEL, prompt=prompt, n=3, max_tokens=6, stream=stream, extra_body=body)
+
+    whole = complete("hello", retain_kv=60)
+    scores = [choice.model_extra["score"] for choice in whole.choices]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    assert whole.usage.completion_tokens == sum(len(choice.model_extra["token_ids"]) for choice in whole.choices)
+    texts, best = ["", "", ""], []
+    for chunk in complete("hello", stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            best += [choice.model_extra["best_so_far"]] if "best_so_far" in choice.model_extra else []
+    assert texts == [choice.text for choice in whole.choices]
+    assert best and all(isinstance(text, str) for text in best)
+
+    child = complete(None, continuation_of=whole.id, continuation_choice=2)
+    assert child.model_extra["continuation"]["source"] == "lease"
+    assert child.model_extra["continuation"]["computed_tokens"] == 1
+    afresh = complete(child.choices[0].model_extra["prompt_token_ids"], cache_salt="another")
+    assert [one.model_extra["token_ids"] for one in afresh.choices] == [
+        one.model_extra["token_ids"] for one in child.choices
+    ]
+    assert stats(server)["engines"][0]["leases"]["num_active"] == 3
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert requests.delete(f"{server.api}/requests/{whole.id}", headers=headers, timeout=10).json()["deleted"]
+    assert stats(server)["engines"][0]["leases"]["num_active"] == 0
+
+
+def test_beam_search_in_a_chat(client: openai.OpenAI) -> None:
+    search = {"use_beam_search": True, "beam_width": 8}
+    fields = {"model": MODEL, "messages": HELLO, "n": 3, "max_completion_tokens": 6, "extra_body": search}
+    whole = client.chat.completions.create(**fields)
+    told = [choice for chunk in client.chat.completions.create(**fields, stream=True) for choice in chunk.choices]
+    for choice in whole.choices:
+        text = "".join(one.delta.content or "" for one in told if one.index == choice.index)
+        assert text == choice.message.content
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**fields, temperature=0.7)
+    assert refused.value.param == "temperature"
+
+
 def test_continuations(server: Server, client: openai.OpenAI) -> None:
     """Only what is new is sent and computed, and what comes is what the whole conversation gives."""
     fields = {"model": MODEL, "temperature": 0, "max_tokens": 12}

@@ -1,7 +1,7 @@
 """`ratoon bench latency|throughput MODEL`: how fast this machine is with this model, on random prompts.
 
-Latency: a small batch, again and again. Throughput: many requests at once. `bench serve` is in bench_serve.py;
-comparisons with other engines are programs under bench/.
+Latency: a small batch, again and again. Throughput: many requests at once. `bench serve` and `bench
+two-stage` have modules of their own; comparisons with other engines are programs under bench/.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from ratoon.api.commands import bench_serve
+from ratoon.api.commands import bench_serve, bench_two_stage
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
 from ratoon.api.progress import request_progress
 from ratoon.core.errors import EngineError, RequestError
@@ -51,6 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
         add_common_options(one)
         one.set_defaults(run=run, kind=kind)
     bench_serve.add_parser(kinds)
+    bench_two_stage.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,14 +17,14 @@ from ratoon.api.options import (
     add_common_options,
     add_engine_options,
     add_sampling_options,
-    check_sampling_options,
+    check_generation_options,
     engine_settings,
+    generation_params,
     open_llm,
-    sampling_params,
     status,
 )
 from ratoon.api.remote.errors import RemoteError
-from ratoon.api.remote.options import add_remote_options, open_client, sampling_fields
+from ratoon.api.remote.options import add_remote_options, generation_fields, open_client
 from ratoon.core.errors import RequestError
 
 HELP = """\
@@ -49,7 +49,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_sampling_options(args)
+    check_generation_options(args)
     check_where(args)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() a history and line editing
@@ -83,13 +83,13 @@ def check_where(args: argparse.Namespace) -> None:
 def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
     if args.url is not None:
         with status(f"asking {args.url}"):
-            answerer = RemoteAnswerer(open_client(args), args.remote_model, sampling_fields(args, chat=True))
+            answerer = RemoteAnswerer(open_client(args), args.remote_model, generation_fields(args, chat=True))
         yield answerer
         return
     with open_llm(args) as llm:
         if not llm.has_chat_template:
             raise RequestError("MODEL", "has no chat template", "use `ratoon generate`, or a model for conversations")
-        yield LocalAnswerer(llm, sampling_params(args, llm))
+        yield LocalAnswerer(llm, generation_params(args, llm))
 
 
 def read_line() -> str | None:

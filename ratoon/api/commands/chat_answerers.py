@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ratoon.api.llm import LLM
     from ratoon.api.remote.client import RemoteClient
     from ratoon.api.remote.events import Chunk
-    from ratoon.core.params import SamplingParams
+    from ratoon.core.params import GenerationParams
 
 Message = dict[str, str]
 
@@ -52,7 +52,7 @@ class Answerer(Protocol):
 
 
 class LocalAnswerer:
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+    def __init__(self, llm: LLM, params: GenerationParams) -> None:
         self._llm = llm
         self._params = params
 

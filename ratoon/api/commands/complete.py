@@ -11,10 +11,10 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ratoon.api.commands.generate import choose_streaming, read_prompts, shorten
-from ratoon.api.options import Subparsers, add_answer_options, add_common_options, check_sampling_options
+from ratoon.api.commands.generate import choice_heading, choose_streaming, read_prompts, shorten
+from ratoon.api.options import Subparsers, add_answer_options, add_common_options, check_generation_options
 from ratoon.api.remote.errors import RemoteError
-from ratoon.api.remote.options import add_remote_options, choose_model, open_client, sampling_fields
+from ratoon.api.remote.options import add_remote_options, choose_model, generation_fields, open_client
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_sampling_options(args)
+    check_generation_options(args)
     texts = read_prompts(args.prompts)
     if args.logprobs is not None and not args.json:
         raise RequestError("--logprobs", "has no plain form", "add --json")
@@ -107,7 +107,7 @@ def make_request(model: str, text: str, args: argparse.Namespace) -> tuple[str, 
     """The path and the body."""
     from ratoon.api.remote.client import CHAT, COMPLETIONS
 
-    fields = {"model": model, **sampling_fields(args, args.chat)}
+    fields = {"model": model, **generation_fields(args, args.chat)}
     if not args.chat:
         return COMPLETIONS, {**fields, "prompt": text}
     messages = [{"role": "user", "content": text}]
@@ -135,7 +135,7 @@ def print_answer(text: str, answer: Answer, heading: bool) -> None:
     choices = answer.get("choices") or []
     for choice in choices:
         if len(choices) > 1:
-            print(f"--- choice {choice.get('index', 0)}")
+            print(choice_heading(choice.get("index", 0), choice.get("score")))
         print(text_of(choice).strip("\n") if heading else text_of(choice))
 
 
@@ -167,6 +167,7 @@ def _choice_as_dict(choice: dict[str, Any]) -> dict[str, Any]:
         "finish_reason": choice.get("finish_reason"),
         "stop_reason": choice.get("stop_reason"),
     }
-    if choice.get("logprobs") is not None:
-        result["logprobs"] = choice["logprobs"]  # in the server's own form
+    for name in ("score", "cumulative_logprob", "logprobs"):  # in the server's own form
+        if choice.get(name) is not None:
+            result[name] = choice[name]
     return result

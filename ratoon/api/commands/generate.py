@@ -8,21 +8,22 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from ratoon.api.beam_options import wants_beam_search
 from ratoon.api.options import (
     Subparsers,
     add_answer_options,
     add_common_options,
     add_engine_options,
-    check_sampling_options,
+    check_generation_options,
+    generation_params,
     open_llm,
-    sampling_params,
 )
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
     from ratoon.core.outputs import CompletionOutput, RequestOutput
-    from ratoon.core.params import SamplingParams
+    from ratoon.core.params import GenerationParams
 
 DESCRIPTION = """Answer prompts and print the answers.
 
@@ -50,7 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_sampling_options(args)
+    check_generation_options(args)
     texts = read_prompts(args.prompts)
     stream = choose_streaming(args, len(texts))
     if args.logprobs is not None and not args.json:
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and args.raw:
         raise RequestError("--system", "has no place in a raw prompt", "leave out --raw or --system")
     with open_llm(args) as llm:
-        params = sampling_params(args, llm)
+        params = generation_params(args, llm)
         prompts = [make_prompt(llm, text, args) for text in texts]
         if stream:
             return stream_answer(llm, prompts[0], params)
@@ -92,7 +93,10 @@ def read_prompts(arguments: list[str]) -> list[str]:
 
 
 def choose_streaming(args: argparse.Namespace, num_prompts: int) -> bool:
-    possible = num_prompts == 1 and (args.n or 1) == 1 and not args.json
+    searched = wants_beam_search(args)
+    if args.stream and searched:
+        raise RequestError("--stream", "a beam search knows its texts when it has ended", "leave it out")
+    possible = num_prompts == 1 and (args.n or 1) == 1 and not args.json and not searched
     if args.stream and not possible:
         raise RequestError("--stream", "works for one prompt with one choice, without --json", "leave it out")
     if args.stream is None:
@@ -111,7 +115,7 @@ def make_prompt(llm: LLM, text: str, args: argparse.Namespace) -> str | dict[str
     return llm.chat_prompt(messages)
 
 
-def stream_answer(llm: LLM, prompt: str | dict[str, Any], params: SamplingParams) -> int:
+def stream_answer(llm: LLM, prompt: str | dict[str, Any], params: GenerationParams) -> int:
     error = None
     with closing(llm.stream(prompt, params)) as outputs:
         for output in outputs:
@@ -130,8 +134,13 @@ def print_answer(output: RequestOutput, text: str, heading: bool) -> None:
         print(f"=== {shorten(text)}")
     for choice in output.outputs:
         if len(output.outputs) > 1:
-            print(f"--- choice {choice.index}")
+            print(choice_heading(choice.index, choice.score))
         print(choice.text.strip("\n") if heading else choice.text)
+
+
+def choice_heading(index: int, score: float | None) -> str:
+    """The score tells how good a text is that a beam search found."""
+    return f"--- choice {index}" if score is None else f"--- choice {index}, score {score:.4f}"
 
 
 def shorten(text: str, length: int = 70) -> str:
@@ -159,8 +168,11 @@ def _choice_as_dict(choice: CompletionOutput) -> dict[str, Any]:
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
-    if choice.logprobs is not None:
+    if choice.score is not None:
+        result["score"] = choice.score
+    if choice.cumulative_logprob is not None:
         result["cumulative_logprob"] = choice.cumulative_logprob
+    if choice.logprobs is not None:
         result["logprobs"] = [
             [
                 {"token_id": token, "text": entry.decoded_token, "logprob": entry.logprob, "rank": entry.rank}

@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
+from ratoon.api.beam_options import beam_fields, wants_beam_search
 from ratoon.api.options import SAMPLING_OPTIONS
 from ratoon.core.errors import RequestError
 
@@ -53,8 +54,10 @@ async def choose_model(client: RemoteClient, name: str | None) -> str:
     return names[0]
 
 
-def sampling_fields(args: argparse.Namespace, chat: bool) -> dict[str, Any]:
+def generation_fields(args: argparse.Namespace, chat: bool) -> dict[str, Any]:
     """Fields of a request body, of what was given. The rest is left to the server."""
+    if wants_beam_search(args):
+        return beam_fields(args)
     fields = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
     if chat and "logprobs" in fields:
         fields["top_logprobs"] = fields.pop("logprobs")

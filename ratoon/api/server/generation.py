@@ -19,7 +19,7 @@ from ratoon.api.server.origins import Origin, find_place
 from ratoon.api.server.prompts import EncodedPrompt
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import BeamSearchParams, GenerationParams
 
 T = TypeVar("T")
 Numbered = tuple[int, RequestOutput]  # the prompt's place in the request, and what is new for it
@@ -31,7 +31,7 @@ class Batch:
 
     id: str  # of the answer
     prompts: list[EncodedPrompt]
-    params: SamplingParams
+    params: GenerationParams
     priority: int = 0
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
@@ -50,14 +50,18 @@ def make_id(prefix: str, asked: str | None) -> str:
     return f"{prefix}-{asked or secrets.token_hex(16)}"
 
 
-def check_token_limit(context: ServerContext, num_prompts: int, num_choices: int, max_tokens: int) -> None:
+def check_token_limit(context: ServerContext, num_prompts: int, params: GenerationParams, max_tokens: int) -> None:
     """What a request may ask for in all is bounded, so that one alone can't keep the engine busy for hours."""
-    asked = num_prompts * num_choices * max_tokens
+    if isinstance(params, BeamSearchParams):
+        num_sequences, kind = params.beam_width, "beams"
+    else:
+        num_sequences, kind = params.n, "choices"
+    asked = num_prompts * num_sequences * max_tokens
     limit = context.settings.max_request_tokens
     if asked > limit:
         raise refused(
             "max_tokens",
-            f"{num_prompts} prompts × {num_choices} choices × {max_tokens} tokens is {asked}",
+            f"{num_prompts} prompts × {num_sequences} {kind} × {max_tokens} tokens is {asked}",
             f"at most {limit} in a request (--max-request-tokens)",
         )
 

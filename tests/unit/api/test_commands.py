@@ -78,9 +78,58 @@ def test_generate_does_not_stream_into_a_pipe(client, monkeypatch):
     assert set(seen) == {""}
 
 
+def test_generate_searches_with_beams_and_prints_texts_with_their_scores(client, capsys):
+    client.script = lambda request, choice: [*b"xyz"[choice:], 256]
+    options = ["--raw", "--beam-width", "4", "--max-tokens", "9", "--early-stopping", "true", "--length-penalty", "0"]
+    assert main(["generate", "fake", "abc", *options, "-n", "2", "--temperature", "0", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == "--- choice 0, score -0.5000\nxyz\n--- choice 1, score -0.8333\nyz\n"
+    params = client.added[0].beam_params
+    assert (params.beam_width, params.n, params.early_stopping, params.length_penalty) == (4, 2, True, 0.0)
+    assert main(["generate", "fake", "abc", *options]) == 0
+    assert capsys.readouterr().out == "xyz\n"
+    assert main(["generate", "fake", "abc", *options, "--json"]) == 0
+    (choice,) = json.loads(capsys.readouterr().out)["outputs"]
+    assert (choice["text"], choice["score"], choice["cumulative_logprob"]) == ("xyz", -0.5, -2.0)
+
+
+def test_a_beam_search_is_not_streamed_on_a_terminal(client, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main(["generate", "fake", "abc", "--raw", "--beam-width", "2"]) == 0
+    assert terminal.getvalue() == "cba\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--temperature", "0.5"],
+        ["--top-p", "0.9"],
+        ["--top-k", "3"],
+        ["--min-p", "0.1"],
+        ["--presence-penalty", "1"],
+        ["--frequency-penalty", "1"],
+        ["--repetition-penalty", "1.2"],
+        ["--stop", "x"],
+        ["--logprobs", "1", "--json"],
+        ["--stream"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_contradicts_a_beam_search_is_refused_by_its_name(client, capsys, words):
+    assert main(["generate", "fake", "hi", "--beam-width", "4", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {words[0]}: ")
+    assert client.added == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
+        (["generate", "fake", "hi", "--length-penalty", "1"], "--length-penalty"),
+        (["generate", "fake", "hi", "--early-stopping", "true"], "--early-stopping"),
+        (["generate", "fake", "hi", "--beam-width", "0"], "beam_width"),
+        (["generate", "fake", "hi", "--beam-width", "2", "-n", "3"], "n:"),
+        (["generate", "fake", "hi", "--beam-width", "2", "--early-stopping", "soon"], "early_stopping"),
+        (["generate", "fake", "hi", "--beam-width", "2", "--length-penalty", "nan"], "length_penalty"),
         (["generate", "fake", ""], "prompt"),
         (["generate", "fake", "a", ""], "prompts[1]"),
         (["generate", "fake", "hi", "--temperature", "-1"], "temperature"),

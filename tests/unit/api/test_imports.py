@@ -12,7 +12,11 @@ SLOW_MODULES = ("torch", "numpy", "transformers", "tokenizers", "rich", "hugging
 
 @pytest.mark.parametrize(
     "statement",
-    ["import ratoon", "import ratoon.api.cli; ratoon.api.cli.build_parser()", "from ratoon import SamplingParams"],
+    [
+        "import ratoon",
+        "import ratoon.api.cli; ratoon.api.cli.build_parser()",
+        "from ratoon import BeamSearchParams",
+    ],
 )
 def test_nothing_slow_is_imported(statement):
     code = f"{statement}\nimport sys\nprint([name for name in {SLOW_MODULES!r} if name in sys.modules])"

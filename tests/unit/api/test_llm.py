@@ -9,7 +9,7 @@ import pytest
 
 from ratoon.api.llm import LLM
 from ratoon.core.errors import ConfigError, RequestError
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
 @pytest.fixture
@@ -234,3 +234,80 @@ def test_without_a_tokenizer_token_ids_still_work(client):
     assert (output.outputs[0].text, list(output.outputs[0].token_ids)) == ("", [98, 97, 256])
     with pytest.raises(RequestError):
         llm.generate("text")
+
+
+# ---- beam search ----
+
+
+@pytest.fixture
+def searching(client) -> LLM:
+    client.script = lambda request, choice: [*request.prompt_token_ids, *b"xyz"[choice:], 256]
+    return LLM("fake")
+
+
+def found(outputs) -> list[list[str]]:
+    return [[choice.text for choice in output.outputs] for output in outputs]
+
+
+def test_a_beam_search_returns_the_best_texts_of_every_prompt(searching, client):
+    params = BeamSearchParams(beam_width=4, n=2, max_tokens=9)
+    assert found(searching.beam_search("a", params)) == [["axyz", "ayz"]]
+    each = [params, BeamSearchParams(beam_width=2, max_tokens=2)]
+    assert found(searching.beam_search(["a", "b"], each, retain_kv=5)) == [["axyz", "ayz"], ["bx"]]
+    assert [request.retain_kv for request in client.added] == [None, 5, 5]
+    assert found(searching.generate(["a"], params)) == [["axyz", "ayz"]]
+    assert found(searching.chat([{"role": "user", "content": "hi"}], params)) == [["[user]hi\n"] * 2]
+
+
+def test_sampled_requests_and_beam_searches_run_in_one_batch(searching):
+    outputs = searching.generate(["a", "b"], [SamplingParams(max_tokens=2), BeamSearchParams(beam_width=2, n=2)])
+    assert found(outputs) == [["ax"], ["bxyz", "byz"]]
+    assert outputs[0].outputs[0].score is None and outputs[1].outputs[0].score == -0.5
+
+
+def test_a_streamed_beam_search_tells_the_best_text_anew(searching):
+    outputs = list(searching.stream("a", BeamSearchParams(beam_width=4, n=2, max_tokens=3)))
+    assert found(outputs) == [["a"], ["ax"], ["axy", "ayz"]]
+    assert [output.finished for output in outputs] == [False, False, True]
+
+
+def test_the_kind_of_output_is_the_callers_own_to_get_wrong(searching):
+    """`generate` and `stream` settle it."""
+    params = BeamSearchParams(beam_width=2, max_tokens=3, output_kind=RequestOutputKind.DELTA)
+    assert found(searching.beam_search("a", params)) == [["axy"]]
+    assert len(list(searching.stream("a", params))) == 3
+
+
+def test_a_beam_search_can_be_continued_and_can_continue(searching, client):
+    params = BeamSearchParams(beam_width=4, n=2, max_tokens=9)
+    (parent,) = searching.beam_search("a", params)
+    child = searching.continue_from(parent, "!", params, choice=1)
+    assert bytes(client.added[-1].prompt_token_ids[:4] + client.added[-1].prompt_token_ids[-1:]) == b"aayz!"
+    assert client.added[-1].continuation_of == f"{client.added[0].request_id}#1"
+    assert found([child])[0][0].endswith("xyz")
+
+
+def test_a_beam_search_under_way_is_waited_for_and_not_forked(searching):
+    stream = searching.stream("a", BeamSearchParams(beam_width=4, max_tokens=9))
+    first = next(stream)
+    with pytest.raises(RequestError, match="wait for its end"):
+        searching.continue_from(first, wait=False)
+    child = searching.continue_from(first, "", SamplingParams(max_tokens=1))
+    assert child.prompt_token_ids == [*b"aaxyz", 256]
+    assert [output.finished for output in stream][-1]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), None, {"beam_width": 4}, [BeamSearchParams(beam_width=1), None]])
+def test_beam_search_takes_nothing_but_its_own_params(searching, client, params):
+    with pytest.raises(RequestError) as refused:
+        searching.beam_search(["a", "b"], params)
+    assert refused.value.field == "params" and not client.added
+
+
+def test_bad_params_of_a_beam_search_name_the_field_and_in_a_list_the_prompt(searching, client):
+    with pytest.raises(RequestError) as refused:
+        searching.beam_search(["a", "b"], BeamSearchParams(beam_width=1, n=2))
+    assert refused.value.field == "n"
+    with pytest.raises(RequestError) as refused:
+        searching.beam_search(["a", "b"], [BeamSearchParams(beam_width=1), BeamSearchParams(beam_width=1, n=2)])
+    assert refused.value.field == "prompts[1].n" and not client.added

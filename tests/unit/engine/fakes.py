@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.messages import Fault
+from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.core.stats import SchedulerStats
 
@@ -106,8 +107,28 @@ def refusal(request: EngineCoreRequest, error: RequestError) -> EngineCoreOutput
     return EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault)
 
 
+def found_text(
+    request_id: str, token_ids: list[int], choice: int = 0, reason: FinishReason | None = None
+) -> EngineCoreOutput:
+    """A text of a beam search: each token cost 0.5, and the first choices are the best."""
+    total = -0.5 * len(token_ids) - choice
+    return EngineCoreOutput(
+        request_id,
+        list(token_ids),
+        choice,
+        reason,
+        score=total / len(token_ids),
+        cumulative_logprob=total,
+        replaces=True,
+    )
+
+
 class FakeClient:
-    """An engine core that gives each choice the next token of its script, one a step."""
+    """An engine core that gives each choice the next token of its script, one a step.
+
+    Of a beam search the scripts are the texts that it will find. It takes as many steps as the longest has tokens,
+    and until then the best text is another one after each.
+    """
 
     def __init__(self, script: Script = echo) -> None:
         self.script = script
@@ -147,7 +168,10 @@ class FakeClient:
     def get_output(self) -> EngineCoreOutputs:
         self.on_step()
         outputs, self._refused = self._refused, []
-        for key in list(self._left):
+        for request_id in {key[0] for key in self._left}:
+            if self._requests[request_id].beam_params is not None:
+                outputs += self._search(self._requests[request_id])
+        for key in [key for key in self._left if self._requests[key[0]].beam_params is None]:
             params = self._requests[key[0]].sampling_params
             token = self._left[key].pop(0)
             given = self._given[key] = self._given.get(key, 0) + 1
@@ -164,6 +188,21 @@ class FakeClient:
                 )
             )
         return EngineCoreOutputs(outputs=outputs)
+
+    def _search(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
+        params, request_id = request.beam_params, request.request_id
+        texts = [self._left[request_id, choice][: params.max_tokens] for choice in range(params.n)]
+        step = self._given[request_id, 0] = self._given.get((request_id, 0), 0) + 1
+        if step < max(map(len, texts)):
+            best = texts[step % params.n][:step]
+            return [found_text(request_id, best)] if params.output_kind == RequestOutputKind.CUMULATIVE else []
+        outputs = []
+        for choice, text in enumerate(texts):
+            stopped = text[-1] in params.all_stop_token_ids
+            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+            outputs.append(found_text(request_id, text, choice, reason))
+            del self._left[request_id, choice]
+        return outputs
 
     def has_work(self) -> bool:
         return bool(self._left or self._refused)

@@ -14,7 +14,7 @@ import pytest
 from ratoon.core.errors import ConfigError, EngineDeadError, EngineError, ModelError, RequestError
 from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
-from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
+from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreOutput, FinishReason
 from ratoon.core.stats import PrefixCacheStats, SchedulerStats
 from ratoon.core.wire import WireTensor
@@ -633,6 +633,29 @@ async def test_a_step_with_very_many_outputs_leaves_others_their_turns():
 
 
 @on_event_loop
+async def test_the_many_texts_of_a_beam_search_leave_others_their_turns(source):
+    source.config = model_config(max_position=1000)
+    client = FakeAsyncClient(lambda request, choice: [97 + choice % 20] * 300, by_hand=True)
+    client.ready.max_model_len = 1000
+    async with make(client) as llm:
+        search = BeamSearchParams(beam_width=200, n=200, max_tokens=300)
+        task = asyncio.create_task(collect(llm.generate("ab", search)))
+        await turns()
+        sizes: list[int] = []
+        handle = llm._handler._handle
+
+        def note_slice(outputs, engine_index):
+            sizes.append(sum(len(output.new_token_ids) for output in outputs))
+            handle(outputs, engine_index)
+
+        llm._handler._handle = note_slice
+        client.step(300)
+        (output,) = await task
+        assert max(sizes) < 1000 and sum(sizes) == 200 * 300
+        assert [choice.text for choice in output.outputs[:2]] == ["a" * 300, "b" * 300] and len(output.outputs) == 200
+
+
+@on_event_loop
 async def test_long_texts_are_tokenised_beside_the_event_loop(source):
     source.config = model_config(max_position=100_000)
     client = FakeAsyncClient()
@@ -659,6 +682,100 @@ async def test_long_texts_are_tokenised_beside_the_event_loop(source):
         assert await long == "ba" * 10
         assert len(threads) == 2 and threading.current_thread().name not in threads
         assert len(client.core.added) == 2 and client.core.aborted == []
+        assert_nothing_left(llm)
+
+
+@on_event_loop
+async def test_a_long_suffix_is_tokenised_beside_the_event_loop(source):
+    source.config = model_config(max_position=100_000)
+    client = FakeAsyncClient()
+    client.ready.max_model_len = 100_000
+    threads: list[str] = []
+    encode = source.tokenizer.encode
+
+    def note_thread(text, **options):
+        threads.append(threading.current_thread().name)
+        return encode(text, **options)
+
+    async with make(client) as llm:
+        await collect(llm.generate("abc", params(), "parent"))
+        source.tokenizer.encode = note_thread
+        await collect(llm.generate_continuation("parent", "xy" * LONG_TEXT, params()))
+        await collect(llm.generate_continuation("parent", "short", params()))
+        here = threading.current_thread().name
+        assert [name == here for name in threads] == [False, True]
+        prompt = client.core.added[1].prompt_token_ids
+        assert prompt[:7] == [*b"abccba", 256] and bytes(prompt[7:]) == b"xy" * LONG_TEXT
+        assert_nothing_left(llm)
+
+
+# ---- owners ----
+
+
+@on_event_loop
+async def test_ids_are_an_owners_own():
+    client = FakeAsyncClient(by_hand=True)
+    async with make(client) as llm:
+        mine = asyncio.create_task(text_of(llm.generate("abc", params(), "same", owner="me")))
+        theirs = asyncio.create_task(text_of(llm.generate("xyz", params(), "same", owner="them")))
+        vector = asyncio.create_task(llm.embed("abc", None, "same", owner="someone"))
+        await turns()
+        with pytest.raises(RequestError, match="in use"):
+            await collect(llm.generate("abc", params(), "same", owner="me"))
+        await llm.abort("same")  # nobody's
+        await llm.abort("same", owner="someone")
+        with pytest.raises(EngineError, match="aborted"):
+            await vector
+        waiting = asyncio.create_task(text_of(llm.generate_continuation("same", "", params(), owner="them")))
+        await turns()
+        client.step(30)
+        assert (await mine, await theirs) == ("cba", "zyx")
+        await waiting
+        assert bytes(client.core.added[-1].prompt_token_ids[:6]) == b"xyzzyx"
+        assert_nothing_left(llm)
+
+
+# ---- beam searches ----
+
+
+@on_event_loop
+async def test_a_beam_search_gives_its_texts_and_on_request_the_best_so_far():
+    client = FakeAsyncClient(lambda request, choice: [*b"xyz"[choice:], 256])
+    async with make(client) as llm:
+        (final,) = await collect(llm.generate("p", BeamSearchParams(beam_width=4, n=2, max_tokens=5)))
+        assert [(choice.text, choice.score) for choice in final.outputs] == [("xyz", -0.5), ("yz", -5 / 6)]
+        client.by_hand, client._steps_left = True, 0
+        kind = RequestOutputKind.CUMULATIVE
+        stream = llm.generate("p", BeamSearchParams(beam_width=4, n=2, max_tokens=5, output_kind=kind), "b")
+        seen = []
+        for _ in range(4):
+            client.step()
+            seen.append(await anext(stream))
+        assert [[choice.text for choice in output.outputs] for output in seen] == [["y"], ["xy"], ["yz"], ["xyz", "yz"]]
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        assert_nothing_left(llm)
+
+
+@on_event_loop
+async def test_a_beam_search_is_continued_when_it_has_ended_and_not_before():
+    client = FakeAsyncClient(lambda request, choice: [*b"xyz"[choice:], 256], by_hand=True)
+    search = BeamSearchParams(beam_width=4, n=2, max_tokens=5, output_kind=RequestOutputKind.CUMULATIVE)
+    async with make(client) as llm:
+        running = asyncio.create_task(collect(llm.generate("p", search, "parent")))
+        await turns()
+        client.step()
+        await turns()
+        with pytest.raises(RequestError, match="has not ended; wait for its end"):
+            await collect(llm.generate_continuation("parent", wait=False))
+        waiting = asyncio.create_task(collect(llm.generate_continuation("parent", "!", search, choice=1)))
+        await turns()
+        assert len(client.core.added) == 1
+        client.step(20)
+        await running
+        (*_, last) = await waiting
+        assert bytes(last.prompt_token_ids[:3]) == b"pyz" and last.finished
+        assert client.core.added[1].continuation_of == f"{client.core.added[0].request_id}#1"
         assert_nothing_left(llm)
 
 

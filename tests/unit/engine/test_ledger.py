@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.engine.ledger import MAX_STRIKES, Ledger
 
@@ -184,3 +184,57 @@ def test_giving_up_ends_every_choice_that_is_open():
         ("a", 1, FinishReason.ERROR)
     ]
     assert len(ledger) == 0
+
+
+# ---- beam searches ----
+
+
+def search(name: str, n: int = 2) -> EngineCoreRequest:
+    beam_params = BeamSearchParams(beam_width=4, n=n, max_tokens=8)
+    return EngineCoreRequest(name, [1, 2, 3], SamplingParams(n=n, max_tokens=8), beam_params=beam_params)
+
+
+def found(name: str, *token_ids: int, choice: int = 0, reason: FinishReason | None = None) -> EngineCoreOutput:
+    return EngineCoreOutput(name, list(token_ids), choice, reason, replaces=True)
+
+
+def test_a_beam_search_is_replayed_from_its_beginning():
+    ledger = Ledger()
+    ledger.add(search("a"))
+    hand_over(ledger)
+    ledger.record(outputs(found("a", 7)))
+    ledger.record(outputs(found("a", 8, 9)))
+    assert ledger.engine_died(0) == []
+    (entry,) = ledger.ready_to_go()
+    assert entry.current_request() is entry.request and entry.request.resumed is None
+    assert entry.choices[0].token_ids == [8, 9], "the best text, not all that there ever were"
+    assert entry.strikes == 0
+
+
+def test_a_beam_search_ends_with_the_last_of_its_texts():
+    ledger = Ledger()
+    ledger.add(search("a"))
+    hand_over(ledger)
+    assert ledger.record(outputs(found("a", 7, reason=FinishReason.LENGTH))) == []
+    (entry,) = ledger.record(outputs(found("a", 8, 9, choice=1, reason=FinishReason.STOP)))
+    assert [choice.token_ids for choice in entry.choices] == [[7], [8, 9]]
+    assert len(ledger) == 0
+
+
+def test_a_beam_search_that_fails_has_ended_whatever_it_told_before():
+    ledger = Ledger()
+    ledger.add(search("a", n=3))
+    hand_over(ledger)
+    ledger.record(outputs(found("a", 7, 8)))
+    (entry,) = ledger.record(outputs(EngineCoreOutput("a", [], 0, FinishReason.ERROR, error="no")))
+    assert entry.request.request_id == "a" and len(ledger) == 0
+
+
+def test_a_beam_search_that_kills_engines_is_given_up_with_all_its_choices():
+    ledger = Ledger()
+    ledger.add(search("a"))
+    for _ in range(MAX_STRIKES - 1):
+        hand_over(ledger)
+        assert ledger.engine_died(0) == []
+    hand_over(ledger)
+    assert [output.choice for output in ledger.engine_died(0)] == [0, 1]

@@ -256,7 +256,7 @@ def test_a_request_that_can_not_be_handled_here_fails_alone():
     assert "a bug" in by_id["r"].error and by_id["r"].finished
     assert [choice.finish_reason for choice in by_id["r"].outputs] == ["error", "error"]
     assert to_abort == ["r-internal"]
-    assert processor.internal_id("r") is None
+    assert not processor.is_running("r")
 
 
 def test_a_request_whose_last_text_can_not_be_made_still_ends():
@@ -323,3 +323,43 @@ def test_a_vector_that_failed_or_was_aborted_says_so():
     fault = Fault("RequestError", "prompt", "is too long")
     (result,), _ = step(processor, out("", finish_reason=FinishReason.ERROR, refusal=fault))
     assert isinstance(result.refusal, RequestError)
+
+
+# ---- owners ----
+
+
+def owned(processor: OutputProcessor, owner: str | None, params: SamplingParams | None = None) -> EngineCoreRequest:
+    request = EngineCoreRequest(
+        f"r-{owner}", [112], params or SamplingParams(), external_id="r", owner=owner, retain_kv=5.0
+    )
+    processor.add_request(request, "p")
+    return request
+
+
+def test_owners_may_call_their_requests_the_same_and_hear_nothing_of_each_other():
+    processor = OutputProcessor(TOKENIZER)
+    mine, theirs = owned(processor, "me"), owned(processor, "them")
+    with pytest.raises(RequestError, match="in use"):
+        owned(processor, "me")
+    outputs = [EngineCoreOutput(request.request_id, [byte]) for request, byte in ((mine, 97), (theirs, 98))]
+    results, _ = processor.process_outputs(EngineCoreOutputs(outputs))
+    assert [(one.owner, one.request_id, one.outputs[0].text) for one in results] == [
+        ("me", "r", "a"),
+        ("them", "r", "b"),
+    ]
+    assert bytes(processor.find_root("r", "me").tokens(0, None)) == b"pa"
+    assert processor.abort_requests(["r"]) == ([], []), "nobody's request has this id"
+    (gone,), internal = processor.abort_requests(["r"], "me")
+    assert (gone.owner, internal) == ("me", ["r-me"])
+    assert not processor.is_running("r", "me") and processor.is_running("r", "them")
+    failed = processor.fail_request("r", RuntimeError("no"), "them")
+    assert failed is not None and failed.owner == "them"
+    assert processor.fail_request("r", RuntimeError("no"), "them") is None
+
+
+def test_a_vector_has_an_owner_too():
+    processor = OutputProcessor(TOKENIZER)
+    request = EngineCoreRequest("i", [1], SamplingParams(), pooling_params=PoolingParams(), external_id="r", owner="me")
+    processor.add_request(request, None)
+    (result,), _ = processor.abort_requests(["r"], "me")
+    assert isinstance(result, EmbeddingOutput) and result.owner == "me"

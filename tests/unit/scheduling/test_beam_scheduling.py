@@ -25,7 +25,7 @@ def search_of(request_id: str, prompt: int, *, width: int = 2, retain_kv: float 
     return EngineCoreRequest(
         request_id,
         [1000 + number for number in range(prompt)],
-        SamplingParams(n=beams.n, max_tokens=beams.max_tokens),
+        SamplingParams(n=beams.n, max_tokens=beams.max_tokens, stop_token_ids=beams.stop_token_ids),
         beam_params=beams,
         retain_kv=retain_kv,
     )
@@ -100,13 +100,20 @@ def test_the_choices_are_the_best_texts_with_their_scores_and_reasons() -> None:
     step(scheduler, s=[(-1.0, 0, EOS), (-2.0, 0, 20), (-3.0, 0, 21)])
     plan, outputs = step(scheduler, s=[(-2.2, 0, 30), (-9.0, 1, 31)])
     assert [(o.choice, o.new_token_ids, o.finish_reason, o.stop_reason) for o in outputs] == [
-        (0, [EOS], FinishReason.STOP, EOS),
+        (0, [EOS], FinishReason.STOP, None),  # the model's own end
         (1, [20, 30], FinishReason.LENGTH, None),
     ]
     assert [(o.score, o.cumulative_logprob, o.replaces) for o in outputs] == [(-1.0, -1.0, True), (-1.1, -2.2, True)]
     assert not scheduler.has_unfinished_requests() and scheduler.kv_cache.usage == 0.0
     plan, _ = step(scheduler)
     assert plan.finished_req_ids == ["s"]
+
+
+def test_a_stop_token_that_the_caller_named_is_the_reason() -> None:
+    scheduler = scheduler_of()
+    scheduler.add_request(search_of("s", 5, max_tokens=2, early_stopping=True, width=1, stop_token_ids=[EOS]))
+    _, (output,) = step(scheduler, s=[(-1.0, 0, EOS), (-2.0, 0, 20)])
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, EOS)
 
 
 def test_snapshots_of_the_best_text_so_far_come_only_where_they_are_wanted() -> None:

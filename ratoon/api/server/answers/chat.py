@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ratoon.api.server.answers.beams import figures
 from ratoon.api.server.answers.logprobs import chat_logprobs, prompt_logprobs
 from ratoon.api.server.answers.renderer import Renderer
 from ratoon.api.server.context import ServerContext
@@ -46,6 +47,9 @@ class ChatRenderer(Renderer):
             yield {"choices": [{**choice, "logprobs": None, "finish_reason": None}], **about_prompt}
             about_prompt = {}
 
+    def empty_choice(self, index: int) -> dict[str, Any]:
+        return {"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": None, "stop_reason": None}
+
     def _choice(self, choice: CompletionOutput, name: str, words: dict[str, str]) -> dict[str, Any]:
         """`words` are a message, or what is new of one; `name` says which."""
         body: dict[str, Any] = {
@@ -54,6 +58,7 @@ class ChatRenderer(Renderer):
             "logprobs": None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **figures(choice),
         }
         if self._logprobs and choice.logprobs is not None:
             body["logprobs"] = chat_logprobs(self.context.token_texts, choice.token_ids, choice.logprobs, self._num_top)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ratoon.api.server.answers.beams import figures
 from ratoon.api.server.answers.logprobs import CompletionLogprobsBuilder, prompt_logprobs
 from ratoon.api.server.answers.renderer import Renderer
 from ratoon.api.server.context import ServerContext
@@ -36,6 +37,10 @@ class CompletionRenderer(Renderer):
             if self.is_worth_sending(choice) or (self._echo and self._place(index, choice) not in self._begun):
                 yield {"choices": [self._choice(index, output, choice)]}
 
+    def empty_choice(self, index: int) -> dict[str, Any]:
+        place = index * self.num_choices
+        return {"index": place, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+
     def _place(self, index: int, choice: CompletionOutput) -> int:
         """OpenAI numbers all choices of the first prompt, then those of the second, and so on."""
         return index * self.num_choices + choice.index
@@ -51,6 +56,7 @@ class CompletionRenderer(Renderer):
             "logprobs": self._choice_logprobs(place, index, output, choice, first) if self._logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **figures(choice),
         }
         if self._prompt_logprobs and first and output.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)

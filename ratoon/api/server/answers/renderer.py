@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
+from ratoon.api.server.answers.beams import SearchProgress, figures
 from ratoon.api.server.answers.usage import UsageCounter
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.generation import Batch
 from ratoon.api.server.protocol.sampling import SamplingFields
 from ratoon.core.outputs import CompletionOutput, RequestOutput
+from ratoon.core.params import BeamSearchParams
 
 
 class Renderer(ABC):
@@ -31,6 +33,7 @@ class Renderer(ABC):
         self.include_usage = options is not None and bool(options.include_usage)
         self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
         self._continuation_told = False
+        self._search = SearchProgress() if isinstance(batch.params, BeamSearchParams) else None
         self._head = {"id": batch.id, "created": int(time.time()), "model": asked.model}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -41,9 +44,13 @@ class Renderer(ABC):
 
     def chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Chunks for what is new in prompt `index`, a choice each."""
+        best = None if self._search is None else self._search.take(index, output)
         self.usage.add(index, output)
         for body in self.chunk_bodies(index, output):
             yield self._chunk({**body, **self._about_continuation(output)})
+        if best is not None:
+            choice = {**self.empty_choice(index), **figures(best), "best_so_far": best.text}
+            yield self._chunk({"choices": [choice], **self._about_continuation(output)})
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._head, "object": self.CHUNK, "choices": [], "usage": self.usage.as_dict()}
@@ -74,3 +81,7 @@ class Renderer(ABC):
     @abstractmethod
     def chunk_bodies(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The same for each chunk."""
+
+    @abstractmethod
+    def empty_choice(self, index: int) -> dict[str, Any]:
+        """A choice for a chunk that adds nothing to the text of prompt `index`."""

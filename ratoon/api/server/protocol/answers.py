@@ -49,3 +49,16 @@ class PromptLogprob(AnswerModel):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # a token each; by token id; the first token has none
+
+
+class FoundChoice(AnswerModel):
+    """What a choice has in addition if a beam search found it."""
+
+    score: float | None = Field(None, description="The sum of log-probabilities after the length penalty")
+    cumulative_logprob: float | None = Field(None, description="The sum itself")
+
+
+class FoundChunkChoice(FoundChoice):
+    """The same in a stream, where the figures are those of the best text so far until the choice has ended."""
+
+    best_so_far: str | None = Field(None, description="While it searches: the best text, all of it. Not to be added up")

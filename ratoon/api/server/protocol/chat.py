@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from ratoon.api.server.protocol.answers import ContinuationAnswer, PromptLogprobs, Usage
+from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChoice, FoundChunkChoice, PromptLogprobs, Usage
 from ratoon.api.server.protocol.base import AnswerModel, Size
 from ratoon.api.server.protocol.sampling import SamplingFields, ServiceTier
 
@@ -86,8 +86,7 @@ class ChatCompletionRequest(SamplingFields):
         "reasoning_effort": "use chat_template_kwargs, if the model's chat template knows such a thing",
         "verbosity": f"this {LATER}",
         "prompt": "a conversation is in messages; /v1/completions takes prompts",
-        "best_of": "use n",
-        "use_beam_search": "beam search does not exist yet",
+        "best_of": "use n, or beam_width",
         "echo": "/v1/completions can do it",
         "continuation_suffix": "the new messages are what follows; /v1/completions takes a suffix",
         "continuation_at": "/v1/completions can do it",
@@ -135,7 +134,7 @@ class AssistantMessage(AnswerModel):
     content: str
 
 
-class ChatChoice(AnswerModel):
+class ChatChoice(FoundChoice):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
@@ -161,7 +160,7 @@ class Delta(AnswerModel):
     content: str | None = None
 
 
-class ChatChunkChoice(AnswerModel):
+class ChatChunkChoice(FoundChunkChoice):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ratoon.api.server.protocol.answers import ContinuationAnswer, PromptLogprobs, Usage
+from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChunkChoice, PromptLogprobs, Usage
 from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts, Suffix
 from ratoon.api.server.protocol.sampling import SamplingFields
 
@@ -17,7 +17,6 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class CompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "suffix": "filling in the middle does not exist here; write the model's own markers into the prompt",
-        "use_beam_search": "beam search does not exist yet",
         "response_format": "structured output does not exist yet; leave it out",
     }
 
@@ -30,7 +29,7 @@ class CompletionRequest(SamplingFields):
     )
     logprobs: Int | None = Field(None, description="Alternatives for each token of the answer")
     echo: bool | None = Field(None, description="Begin the answer with the prompt")
-    best_of: Int | None = Field(None, description="Accepted where it equals n")
+    best_of: Int | None = Field(None, description="Accepted where it equals n; of a beam search, the width")
 
 
 class CompletionLogprobs(AnswerModel):
@@ -42,7 +41,7 @@ class CompletionLogprobs(AnswerModel):
     text_offset: list[int] = Field(description="Where in the choice's text the token begins, in characters")
 
 
-class CompletionChoice(AnswerModel):
+class CompletionChoice(FoundChunkChoice):
     index: int
     text: str
     logprobs: CompletionLogprobs | None

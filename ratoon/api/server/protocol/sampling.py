@@ -10,8 +10,9 @@ import msgspec
 from pydantic import Field
 
 from ratoon.api.server.protocol.base import Int, LogitBias, RequestModel, Size, Texts
+from ratoon.api.server.protocol.beams import BeamFields
 from ratoon.core.errors import RequestError
-from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.core.params import GenerationParams, RequestOutputKind, SamplingParams
 
 # Same name and same meaning in SamplingParams. Left out (or null), the model's own default counts.
 SAME_NAMES = (
@@ -27,7 +28,7 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect")
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(BeamFields):
     INNER: ClassVar[Mapping[str, type[RequestModel]]] = {"stream_options": StreamOptions}
 
     model: str = Field(min_length=1, description="The served model's name")
@@ -82,10 +83,13 @@ class SamplingFields(RequestModel):
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
 
-    def sampling_params(
+    def generation_params(
         self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
-    ) -> SamplingParams:
+    ) -> GenerationParams:
         """What was asked for, over the model's defaults. RequestError for values that have no meaning."""
+        if self.use_beam_search:
+            return self.beam_search_params(max_tokens, bool(self.stream))
+        self.refuse_companions()
         given: dict[str, Any] = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}

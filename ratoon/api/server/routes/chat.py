@@ -40,7 +40,7 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_
     """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
     context.check_model(asked.model)
     check_support(context, asked)
-    params = asked.sampling_params(
+    params = asked.generation_params(
         context.llm.get_default_sampling_params(),
         asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens,
         (asked.top_logprobs or 0) if asked.logprobs else None,
@@ -49,7 +49,7 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_
     origin = await chat_origin(context, asked, body_size)
     prompt = UNKNOWN_PROMPT if origin is not None else await encode_conversation(context, asked, body_size)
     room = context.max_model_len - len(prompt.token_ids)
-    check_token_limit(context, 1, params.n, room if params.max_tokens is None else min(params.max_tokens, room))
+    check_token_limit(context, 1, params, room if params.max_tokens is None else min(params.max_tokens, room))
     return Batch(
         id=make_id("chatcmpl", asked.request_id),
         prompts=[prompt],

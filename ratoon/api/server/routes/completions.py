@@ -39,23 +39,25 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, owner: st
     """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
     context.check_model(asked.model)
     asked.check_stream_options()
-    if asked.best_of is not None and asked.best_of != asked.num_choices():
+    if asked.best_of not in (None, asked.num_choices()) and not asked.use_beam_search:
         raise refused("best_of", f"{asked.best_of} is not n ({asked.num_choices()})", "leave it out, and use n")
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if max_tokens == 0 and not asked.echo:
         raise refused("max_tokens", "0 leaves nothing to answer", "at least 1, or 0 with echo to score the prompt")
+    if max_tokens == 0 and asked.use_beam_search:
+        raise refused("max_tokens", "0 leaves nothing to search for", "at least 1")
     if max_tokens == 0 and asked.retain_kv is not None:
         raise refused("retain_kv", "a prompt that is only scored can't be continued", "max_tokens of at least 1")
     if asked.prompt_logprobs is not None and asked.echo and asked.logprobs is not None:
         raise refused("prompt_logprobs", "says what echo and logprobs say, in another form", "ask for one of the two")
-    params = asked.sampling_params(
+    params = asked.generation_params(
         context.llm.get_default_sampling_params(),
         max(max_tokens, 1),
         asked.logprobs,
         asked.logprobs if asked.echo and asked.logprobs is not None else asked.prompt_logprobs,
     )
     origin = await completion_origin(context, asked)
-    check_token_limit(context, 1 if asked.prompt is None else len(asked.prompt), params.n, max_tokens)
+    check_token_limit(context, 1 if asked.prompt is None else len(asked.prompt), params, max_tokens)
     prompts = [UNKNOWN_PROMPT]
     if asked.prompt is not None:
         add_special_tokens = asked.add_special_tokens is not False

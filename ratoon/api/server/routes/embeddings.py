@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.exchange import exchange_of
 from ratoon.api.server.generation import all_or_none, make_id
 from ratoon.api.server.json_body import read_body
 from ratoon.api.server.prompts import encode_prompts
@@ -35,7 +36,7 @@ async def create_embeddings(request: Request) -> Response:
     asked = read_body(request, EmbeddingRequest)
     context.check_model(asked.model)
     answer_id = make_id("embd", asked.request_id)
-    outputs = await embed_all(context, asked, answer_id)
+    outputs = await embed_all(context, asked, answer_id, exchange_of(request.scope).tenant)
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     as_text = asked.encoding_format == "base64"
     data = [
@@ -47,7 +48,9 @@ async def create_embeddings(request: Request) -> Response:
     return json_response(request, {**head, "data": data, "usage": usage})
 
 
-async def embed_all(context: ServerContext, asked: EmbeddingRequest, answer_id: str) -> list[EmbeddingOutput]:
+async def embed_all(
+    context: ServerContext, asked: EmbeddingRequest, answer_id: str, owner: str | None
+) -> list[EmbeddingOutput]:
     """A vector for each input, in order."""
     params = PoolingParams(
         pooling=asked.pooling or "last", normalize=asked.normalize is not False, dimensions=asked.dimensions
@@ -63,6 +66,7 @@ async def embed_all(context: ServerContext, asked: EmbeddingRequest, answer_id: 
                     answer_id if len(prompts) == 1 else f"{answer_id}-{index}",
                     priority=asked.priority or 0,
                     cache_salt=asked.cache_salt,
+                    owner=owner,
                 )
                 for index, prompt in enumerate(prompts)
             ]

@@ -324,6 +324,23 @@ async def test_strangers_do_not_wait_for_what_runs():
 
 
 @on_event_loop
+async def test_an_id_that_another_key_uses_right_now_is_free():
+    """To say that it is in use would say that there is such a request."""
+    async with scripted(say("an answer"), by_hand=True, api_keys=("mine", "yours")) as client:
+        body = {"model": MODEL, "prompt": "x", "request_id": "x", "return_token_ids": True}
+        opened = [client.open("POST", "/v1/completions", body, headers=with_key(key)) for key in ("mine", "yours")]
+        while len(client.engine.core.added) < 2:
+            await asyncio.sleep(0.001)
+        again = await client.post("/v1/completions", body, headers=with_key("mine"))
+        assert (again.status, again.error["param"]) == (400, "request_id")
+        client.engine.step(100)
+        for one, key in zip(opened, ("mine", "yours")):
+            assert (await one.answer()).json()["choices"][0]["text"] == "an answer"
+            listed = await client.open("GET", "/v1/requests", headers=with_key(key)).answer()
+            assert [entry["id"] for entry in listed.json()["data"]] == ["cmpl-x"]
+
+
+@on_event_loop
 async def test_a_parent_with_a_salt_needs_the_same_salt():
     async with scripted() as client:
         await client.complete(prompt="parent", request_id="x", cache_salt="mine")

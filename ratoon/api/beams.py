@@ -1,0 +1,44 @@
+"""What goes together with a beam search and what does not, by the names that HTTP and the command line share.
+
+Light, so that the command line can ask it before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# What says how to sample, or needs a text that only grows, and the values that change nothing.
+CONTRADICTIONS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "stop": ([],),
+    "include_stop_str_in_output": (),
+    "logprobs": (),
+    "top_logprobs": (),
+    "prompt_logprobs": (),
+}
+# What has no meaning without one.
+COMPANIONS = ("beam_width", "length_penalty", "early_stopping")
+
+
+def find_contradiction(value_of: Callable[[str], Any]) -> str | None:
+    """The first name whose value contradicts a beam search. None and False are values of what was not asked for."""
+    for name, harmless in CONTRADICTIONS.items():
+        value = value_of(name)
+        if value is not None and value is not False and value not in harmless:
+            return name
+    return None
+
+
+def find_companion(value_of: Callable[[str], Any]) -> str | None:
+    """The first name that was given and has no meaning without a beam search."""
+    return next((name for name in COMPANIONS if value_of(name) is not None), None)

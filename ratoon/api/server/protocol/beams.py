@@ -1,0 +1,68 @@
+"""The fields that ask for a beam search in the place of sampling, shared by completions and chat."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from ratoon.api.beams import find_companion, find_contradiction
+from ratoon.api.server.protocol.base import Int, RequestModel
+from ratoon.core.errors import RequestError
+from ratoon.core.params import BeamSearchParams, RequestOutputKind
+
+# Same name and same meaning in BeamSearchParams.
+SAME_NAMES = (
+    "n", "min_tokens", "length_penalty", "early_stopping", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+    "spaces_between_special_tokens",
+)  # fmt: skip
+
+
+def _early_stopping(value: Any) -> bool | Literal["never"] | None:
+    if value is None or isinstance(value, bool) or value == "never":
+        return value
+    raise ValueError('is neither true, false nor "never"')
+
+
+EarlyStopping = Annotated[
+    bool | Literal["never"] | None,
+    PlainValidator(_early_stopping),
+    WithJsonSchema({"enum": [True, False, "never", None]}),
+]
+
+
+class BeamFields(RequestModel):
+    use_beam_search: bool | None = Field(None, description="Search for the most probable texts, and sample nothing")
+    beam_width: Int | None = Field(None, description="Texts that are followed at once; best_of or n if left out")
+    length_penalty: float | None = Field(None, description="Above 0 favours long texts, below 0 short ones")
+    early_stopping: EarlyStopping = Field(None, description="When to stop; true: with the first beam_width texts")
+
+    def refuse_companions(self) -> None:
+        """Where nothing is searched for."""
+        name = find_companion(self._value)
+        if name is not None:
+            raise RequestError(name, "has no meaning without use_beam_search", "set that to true, or leave it out")
+
+    def beam_search_params(self, max_tokens: int | None, stream: bool) -> BeamSearchParams:
+        """RequestError for values that have no meaning, and for fields that contradict a search."""
+        name = find_contradiction(self._value)
+        if name is not None:
+            raise RequestError(name, "contradicts use_beam_search, which samples nothing", "leave one of them out")
+        given: dict[str, Any] = {name: value for name in SAME_NAMES if (value := self._value(name)) is not None}
+        params = BeamSearchParams(
+            beam_width=self._width(),
+            max_tokens=max_tokens,
+            output_kind=RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY,
+            **given,
+        )
+        params.verify()
+        return params
+
+    def _width(self) -> int:
+        width, best_of = self.beam_width, self._value("best_of")
+        if width is not None and best_of not in (None, width):
+            raise RequestError("best_of", f"{best_of} is not beam_width ({width})", "leave one of them out")
+        return next(value for value in (width, best_of, self._value("n"), 1) if value is not None)
+
+    def _value(self, name: str) -> Any:
+        return getattr(self, name, None)

@@ -1,0 +1,75 @@
+"""Requests that are sent together and run to their end, and when each of their outputs came.
+
+It works below `LLM.generate`, which gives no output before the last one, and no time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ratoon.api.interrupts import interrupts_held_back
+from ratoon.api.llm import LLM
+from ratoon.core.errors import EngineError
+from ratoon.core.outputs import RequestOutput
+from ratoon.core.params import GenerationParams
+from ratoon.core.request import EngineCoreRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One request: a prompt, or what comes behind a parent."""
+
+    token_ids: list[int]
+    params: GenerationParams
+    parent: RequestOutput | None = None
+    retain_kv: float | None = None
+
+
+@dataclass(slots=True)
+class TimedAnswer:
+    times: list[float] = field(default_factory=list)  # of its outputs, in seconds since the requests were sent
+    last: RequestOutput | None = None
+
+    @property
+    def output(self) -> RequestOutput:
+        assert self.last is not None, "it has ended"
+        return self.last
+
+
+class StageRunner:
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._ids = itertools.count()
+
+    def run(self, sends: Sequence[Send]) -> list[TimedAnswer]:
+        """Answers in the order of the requests. What is timed begins with the checking of the first request."""
+        engine = self._llm.engine
+        answers: dict[str, TimedAnswer] = {}
+        begin = time.perf_counter()
+        for send in sends:
+            request_id = f"stage-{next(self._ids)}"
+            answers[request_id] = TimedAnswer()
+            engine.submit(self._request(request_id, send), None)
+        while engine.has_unfinished_requests():
+            with interrupts_held_back():
+                outputs = engine.step()
+            now = time.perf_counter() - begin
+            for output in outputs:
+                assert isinstance(output, RequestOutput), "nobody asked for vectors"
+                if output.error is not None:
+                    raise EngineError(output.error)
+                answers[output.request_id].times.append(now)
+                answers[output.request_id].last = output
+        return list(answers.values())
+
+    def _request(self, request_id: str, send: Send) -> EngineCoreRequest:
+        engine = self._llm.engine
+        if send.parent is None:
+            return engine.input_processor.process(request_id, send.token_ids, send.params, retain_kv=send.retain_kv)
+        root = engine.output_processor.find_root(send.parent.request_id)
+        return engine.input_processor.process_continuation(
+            request_id, root, send.token_ids, send.params, retain_kv=send.retain_kv
+        )

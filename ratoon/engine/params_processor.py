@@ -1,0 +1,237 @@
+"""What a caller asks of a generation, checked against the model, and completed with what the model settles.
+
+Checks that need no model are the params' own (core/params.py). Prompts and ids of requests are the InputProcessor's.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ratoon.core.config import CacheConfig, ModelConfig
+from ratoon.core.errors import RequestError
+from ratoon.core.params import (
+    MAX_BEAM_STOP_TOKENS,
+    MAX_LOGPROBS,
+    BeamSearchParams,
+    GenerationParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from ratoon.observe.logging import get_logger
+
+SEED_BITS = 63
+# Generation defaults that are sampling parameters under the same name; `max_new_tokens` is not.
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
+
+logger = get_logger(__name__)
+
+
+class ParamsProcessor:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Any | None,
+        generation_defaults: Mapping[str, Any],
+        max_model_len: int,
+        max_logprobs: int = MAX_LOGPROBS,
+        seed: int | None = None,
+        kv_capacity: int | None = None,  # tokens of the longest sequence that the KV cache can hold
+        block_size: int = CacheConfig().block_size,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = model_config.vocab_size
+        self._hidden_size = model_config.hidden_size
+        self._max_model_len = max_model_len
+        self._max_logprobs = max_logprobs
+        self._kv_capacity = sys.maxsize if kv_capacity is None else kv_capacity
+        self._block_size = block_size
+        self._random = random.Random(seed)  # for the seeds of requests that bring none
+        self.eos_token_ids = _collect_eos_ids(model_config, tokenizer, generation_defaults)
+
+    # ---- checks ----
+
+    def verify(self, params: GenerationParams) -> None:
+        """RequestError for what is wrong with them whatever the prompt is."""
+        if isinstance(params, SamplingParams):
+            params.verify(self._max_logprobs)
+        elif isinstance(params, BeamSearchParams):
+            params.verify()
+        else:
+            kind = type(params).__name__
+            raise RequestError(
+                "sampling_params", f"{kind} is not SamplingParams", "a SamplingParams or a BeamSearchParams"
+            )
+        if not isinstance(params.output_kind, RequestOutputKind):
+            raise RequestError("output_kind", f"{params.output_kind!r} is unknown", "a RequestOutputKind")
+        for name in SWITCHES:
+            if not isinstance(getattr(params, name), bool):
+                raise RequestError(name, f"{getattr(params, name)!r} is neither true nor false", "true or false")
+        self._verify_vocabulary("stop_token_ids", params.stop_token_ids)
+        if isinstance(params, SamplingParams):
+            self._verify_sampling(params)
+        else:
+            self._verify_beams(params)
+
+    def _verify_sampling(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self._vocab_size:
+                raise RequestError(name, f"{count} is more than the vocabulary has", f"{self._vocab_size} at most")
+        self._verify_vocabulary("allowed_token_ids", params.allowed_token_ids)
+        self._verify_vocabulary("logit_bias", params.logit_bias)
+        if self._tokenizer is None:
+            if params.stop:
+                raise RequestError("stop", "stop strings need a tokenizer, and none is loaded", "use stop_token_ids")
+            if params.bad_words:
+                raise RequestError("bad_words", "words need a tokenizer, and none is loaded", "use logit_bias")
+
+    def _verify_beams(self, params: BeamSearchParams) -> None:
+        num_stop_tokens = len(self._stop_token_ids(params))
+        if num_stop_tokens > MAX_BEAM_STOP_TOKENS:
+            raise RequestError(
+                "stop_token_ids",
+                f"makes {num_stop_tokens} tokens that end a text, the model's own included",
+                f"{MAX_BEAM_STOP_TOKENS} at most in a beam search",
+            )
+        # The first step begins a text with each token that ends none: so many there surely are.
+        num_texts = self._vocab_size - num_stop_tokens
+        if params.n > num_texts:
+            raise RequestError("n", f"{params.n} is more texts than the vocabulary can begin", f"{num_texts} at most")
+
+    def verify_pooling(self, params: PoolingParams) -> None:
+        if not isinstance(params, PoolingParams):
+            raise RequestError("pooling_params", f"{type(params).__name__} is not PoolingParams", "a PoolingParams")
+        params.verify()
+        if params.dimensions is not None and params.dimensions > self._hidden_size:
+            raise RequestError(
+                "dimensions",
+                f"{params.dimensions} is more than the model's vectors have",
+                f"a whole number from 1 to {self._hidden_size}",
+            )
+
+    def _verify_vocabulary(self, field: str, token_ids: Iterable[int] | None) -> None:
+        for token in token_ids or ():
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    field, f"token id {token} is not in the vocabulary", f"ids from 0 to {self._vocab_size - 1}"
+                )
+
+    # ---- what is left open ----
+
+    def complete(
+        self, params: GenerationParams, num_prompt_tokens: int
+    ) -> tuple[SamplingParams, BeamSearchParams | None]:
+        """Params that were verified, with every default filled in, as a request carries them: of a beam search both,
+        of which the first only says how many choices there are and how they are told."""
+        if isinstance(params, SamplingParams):
+            return self._complete_sampling(params.clone(), num_prompt_tokens), None
+        params = params.clone()
+        params.max_tokens = self._max_tokens(params, num_prompt_tokens)
+        params.all_stop_token_ids = self._stop_token_ids(params)
+        return self._envelope(params), params
+
+    def _complete_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        params.max_tokens = self._max_tokens(params, num_prompt_tokens)
+        # Always set: a request that is preempted, or replayed from a record, draws the same numbers again.
+        if params.seed is None:
+            params.seed = self._random.getrandbits(SEED_BITS)
+        params.eos_token_ids = list(self.eos_token_ids)
+        params.all_stop_token_ids = self._stop_token_ids(params)
+        if params.bad_words:
+            params.bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
+        return params
+
+    def _envelope(self, params: BeamSearchParams) -> SamplingParams:
+        return SamplingParams(
+            n=params.n,
+            temperature=0.0,
+            seed=0,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+            all_stop_token_ids=params.all_stop_token_ids,
+            eos_token_ids=list(self.eos_token_ids),
+            detokenize=params.detokenize,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            output_kind=params.output_kind,
+        )
+
+    def _max_tokens(self, params: GenerationParams, num_prompt_tokens: int) -> int:
+        """As many as were asked for and fit. Not asked for: as many as there is room for, in the KV cache too."""
+        room = self._max_model_len - num_prompt_tokens
+        asked = params.max_tokens
+        if asked is None:
+            asked = max(1, self._room_in_cache(params, num_prompt_tokens))
+        max_tokens = min(asked, room)
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                "min_tokens",
+                f"{params.min_tokens} is more than the {max_tokens} tokens that fit behind this prompt",
+                f"lower it or shorten the prompt (max_model_len is {self._max_model_len})",
+            )
+        return max_tokens
+
+    def _room_in_cache(self, params: GenerationParams, num_prompt_tokens: int) -> int:
+        if isinstance(params, SamplingParams):
+            return self._kv_capacity - num_prompt_tokens
+        # The beams share the prompt, and each has blocks of its own from the one on that the prompt ends in.
+        size = self._block_size
+        num_left = self._kv_capacity // size - -(-num_prompt_tokens // size)
+        return (num_left // params.beam_width + num_prompt_tokens // size) * size - num_prompt_tokens
+
+    def _stop_token_ids(self, params: GenerationParams) -> list[int]:
+        """All that end a text."""
+        ends = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
+        return list(dict.fromkeys(ends))
+
+    def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it is written at the start of a text and in the middle of one."""
+        assert self._tokenizer is not None
+        sequences: dict[tuple[int, ...], None] = {}
+        for index, word in enumerate(words):
+            stripped = word.lstrip()
+            if not stripped:
+                raise RequestError(f"bad_words[{index}]", "is empty", "at least one character that is not a space")
+            for written in (stripped, " " + stripped):
+                token_ids = tuple(self._tokenizer.encode(written, add_special_tokens=False))
+                if token_ids:
+                    sequences[token_ids] = None
+        return [list(token_ids) for token_ids in sequences]
+
+
+def default_sampling_params(generation_defaults: Mapping[str, Any] | None) -> SamplingParams:
+    """What a caller gets who passes no params: the model's own generation defaults over ours."""
+    defaults = dict(generation_defaults or {})
+    values: dict[str, Any] = {name: defaults[name] for name in SAMPLING_DEFAULTS if defaults.get(name) is not None}
+    if defaults.get("max_new_tokens") is not None:
+        values["max_tokens"] = defaults["max_new_tokens"]
+    params = SamplingParams()
+    for name, value in values.items():
+        candidate = msgspec.structs.replace(params, **{name: value})
+        try:
+            candidate.verify()
+        except RequestError as error:  # a model's file must not make every request fail
+            logger.warning("generation default ignored: %s", error)
+            continue
+        params = candidate
+    return params
+
+
+def _collect_eos_ids(
+    model_config: ModelConfig, tokenizer: Any | None, generation_defaults: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """All tokens that end an answer. Files disagree about them; a chat model's real one is often in just one place."""
+    from_defaults = generation_defaults.get("eos_token_ids") or ()
+    from_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
+    candidates = [*model_config.eos_token_ids, *from_defaults, from_tokenizer]
+    known = (token for token in candidates if isinstance(token, int) and 0 <= token < model_config.vocab_size)
+    return tuple(dict.fromkeys(known))
