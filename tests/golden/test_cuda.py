@@ -1,9 +1,10 @@
 """The same engine on a CUDA device gives the greedy tokens of the CPU, in fp32. Runs where there is such a device."""
 
+import msgspec
 import pytest
 import torch
 
-from ratoon import LLM, SamplingParams
+from ratoon import LLM, BeamSearchParams, SamplingParams
 from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from ratoon.core.errors import ModelError
 from ratoon.core.request import EngineCoreRequest
@@ -26,16 +27,20 @@ FAMILIES = [
 LENGTHS = [1, 5, 16, 33, 40, 61]
 
 
-def greedy(tiny, device, **cache):
+def core_of(tiny, device, **cache):
     config = EngineConfig(
         model="tiny",
         device=device,
         dtype="float32",
         max_model_len=96,
         cache=CacheConfig(num_blocks=200, **cache),
-        scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=32),
     )
-    core = EngineCore(config, UniProcExecutor(config, tiny.config, tiny.source, StartupTimer()))
+    return EngineCore(config, UniProcExecutor(config, tiny.config, tiny.source, StartupTimer()))
+
+
+def greedy(tiny, device, **cache):
+    core = core_of(tiny, device, **cache)
     for index, length in enumerate(LENGTHS):
         params = SamplingParams(temperature=0.0, max_tokens=24, n=1 + index % 2)
         core.add_request(EngineCoreRequest(str(index), random_token_ids(length, seed=index), params))
@@ -52,6 +57,42 @@ def greedy(tiny, device, **cache):
 def test_a_batch_on_cuda_gives_the_tokens_of_the_cpu(make):
     tiny = make()
     assert greedy(tiny, "cuda") == greedy(tiny, "cpu")
+
+
+def searches(tiny, device):
+    """Beam searches of several widths beside sampled requests, and one that continues what was leased."""
+    core = core_of(tiny, device)
+    for index, length in enumerate(LENGTHS):
+        params = SamplingParams(temperature=0.0, max_tokens=12, n=1 + index)
+        beams = BeamSearchParams(beam_width=2 + index, n=1 + index, max_tokens=12) if index % 2 else None
+        request = EngineCoreRequest(str(index), random_token_ids(length, seed=index), params, beam_params=beams)
+        core.add_request(msgspec.structs.replace(request, retain_kv=60.0))
+    texts = run_to_the_end(core)
+    for parent in ("2", "3#1"):  # a sampled one, and a beam's text
+        request_id, _, choice = parent.partition("#")
+        tokens = random_token_ids(LENGTHS[int(request_id)], seed=int(request_id)) + texts[request_id, int(choice or 0)]
+        params = SamplingParams(n=4, max_tokens=3)
+        beams = BeamSearchParams(beam_width=4, n=4, max_tokens=3)
+        child = EngineCoreRequest(f"after {parent}", [*tokens, 7, 8], params, beam_params=beams)
+        core.add_request(msgspec.structs.replace(child, continuation_of=parent, continuation_token_ids=[7, 8]))
+    return texts | run_to_the_end(core)
+
+
+def run_to_the_end(core):
+    texts = {}
+    while core.has_work():
+        for output in core.step().outputs:
+            assert output.error is None, output.error
+            key = (output.request_id, output.choice)
+            texts[key] = output.new_token_ids if output.replaces else texts.get(key, []) + output.new_token_ids
+    core.scheduler.check()
+    return texts
+
+
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+def test_beam_searches_and_continuations_on_cuda_find_the_texts_of_the_cpu(make):
+    tiny = make()
+    assert searches(tiny, "cuda") == searches(tiny, "cpu")
 
 
 def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():
