@@ -1,7 +1,7 @@
 """The CPU backend: float32, by our own kernel (layers/native/attention.c), on all threads of the pool.
 
 A block holds the keys of each head transposed, [head_dim][block_size], and the values as they are: both are then ready
-to be multiplied without being packed first.
+to be multiplied without being packed first. Requests whose tables begin alike are found once a step.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class CpuMetadata:
     table_width: int
     query_start: int
     seq_lens: int
+    shared: int
     num_requests: int
     block_size: int
-    alive: tuple[torch.Tensor, np.ndarray, np.ndarray, np.ndarray]
+    alive: tuple[torch.Tensor, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class CpuAttentionBackend(AttentionBackend):
@@ -68,6 +69,7 @@ class CpuAttentionBackend(AttentionBackend):
     def build_metadata(self, inputs: GroupInputs) -> CpuMetadata:
         table = inputs.block_table
         assert table.dtype == inputs.query_start_loc.dtype == inputs.seq_lens.dtype == np.int32
+        shared = shared_prefixes(table, inputs.seq_lens, inputs.block_size)
         return CpuMetadata(
             slots=inputs.slot_mapping.data_ptr(),
             num_tokens=inputs.slot_mapping.shape[0],
@@ -75,9 +77,10 @@ class CpuAttentionBackend(AttentionBackend):
             table_width=table.strides[0] // table.itemsize,
             query_start=inputs.query_start_loc.ctypes.data,
             seq_lens=inputs.seq_lens.ctypes.data,
+            shared=shared.ctypes.data,
             num_requests=len(inputs.seq_lens),
             block_size=inputs.block_size,
-            alive=(inputs.slot_mapping, table, inputs.query_start_loc, inputs.seq_lens),
+            alive=(inputs.slot_mapping, table, inputs.query_start_loc, inputs.seq_lens, shared),
         )
 
     def forward(
@@ -98,9 +101,29 @@ class CpuAttentionBackend(AttentionBackend):
         out = torch.empty(q.shape[0], width)
         failed = self._attention(
             q.data_ptr(), q.stride(0), out.data_ptr(), width, cache, block_floats, metadata.block_table,
-            metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.num_requests, layer.num_heads,
-            layer.num_kv_heads, layer.head_dim, block_size, layer.window or 0, layer.scale,
+            metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared, metadata.num_requests,
+            layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size, layer.window or 0, layer.scale,
         )  # fmt: skip
         if failed:
             raise MemoryError("the attention kernel ran out of memory")
         return out
+
+
+def shared_prefixes(block_table: np.ndarray, seq_lens: np.ndarray, block_size: int) -> np.ndarray:
+    """[R] int32: how many keys a request has in common with the request before it, by their tables; 0 for the first.
+
+    Only keys that both have count: beyond a request's end its table holds the null block, or anything.
+    """
+    shared = np.zeros(len(seq_lens), dtype=np.int32)
+    first = block_table[:, 0]
+    alike = np.flatnonzero((first[1:] == first[:-1]) & (first[1:] != 0)) + 1  # a null block: left behind by a window
+    if len(alike) == 0:
+        return shared
+    shorter = np.minimum(seq_lens[alike], seq_lens[alike - 1])
+    width = -(-int(shorter.max()) // block_size)
+    table = block_table[:, :width]
+    differs = table[alike] != table[alike - 1]
+    num_blocks = differs.argmax(axis=1)  # the first that differs; never 0, because the first blocks are equal
+    num_blocks[num_blocks == 0] = width  # none differs
+    shared[alike] = np.minimum(num_blocks * block_size, shorter)
+    return shared

@@ -61,6 +61,7 @@ class EngineCore:
                 result = self.executor.sample_tokens(None)
             except Exception as error:
                 logger.exception("a step failed")
+                self.scheduler.say_again(plan)
                 if not self.scheduler.try_apart(plan):
                     message = f"{type(error).__name__}: {error}"
                     outputs += self.scheduler.fail_requests(plan.req_ids, message)

@@ -109,6 +109,10 @@ class Scheduler:
         self.roster.on_trial.update((request.request_id, request) for request in requests)
         return True
 
+    def say_again(self, plan: SchedulerOutput) -> None:
+        """A step raised, perhaps before the runner heard who had left: it is told with the next plan."""
+        self.roster.finished_rows += plan.finished_req_ids + plan.preempted_req_ids
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.roster.requests)
 

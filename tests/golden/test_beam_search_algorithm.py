@@ -3,37 +3,35 @@ forward passes of a tiny model."""
 
 from __future__ import annotations
 
-import functools
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from transformers.generation import GenerationConfig, GenerationMode
 
 from ratoon.core.params import BeamSearchParams
 from ratoon.core.request import FinishReason
 from ratoon.layers.beams import best_candidates
 from ratoon.scheduling.beams import BeamSearch, Hypothesis
-from tests.golden.tiny_models import VOCAB_SIZE, TinyModel, random_token_ids, tiny_llama
+from tests.golden.beam_oracle import (
+    EARLY_STOPPING,
+    PENALTIES,
+    Text,
+    assert_same_texts,
+    likely_tokens,
+    oracle_search,
+    stop_tokens,
+)
+from tests.golden.engines import tiny_model
+from tests.golden.tiny_models import TinyModel, random_token_ids
 
-PENALTIES = [-1.0, 0.0, 0.5, 1.0, 2.0]
-EARLY_STOPPING = [False, True, "never"]
+FAMILY = "llama with grouped heads"
 WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8, 16]
 MAX_LENGTH = 12
-TOLERANCE = 1e-4
 
 
-class Text(NamedTuple):
-    token_ids: list[int]
-    score: float
-
-
-@functools.cache
 def model() -> TinyModel:
-    tiny = tiny_llama()
-    tiny.oracle.generation_config.eos_token_id = None  # each case names its own
-    return tiny
+    return tiny_model(FAMILY)
 
 
 @torch.inference_mode()
@@ -54,49 +52,11 @@ def search(prompt: list[int], params: BeamSearchParams) -> list[Hypothesis]:
     return beam_search.hypotheses()
 
 
-@torch.inference_mode()
-def oracle_search(prompt: list[int], params: BeamSearchParams) -> list[Text]:
-    with pytest.MonkeyPatch.context() as patch:
-        # It would take a width of 1 for a greedy search, which has no scores.
-        patch.setattr(GenerationConfig, "get_generation_mode", lambda *_, **__: GenerationMode.BEAM_SEARCH)
-        found = model().oracle.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-            num_beams=params.beam_width, num_return_sequences=params.n, max_new_tokens=params.max_tokens,
-            min_new_tokens=params.min_tokens or None, length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping, eos_token_id=params.all_stop_token_ids, pad_token_id=0,
-            return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
-    lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
-    return [
-        Text(row[len(prompt) : len(prompt) + length], score)
-        for row, length, score in zip(found.sequences.tolist(), lengths, found.sequences_scores.tolist())
-    ]
-
-
 def assert_equal(prompt: list[int], params: BeamSearchParams) -> list[Hypothesis]:
-    ours, theirs = search(prompt, params), oracle_search(prompt, params)
-    assert [text.token_ids for text in ours] == [text.token_ids for text in theirs], params
-    assert [text.score for text in ours] == pytest.approx([text.score for text in theirs], abs=TOLERANCE), params
+    ours = search(prompt, params)
+    theirs = oracle_search(model().oracle, prompt, params, params.all_stop_token_ids)
+    assert_same_texts([Text(text.token_ids, text.score) for text in ours], theirs, params)
     return ours
-
-
-@functools.cache
-def likely_tokens(prompt: tuple[int, ...]) -> list[int]:
-    """Tokens that the best texts behind this prompt hold, the most frequent first."""
-    texts = oracle_search(list(prompt), BeamSearchParams(beam_width=8, n=8, max_tokens=8))
-    tokens = [token for text in texts for token in text.token_ids]
-    return sorted(set(tokens), key=lambda token: (-tokens.count(token), token))
-
-
-def stop_tokens(kind: str, prompt: list[int], chance: random.Random) -> list[int] | None:
-    likely = likely_tokens(tuple(prompt))
-    if kind == "likely":
-        return [chance.choice(likely[:6])]
-    if kind == "several":
-        return chance.sample(likely, min(len(likely), chance.randint(2, 4)))
-    if kind == "unlikely":
-        return [chance.choice([token for token in range(VOCAB_SIZE) if token not in likely])]
-    return None
 
 
 @pytest.mark.parametrize("kind", ["likely", "several", "unlikely", "none"])
@@ -114,7 +74,7 @@ def test_texts_and_scores_are_those_of_transformers(length_penalty: float, early
             min_tokens=chance.choice([0, 0, chance.randint(0, max_tokens)]),
             length_penalty=length_penalty,
             early_stopping=early_stopping,
-            all_stop_token_ids=stop_tokens(kind, prompt, chance),
+            all_stop_token_ids=stop_tokens(kind, FAMILY, prompt, chance),
         )
         params.verify()
         assert_equal(prompt, params)
@@ -123,7 +83,7 @@ def test_texts_and_scores_are_those_of_transformers(length_penalty: float, early
 @pytest.mark.parametrize("width", WIDTHS)
 def test_all_finished_texts_of_a_long_search(width: int) -> None:
     prompt = random_token_ids(5, seed=1)
-    stop = likely_tokens(tuple(prompt))[:2]
+    stop = likely_tokens(FAMILY, tuple(prompt))[:2]
     params = BeamSearchParams(
         beam_width=width, n=width, max_tokens=MAX_LENGTH, early_stopping="never", all_stop_token_ids=stop
     )
@@ -135,7 +95,7 @@ def test_all_finished_texts_of_a_long_search(width: int) -> None:
 
 def test_each_kind_of_early_stopping_ends_the_search_at_another_time() -> None:
     prompt = random_token_ids(5, seed=0)
-    stop = likely_tokens(tuple(prompt))[:3]
+    stop = likely_tokens(FAMILY, tuple(prompt))[:3]
     settings: dict[str, Any] = {"beam_width": 4, "n": 4, "max_tokens": MAX_LENGTH, "all_stop_token_ids": stop}
     at_once, soon, late = (
         assert_equal(prompt, BeamSearchParams(early_stopping=kind, **settings)) for kind in (True, False, "never")

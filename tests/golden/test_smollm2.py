@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from transformers.initialization import no_init_weights
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from ratoon.api.llm import LLM
 from ratoon.core.errors import ModelError
 from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.models.embedded import find_embedded_model
 from tests.golden.engines import check_nothing_left
+from tests.golden.gguf_oracle import load_oracle
 
 pytestmark = pytest.mark.slow
 
@@ -58,17 +56,7 @@ def prompts(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    """Config and weights by transformers' own reader of GGUF files. `from_pretrained(folder, gguf_file=name)` would be
-    shorter, but wants a further package (accelerate)."""
-    path = find_embedded_model(MODEL)
-    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    with no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
-    model.tie_weights()
-    return model.eval()
+    return load_oracle(MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,19 @@
 //     keys   [kv_heads][head_dim][block_size]              a run of 16 tokens is a ready-made tile of B for q · kᵀ
 //     values [kv_heads][head_dim / 16][block_size][16]     and so is a run of tokens here, for p · v
 //
-// A unit of work is one KV head and a few tokens of one request: all query heads that share the KV head, so that keys and
-// values are read once for them. Keys are taken in stretches of 64 that start at multiples of 64, whatever the batch or the
-// chunk; a stretch that is masked for a row changes nothing in it. So a row comes out the same, to the bit, in any batch.
+// A unit of work is one KV head and a part of the batch: a few tokens of one request, or the one token of each of a few
+// requests whose block tables begin alike (beams, choices, a common prompt). It has the rows of all query heads that share
+// the KV head, so that keys and values are read once for them. Requests that begin alike go through what they have in
+// common together, then in smaller groups as their tables part:
+//
+//     keys         0          64         128        192
+//     request 0    │ together │ together │   own    │ own
+//     request 1    │ together │ together │   own    │ own ───
+//     request 2    │ together │   own    │   own    │
+//
+// Keys are taken in stretches of 64 that start at multiples of 64, whatever the batch or the chunk; a stretch that is
+// masked for a row changes nothing in it, and a row does the same arithmetic in a tile of any height. So a row comes out
+// the same, to the bit, in any batch.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,16 +27,23 @@
 #define STRETCH 64
 #define UNIT_ROWS 32
 #define MAX_HEAD_DIM 256
+#define FETCH_ROWS 24   // with more, there is so much to compute that the processor's own fetching ahead is enough
+#define READING_ROWS 2  // reading a stretch takes about as long as computing it for so many rows
+
+typedef struct {
+    int32_t first_request, requests;
+    int32_t first_token, tokens;  // rows of the batch; with several requests one token each
+} part;
 
 typedef struct {
     const float *q;
     float *out;
     const float *cache;
-    const int32_t *block_table, *query_start, *seq_lens;
-    const int64_t *first_unit;  // [requests + 1]: a request's units are consecutive
+    const int32_t *block_table, *query_start, *seq_lens, *shared;
     int64_t ldq, ldo, block_floats, table_width, requests;
-    int64_t heads, kv_heads, head_dim, block_size, window, tokens_per_unit;
+    int64_t heads, kv_heads, head_dim, block_size, window;
     float scale;
+    const part *parts;  // each is a unit for each KV head
 } attention_call;
 
 typedef struct {
@@ -35,6 +52,13 @@ typedef struct {
     float p[UNIT_ROWS * STRETCH];
     float highest[UNIT_ROWS], total[UNIT_ROWS];
 } scratch;
+
+// Rows of the scratch that go through a stretch together, with the table that all of them have there.
+typedef struct {
+    const int32_t *table;
+    int64_t kv_head, first_row, rows;
+    int64_t first_position, last_position;
+} row_run;
 
 static _Thread_local scratch *own_scratch;
 
@@ -86,6 +110,7 @@ INLINE void softmax_row(const attention_call *c, scratch *s, int64_t row, int64_
         return;
     }
     vec total = {};
+#pragma GCC unroll 2
     for (int64_t i = 0; i < width; i += W) {
         vec weight = exp_(load(p + i) - splat(highest));
         store(p + i, weight);
@@ -110,93 +135,164 @@ INLINE const float *keys_at(const attention_call *c, const int32_t *table, int64
     return c->cache + table[key / c->block_size] * c->block_floats + kv_head * c->head_dim * c->block_size;
 }
 
-static void attend_stretch(const attention_call *c, scratch *s, const int32_t *table, int64_t kv_head, int64_t rows,
-                           int64_t group, int64_t first_position, int64_t first_key, int64_t keys, int64_t last_key) {
-    const int few = rows <= 8;
-    const int64_t to_values = c->kv_heads * c->head_dim * c->block_size;
+INLINE int64_t position_of(const attention_call *c, int64_t request, int64_t token) {
+    return c->seq_lens[request] - (c->query_start[request + 1] - token);
+}
+
+static void attend_stretch(const attention_call *c, scratch *s, const row_run *run, int64_t first_key) {
+    const int64_t group = c->heads / c->kv_heads, to_values = c->kv_heads * c->head_dim * c->block_size;
+    const int64_t keys = run->last_position + 1 - first_key < STRETCH ? run->last_position + 1 - first_key : STRETCH;
     const float *values[STRETCH / TILE], *next_values[STRETCH / TILE];
+    float *p = s->p + run->first_row * STRETCH;
     int64_t num_next = 0;
-    // Runs that lie before the window of every row are not touched: their blocks may belong to somebody else by now, and
-    // zero times what stands there need not be zero.
-    int64_t lowest = c->window > 0 ? first_position - c->window + 1 : 0;
+    // Runs of keys that lie before the window of every row are not touched: their blocks may belong to somebody else by
+    // now, and zero times what stands there need not be zero.
+    int64_t lowest = c->window > 0 ? run->first_position - c->window + 1 : 0;
     int64_t skipped = lowest > first_key ? (lowest - first_key) / TILE * TILE : 0;
     for (int64_t i = skipped; i < keys; i += TILE) {
-        const float *block = keys_at(c, table, kv_head, first_key + i);
+        const float *block = keys_at(c, run->table, run->kv_head, first_key + i);
         int64_t offset = (first_key + i) % c->block_size;
-        const float *run = block + offset;
+        const float *tile = block + offset;
         values[i / TILE] = block + to_values + offset * TILE;
         int64_t ahead = first_key + STRETCH + i;
-        if (few && ahead <= last_key) {
-            const float *next = keys_at(c, table, kv_head, ahead);
+        if (run->rows <= FETCH_ROWS && ahead <= run->last_position) {
+            const float *next = keys_at(c, run->table, run->kv_head, ahead);
             next_values[num_next++] = next + to_values + ahead % c->block_size * TILE;
             fetch(next + ahead % c->block_size * c->head_dim, TILE * c->head_dim);
         }
-        product(rows, s->q, c->head_dim, &run, 0, c->block_size, c->head_dim, c->head_dim, s->p + i, STRETCH, 0);
+        product(run->rows, s->q + run->first_row * c->head_dim, c->head_dim, &tile, 0, c->block_size, c->head_dim,
+                c->head_dim, p + i, STRETCH, 0);
     }
-    for (int64_t row = 0; row < rows; row++) softmax_row(c, s, row, first_position + row / group, first_key, keys);
+    for (int64_t row = 0; row < run->rows; row++)
+        softmax_row(c, s, run->first_row + row, run->first_position + row / group, first_key, keys);
     for (int64_t column = 0; column < c->head_dim; column += TILE) {
         for (int64_t i = 0; i < num_next; i++) fetch(next_values[i] + column * c->block_size, TILE * TILE);
-        product(rows, s->p + skipped, STRETCH, values + skipped / TILE, column * c->block_size, TILE, TILE, keys - skipped,
-                s->sum + column, c->head_dim, 1);
+        product(run->rows, p + skipped, STRETCH, values + skipped / TILE, column * c->block_size, TILE, TILE,
+                keys - skipped, s->sum + run->first_row * c->head_dim + column, c->head_dim, 1);
+    }
+}
+
+// Requests [begin, end) of a part, from first_key on: together while their tables are alike, then in smaller groups.
+static void attend_requests(const attention_call *c, scratch *s, const part *part, int64_t kv_head, int64_t begin,
+                            int64_t end, int64_t first_key) {
+    const int64_t group = c->heads / c->kv_heads, tokens = part->tokens / part->requests;  // of each request
+    const int64_t request = part->first_request + begin;
+    const int64_t first_position = position_of(c, request, part->first_token + begin);
+    const int64_t last_position = first_position + tokens - 1;
+    const row_run run = {c->block_table + request * c->table_width, kv_head, begin * group, (end - begin) * tokens * group,
+                   first_position, last_position};
+    const int32_t *shared = c->shared + part->first_request;
+    int64_t keys_end = last_position + 1;
+    for (int64_t i = begin + 1; i < end; i++)
+        if (shared[i] / STRETCH * STRETCH < keys_end) keys_end = shared[i] / STRETCH * STRETCH;
+    for (; first_key < keys_end; first_key += STRETCH) attend_stretch(c, s, &run, first_key);
+    if (end - begin == 1) return;
+    for (int64_t next; begin < end; begin = next) {
+        for (next = begin + 1; next < end && shared[next] >= first_key + STRETCH;) next++;
+        attend_requests(c, s, part, kv_head, begin, next, first_key);
     }
 }
 
 static void attention_unit(void *context, int64_t unit) {
     const attention_call *c = context;
+    const part *part = c->parts + unit / c->kv_heads;
+    const int64_t kv_head = unit % c->kv_heads, group = c->heads / c->kv_heads, rows = part->tokens * group;
     scratch *s = get_scratch();
-    int64_t low = 0, high = c->requests;  // the request that this unit belongs to
-    while (high - low > 1) {
-        int64_t middle = (low + high) / 2;
-        if (c->first_unit[middle] <= unit) low = middle;
-        else high = middle;
-    }
-    int64_t kv_head = (unit - c->first_unit[low]) % c->kv_heads;
-    int64_t start = (unit - c->first_unit[low]) / c->kv_heads * c->tokens_per_unit;
-    int64_t query_len = c->query_start[low + 1] - c->query_start[low];
-    int64_t tokens = query_len - start < c->tokens_per_unit ? query_len - start : c->tokens_per_unit;
-    int64_t group = c->heads / c->kv_heads, rows = tokens * group;
-    int64_t first_position = c->seq_lens[low] - query_len + start, last_position = first_position + tokens - 1;
-
     for (int64_t row = 0; row < rows; row++) {
-        const float *q = c->q + (c->query_start[low] + start + row / group) * c->ldq + (kv_head * group + row % group) * c->head_dim;
+        const float *q = c->q + (part->first_token + row / group) * c->ldq + (kv_head * group + row % group) * c->head_dim;
         for (int64_t i = 0; i < c->head_dim; i += W) store(s->q + row * c->head_dim + i, load(q + i) * splat(c->scale));
         s->highest[row] = -INFINITY;
         s->total[row] = 0.0f;
     }
     memset(s->sum, 0, (size_t)(rows * c->head_dim) * sizeof(float));
 
-    int64_t first_key = 0;
-    if (c->window > 0 && first_position - c->window + 1 > 0) first_key = (first_position - c->window + 1) / STRETCH * STRETCH;
-    for (; first_key <= last_position; first_key += STRETCH) {
-        int64_t keys = last_position + 1 - first_key < STRETCH ? last_position + 1 - first_key : STRETCH;
-        attend_stretch(c, s, c->block_table + low * c->table_width, kv_head, rows, group, first_position, first_key, keys,
-                       last_position);
-    }
+    int64_t first_visible = c->window > 0 ? position_of(c, part->first_request, part->first_token) - c->window + 1 : 0;
+    int64_t first_key = first_visible > 0 ? first_visible / STRETCH * STRETCH : 0;
+    attend_requests(c, s, part, kv_head, 0, part->requests, first_key);
+
     for (int64_t row = 0; row < rows; row++) {
-        float *out = c->out + (c->query_start[low] + start + row / group) * c->ldo + (kv_head * group + row % group) * c->head_dim;
+        float *out = c->out + (part->first_token + row / group) * c->ldo + (kv_head * group + row % group) * c->head_dim;
         vec scale = splat(1.0f / s->total[row]);
         for (int64_t i = 0; i < c->head_dim; i += W) store(out + i, load(s->sum + row * c->head_dim + i) * scale);
     }
 }
 
-// Returns 0, or -1 when memory ran out.
+INLINE int64_t query_len(const attention_call *c, int64_t request) {
+    return c->query_start[request + 1] - c->query_start[request];
+}
+
+// Whether a request is better computed together with the one before it. Where less than half is shared there is little to
+// save, and units of unequal requests leave threads idle. A window is short enough without.
+INLINE int belongs_to_previous(const attention_call *c, int64_t request) {
+    if (c->window > 0 || query_len(c, request - 1) != 1 || query_len(c, request) != 1) return 0;
+    const int64_t one = c->seq_lens[request - 1], other = c->seq_lens[request];
+    return c->shared[request] >= STRETCH && 2 * (int64_t)c->shared[request] >= (one > other ? one : other);
+}
+
+// Families are consecutive requests that belong together; most have one member. Family i is [starts[i], starts[i + 1]).
+static int64_t find_families(const attention_call *c, int32_t *starts) {
+    int64_t families = 0;
+    for (int64_t request = 0; request < c->requests; request++)
+        if (request == 0 || !belongs_to_previous(c, request)) starts[families++] = (int32_t)request;
+    starts[families] = (int32_t)c->requests;
+    return families;
+}
+
+// How many members of a family go into a unit. Many save reading; few make more units, which spread over the threads.
+static int64_t members_per_unit(const attention_call *c, const int32_t *starts, int64_t families) {
+    const int64_t group = c->heads / c->kv_heads, threads = thread_count();
+    int64_t best = 1, least_time = INT64_MAX;
+    for (int64_t size = 1; size <= UNIT_ROWS / group; size++) {
+        int64_t units = 0;
+        for (int64_t i = 0; i < families; i++) {
+            int64_t members = starts[i + 1] - starts[i];
+            if (members > 1) units += (members + size - 1) / size * c->kv_heads;
+        }
+        int64_t turns = (units + threads - 1) / threads, time = turns * (size * group + READING_ROWS);
+        if (time < least_time) best = size, least_time = time;
+    }
+    return best;
+}
+
+// Fills `parts`, never more than there are tokens, and returns how many.
+static int64_t divide_batch(const attention_call *c, const int32_t *starts, int64_t families, part *parts) {
+    const int32_t tokens_per_unit = (int32_t)(UNIT_ROWS / (c->heads / c->kv_heads));
+    const int32_t members = families < c->requests ? (int32_t)members_per_unit(c, starts, families) : 1;
+    int64_t num_parts = 0;
+    for (int64_t i = 0; i < families; i++) {
+        const int32_t first = starts[i], first_token = c->query_start[first], token_end = c->query_start[starts[i + 1]];
+        const int alone = starts[i + 1] - first == 1;
+        const int32_t most = alone ? tokens_per_unit : members;
+        for (int32_t token = first_token; token < token_end; token += most) {
+            int32_t tokens = token_end - token < most ? token_end - token : most;
+            parts[num_parts++] = alone ? (part){first, 1, token, tokens}
+                                       : (part){first + token - first_token, tokens, token, tokens};
+        }
+    }
+    return num_parts;
+}
+
+// `shared` [requests]: how many keys a request's table has in common with that of the request before it, all of them
+// visible to both. Returns 0, or -1 when memory ran out.
 int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, const float *cache, int64_t block_floats,
                      const int32_t *block_table, int64_t table_width, const int32_t *query_start, const int32_t *seq_lens,
-                     int64_t requests, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size,
-                     int64_t window, float scale) {
-    int64_t group = heads / kv_heads;
-    int64_t tokens_per_unit = UNIT_ROWS / group;
-    int64_t *first_unit = malloc((size_t)(requests + 1) * sizeof(int64_t));
-    if (!first_unit) return -1;
-    first_unit[0] = 0;
-    for (int64_t r = 0; r < requests; r++) {
-        int64_t tokens = query_start[r + 1] - query_start[r];
-        first_unit[r + 1] = first_unit[r] + (tokens + tokens_per_unit - 1) / tokens_per_unit * kv_heads;
+                     const int32_t *shared, int64_t requests, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                     int64_t block_size, int64_t window, float scale) {
+    attention_call c = {q, out, cache, block_table, query_start, seq_lens, shared, ldq, ldo, block_floats, table_width,
+                        requests, heads, kv_heads, head_dim, block_size, window, scale, NULL};
+    if (query_start[requests] == 0) return 0;
+    part *parts = malloc((size_t)query_start[requests] * sizeof(part));
+    int32_t *starts = malloc((size_t)(requests + 1) * sizeof(int32_t));
+    if (!parts || !starts) {
+        free(parts);
+        free(starts);
+        return -1;
     }
-    attention_call c = {q, out, cache, block_table, query_start, seq_lens, first_unit, ldq, ldo, block_floats,
-                        table_width, requests, heads, kv_heads, head_dim, block_size, window, tokens_per_unit, scale};
-    if (first_unit[requests] > 0) parallel_units(attention_unit, &c, first_unit[requests]);
-    free(first_unit);
+    c.parts = parts;
+    int64_t num_parts = divide_batch(&c, starts, find_families(&c, starts), parts);
+    parallel_units(attention_unit, &c, num_parts * kv_heads);
+    free(parts);
+    free(starts);
     return 0;
 }
 

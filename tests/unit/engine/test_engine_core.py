@@ -37,11 +37,13 @@ class FakeExecutor:
         self.before_sampling: Callable[[SchedulerOutput], None] = lambda plan: None
         self.change_result: Callable[[ModelRunnerOutput], None] = lambda result: None
         self.closed = False
+        self.before_everything: Callable[[SchedulerOutput], None] = lambda plan: None
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.plans.append(plan)
+        self.before_everything(plan)
         for req_id in (*plan.finished_req_ids, *plan.preempted_req_ids):
-            del self.rows[req_id]
+            self.rows.pop(req_id, None)  # after a failed step it is told again
         for new in plan.scheduled_new_reqs:
             assert new.req_id not in self.rows
             self.rows[new.req_id] = len(new.token_ids)
@@ -324,6 +326,16 @@ def test_a_request_that_is_not_in_the_failing_step_is_not_touched() -> None:
         outputs = run(core)
         assert ends_of(outputs["long"]) == [(0, FinishReason.ERROR)]
         assert tokens_of(outputs["other"]) == [5, 6, 7]
+
+
+def test_rows_of_the_ended_are_dropped_although_the_step_that_should_have_told_so_never_began() -> None:
+    with make_core() as (core, executor):
+        core.add_request(request("short", max_tokens=1))
+        core.add_request(request("long", max_tokens=3))
+        core.step()
+        executor.before_everything = fail_once(lambda plan: plan.finished_req_ids == ["short"])
+        run(core)
+        assert executor.rows == {}
 
 
 def test_what_a_failed_step_left_in_its_blocks_is_never_found_again() -> None:

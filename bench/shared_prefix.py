@@ -1,0 +1,137 @@
+"""What beams pay for attention when they share the blocks of their prefix, against private copies of the same blocks.
+
+    .venv/bin/python bench/shared_prefix.py [--prefixes 64 256 700 2048 4096] [--beams 4 8 32 64] [--rounds 7]
+
+One decode step of one layer with the shape of SmolLM2-135M, called through the CPU backend as the model runner does.
+The rest of the model is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from cpu_peers import QUIET_LIMIT_SECONDS
+from peers.machine import describe_machine, usable_cores, wait_for_quiet_machine
+
+from ratoon.attention.cpu import CpuAttentionBackend, CpuMetadata
+from ratoon.attention.interface import AttentionNeeds, GroupInputs
+from ratoon.core.kv import FullAttentionSpec
+from ratoon.layers.attention import AttentionLayer
+from ratoon.layers.native import library
+
+BLOCK_SIZE = 16
+LAYER = AttentionLayer(index=0, num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
+OWN_TOKENS = 4  # of each beam, after the prefix
+NUM_LAYERS = 30  # caches that take turns, as in the model, so that keys and values come from memory …
+MAX_CACHE_BYTES = 512 << 20  # … and fewer where these would take more than this
+SECONDS_PER_ROUND = 0.05
+
+
+class Step:
+    """A decode step of all beams, ready to be repeated."""
+
+    def __init__(self, backend: CpuAttentionBackend, prefix: int, beams: int, shared: bool) -> None:
+        self.backend = backend
+        self.inputs = step_inputs(prefix, beams, shared)
+        spec = FullAttentionSpec(BLOCK_SIZE, LAYER.num_kv_heads, LAYER.head_dim, dtype_bytes=4)
+        shape = backend.kv_shape(int(self.inputs.block_table.max()) + 1, spec)
+        num_layers = min(NUM_LAYERS, max(1, MAX_CACHE_BYTES // (4 * int(np.prod(shape)))))
+        generator = torch.Generator().manual_seed(0)
+        one_block = torch.randn(shape[1:], generator=generator)
+        self.caches = [one_block.expand(shape).contiguous() for _ in range(num_layers)]
+        num_rows = LAYER.num_heads + 2 * LAYER.num_kv_heads
+        rows = torch.randn(beams, num_rows, LAYER.head_dim, generator=generator)
+        self.q, self.k, self.v = rows.split([LAYER.num_heads, LAYER.num_kv_heads, LAYER.num_kv_heads], dim=1)
+        self.metadata = backend.build_metadata(self.inputs)
+
+    def build_metadata(self) -> CpuMetadata:
+        return self.backend.build_metadata(self.inputs)
+
+    def attend_all_layers(self) -> torch.Tensor:
+        for cache in self.caches:
+            out = self.backend.forward(LAYER, self.q, self.k, self.v, cache, self.metadata)
+        return out
+
+
+def step_inputs(prefix: int, beams: int, shared: bool) -> GroupInputs:
+    """Beams own the block that their prefix fills only in part, and all after it; without sharing, every block."""
+    seq_len = prefix + OWN_TOKENS
+    width = -(-seq_len // BLOCK_SIZE)
+    table = 1 + np.arange(beams * width, dtype=np.int32).reshape(beams, width)
+    if shared:
+        table[:, : prefix // BLOCK_SIZE] = table[0, : prefix // BLOCK_SIZE]
+        table = np.unique(table, return_inverse=True)[1].reshape(beams, width).astype(np.int32) + 1
+    query_start = np.arange(beams + 1, dtype=np.int32)
+    seq_lens = np.full(beams, seq_len, dtype=np.int32)
+    slots = table[:, -1].astype(np.int64) * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE
+    return GroupInputs(
+        query_start, seq_lens, table, torch.from_numpy(query_start), torch.from_numpy(seq_lens),
+        torch.from_numpy(table), torch.from_numpy(slots), torch.from_numpy(seq_lens.astype(np.int64) - 1),
+        BLOCK_SIZE, 1, seq_len,
+    )  # fmt: skip
+
+
+def seconds_of(work: Callable[[], object], per_call: int = 1) -> float:
+    """The mean over as many calls as fit into a moment, each of them `per_call` pieces of work."""
+    begin, calls = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begin) < SECONDS_PER_ROUND:
+        work()
+        calls += 1
+    return elapsed / (calls * per_call)
+
+
+def spread(values: list[float], digits: int) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def measure(backend: CpuAttentionBackend, prefix: int, beams: int, rounds: int) -> str:
+    """A line of the table. Both kinds take turns within a round, and a ratio is taken within it."""
+    steps = {shared: Step(backend, prefix, beams, shared) for shared in (True, False)}
+    if not torch.equal(*(step.attend_all_layers() for step in steps.values())):
+        raise SystemExit("error: with shared blocks the result is not the same as with private ones")
+    layer_times: dict[bool, list[float]] = {True: [], False: []}
+    metadata_times = []
+    for _ in range(rounds):
+        for shared, step in steps.items():
+            layer_times[shared].append(seconds_of(step.attend_all_layers, len(step.caches)) * 1e6)
+        metadata_times.append(seconds_of(steps[True].build_metadata) * 1e6)
+    ratios = [private / shared for shared, private in zip(layer_times[True], layer_times[False], strict=True)]
+    cells = [spread(layer_times[True], 0), spread(layer_times[False], 0), spread(ratios, 2), spread(metadata_times, 0)]
+    return f"{prefix:>6}  {beams:>5}  " + "  ".join(f"{cell:>22}" for cell in cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prefixes", type=int, nargs="+", default=[64, 256, 700, 2048, 4096], metavar="TOKENS")
+    parser.add_argument("--beams", type=int, nargs="+", default=[4, 8, 32, 64], metavar="N")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=len(usable_cores()), metavar="N", help="default: all cores")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
+    args = parser.parse_args()
+    needs = AttentionNeeds("cpu", torch.float32, BLOCK_SIZE, LAYER.head_dim, LAYER.num_heads, LAYER.num_kv_heads)
+    if reasons := CpuAttentionBackend.reasons_against(needs):
+        raise SystemExit(f"error: {'; '.join(reasons)}")
+    kernels = library()
+    assert kernels is not None
+    kernels.ratoon_set_threads(args.threads)
+    torch.set_num_threads(1)
+
+    machine = describe_machine()
+    print(f"{machine['cpu']}, {args.threads} threads; {LAYER.num_heads} heads, {LAYER.num_kv_heads} KV heads")
+    if not args.no_wait and not wait_for_quiet_machine(QUIET_LIMIT_SECONDS):
+        print("WARNING: other programs are using this machine")
+    print("microseconds for a layer, metadata once a step for all layers: median (min–max)\n")
+    titles = ["shared", "private", "private ÷ shared", "metadata, shared"]
+    print(f"{'prefix':>6}  {'beams':>5}  " + "  ".join(f"{title:>22}" for title in titles))
+    for prefix, beams in itertools.product(args.prefixes, args.beams):
+        print(measure(CpuAttentionBackend(), prefix, beams, args.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

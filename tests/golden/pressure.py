@@ -1,0 +1,29 @@
+"""Memory pressure at a chosen moment: somebody else holds every free block for as long as it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ratoon.api.llm import LLM
+from tests.golden.engines import scheduler_of
+
+
+@contextmanager
+def no_free_memory(llm: LLM) -> Iterator[None]:
+    """Whoever needs a block meanwhile takes it from a lease or from somebody who runs. What was free is forgotten."""
+    pool = scheduler_of(llm).kv_cache.pool
+    taken = pool.get_new_blocks(pool.num_free_blocks)
+    try:
+        yield
+    finally:
+        pool.free_blocks(taken)
+
+
+def step_without_free_memory(llm: LLM) -> int:
+    """One engine step. How many had to give way."""
+    before = llm.stats().num_preemptions
+    with no_free_memory(llm):
+        llm._step()
+    scheduler_of(llm).check()
+    return llm.stats().num_preemptions - before
