@@ -16,7 +16,8 @@ from ratoon.core.outputs import EmbeddingOutput, RequestOutput
 from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.layers.native_ops import native_ops_reasons
 from ratoon.scheduling.branch import Branch
-from ratoon.scheduling.scheduler import Scheduler, StepDraft
+from ratoon.scheduling.planner import StepPlanner
+from ratoon.scheduling.step_draft import StepDraft
 from tests.golden.engines import ENGINE_FAMILIES, engine, greedy, model_folder, scheduler_of, tiny_model
 from tests.golden.tiny_models import MAX_POSITION, random_token_ids
 
@@ -121,14 +122,14 @@ def test_preemption_changes_no_bit(
     family: str, num_blocks: int, caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preempted: set[str] = set()
-    preempt = Scheduler._preempt
+    preempt = StepPlanner._preempt
 
-    def note_and_preempt(scheduler: Scheduler, step: StepDraft, branch: Branch) -> None:
+    def note_and_preempt(planner: StepPlanner, step: StepDraft, branch: Branch) -> None:
         if branch.num_computed_tokens:
             preempted.add(branch.branch_id.split()[0])
-        preempt(scheduler, step, branch)
+        preempt(planner, step, branch)
 
-    monkeypatch.setattr(Scheduler, "_preempt", note_and_preempt)
+    monkeypatch.setattr(StepPlanner, "_preempt", note_and_preempt)
     settings = {"max_prefill_chunk": 16, "policy": "priority", "enable_prefix_caching": caching}
     with engine(family, num_blocks=num_blocks, **settings) as llm:
         found, _ = mixed(llm, PROMPTS, [PROMPTS[4], PROMPTS[5], PROMPTS[2]], greedy(30))
