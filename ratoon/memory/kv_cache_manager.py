@@ -37,7 +37,7 @@ class KVCacheManager:
         self.pool = BlockPool(kv_config.num_blocks, enable_caching, self.num_groups)
         self.prefix_cache_stats = PrefixCacheStats()
         self._hasher = BlockHasher(self.block_size)
-        self._block_copies: list[BlockCopy] = []
+        self._block_copies: dict[int, BlockCopy] = {}  # by the block that is written to
 
     # ---- figures ----
 
@@ -203,8 +203,8 @@ class KVCacheManager:
             for block in table[num_valid : branch.num_registered_blocks if trusted else None]:
                 self.pool.uncache(block)
             self.pool.free_blocks(reversed(table))
-        if self._block_copies:
-            self._block_copies = [copy for copy in self._block_copies if copy.req_id != branch.branch_id]
+        for copy in [copy for copy in self._block_copies.values() if copy.req_id == branch.branch_id]:
+            del self._block_copies[copy.dst]
         branch.block_tables = []
         branch.num_computed_tokens = 0
         branch.num_registered_blocks = 0
@@ -239,13 +239,16 @@ class KVCacheManager:
         """A new block that takes the place of a shared one in a table, content included. There must be a free one."""
         (own,) = self.pool.get_new_blocks(1)
         self.pool.free_blocks((shared,))
-        self._block_copies.append(BlockCopy(branch_id, group, place, shared.block_id, own.block_id))
+        # One that is itself a copy of this step has its content only afterwards: all sources are read first.
+        earlier = self._block_copies.get(shared.block_id)
+        source = shared.block_id if earlier is None else earlier.src
+        self._block_copies[own.block_id] = BlockCopy(branch_id, group, place, source, own.block_id)
         return own
 
     def take_block_copies(self) -> list[BlockCopy]:
         """The copies to carry out before the next forward pass, in order. They are handed over once."""
-        copies, self._block_copies = self._block_copies, []
-        return copies
+        copies, self._block_copies = self._block_copies, {}
+        return list(copies.values())
 
     def check(self, branches: Iterable[TokenSequence]) -> None:
         """Raise AssertionError unless references are exactly the table entries of `branches`, and the pool is sound."""

@@ -358,6 +358,20 @@ def test_the_first_writer_gets_a_copy_and_the_last_holder_writes_in_place() -> N
     manager.check([parent, child])
 
 
+def test_a_copy_of_a_copy_in_one_step_reads_the_block_that_has_the_content() -> None:
+    manager = manager_of(12, FULL)
+    parent, child = forked(manager, 6)
+    append(child, 90)
+    compute(manager, child, 1)
+    grandchild = TokenSequence("grandchild", [*child.token_ids[:6], 80])
+    manager.fork(child, grandchild, 6)
+    compute(manager, grandchild, 1)
+    first, second = manager.take_block_copies()
+    assert (first.src, first.dst) == (parent.block_tables[0][1].block_id, child.block_tables[0][1].block_id)
+    assert (second.src, second.dst) == (first.src, grandchild.block_tables[0][1].block_id)
+    manager.check([parent, child, grandchild])
+
+
 def test_a_sharer_that_is_left_alone_needs_no_copy() -> None:
     manager = manager_of(10)
     parent, child = forked(manager, 6)
