@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ratoon.core.errors import ConfigError
-from ratoon.core.params import MAX_LOGPROBS
+from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, MAX_LOGPROBS
 
 
 class SchedulingPolicy(enum.StrEnum):
@@ -100,6 +100,7 @@ class EngineConfig:
     num_threads: int | None = None  # CPU threads; None: the cores that this process may use
     seed: int = 0
     max_logprobs: int = MAX_LOGPROBS
+    max_hidden_states_bytes: int = MAX_HIDDEN_STATES_BYTES  # that a request may ask for
     load_format: str = "auto"  # auto, or dummy: random weights of the right shape
     executor: str = "uniproc"  # uniproc: one worker in the engine's process; or "module:Class" with the same interface
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -145,6 +146,7 @@ def verify_engine_config(config: EngineConfig) -> None:
         raise ConfigError("lease_fraction", f"{cache.lease_fraction} is out of range", "0 (no leases) to 1")
     if not cache.max_lease_seconds > 0:
         raise ConfigError("max_lease_seconds", f"{cache.max_lease_seconds} is out of range", "more than 0")
+    _at_least("max_hidden_states_bytes", config.max_hidden_states_bytes, 1)
     if config.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError("dtype", f"{config.dtype!r} is unknown", "auto, float32, bfloat16 or float16")
     if config.load_format not in ("auto", "dummy"):

@@ -28,9 +28,25 @@ class RequestError(ExplainedError, ValueError):
     def field(self) -> str:
         return self.subject
 
+    def inside(self, outer: str) -> RequestError:
+        """The same of a request, or a part of one, that stands in another: `outer.field`."""
+        return type(self)(f"{outer}.{self.subject}", self.problem, self.expected)
+
 
 class UnknownParentError(RequestError):
     """A continuation of a request that does not exist, any more or for this caller."""
+
+
+class QueueFullError(RequestError):
+    """So many requests of this kind wait already that another is turned away: ask later."""
+
+
+class TooLargeError(RequestError):
+    """The answer would be larger than may be asked for."""
+
+
+class DeadlineError(RequestError):
+    """The time that the request allowed itself was over before it was done."""
 
 
 class ConfigError(ExplainedError, ValueError):

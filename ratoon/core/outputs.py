@@ -50,6 +50,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     prompt_logprobs: dict[str, PromptLogprobsChunk] = {}
     pooled: dict[str, WireTensor] = {}  # float32 [hidden], for `pooled_req_ids`
     candidates: dict[str, BeamCandidates] = {}  # for `beam_steps` that want them
+    hidden_states: dict[str, WireTensor] = {}  # [layers, rows, hidden], for `captures`
     errors: dict[str, str] = {}  # branches that this step failed, and why (NaN logits, for one)
 
 
@@ -119,6 +120,31 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
+class HiddenStatesOutput:
+    """Hidden states of a sequence, once, when all are there. Rows are in the order in which they were asked for."""
+
+    request_id: str  # of the extraction
+    # [layers, positions, hidden]: from LLM a torch tensor; from AsyncLLM, which does without torch, a numpy array, in
+    # which the bytes of bfloat16 are uint16; None if it failed
+    tensor: Any
+    dtype: str
+    layers: list[int | str]
+    positions: list[int]  # in the whole sequence, prompt and output
+    token_ids: list[int]  # at these positions
+    computed_tokens: int = 0  # rows that were run for it
+    num_cached_tokens: int = 0  # tokens whose keys and values were there
+    source: str | None = None  # of those: "lease", "prefix_cache" or "recomputed", where it reads an earlier request
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    refusal: RequestError | None = None
+    owner: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return True
+
+
+@dataclass(slots=True)
 class Continuation:
     """How a continuation began."""
 
@@ -143,5 +169,7 @@ class RequestOutput:
     error: str | None = None
     refusal: RequestError | None = None  # the engine could never serve it; `error` says the same as text
     continuation: Continuation | None = None  # of a request that continues another, from its first token on
+    # Of a request with `return_hidden_states`, on its last output: one entry for each choice
+    hidden_states: list[HiddenStatesOutput] | None = None
     kv_transfer_params: dict[str, object] | None = field(default=None)
     owner: str | None = None  # whose it is: ids are an owner's own

@@ -24,6 +24,10 @@ MAX_BEAM_WIDTH = 2048
 MAX_BEAM_STOP_TOKENS = 16  # each costs a step `beam_width` more candidates
 MAX_LENGTH_PENALTY = 16.0  # either way: the longest text to this power is still far from where float64 ends
 POOLING_KINDS = ("last", "mean")
+HIDDEN_STATES_DTYPES = ("float32", "bfloat16", "float16")
+HIDDEN_STATES_SCOPES = ("all", "prompt", "output")
+MAX_DEADLINE = 86_400.0  # seconds
+MAX_HIDDEN_STATES_BYTES = 256 * 2**20  # of one request, unless the engine's config sets another limit
 LARGEST_FACTOR = 1e6  # of logits: far beyond all use, and far from where float32 ends
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy
 
@@ -61,6 +65,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    return_hidden_states: HiddenStatesParams | None = None  # of every choice, with the last output
 
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None
@@ -72,6 +77,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
             self.stop = [self.stop]
         if self.top_k == -1:
             self.top_k = 0
+        self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
 
     @property
     def is_greedy(self) -> bool:
@@ -100,6 +106,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
             value = getattr(self, name)
             if value is not None:
                 _require_int(name, value, 0, max_logprobs)
+        _verify_hidden_states(self.return_hidden_states)
         self._verify_lists()
 
     def _verify_lists(self) -> None:
@@ -148,9 +155,13 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
     spaces_between_special_tokens: bool = True
     # CUMULATIVE: after every step the best text so far, which may be another one than a step before. There is no DELTA.
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    return_hidden_states: HiddenStatesParams | None = None  # of every text that is returned
 
     # Filled by the InputProcessor; a caller leaves it alone.
     all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
+
+    def __post_init__(self) -> None:
+        self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
 
     def clone(self) -> BeamSearchParams:
         """A copy whose fields can be set; lists are shared and never changed in place."""
@@ -173,6 +184,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
                 "the best text may change from step to step, so there is nothing to add to",
                 "CUMULATIVE or FINAL_ONLY",
             )
+        _verify_hidden_states(self.return_hidden_states)
 
 
 GenerationParams: TypeAlias = SamplingParams | BeamSearchParams
@@ -192,6 +204,51 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             raise RequestError("normalize", f"{self.normalize!r} is neither true nor false", "true or false")
         if self.dimensions is not None:
             _require_int("dimensions", self.dimensions, 1, None)
+
+
+class HiddenStatesParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """Which hidden states of a sequence to return.
+
+    `positions` counts in the part that `scope` names: one number, a list of numbers and of pairs [start, stop), or
+    "all"; negative ones count from its end, and a pair with the stop None goes on to there. `layers` are places in the
+    residual stream, one or a list: 0 is the embeddings, L what the last of L layers leaves, "norm" what the final norm
+    makes of it, "all" all of these; negative ones count from the end of the stream, so that -1 is L.
+    """
+
+    positions: Any = -1
+    scope: str = "all"  # all, prompt or output
+    layers: Any = None  # None: what the last layer leaves
+    dtype: str = "float32"
+    deadline: float | None = None  # seconds
+
+    def verify(self) -> None:
+        """Ranges and types; what the sequence and the model allow is checked where they are known."""
+        if self.scope not in HIDDEN_STATES_SCOPES:
+            raise RequestError("scope", f"{self.scope!r} is unknown", " or ".join(HIDDEN_STATES_SCOPES))
+        if self.dtype not in HIDDEN_STATES_DTYPES:
+            raise RequestError("dtype", f"{self.dtype!r} is unknown", " or ".join(HIDDEN_STATES_DTYPES))
+        if self.deadline is not None:
+            _require_number("deadline", self.deadline, 0.0, MAX_DEADLINE, above=True)
+
+
+def _hidden_states_params(asked: Any) -> Any:
+    """True asks for what is returned by default."""
+    if isinstance(asked, bool):
+        return HiddenStatesParams() if asked else None
+    return asked
+
+
+def _verify_hidden_states(params: Any) -> None:
+    if params is None:
+        return
+    if not isinstance(params, HiddenStatesParams):
+        raise RequestError(
+            "return_hidden_states", f"{type(params).__name__} is not HiddenStatesParams", "a HiddenStatesParams"
+        )
+    try:
+        params.verify()
+    except RequestError as error:
+        raise error.inside("return_hidden_states") from None
 
 
 def _require_int(field: str, value: Any, low: int | None, high: int | None, hint: str = "") -> None:

@@ -8,7 +8,7 @@ Order in which the runner carries a plan out:
   2. add new rows, apply `block_copies` (table entry and content) and the appended blocks of known rows;
   3. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
   4. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row;
-  5. choose the candidates of `beam_steps`, and read the vectors of `pooled_req_ids` out.
+  5. choose the candidates of `beam_steps`, and read out the vectors of `pooled_req_ids` and the rows of `captures`.
 
 A beam search has one branch, its trunk, which computes the prompt like any other. Behind it the runner keeps a row for
 each beam, under the trunk's id: beams are known by their number, and a step says which beam of the last one each comes
@@ -20,6 +20,8 @@ from __future__ import annotations
 import msgspec
 
 from ratoon.core.params import PoolingParams, SamplingParams
+
+MAX_CAPTURE_SPANS = 64  # in a step, over all captures: the runner lays each out as a row
 
 BlockIds = tuple[list[int], ...]  # one list for each KV group
 
@@ -48,7 +50,7 @@ class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 class BlockCopy(msgspec.Struct, array_like=True, gc=False):
     """Copy-on-write: before the forward pass, block `src` is copied to `dst`, and the branch's table points at `dst`.
 
-    For a branch in `scheduled_new_reqs` the table already holds `dst`; for beams, their BeamStep brings it.
+    For a branch in `scheduled_new_reqs` the table already holds `dst`; beams and captures bring it in theirs.
     """
 
     req_id: str
@@ -80,6 +82,22 @@ class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
         return len(self.scores)
 
 
+class CaptureStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Hidden states to read out. The runner keeps nothing of it from one step to the next."""
+
+    req_id: str
+    token_ids: list[int]  # of all rows, span after span
+    # Runs of consecutive positions: the first, how many, and whether their keys and values are written. Where they are
+    # not, they are in the blocks already, which others may hold too.
+    spans: list[tuple[int, int, bool]]
+    block_ids: BlockIds  # the whole tables
+    captured: list[int]  # which of the rows are read out
+    layers: list[
+        int
+    ]  # layers that the rows have passed: 0 is the embeddings, one more than there are is the final norm
+    dtype: str
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     scheduled_new_reqs: list[NewRequestData] = []
     scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
@@ -88,6 +106,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     sampled_req_ids: list[str] = []  # branches whose last scheduled token is the newest: they get a token
     fanout: dict[str, list[tuple[str, int]]] = {}  # branch id → children (id, seed), sampled from the same row
     beam_steps: list[BeamStep] = []  # their beams come behind the branches in the batch
+    captures: list[CaptureStep] = []  # their spans come last in the batch
     pooled_req_ids: list[str] = []  # pooling branches whose last token is in this step: they get their vector
     block_copies: list[BlockCopy] = []
     finished_req_ids: list[str] = []
@@ -101,7 +120,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     def req_ids(self) -> list[str]:
         """Everybody who runs in this step."""
         beams = [beam_step.req_id for beam_step in self.beam_steps if beam_step.num_tokens]
-        return [*self.num_scheduled_tokens, *beams]
+        return [*self.num_scheduled_tokens, *beams, *(capture.req_id for capture in self.captures)]
 
     @property
     def is_empty(self) -> bool:

@@ -46,6 +46,16 @@ class ResumedChoice(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     finished: bool = False
 
 
+class Extraction(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Which hidden states of a sequence to read out. Everything is a number of its own: no negatives, no ranges."""
+
+    positions: list[int]  # rising, each once
+    layers: list[int]  # that the rows have passed: 0 is the embeddings; one more than there are, the final norm
+    dtype: str = "float32"
+    deadline: float | None = None  # seconds, from its arrival in the engine
+    ends_lease: bool = False  # what is kept of the sequence it reads was kept for it alone, and ends with it
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request, normalised: tokenised, checked, with every default filled in."""
 
@@ -64,6 +74,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     # Set: its choices are the best texts that a beam search finds. `sampling_params` then only says how many there are,
     # and how they are told: nothing is sampled.
     beam_params: BeamSearchParams | None = None
+    # Set: the answer is hidden states of the prompt, whose last token is the last that is asked for, and nothing is
+    # sampled. It waits in a queue of its own.
+    extraction: Extraction | None = None
     # Set: the prompt begins with the tokens of this branch, which has ended or still runs, and ends with these tokens.
     continuation_of: str | None = None
     continuation_token_ids: list[int] | None = None
@@ -101,6 +114,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     refusal: Fault | None = None  # the engine could never serve this request; `error` says the same as text
     inherited_from: InheritedFrom | None = None  # of a continuation; how much, `num_cached_tokens` says
     pooled: WireTensor | None = None  # float32 [hidden], at the end of a pooling request
+    # Of an extraction: the next of the rows that were asked for, [layers, rows, hidden], and how many were run so far
+    hidden_states: WireTensor | None = None
+    first_row: int = 0  # which of the positions asked for the first of these rows is
+    num_rows_run: int = 0
     # Of a beam search: how good the text is, and, while it still searches, that this is all of the best one so far.
     score: float | None = None  # the sum of log-probabilities after the length penalty
     cumulative_logprob: float | None = None  # the sum itself

@@ -30,6 +30,7 @@ class EngineSettings(TypedDict, total=False):
     num_threads: int | None  # CPU threads
     attention_backend: str
     max_logprobs: int
+    max_hidden_states_bytes: int | str  # that a request may ask for
     load_format: str  # auto, or dummy: random weights of the right shape
     executor: str  # uniproc, or "module:Class"
 
@@ -46,8 +47,9 @@ def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfi
     unknown = sorted(given.keys() - EngineSettings.__annotations__.keys())
     if unknown:
         raise TypeError(f"there is no engine setting {unknown[0]!r}")
-    if given.get("kv_memory") is not None:
-        given["kv_memory"] = parse_size("kv_memory", given["kv_memory"])
+    for name in ("kv_memory", "max_hidden_states_bytes"):
+        if given.get(name) is not None:
+            given[name] = parse_size(name, given[name])
     if "policy" in given:
         given["policy"] = _parse_policy(given["policy"])
     cache = CacheConfig(**{_CACHE_NAMES[name]: given.pop(name) for name in list(given) if name in _CACHE_NAMES})

@@ -14,16 +14,17 @@ import torch
 from ratoon.attention.interface import AttentionBackend
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
-from ratoon.core.plan import SchedulerOutput
+from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
 from ratoon.execution.beam_candidates import beam_rows_of, choose_candidates
 from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import indices_on
+from ratoon.execution.capture import StepCapture, captured_rows, lay_out_spans, only_reads
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.pooling import PoolingBranches, PoolingSpan
 from ratoon.execution.sampler import Sampler, SamplingRows, prompt_logprobs
 from ratoon.execution.step_context import PagedStep
-from ratoon.execution.step_inputs import InputPreparation
+from ratoon.execution.step_inputs import InputPreparation, StepInputs
 from ratoon.models.base import CausalLM
 
 PROMPT_LOGPROBS_ROWS = 128  # prompt rows whose logits are held at one time
@@ -45,12 +46,13 @@ class ExecutedStep:
     """What the first phase leaves for the second. Tensors are on the device and may still be in the making."""
 
     plan: SchedulerOutput
-    # [S + B + P + V, H]: the newest token of every sampled branch, and of every beam that wants candidates; rows for
-    # prompt log-probabilities, rows for vectors
+    # [S + B + P + V + C, H]: the newest token of every sampled branch, and of every beam that wants candidates; rows
+    # for prompt log-probabilities, for vectors, and rows that `capture` has taken already
     hidden: torch.Tensor
     num_beams: int  # B
     prompt_spans: list[PromptSpan]
     pooling_spans: list[PoolingSpan]
+    capture: StepCapture | None
 
 
 class ModelRunner:
@@ -70,12 +72,13 @@ class ModelRunner:
         self.backend = backend
         self.device = device
         self.kv = KVTensors(kv_config, backend, dtype, device)
-        self.rows = BranchRows(max_num_reqs, max_model_len, kv_config.block_size, len(kv_config.groups))
+        num_rows = max_num_reqs + MAX_CAPTURE_SPANS
+        self.rows = BranchRows(num_rows, max_model_len, kv_config.block_size, len(kv_config.groups))
         self.sampling_rows = SamplingRows(max_num_reqs)
         self.sampler = Sampler(self.sampling_rows)
         self.pooling = PoolingBranches()
         self.beam_rows = BeamRows(self.rows)
-        self.inputs = InputPreparation(self.rows, max_num_tokens, max_num_reqs, device)
+        self.inputs = InputPreparation(self.rows, max_num_tokens, num_rows, device)
         self.num_computed_tokens = 0  # rows that went through the model, since the start
         self._executed: ExecutedStep | None = None
 
@@ -86,18 +89,41 @@ class ModelRunner:
         self._apply_changes(plan)
         if plan.is_empty:
             return
-        inputs = self.inputs.prepare(*self._batch(plan))
+        inputs = self._prepare(plan)
         metadata = [self.backend.build_metadata(group) for group in inputs.groups]
         last_tokens = (inputs.cu_num_tokens - 1).tolist()
         last_token = dict(zip(plan.num_scheduled_tokens, last_tokens))
         beams = beam_rows_of(plan, last_token, last_tokens[len(last_token) :]) if plan.beam_steps else []
         prompt_spans = self._prompt_spans(plan)
         pooling_spans = self.pooling.spans(plan, last_token) if self.pooling else []
-        wanted = self._wanted_rows(plan, last_token, beams, prompt_spans, pooling_spans)
+        capture = self._capture(plan) if plan.captures else None
+        last_rows = [] if capture is None else capture.last_rows
+        wanted = self._wanted_rows(plan, last_token, beams, prompt_spans, pooling_spans, last_rows)
         step = PagedStep(self.backend, self.kv, metadata)
-        hidden = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
+        if capture is None:
+            hidden = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
+        else:
+            depth = capture.num_layers_read if only_reads(plan) else len(self.model.layers)
+            hidden = self.model.forward_and_read(inputs.input_ids, inputs.positions, step, wanted, capture, depth)
         self.num_computed_tokens += plan.total_num_scheduled_tokens
-        self._executed = ExecutedStep(plan, hidden, len(beams), prompt_spans, pooling_spans)
+        self._executed = ExecutedStep(plan, hidden, len(beams), prompt_spans, pooling_spans, capture)
+
+    def _prepare(self, plan: SchedulerOutput) -> StepInputs:
+        rows, num_scheduled = self._batch(plan)
+        if not plan.captures:
+            return self.inputs.prepare(rows, num_scheduled)
+        spans = lay_out_spans(self.rows, plan.captures)
+        unwritten = np.array([False] * len(rows) + [not written for written in spans.written])
+        rows = np.concatenate([rows, spans.rows]).astype(np.int64)
+        num_scheduled = np.concatenate([num_scheduled, spans.counts]).astype(np.int64)
+        try:
+            return self.inputs.prepare(rows, num_scheduled, unwritten)
+        finally:
+            self.rows.give_back(spans.rows)  # the step has what it needs of them
+
+    def _capture(self, plan: SchedulerOutput) -> StepCapture:
+        first_row = plan.total_num_scheduled_tokens - sum(len(capture.token_ids) for capture in plan.captures)
+        return StepCapture(captured_rows(plan.captures, first_row), len(self.model.layers), self.device)
 
     def _batch(self, plan: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
         """The rows of the step, and the tokens of each: branches in the plan's order, then beams."""
@@ -118,6 +144,7 @@ class ModelRunner:
         beams: list[int],
         prompt_spans: list[PromptSpan],
         pooling_spans: list[PoolingSpan],
+        captured: list[int],
     ) -> torch.Tensor | None:
         """Which rows of the step anybody reads: None when that is all of them, in order."""
         wanted = [last_token[req_id] for req_id in plan.sampled_req_ids] + beams
@@ -126,6 +153,7 @@ class ModelRunner:
             wanted += range(first, first + span.count)
         for pooled in pooling_spans:
             wanted += range(pooled.first, pooled.first + pooled.count)
+        wanted += captured
         if wanted == list(range(plan.total_num_scheduled_tokens)):
             return None
         return indices_on(self.device, wanted)
@@ -161,9 +189,10 @@ class ModelRunner:
             if new.pooling_params is not None:
                 self.pooling.add(new)
             new_ids.add(new.req_id)
-        with_beams = {step.req_id for step in plan.beam_steps if step.num_tokens}
+        new_ids.update(step.req_id for step in plan.beam_steps if step.num_tokens)
+        new_ids.update(capture.req_id for capture in plan.captures)
         for copy in plan.block_copies:
-            if copy.req_id not in new_ids and copy.req_id not in with_beams:  # these come with it in their tables
+            if copy.req_id not in new_ids:  # those come with it in their tables
                 self.rows.replace_block(copy)
         self.kv.copy_blocks(plan.block_copies)
         cached = plan.scheduled_cached_reqs
@@ -187,8 +216,10 @@ class ModelRunner:
         plan = executed.plan
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(executed))
         if executed.pooling_spans:
-            num_rows = sum(span.count for span in executed.pooling_spans)
-            self.pooling.pool(executed.pooling_spans, executed.hidden[-num_rows:], output)
+            first = len(plan.sampled_req_ids) + executed.num_beams + sum(s.count for s in executed.prompt_spans)
+            self.pooling.pool(executed.pooling_spans, executed.hidden[first:], output)
+        if executed.capture is not None:
+            executed.capture.give(output)
         num_sampled = len(plan.sampled_req_ids)
         if not num_sampled + executed.num_beams:
             return output

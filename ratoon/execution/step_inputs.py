@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ratoon.attention.interface import GroupInputs
+from ratoon.core.kv import NULL_BLOCK
 from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import StepBuffer
 
@@ -39,8 +40,11 @@ class InputPreparation:
             StepBuffer((max_num_reqs, rows.max_blocks), torch.int32, device) for _ in range(num_groups)
         ]
 
-    def prepare(self, batch_rows: np.ndarray, num_scheduled: np.ndarray) -> StepInputs:
-        """`batch_rows` [R]: the row of each scheduled branch; `num_scheduled` [R]: its tokens in this step (≥ 1)."""
+    def prepare(
+        self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None = None
+    ) -> StepInputs:
+        """`batch_rows` [R]: the row of each scheduled branch; `num_scheduled` [R]: its tokens in this step (≥ 1);
+        `unwritten` [R] bool: whose keys and values are not written, but go to the null block, which nobody reads."""
         rows = self.rows
         num_reqs = len(batch_rows)
         cu_num_tokens = np.cumsum(num_scheduled)
@@ -62,6 +66,8 @@ class InputPreparation:
         groups = []
         for group in range(len(rows.block_tables)):
             self._map_slots(group, req_indices, positions, total)
+            if unwritten is not None:
+                self.slot_mappings[group].array[:total][np.repeat(unwritten, num_scheduled)] = NULL_BLOCK
             groups.append(self._group_inputs(group, batch_rows, total, device_positions, max_query_len, max_seq_len))
         return StepInputs(self.input_ids.to_device(total), device_positions, groups, cu_num_tokens)
 

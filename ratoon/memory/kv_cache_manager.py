@@ -74,13 +74,20 @@ class KVCacheManager:
 
     # ---- prefix cache ----
 
-    def get_computed_blocks(self, branch: TokenSequence) -> tuple[GroupBlocks, int]:
-        """The longest cached prefix: its table entries for each group, and its length in tokens.
+    @property
+    def has_windows(self) -> bool:
+        """Are there groups that give blocks back which lie before their window?"""
+        return self._has_windows
+
+    def get_computed_blocks(self, branch: TokenSequence, max_tokens: int | None = None) -> tuple[GroupBlocks, int]:
+        """The longest cached prefix: its table entries for each group, and its length in tokens, `max_tokens` at most.
 
         Whole blocks only, and at least one token is left over: somebody has to compute the state to sample from.
         Nothing is changed; allocate_slots takes the references.
         """
         limit = (branch.num_tokens - 1) // self.block_size
+        if max_tokens is not None:
+            limit = min(limit, max_tokens // self.block_size)
         if not self.enable_caching or limit <= 0:
             return tuple([] for _ in self.rules), 0
         self._hasher.extend(branch.block_hashes, branch.token_ids, limit, branch.extra_keys)
@@ -221,12 +228,15 @@ class KVCacheManager:
         branch.write_limit = 0
         return kept
 
-    def inherit_blocks_from_parent(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> int:
+    def inherit_blocks_from_parent(
+        self, parent: TokenSequence, child: TokenSequence, num_tokens: int, num_left: int = 1
+    ) -> int:
         """Let `child` begin with the first tokens of `parent`, as many of `num_tokens` as are computed: blocks by
         reference, the partial last one by copy-on-write, hashes as they are. How many tokens it has then; 0 where the
-        two do not begin alike, or where the parent no longer holds what its window has passed.
+        two do not begin alike, or where the parent no longer holds what its window has passed. `num_left` of the
+        child's tokens are not inherited: somebody has to compute the state to sample from.
         """
-        count = min(num_tokens, parent.num_computed_tokens, child.num_tokens - 1)
+        count = min(num_tokens, parent.num_computed_tokens, child.num_tokens - num_left)
         if count <= 0 or parent.extra_keys != child.extra_keys or parent.token_ids[:count] != child.token_ids[:count]:
             return 0
         try:

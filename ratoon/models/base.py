@@ -7,6 +7,7 @@ lie, and which rows are sampled, is the runner's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -19,6 +20,21 @@ from ratoon.layers.weights import Weights
 from ratoon.models.decoder import DecoderLayer
 
 Tensor = torch.Tensor
+
+
+class StreamReader(Protocol):
+    """Looks at the residual stream while a forward pass runs, and takes rows out of it."""
+
+    @property
+    def last_rows(self) -> list[int]:
+        """The rows whose state at the end of the stream is wanted."""
+        ...
+
+    def take(self, layer: int, stream: Tensor, update: Tensor | None = None) -> None:
+        """Behind `layer` layers: `stream` [T, H] and what is still to be added to it."""
+
+    def take_end(self, stream: Tensor, normed: Tensor) -> None:
+        """The end of the stream and what the final norm made of it, of `last_rows`."""
 
 
 class CausalLM:
@@ -64,6 +80,36 @@ class CausalLM:
         if rows is not None:  # the last layer's second half is computed only for rows that somebody reads
             attended, stream = attended[rows], stream[rows]
         return self.final_norm(last.finish(attended, stream), stream)
+
+    def forward_and_read(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        step: StepContext,
+        rows: Tensor | None,
+        reader: StreamReader,
+        num_layers: int,
+    ) -> Tensor:
+        """The same, and the residual stream is shown to `reader` behind every layer. Its rows are the last of `rows`.
+
+        With fewer `num_layers` than there are it ends behind them, and no row has a final state.
+        """
+        stream = self.embed_tokens(input_ids, positions)
+        reader.take(0, stream)
+        update: Tensor | None = None
+        for index, layer in enumerate(self.layers[:-1][:num_layers], start=1):
+            update = layer(stream, update, positions, step)
+            reader.take(index, stream, update)
+        if num_layers < len(self.layers):
+            return stream[:0]
+        last = self.layers[-1]
+        attended = last.attend(stream, update, positions, step)
+        if rows is not None:
+            attended, stream = attended[rows], stream[rows]
+        states = self.final_norm(last.finish(attended, stream), stream)
+        first = len(states) - len(reader.last_rows)
+        reader.take_end(stream[first:], states[first:])
+        return states
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, H] → [R, V] in float32."""

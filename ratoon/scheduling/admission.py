@@ -28,6 +28,7 @@ def verify_request(
     _verify_prompt(request, config, max_model_len)
     _verify_pooling(request)
     _verify_beams(request, config)
+    _verify_extraction(request)
     _verify_resumed(request, max_model_len)
     _verify_continuation(request)
     _verify_memory(request, config, kv_cache, max_model_len)
@@ -44,7 +45,7 @@ def _verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_mode
             "prompt", f"holds something that is no token id ({error})", "whole numbers of 32 bits"
         ) from None
     longest, reason = max_model_len - 1, ", which leaves one to generate"
-    if request.pooling_params is not None:
+    if request.pooling_params is not None or request.extraction is not None:
         longest, reason = max_model_len, ""
     if num_prompt_tokens > longest:
         raise RequestError(
@@ -100,6 +101,22 @@ def _verify_beams(request: EngineCoreRequest, config: SchedulerConfig) -> None:
             )
 
 
+def _verify_extraction(request: EngineCoreRequest) -> None:
+    extraction = request.extraction
+    if extraction is None:
+        return
+    positions = extraction.positions
+    if not positions or positions != sorted(set(positions)) or positions[0] < 0:
+        raise RequestError("positions", "are not rising numbers from 0 on", "at least one position, each once")
+    if positions[-1] != len(request.prompt_token_ids) - 1:
+        raise RequestError("positions", f"end with {positions[-1]}", "the prompt's last token, and no prompt behind it")
+    if not extraction.layers:
+        raise RequestError("layers", "is empty", "at least one layer")
+    others = (request.pooling_params, request.beam_params, request.resumed)
+    if any(other is not None for other in others) or request.sampling_params.n != 1:
+        raise RequestError("extraction", "has no meaning beside generation, beams or a vector", "a request of its own")
+
+
 def _verify_resumed(request: EngineCoreRequest, max_model_len: int) -> None:
     if request.resumed is None:
         return
@@ -149,7 +166,7 @@ def _verify_memory(
     )
     if room >= 1:
         raise RequestError("max_tokens", numbers, f"max_tokens of at most {room} for this prompt, or a larger KV cache")
-    longest_prompt = longest if request.pooling_params is not None else max(longest - 1, 0)
+    longest_prompt = longest if max_new_tokens(request) == 0 else max(longest - 1, 0)
     raise RequestError("prompt", numbers, f"a prompt of at most {longest_prompt} tokens, or a larger KV cache")
 
 

@@ -2,7 +2,8 @@
 
 A request owns n branches, one for each choice. Branch 0 computes the prompt; the others are forked from it when the
 prompt is done, and from then on every branch lives, waits and ends on its own. A beam search has one branch, the trunk
-of its BeamGroup, and its choices are the texts that it ends with.
+of its BeamGroup, and its choices are the texts that it ends with. An extraction of hidden states has one that is never
+sampled from.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ratoon.core.request import EngineCoreRequest
 from ratoon.memory.hashing import encode_extra_keys
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.beam_group import BeamGroup
+from ratoon.scheduling.extraction import ExtractionState
 
 _MASK_64 = (1 << 64) - 1
 
@@ -36,6 +38,7 @@ class Request:
         "branch_ids",
         "branches",
         "continuation_of",
+        "extraction",
         "finished_choices",
         "forked",
         "max_total_tokens",
@@ -90,6 +93,10 @@ class Request:
             max_new = self.max_total_tokens - self.num_prompt_tokens
             self.beams = BeamGroup(trunk, request.beam_params, max_new, request.retain_kv is not None)
             trunk.num_rows = request.beam_params.beam_width
+
+        self.extraction: ExtractionState | None = None
+        if request.extraction is not None:
+            self.extraction = ExtractionState(self.branches[0], request.extraction)
 
     def _resume(self, request: EngineCoreRequest, extra_keys: bytes) -> None:
         """All choices are past their prompt: each goes on behind the tokens that it had given elsewhere, as a branch
@@ -182,7 +189,7 @@ def branch_id_of(request_id: str, choice: int) -> str:
 
 def max_new_tokens(request: EngineCoreRequest) -> int | None:
     """What may be generated behind the prompt, at most; None: as much as fits."""
-    if request.pooling_params is not None:
+    if request.pooling_params is not None or request.extraction is not None:
         return 0
     return request.sampling_params.max_tokens if request.beam_params is None else request.beam_params.max_tokens
 

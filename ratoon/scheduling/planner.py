@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 
-from ratoon.core.plan import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
+from ratoon.core.plan import MAX_CAPTURE_SPANS, BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from ratoon.core.request import InheritedFrom
 from ratoon.memory.kv_cache_manager import GroupBlocks
 from ratoon.scheduling.admission import max_step_tokens
 from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
+from ratoon.scheduling.extraction import AGED_SHARE, ExtractionState
 from ratoon.scheduling.roster import Roster
 from ratoon.scheduling.step_draft import StepDraft
 
@@ -33,6 +34,8 @@ class StepPlanner:
         self.num_steps = 0
         self.num_scheduled_tokens = 0
         self._roster = roster
+        # The tokens of a step that belong to an extraction that has waited for too long
+        self._share_of_aged = max(1, roster.config.max_num_batched_tokens // AGED_SHARE)
 
     def plan(self) -> SchedulerOutput:
         """Running branches first, then waiting ones, then the plan."""
@@ -41,9 +44,24 @@ class StepPlanner:
             self._schedule_alone(step, next(iter(self._roster.on_trial.values())))
             return self._build_plan(step)
         self._schedule_running(step)
-        if not step.preempted:  # memory is short: whoever comes in now would be the next to go
-            self._schedule_waiting(step)
+        self._schedule_newcomers(step)
+        first = self._roster.extractions.first
+        if first is not None and not step.captures:
+            first.num_passed_by += 1
         return self._build_plan(step)
+
+    def _schedule_newcomers(self, step: StepDraft) -> None:
+        """Generation first, then those who read hidden states out. One of these that was passed by too often has its
+        share before everybody who waits, and if there is no room for it, nobody else gets any."""
+        aged = self._roster.extractions.aged
+        if aged is not None:
+            most = self._share_of_aged if self._roster.waiting else step.budget
+            if not self._extract(step, aged, most):
+                return
+        if step.preempted:
+            return  # memory is short: whoever comes in now would be the next to go
+        self._schedule_waiting(step)
+        self._schedule_extractions(step)
 
     def _schedule_running(self, step: StepDraft) -> None:
         # This loop runs for every branch in every step. A decoding branch with room in its last block costs a few
@@ -69,9 +87,12 @@ class StepPlanner:
         for group in self._roster.searching.values():
             self._schedule_beams(step, group)
         # Prompts take what single tokens leave, so that a long one does not silence everybody who came in after it.
+        held_back = 0 if self._roster.extractions.aged is None else min(step.budget, self._share_of_aged)
+        step.budget -= held_back
         for branch in long_gaps:
             if step.budget > 0:
                 self._schedule_with_memory(step, branch, branch.num_tokens - branch.num_computed_tokens)
+        step.budget += held_back
 
     def _schedule_with_memory(self, step: StepDraft, branch: Branch, gap: int) -> None:
         """Give a running branch tokens and memory. If memory is short, the last in the order gives way, maybe itself.
@@ -86,11 +107,7 @@ class StepPlanner:
             if appended is not None:
                 step.add(branch, num_new_tokens, appended)
                 return
-            if self._roster.leases.evict_one():  # what has ended gives way before anybody who runs
-                continue
-            victim = max(self._roster.running, key=self._roster.order)
-            self._preempt(step, victim)
-            if victim is branch:
+            if self._make_room(step) is branch:
                 return
 
     def _schedule_beams(self, step: StepDraft, group: BeamGroup) -> None:
@@ -101,13 +118,24 @@ class StepPlanner:
         at_once = min(step.budget, self.max_step_tokens) // group.num_beams
         num_new_tokens = min(group.gap, max(1, at_once))  # more than one where beams lost their memory
         while not group.allocate(num_new_tokens):
-            if group.forget_kept() or self._roster.leases.evict_one():
-                continue
-            victim = max(self._roster.running, key=self._roster.order)
-            self._preempt(step, victim)
-            if victim is group.trunk:
+            if not group.forget_kept() and self._make_room(step) is group.trunk:
                 return
         step.add_beams(group, num_new_tokens)
+
+    def _make_room(self, step: StepDraft) -> Branch | None:
+        """Memory is short: what has ended gives way before anybody who runs, who reads hidden states before who
+        generates, and of these the last in the order, who is returned."""
+        if self._roster.leases.evict_one():
+            return None
+        extractions = self._roster.extractions
+        if extractions.running and extractions.running[-1] is not extractions.aged:
+            self._roster.set_back(extractions.running[-1].branch)
+            return None
+        tried = next(iter(self._roster.on_trial.values()), None)  # others give way to it, whatever their order
+        others = [branch for branch in self._roster.running if branch.request is not tried]
+        victim = max(others or self._roster.running, key=self._roster.order)
+        self._preempt(step, victim)
+        return victim
 
     def _preempt(self, step: StepDraft, branch: Branch) -> None:
         """Take a branch's memory. It will be computed again, as far as the prefix cache has not kept it."""
@@ -126,8 +154,72 @@ class StepPlanner:
                 break  # nobody overtakes the first in the queue
             self._roster.waiting.pop()
 
+    def _schedule_extractions(self, step: StepDraft) -> None:
+        """Those that have begun, then those that wait, as long as there is room."""
+        served = {state.branch for state, _ in step.captures}
+        for state in list(self._roster.extractions):
+            if state.branch not in served and not self._extract(step, state, step.budget):
+                return
+
+    def _extract(self, step: StepDraft, state: ExtractionState, most: int) -> bool:
+        """Give an extraction `most` rows, and memory for those that are written. False: there is no room for it."""
+        branch = state.branch
+        budget = min(most, step.budget, self.max_step_tokens)
+        max_spans = MAX_CAPTURE_SPANS - step.num_spans
+        if budget <= 0 or max_spans <= 0:
+            return False
+        if branch.status != BranchStatus.RUNNING:
+            self._begin_extraction(state)
+        spans = state.next_spans(branch.num_computed_tokens, budget, max_spans)
+        num_written = sum(count for _, count, is_written in spans if is_written)
+        while num_written and self._roster.kv_cache.allocate_slots(branch, num_written) is None:
+            if not self._make_room_for_extraction(step, state):
+                if state is not self._roster.extractions.aged:  # that one keeps what it has, and waits for the rest
+                    self._roster.set_back(branch)
+                return False
+        step.add_capture(state, spans)
+        return True
+
+    def _make_room_for_extraction(self, step: StepDraft, state: ExtractionState) -> bool:
+        """Those that began later give way, so that the first always gets on; leases do where it has waited for long or
+        is alone."""
+        extractions = self._roster.extractions
+        last = extractions.running[-1]
+        if last is not state and all(last is not served for served, _ in step.captures):
+            self._roster.set_back(last.branch)
+            return True
+        return (state is extractions.aged or step.is_empty) and self._roster.leases.evict_one()
+
+    def _begin_extraction(self, state: ExtractionState) -> None:
+        """Take what is there of its sequence by reference: all of it, unless a window has passed what rows read."""
+        roster, branch = self._roster, state.branch
+        most = state.next_position if roster.kv_cache.has_windows else branch.num_tokens
+        num_settled = most
+        parent = roster.branches.get(branch.request.continuation_of or "")
+        if parent is not None:  # it runs, and may write to its last block in this very step
+            num_full_blocks = parent.num_computed_tokens // roster.kv_cache.block_size
+            num_settled = min(most, num_full_blocks * roster.kv_cache.block_size)
+        num_inherited = self._inherit(branch, num_settled, num_left=0)
+        if not num_inherited:
+            hit_blocks, num_hit_tokens = roster.kv_cache.get_computed_blocks(branch, most)
+            roster.kv_cache.allocate_slots(branch, 0, hit_blocks, num_hit_tokens)
+            branch.num_computed_tokens = num_hit_tokens
+        if branch.status == BranchStatus.WAITING:
+            branch.num_cached_tokens = branch.num_computed_tokens
+            self._note_inheritance(branch, num_inherited)
+        branch.status = BranchStatus.RUNNING
+        roster.extractions.begin(state)
+
     def _schedule_alone(self, step: StepDraft, request: Request) -> None:
         """One request, whatever its place in the order. If memory or rows are short, others give way."""
+        for state in reversed(self._roster.extractions.running.copy()):
+            if state.branch.request is not request:
+                self._roster.set_back(state.branch)
+        if request.extraction is not None:
+            while not self._extract(step, request.extraction, step.budget):
+                if not self._preempt_another(step, request):
+                    return
+            return
         for branch in request.branches:
             if step.budget <= 0:
                 return
@@ -139,11 +231,16 @@ class StepPlanner:
                     self._schedule_beams(step, request.beams)
             elif branch.status != BranchStatus.FINISHED:
                 while not self._roster.has_rows_for(branch) or not self._admit(step, branch):
-                    others = [other for other in self._roster.running if other.request is not request]
-                    if not others:
+                    if not self._preempt_another(step, request):
                         return
-                    self._preempt(step, max(others, key=self._roster.order))
                 self._roster.waiting.remove({branch})
+
+    def _preempt_another(self, step: StepDraft, request: Request) -> bool:
+        """The last in the order who runs beside this request loses his memory. False: nobody does."""
+        others = [other for other in self._roster.running if other.request is not request]
+        if others:
+            self._preempt(step, max(others, key=self._roster.order))
+        return bool(others)
 
     def _admit(self, step: StepDraft, branch: Branch) -> bool:
         """Let a branch in, if it fits. Leases give way to it, where that is enough."""
@@ -161,7 +258,7 @@ class StepPlanner:
 
     def _try_to_admit(self, step: StepDraft, branch: Branch) -> Admission:
         hit_blocks: GroupBlocks | None = None
-        num_inherited = num_hit_tokens = self._inherit(branch)
+        num_inherited = num_hit_tokens = self._inherit(branch, branch.request.num_inheritable_tokens)
         if not num_inherited:
             hit_blocks, num_hit_tokens = self._find_computed_prefix(branch)
         gap = branch.num_tokens - num_hit_tokens
@@ -196,7 +293,7 @@ class StepPlanner:
         )
         return missing + beams.num_blocks_to_come(self._roster.kv_cache) <= self._roster.kv_cache.num_free_blocks
 
-    def _inherit(self, branch: Branch) -> int:
+    def _inherit(self, branch: Branch, most: int, num_left: int = 1) -> int:
         """Give a continuation its parent's memory, where that is kept or still runs. How many tokens it has then."""
         request = branch.request
         if request.continuation_of is None or branch.choice != 0 or request.needs_every_prompt_row:
@@ -204,7 +301,7 @@ class StepPlanner:
         parent = self._roster.leases.find(request.continuation_of) or self._roster.branches.get(request.continuation_of)
         if parent is None:
             return 0
-        return self._roster.kv_cache.inherit_blocks_from_parent(parent, branch, request.num_inheritable_tokens)
+        return self._roster.kv_cache.inherit_blocks_from_parent(parent, branch, most, num_left)
 
     def _note_inheritance(self, branch: Branch, num_inherited: int) -> None:
         request = branch.request
@@ -251,6 +348,9 @@ class StepPlanner:
             branch.num_computed_tokens += 1
         for branch, num_new_tokens, appended in step.allocated:
             self._write_down(plan, branch, num_new_tokens, appended)
+        for state, spans in step.captures:
+            plan.captures.append(state.take_step(spans, self._roster.kv_cache.block_ids(state.branch)))
+            state.branch.num_computed_tokens += sum(count for _, count, is_written in spans if is_written)
         plan.beam_steps += [group.take_step(num_new_tokens) for group, num_new_tokens in step.beams]
         self.num_steps += 1
         self.num_scheduled_tokens = plan.total_num_scheduled_tokens

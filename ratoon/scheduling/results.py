@@ -36,12 +36,14 @@ class StepResults:
             outputs += self._take_vectors(plan, output)
         if plan.beam_steps:
             outputs += self._take_candidates(plan, output)
+        if plan.captures:
+            outputs += self._take_hidden_states(plan, output)
         if children:
             self._place_children(children)
         outputs += self._fail_unanswered(plan, output)
         if self._roster.on_trial or inherited:
             for answer in outputs:
-                if answer.new_token_ids:
+                if answer.new_token_ids or answer.hidden_states is not None:
                     self._roster.on_trial.pop(answer.request_id, None)
                     answer.inherited_from = inherited.pop(answer.request_id, None)
                     self._roster.inherited.pop(answer.request_id, None)
@@ -137,6 +139,38 @@ class StepResults:
                 outputs += self._end_search(group)
             elif group.wants_snapshots:
                 outputs += self._snapshot(group)
+        return outputs
+
+    def _take_hidden_states(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """What was read out goes out at once, part by part. Rows that were only run on the way bring nothing."""
+        outputs: list[EngineCoreOutput] = []
+        for capture in plan.captures:
+            branch = self._roster.branches.get(capture.req_id)
+            state = None if branch is None else branch.request.extraction
+            if branch is None or state is None or branch.status != BranchStatus.RUNNING:
+                continue
+            states = output.hidden_states.get(capture.req_id)
+            if states is None and capture.captured:
+                outputs += self._roster.fail_requests([capture.req_id], "the runner returned no hidden states")
+                continue
+            first_row = state.num_captured
+            state.confirm(capture)
+            self._roster.on_trial.pop(branch.request_id, None)
+            if states is None:
+                continue
+            outputs.append(
+                EngineCoreOutput(
+                    branch.request_id,
+                    [],
+                    finish_reason=FinishReason.STOP if state.done else None,
+                    num_cached_tokens=branch.num_cached_tokens,
+                    hidden_states=states,
+                    first_row=first_row,
+                    num_rows_run=state.num_rows_run,
+                )
+            )
+            if state.done:
+                self._roster.release([branch])
         return outputs
 
     def _snapshot(self, group: BeamGroup) -> list[EngineCoreOutput]:

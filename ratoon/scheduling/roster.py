@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ratoon.core.config import SchedulerConfig
-from ratoon.core.errors import RequestError
+from ratoon.core.errors import DeadlineError, RequestError
+from ratoon.core.messages import Fault
 from ratoon.core.request import EngineCoreOutput, FinishReason, InheritedFrom
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
+from ratoon.scheduling.extraction import ExtractionQueue
 from ratoon.scheduling.queues import queue_for, sort_key_for
 
 
@@ -29,6 +31,7 @@ class Roster:
         self.waiting = queue_for(config.policy)
         self.order = sort_key_for(config.policy)
         self.searching: dict[str, BeamGroup] = {}  # unfinished beam searches by request id
+        self.extractions = ExtractionQueue()
         self.on_trial: dict[str, Request] = {}  # of a step that failed; each runs alone until it has got something
         self.inherited: dict[str, InheritedFrom] = {}  # of continuations that have no token yet: said with their first
         self.with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
@@ -40,6 +43,8 @@ class Roster:
         taken = [branch_id for branch_id in state.branch_ids if branch_id in self._reserved_ids]
         if taken:
             raise RequestError("request_id", f"{taken[0]!r} is in use", "an id that no unfinished request has")
+        if state.extraction is not None:
+            self.extractions.add(state.extraction, self.now)  # may be refused
         self._reserved_ids.update(state.branch_ids)
         self.requests[state.request_id] = state
         if state.beams is not None:
@@ -47,7 +52,8 @@ class Roster:
         for branch in state.branches:  # one, unless the request began elsewhere and is resumed
             if branch.status != BranchStatus.FINISHED:
                 self.branches[branch.branch_id] = branch
-                self.waiting.add(branch)
+                if state.extraction is None:
+                    self.waiting.add(branch)
         if state.continuation_of is not None:
             self.leases.await_continuation(state.continuation_of, state.request_id)
 
@@ -77,8 +83,29 @@ class Roster:
         found in the prefix cache again."""
         return self.end_requests(self.find_requests(ids), FinishReason.ERROR, message)
 
+    def end_overdue(self) -> list[EngineCoreOutput]:
+        """End the extractions whose time is over."""
+        outputs = []
+        for state in self.extractions.overdue(self.now):
+            request = state.branch.request
+            problem = (
+                f"its {state.extraction.deadline:g} s are over, with {state.num_captured} of "
+                f"{len(state.extraction.positions)} positions done"
+            )
+            refusal = Fault(DeadlineError.__name__, "deadline", problem, "more time, or fewer positions")
+            error = f"deadline: {problem}"
+            outputs += self.end_requests([request], FinishReason.ERROR, error, trusted=True, refusal=refusal)
+        return outputs
+
     def end_requests(
-        self, requests: list[Request], reason: FinishReason, error: str | None = None, keep: bool = False
+        self,
+        requests: list[Request],
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        keep: bool = False,
+        trusted: bool | None = None,  # unless said, where nothing went wrong
+        refusal: Fault | None = None,
     ) -> list[EngineCoreOutput]:
         """End all choices that are not finished, those included that were never forked."""
         outputs = []
@@ -91,10 +118,16 @@ class Roster:
                     num_cached_tokens = request.branches[0].num_cached_tokens
                     outputs.append(
                         EngineCoreOutput(
-                            request.request_id, [], choice, reason, num_cached_tokens=num_cached_tokens, error=error
+                            request.request_id,
+                            [],
+                            choice,
+                            reason,
+                            num_cached_tokens=num_cached_tokens,
+                            error=error,
+                            refusal=refusal,
                         )
                     )
-        self.release(branches, trusted=reason != FinishReason.ERROR, keep=keep)
+        self.release(branches, trusted=reason != FinishReason.ERROR if trusted is None else trusted, keep=keep)
         for request in requests:
             self._forget(request)
         return outputs
@@ -102,6 +135,8 @@ class Roster:
     def set_back(self, branch: Branch, trusted: bool = True) -> None:
         if branch.request.beams is not None:
             branch.request.beams.set_back()
+        if branch.request.extraction is not None and branch.status == BranchStatus.RUNNING:
+            self.extractions.set_back(branch.request.extraction)
         self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
@@ -110,6 +145,8 @@ class Roster:
         """Take ended branches out of everything, and give their memory back, or lease it where that was asked for."""
         waiting = {branch for branch in branches if branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED)}
         for branch in branches:
+            if branch.request.extraction is not None:
+                self.extractions.remove(branch.request.extraction)
             if branch.request.beams is not None:
                 branch.request.beams.set_back()
             retain_kv = branch.request.retain_kv if keep and branch.request.beams is None else None
@@ -137,6 +174,8 @@ class Roster:
             self.inherited.pop(request.request_id, None)
             if request.continuation_of is not None:
                 self.leases.continuation_left(request.continuation_of, request.request_id)
+                if request.extraction is not None and request.extraction.extraction.ends_lease:
+                    self.leases.end(request.continuation_of)
 
     def check(self) -> None:
         """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests."""
@@ -144,16 +183,18 @@ class Roster:
         self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *beams])
         self.leases.check()
         running, waiting = set(self.running), set(self.waiting)
+        extracting = {state.branch for state in self.extractions}
+        assert len(extracting) == len(self.extractions), "an extraction is queued twice"
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
         assert self.on_trial.keys() <= self.requests.keys(), "somebody is on trial who is gone"
-        assert running | waiting == set(self.branches.values()), (
+        assert running | waiting | extracting == set(self.branches.values()), (
             "the queues do not hold exactly the unfinished branches"
         )
         num_rows = sum(branch.num_rows for branch in running)
         assert num_rows <= self.config.max_num_seqs, f"{num_rows} branches run, {self.config.max_num_seqs} may"
-        for branch in running:
+        for branch in [*running, *(state.branch for state in self.extractions.running)]:
             assert branch.status == BranchStatus.RUNNING, f"{branch.branch_id} runs with status {branch.status!r}"
-        for branch in waiting:
+        for branch in [*waiting, *(state.branch for state in self.extractions.waiting)]:
             assert branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED), (
                 f"{branch.branch_id}: {branch.status!r}"
             )

@@ -105,7 +105,8 @@ class Scheduler:
             self.roster.set_back(branch, trusted=False)
         self.roster.running = [branch for branch in self.roster.running if branch.status == BranchStatus.RUNNING]
         for branch in sorted(branches, key=self.roster.order, reverse=True):
-            self.roster.waiting.prepend(branch)
+            if branch.request.extraction is None:
+                self.roster.waiting.prepend(branch)
         self.roster.on_trial.update((request.request_id, request) for request in requests)
         return True
 
@@ -120,10 +121,16 @@ class Scheduler:
         """Is there anything to plan: unfinished requests, or rows that the runner should drop?"""
         return bool(self.roster.requests) or bool(self.roster.finished_rows)
 
-    def tick(self, now: float) -> None:
-        """What time it is: leases count from here, and end."""
+    def tick(self, now: float) -> list[EngineCoreOutput]:
+        """What time it is: leases and deadlines count from here, and end."""
         self.roster.now = now
         self.leases.expire(now)
+        return self.roster.end_overdue() if self.roster.extractions else []
+
+    def next_expiry(self) -> float | None:
+        """When the next lease or deadline ends; None: there is none."""
+        ends = (self.leases.next_expiry(), self.roster.extractions.next_deadline())
+        return min((end for end in ends if end is not None), default=None)
 
     # ---- one step ----
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from ratoon.core.plan import BlockIds
 from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.extraction import ExtractionState, Span
 
 
 class StepDraft:
     """A plan while it is being made: who runs, and what is left of the token budget."""
 
-    __slots__ = ("allocated", "beams", "budget", "dropped_rows", "in_place", "preempted")
+    __slots__ = ("allocated", "beams", "budget", "captures", "dropped_rows", "in_place", "preempted")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.in_place: list[Branch] = []  # one token each, into memory that they have
         self.allocated: list[tuple[Branch, int, BlockIds]] = []  # tokens, and blocks appended to the tables
         self.beams: list[tuple[BeamGroup, int]] = []  # tokens of each beam
+        self.captures: list[tuple[ExtractionState, list[Span]]] = []
         self.preempted = False
         self.dropped_rows: list[str] = []  # preempted branches that the runner knows
 
@@ -27,6 +29,18 @@ class StepDraft:
     def add_beams(self, group: BeamGroup, num_tokens: int) -> None:
         self.beams.append((group, num_tokens))
         self.budget -= num_tokens * group.num_beams
+
+    def add_capture(self, state: ExtractionState, spans: list[Span]) -> None:
+        self.captures.append((state, spans))
+        self.budget -= sum(count for _, count, _ in spans)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.in_place or self.allocated or self.beams or self.captures)
+
+    @property
+    def num_spans(self) -> int:
+        return sum(len(spans) for _, spans in self.captures)
 
     def remove(self, branch: Branch) -> None:
         """Take a branch out again, if it is in, and its tokens back. With a trunk its beams go."""

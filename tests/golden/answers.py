@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ratoon import LLM, BeamSearchParams, RequestOutput, RequestOutputKind
+from ratoon.api.llm import Checked
 from ratoon.core.params import GenerationParams
 
 Numbers = list[tuple[Any, ...]]  # everything that a caller can see of an answer, without times and cache figures
@@ -59,4 +60,4 @@ def open_search(
     else:
         root = llm.engine.output_processor.find_root(parent.request_id)
         request = processor.process_continuation(name, root, prompt, params, retain_kv=retain_kv)
-    return llm._run([(request, None)])
+    return llm._run([Checked(request)])

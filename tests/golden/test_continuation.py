@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from ratoon import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
+from ratoon.api.llm import Checked
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.params import RequestOutputKind
 from tests.faults.processes import SETTINGS, model_name
@@ -124,10 +125,10 @@ def test_many_children_of_one_parent_run_together_beside_others():
         (parent,) = llm.generate(random_token_ids(13, seed=1), SEEDED, retain_kv=60, progress=False)
         processor, roots = llm.engine.input_processor, llm.engine.output_processor
         requests = [
-            (processor.process_continuation(f"c{i}", roots.find_root(parent.request_id), [i], GREEDY), None)
+            Checked(processor.process_continuation(f"c{i}", roots.find_root(parent.request_id), [i], GREEDY))
             for i in range(20)
         ]
-        requests.append((processor.process("other", random_token_ids(5, seed=9), GREEDY), None))
+        requests.append(Checked(processor.process("other", random_token_ids(5, seed=9), GREEDY)))
         outputs = {output.request_id: output for output in llm._run(requests) if output.finished}
         for i in range(20):
             assert tokens_of(outputs[f"c{i}"]) == afresh(llm, [*whole(parent), i], GREEDY)

@@ -8,14 +8,17 @@ prefix and the branch's seed, so that batching, preemption and forks must not ch
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
 from ratoon.core.outputs import BeamCandidates, LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
-from ratoon.core.plan import BeamStep, NewRequestData, SchedulerOutput
+from ratoon.core.plan import BeamStep, CaptureStep, NewRequestData, SchedulerOutput
+from ratoon.core.request import Extraction
 from ratoon.core.wire import WireTensor
 from ratoon.scheduling.beams import BeamSearch, Hypothesis
+from tests.property.extractions import states_of
 
 GARBAGE = "garbage"
 
@@ -81,6 +84,14 @@ def reference_texts(
     return search.hypotheses()
 
 
+def reference_states(token_ids: list[int], extraction: Extraction) -> WireTensor:
+    """What must be read out of a sequence."""
+    prefixes: list[int] = []
+    for token in token_ids:
+        prefixes.append(extend_prefix(prefixes[-1] if prefixes else 0, token))
+    return states_of([prefixes[position] for position in extraction.positions], extraction.layers, extraction.dtype)
+
+
 def reference_vector(prompt: list[int], params: PoolingParams) -> WireTensor:
     """What a prompt's vector must be: a number for each row that went into it, in order."""
     prefixes: list[int] = []
@@ -107,6 +118,7 @@ class Row:
     num_computed_tokens: int
     salt: int
     pooling: PoolingParams | None = None
+    is_written: bool = True  # False: it only reads what others have written
     pooled: list[int] = field(default_factory=list)  # the prefixes of computed rows, for a mean
     prefixes: list[int] = field(default_factory=list)  # of tokens, for sampling
     contents: list[int] = field(default_factory=list)  # of tokens and salt, for the store
@@ -129,15 +141,24 @@ class Row:
 
 
 class FakeRunner:
-    def __init__(self, kv_config: KVCacheConfig, salts: dict[str, int], vocabulary: int, burst: int = 1) -> None:
+    def __init__(
+        self,
+        kv_config: KVCacheConfig,
+        salts: dict[str, int],
+        sequences: dict[str, list[int]],
+        vocabulary: int,
+        burst: int = 1,
+    ) -> None:
         self.block_size = kv_config.block_size
         self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in kv_config.groups]
         self.salts = salts  # request id → salt
+        self.sequences = sequences  # request id → tokens of what is read out; the plan has only those that run
         self.vocabulary = vocabulary
         self.burst = burst  # tokens that a branch may get in one step
         self.rows: dict[str, Row] = {}
         self.beams: dict[str, list[Row]] = {}  # by the trunk's id
         self.store: dict[int, list[object]] = {}  # block id → (group, content) by offset
+        self.spans: list[tuple[str, Row, int]] = []  # of the last plan's captures: id, row, tokens
         self.num_computed = 0  # tokens, over all steps
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -151,12 +172,26 @@ class FakeRunner:
                 self._move_beams(step)
         self._copy_blocks(plan)
         self._append_blocks(plan)
+        self.spans = [span for capture in plan.captures for span in self._spans_of(capture)]
         scheduled = self._scheduled(plan)
         assert plan.total_num_scheduled_tokens == sum(count for _, _, count in scheduled)
         self._write(plan)
         for row_id, row, count in scheduled:
             self._read(row_id, row, count)
         return self._results(plan)
+
+    def _spans_of(self, capture: CaptureStep) -> list[tuple[str, Row, int]]:
+        """Each span as a row whose computed tokens are those before it."""
+        tokens = self.sequences[capture.req_id]
+        row = Row([], len(tokens), SamplingParams(), 0, list(capture.block_ids), 0, self.salts[capture.req_id])
+        row.extend(tokens)
+        spans = []
+        run: list[int] = []
+        for first, count, is_written in capture.spans:
+            spans.append((capture.req_id, replace(row, num_computed_tokens=first, is_written=is_written), count))
+            run += tokens[first : first + count]
+        assert capture.token_ids == run, f"{capture.req_id} runs tokens that do not stand there"
+        return spans
 
     def _scheduled(self, plan: SchedulerOutput) -> list[tuple[str, Row, int]]:
         """Every row that runs: its name, itself, and its tokens."""
@@ -166,7 +201,7 @@ class FakeRunner:
                 named = self._named_beams(step.req_id)
                 assert len(named) == step.num_beams
                 scheduled += [(name, row, step.num_tokens) for name, row in named]
-        return scheduled
+        return scheduled + self.spans
 
     def _named_beams(self, row_id: str) -> list[tuple[str, Row]]:
         return [(f"beam {beam} of {row_id}", row) for beam, row in enumerate(self.beams.get(row_id, []))]
@@ -188,11 +223,11 @@ class FakeRunner:
             for beam, row in enumerate(rows):
                 row.tables[group][step.first_column :] = ids[beam * num_columns : (beam + 1) * num_columns]
 
-    def spoil(self, plan: SchedulerOutput) -> None:
+    def spoil(self, plan: SchedulerOutput, held_elsewhere: set[int]) -> None:
         """What a step that raised may leave behind: garbage in every block that only its own branches read or write."""
         own = set(plan.req_ids) | {name for row_id in plan.req_ids for name, _ in self._named_beams(row_id)}
-        for block, readers in self._readers().items():
-            if readers <= own:
+        for block, readers in self._readers(plan, self.spans).items():
+            if readers <= own and block not in held_elsewhere:
                 self.store[block] = [GARBAGE] * self.block_size
 
     def _add_row(self, new: NewRequestData) -> None:
@@ -212,6 +247,10 @@ class FakeRunner:
         for copy, content in zip(plan.block_copies, contents):
             assert copy.req_id in plan.req_ids, "a copy for a branch that does not run"
             self.store[copy.dst] = content
+            captures = {capture.req_id: capture for capture in plan.captures}
+            if copy.req_id in captures:
+                assert captures[copy.req_id].block_ids[copy.group][copy.index] == copy.dst
+                continue
             if copy.req_id not in plan.num_scheduled_tokens:
                 holders = [row for row in self.beams[copy.req_id] if row.tables[copy.group][copy.index] == copy.dst]
                 assert len(holders) == 1, "a copy that is not one beam's"
@@ -230,13 +269,13 @@ class FakeRunner:
 
     def _write(self, plan: SchedulerOutput) -> None:
         written: set[tuple[int, int]] = set()
-        readers = self._readers()
+        readers = self._readers(plan)
         new_ids = {new.req_id for new in plan.scheduled_new_reqs}
         for row_id, row, count in self._scheduled(plan):
             end = row.num_computed_tokens + count
             assert count > 0 and end <= len(row.token_ids)
             self.num_computed += count
-            for position in range(row.num_computed_tokens, end):
+            for position in range(row.num_computed_tokens, end if row.is_written else 0):
                 place, offset = divmod(position, self.block_size)
                 for group, table in enumerate(row.tables):
                     block = table[place]
@@ -249,11 +288,12 @@ class FakeRunner:
                         assert other in new_ids, f"{row_id} writes block {block}, which {other} holds"
                         assert end >= (place + 1) * self.block_size, f"{other} has hit a block that is not full"
 
-    def _readers(self) -> dict[int, set[str]]:
-        """Who holds a block. Entries that fell out of a window are stale: the block may be anybody's by now."""
+    def _readers(self, plan: SchedulerOutput, spans: Sequence[tuple[str, Row, int]] = ()) -> dict[int, set[str]]:
+        """Who holds a block. Entries that fell out of a window are stale: the block may be anybody's by now. So are the
+        beams of a search that does not run: where they go on is said when it does."""
         readers: dict[int, set[str]] = {}
-        beams = [named for row_id in self.beams for named in self._named_beams(row_id)]
-        for row_id, row in [*self.rows.items(), *beams]:
+        beams = [named for step in plan.beam_steps if step.num_tokens for named in self._named_beams(step.req_id)]
+        for row_id, row in [*self.rows.items(), *beams, *((row_id, row) for row_id, row, _ in spans)]:
             for group, table in enumerate(row.tables):
                 first = self._first_read(group, row.num_computed_tokens) // self.block_size
                 for block in table[first:]:
@@ -285,6 +325,16 @@ class FakeRunner:
             row.pooled += row.prefixes[row.num_computed_tokens : row.num_computed_tokens + count]
             row.num_computed_tokens += count
         self._choose_candidates(plan, result)
+        for capture in plan.captures:
+            prefixes = [
+                row.prefixes[position]
+                for row_id, row, count in self.spans
+                if row_id == capture.req_id
+                for position in range(row.num_computed_tokens, row.num_computed_tokens + count)
+            ]
+            if capture.captured:
+                states = states_of([prefixes[row] for row in capture.captured], capture.layers, capture.dtype)
+                result.hidden_states[capture.req_id] = states
         for row_id in plan.pooled_req_ids:
             row = self.rows[row_id]
             assert row.pooling is not None and row.num_computed_tokens == len(row.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from hypothesis import event, given, settings
@@ -14,17 +15,25 @@ from ratoon.core.errors import RequestError
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
-from ratoon.core.plan import SchedulerOutput
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
+from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction, FinishReason, ResumedChoice
 from ratoon.core.wire import WireTensor
 from ratoon.scheduling.branch import branch_id_of, branch_seed
 from ratoon.scheduling.scheduler import Scheduler
-from tests.property.fake_runner import FakeRunner, reference_texts, reference_tokens, reference_vector
+from tests.property.extractions import Reading, readings, rows_of
+from tests.property.fake_runner import (
+    FakeRunner,
+    reference_states,
+    reference_texts,
+    reference_tokens,
+    reference_vector,
+)
 
 VOCABULARY = 6
 EOS = 5
 MAX_STEPS = 3000
 # What pools hold of the longest sequence: just that, or a few; sometimes less.
+FAMILIES = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2, 3, 3, 4, 4], [1, 2, 3, 4, 2, 2, 2, 2], []]
 POOL_SHARES = {"any": [0.6, 1.0, 1.0, 1.2, 1.6, 2.5], "rooted": [2.0, 4.0, 8.0], "searching": [1.5, 2.0, 2.5, 3.0]}
 
 
@@ -57,6 +66,7 @@ class Load:
     bad_rows: set[int]  # steps in which the first sampled branch has NaN logits, or the first vector a NaN
     restarts: set[int]  # steps before which the engine dies and another one goes on
     children: list[Child]
+    readings: list[Reading]
     lease_fraction: float
     ended_leases: dict[int, list[str]]
     apart: bool  # are the requests of a step that raises tried one by one?
@@ -68,6 +78,7 @@ class Received:
     num_logprobs: int = 0
     prompt_positions: list[int] = field(default_factory=list)
     pooled: WireTensor | None = None
+    rows: list[list[int]] = field(default_factory=list)  # of an extraction, each with a number for every layer
     finish: FinishReason | None = None
     score: float | None = None
 
@@ -103,7 +114,7 @@ def beam_params(draw: st.DrawFn, stops: list[int]) -> BeamSearchParams:
 
 @st.composite
 def requests(draw: st.DrawFn, index: int, searching: bool = False) -> EngineCoreRequest:
-    family = draw(st.sampled_from([[1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2, 3, 3, 4, 4], [1, 2, 3, 4, 2, 2, 2, 2], []]))
+    family = draw(st.sampled_from(FAMILIES))
     prompt = family[: draw(st.integers(0, 16))] + draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
     stops = draw(st.sampled_from([[], [], [EOS], [EOS, 0]]))
     max_tokens = draw(st.one_of(st.none(), st.integers(1, 24)))
@@ -156,15 +167,18 @@ def children(draw: st.DrawFn, num_parents: int) -> Child:
 
 
 @st.composite
-def loads(draw: st.DrawFn, restarting: bool = False, rooted: bool = False, searching: bool = False) -> Load:
-    """`rooted`: memory for leases, and many continuations; `searching`: many beams, and memory for a few of them."""
+def loads(
+    draw: st.DrawFn, restarting: bool = False, rooted: bool = False, searching: bool = False, reading: bool = False
+) -> Load:
+    """`rooted`: memory for leases, and many continuations; `searching`: many beams, and memory for a few of them;
+    `reading`: many extractions."""
     all_requests = [draw(requests(index, searching)) for index in range(draw(st.integers(1, 10)))]
     arrivals: dict[int, list[EngineCoreRequest]] = defaultdict(list)
     for request in all_requests:
         arrivals[draw(st.sampled_from([0, 0, 1, 2, 5, 12, 20]))].append(request)
-    some_steps = st.dictionaries(
-        st.integers(0, 25), st.lists(st.sampled_from([r.request_id for r in all_requests]), max_size=2), max_size=2
-    )
+    all_readings = draw(st.lists(readings(len(all_requests), FAMILIES), max_size=12 if reading else 3))
+    ids = [request.request_id for request in all_requests] + [f"x{number}" for number in range(len(all_readings))]
+    some_steps = st.dictionaries(st.integers(0, 25), st.lists(st.sampled_from(ids), max_size=2), max_size=2)
     max_model_len = draw(st.integers(16, 40))
     rare_steps = st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, 25), max_size=2))
     return Load(
@@ -186,6 +200,7 @@ def loads(draw: st.DrawFn, restarting: bool = False, rooted: bool = False, searc
         bad_rows=set(draw(rare_steps)),
         restarts=draw(st.sets(st.integers(1, 30), min_size=1, max_size=3)) if restarting else set(),
         children=draw(st.lists(children(len(all_requests)), min_size=3 if rooted else 0, max_size=8 if rooted else 5)),
+        readings=all_readings,
         lease_fraction=draw(st.sampled_from([0.5, 1.0] if rooted else [0.0, 0.3, 0.5, 1.0])),
         ended_leases=draw(some_steps),
         apart=draw(st.booleans()),
@@ -198,6 +213,7 @@ class Drive:
     def __init__(self, load: Load) -> None:
         self.load = load
         self.salts: dict[str, int] = {}
+        self.sequences: dict[str, list[int]] = {}  # that are read out
         self.accepted: dict[str, EngineCoreRequest] = {}
         self.received: dict[tuple[str, int], Received] = defaultdict(Received)
         self.start()
@@ -210,7 +226,7 @@ class Drive:
             load.kv,
             load.max_model_len,
         )
-        self.runner = FakeRunner(load.kv, self.salts, VOCABULARY, load.burst)
+        self.runner = FakeRunner(load.kv, self.salts, self.sequences, VOCABULARY, load.burst)
 
     def restart(self) -> None:
         """All is lost but what callers have received: a new engine goes on from there."""
@@ -219,6 +235,7 @@ class Drive:
             choices = [self.received[request.request_id, choice] for choice in range(request.sampling_params.n)]
             if all(received.finish is not None for received in choices):
                 continue
+            choices[0].rows.clear()  # hidden states come from the beginning again
             if request.beam_params is None and any(received.tokens for received in choices):
                 event("resumed")
                 resumed = [ResumedChoice(received.tokens.copy(), received.finish is not None) for received in choices]
@@ -227,16 +244,20 @@ class Drive:
             self.scheduler.check()
 
     def run(self) -> None:
-        last_arrival = max([*self.load.arrivals, *(child.step for child in self.load.children)])
+        later = [*self.load.children, *self.load.readings]
+        last_arrival = max([*self.load.arrivals, *(one.step for one in later)])
         for step in range(MAX_STEPS):
             if step in self.load.restarts:
                 self.restart()
-            self.scheduler.tick(float(step))
+            self.take(self.scheduler.tick(float(step)))
             for branch_id in self.load.ended_leases.get(step, []):
                 self.scheduler.leases.end(branch_id)
             for number, child in enumerate(self.load.children):
                 if child.step == step:
                     self.arrive_child(f"c{number}", child)
+            for number, reading in enumerate(self.load.readings):
+                if reading.step == step:
+                    self.arrive_reading(f"x{number}", reading)
             for request in self.load.arrivals.get(step, []):
                 self.arrive(request)
             self.take(self.scheduler.abort_requests(self.load.aborts.get(step, [])))
@@ -253,6 +274,7 @@ class Drive:
             event(f"refused: {error.field}")
             return
         self.accepted[request.request_id] = request
+        self.sequences[request.request_id] = request.prompt_token_ids
         self.salts[request.request_id] = hash(tuple(map(ord, request.cache_salt or "")))
 
     def arrive_child(self, name: str, child: Child) -> None:
@@ -281,6 +303,23 @@ class Drive:
             )
         )
 
+    def arrive_reading(self, name: str, reading: Reading) -> None:
+        if reading.parent is None:
+            event("extraction of a prompt of its own")
+            self.arrive(reading.request(name, reading.prompt, reading.salt, None))
+            return
+        parent = self.accepted.get(f"r{reading.parent}")
+        if parent is None or reading.choice >= parent.sampling_params.n:
+            return
+        received = self.received[parent.request_id, reading.choice]
+        tokens = [
+            *parent.prompt_token_ids,
+            *([] if parent.beam_params and received.finish is None else received.tokens),
+        ]
+        event("extraction of a parent that " + ("runs" if received.finish is None else "has ended"))
+        branch_id = branch_id_of(parent.request_id, reading.choice)
+        self.arrive(reading.request(name, tokens, parent.cache_salt, branch_id))
+
     def step(self, step: int) -> None:
         on_trial = bool(self.scheduler.roster.on_trial)  # then others give way to the one that is tried
         plan = self.scheduler.schedule()
@@ -290,12 +329,12 @@ class Drive:
         self.check_limits(plan)
         result = self.runner.execute(decoded)
         if step in self.load.raising_steps:
-            self.runner.spoil(plan)
+            self.runner.spoil(plan, self.held_elsewhere(plan))
             if not (self.load.apart and plan.req_ids and self.scheduler.try_apart(plan)):
                 self.take(self.scheduler.fail_requests(plan.req_ids, "the device is on fire"))
             return
         self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
-        if step in self.load.bad_rows and (result.req_ids or result.pooled or result.candidates):
+        if step in self.load.bad_rows and (result.req_ids or self.other_values(result)):
             self.drop_row(result)
         self.take(self.scheduler.update_from_output(plan, result))
         if plan.preempted_req_ids and not on_trial:
@@ -307,13 +346,24 @@ class Drive:
         for beam_step in plan.beam_steps:
             event("beams that catch up" if beam_step.num_tokens > 1 else "beams")
 
+    def held_elsewhere(self, plan: SchedulerOutput) -> set[int]:
+        """Blocks that others hold than those who run: leases, and extractions that have a break."""
+        roster = self.scheduler.roster
+        idle = [state.branch for state in roster.extractions.running if state.branch.branch_id not in plan.req_ids]
+        tables = [table for holder in [*self.scheduler.leases.sequences(), *idle] for table in holder.block_tables]
+        return {block.block_id for table in tables for block in table}
+
+    def other_values(self, result: ModelRunnerOutput) -> dict[str, Any]:
+        """What is no token."""
+        return result.pooled or result.candidates or result.hidden_states
+
     def drop_row(self, result: ModelRunnerOutput) -> None:
         if result.req_ids:
             bad_id = result.req_ids.pop(0)
             result.sampled_token_ids.pop(0)
             result.logprobs.pop(bad_id, None)
         else:
-            values = result.pooled or result.candidates
+            values = self.other_values(result)
             bad_id = next(iter(values))
             del values[bad_id]
         result.errors[bad_id] = "NaN"
@@ -328,6 +378,9 @@ class Drive:
             assert longest <= config.max_prefill_chunk
             for beam_step in beams:
                 assert beam_step.num_tokens <= max(1, config.max_prefill_chunk // beam_step.num_beams)
+        assert sum(len(capture.spans) for capture in plan.captures) <= MAX_CAPTURE_SPANS
+        for capture in plan.captures:
+            assert 0 < len(capture.token_ids) <= self.scheduler.planner.max_step_tokens
         if plan.is_empty:
             assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
 
@@ -335,13 +388,20 @@ class Drive:
         for output in outputs:
             received = self.received[output.request_id, output.choice]
             assert received.finish is None, "an output after the end"
-            assert output.num_cached_tokens < len(self.accepted[output.request_id].prompt_token_ids)
+            request = self.accepted[output.request_id]
+            # One token is always computed, except where nothing is generated behind it.
+            most_cached = len(request.prompt_token_ids) - (request.extraction is None)
+            assert output.num_cached_tokens <= most_cached
             received.tokens = output.new_token_ids if output.replaces else received.tokens + output.new_token_ids
             received.score = output.score
             received.finish = output.finish_reason
             if output.inherited_from is not None:
                 event(f"inherited from: {output.inherited_from}")
             received.pooled = output.pooled
+            if output.hidden_states is not None:
+                assert output.first_row == len(received.rows), "rows are missing, or came twice"
+                received.rows += rows_of(output.hidden_states)
+                assert output.num_rows_run >= len(received.rows)
             if output.new_logprobs is not None:
                 received.num_logprobs += len(output.new_logprobs.token_ids)
             for chunk in output.prompt_logprobs or []:
@@ -380,8 +440,27 @@ def test_beam_searches_end_with_the_texts_they_would_find_alone(load: Load) -> N
     check_results(drive)
 
 
+@settings(max_examples=max(400, settings.default.max_examples))
+@given(loads(reading=True))
+def test_extractions_end_with_the_states_of_their_own_sequence(load: Load) -> None:
+    drive = Drive(load)
+    drive.run()
+    check_results(drive)
+
+
+@settings(max_examples=max(200, settings.default.max_examples))
+@given(loads(reading=True, restarting=True, rooted=True))
+def test_extractions_begin_again_in_a_new_engine(load: Load) -> None:
+    drive = Drive(load)
+    drive.run()
+    check_results(drive)
+
+
 def check_results(drive: Drive) -> None:
     for request in drive.accepted.values():
+        if request.extraction is not None:
+            check_states(request, request.extraction, drive.received[request.request_id, 0])
+            continue
         if request.pooling_params is not None:
             check_vector(request, drive.received[request.request_id, 0])
             continue
@@ -437,3 +516,14 @@ def check_vector(request: EngineCoreRequest, received: Received) -> None:
     event(f"pooled: {request.pooling_params.pooling}")
     assert received.finish == FinishReason.STOP
     assert received.pooled == reference_vector(request.prompt_token_ids, request.pooling_params)
+
+
+def check_states(request: EngineCoreRequest, extraction: Extraction, received: Received) -> None:
+    assert received.tokens == []
+    expected = rows_of(reference_states(request.prompt_token_ids, extraction))
+    if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
+        assert received.rows == expected[: len(received.rows)] and len(received.rows) < len(expected)
+        return
+    event("read out")
+    assert received.finish == FinishReason.STOP
+    assert received.rows == expected

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
-from ratoon.core.plan import BeamStep, BlockCopy
+from ratoon.core.plan import MAX_CAPTURE_SPANS, BeamStep, BlockCopy
 from tests.golden.tiny_models import TinyModel
 from tests.unit.execution.test_model_runner import (
     BACKENDS,
@@ -171,7 +171,7 @@ def test_rows_that_a_narrower_step_gives_up_can_be_taken_by_others() -> None:
     output = driver.step(new=[driver.new("a", OTHER, 21), driver.new("b", OTHER, 25)])
     assert token_of(output, "a") == token_of(output, "b") == oracle_greedy(LLAMA, OTHER, 1)[0]
     with pytest.raises(ValueError, match="rows"):
-        driver.runner.rows.take(1)
+        driver.runner.rows.take(MAX_CAPTURE_SPANS + 1)  # those that are kept for hidden states
 
 
 def test_a_search_with_nan_logits_fails_alone() -> None:

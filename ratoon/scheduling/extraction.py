@@ -1,0 +1,165 @@
+"""Requests for hidden states as the scheduler sees them: which rows are still to be run, and who waits for them.
+
+An extraction reads the keys and values of another sequence and runs only the rows that it was asked for. Rows whose own
+keys and values are there already are run without being written; what is missing is computed like a prompt, and rows
+are read out in passing. Who runs when is the planner's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ratoon.core.errors import QueueFullError
+from ratoon.core.plan import BlockIds, CaptureStep
+from ratoon.core.request import Extraction
+
+if TYPE_CHECKING:
+    from ratoon.scheduling.branch import Branch
+
+Span = tuple[int, int, bool]  # first position, count, whether keys and values are written
+
+MAX_WAITING = 1024  # extractions that have not begun
+PATIENCE = 16  # times that the first may be passed by; from then on nobody overtakes it or takes its memory
+AGED_SHARE = 8  # one part in so many of a step's tokens is then its own
+
+
+class ExtractionState:
+    """One extraction: positions rising, the first `num_captured` of them done."""
+
+    __slots__ = ("branch", "deadline", "extraction", "num_captured", "num_passed_by", "num_rows_run")
+
+    def __init__(self, branch: Branch, extraction: Extraction) -> None:
+        self.branch = branch
+        self.extraction = extraction
+        self.deadline: float | None = None  # on the scheduler's clock
+        self.num_captured = 0
+        self.num_passed_by = 0  # times that others came first since it last gave something
+        self.num_rows_run = 0
+
+    @property
+    def done(self) -> bool:
+        return self.num_captured == len(self.extraction.positions)
+
+    @property
+    def next_position(self) -> int:
+        return self.extraction.positions[self.num_captured]
+
+    def next_spans(self, num_computed: int, budget: int, max_spans: int) -> list[Span]:
+        """What to run next, within `budget` rows: (first position, count, whether it is written).
+
+        Positions before `num_computed` are there: those asked for are run as they come, in runs. From there on all
+        that lies before the next position asked for has to be computed.
+        """
+        spans: list[Span] = []
+        positions = self.extraction.positions
+        index = self.num_captured
+        while index < len(positions) and positions[index] < num_computed and budget > 0:
+            first = positions[index]
+            count = 1
+            while (
+                count < budget
+                and index + count < len(positions)
+                and positions[index + count] == first + count < num_computed
+            ):
+                count += 1
+            if len(spans) == max_spans:
+                return spans
+            spans.append((first, count, False))
+            budget -= count
+            index += count
+        if index < len(positions) and budget > 0 and positions[index] >= num_computed and len(spans) < max_spans:
+            spans.append((num_computed, min(budget, positions[-1] + 1 - num_computed), True))
+        return spans
+
+    def take_step(self, spans: list[Span], block_ids: BlockIds) -> CaptureStep:
+        """Write spans down as a step."""
+        tokens: list[int] = []
+        captured: list[int] = []
+        positions, index = self.extraction.positions, self.num_captured
+        for first, count, _ in spans:
+            while index < len(positions) and positions[index] < first + count:
+                captured.append(len(tokens) + positions[index] - first)
+                index += 1
+            tokens += self.branch.token_ids[first : first + count]
+        return CaptureStep(
+            req_id=self.branch.branch_id,
+            token_ids=tokens,
+            spans=spans,
+            block_ids=block_ids,
+            captured=captured,
+            layers=self.extraction.layers,
+            dtype=self.extraction.dtype,
+        )
+
+    def confirm(self, step: CaptureStep) -> None:
+        """The step's rows were run, and those it named were read out."""
+        self.num_captured += len(step.captured)
+        self.num_rows_run += len(step.token_ids)
+        if step.captured:
+            self.num_passed_by = 0
+
+
+class ExtractionQueue:
+    """Those who have not begun, first come, first served, and those who have."""
+
+    def __init__(self) -> None:
+        self.running: list[ExtractionState] = []  # hold blocks
+        self._waiting: deque[ExtractionState] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self.running)
+
+    def __iter__(self) -> Iterator[ExtractionState]:
+        yield from self.running
+        yield from self._waiting
+
+    @property
+    def waiting(self) -> deque[ExtractionState]:
+        return self._waiting
+
+    @property
+    def first(self) -> ExtractionState | None:
+        """Whose turn it is."""
+        if self.running:
+            return self.running[0]
+        return self._waiting[0] if self._waiting else None
+
+    @property
+    def aged(self) -> ExtractionState | None:
+        """The first, if others came before it too often. Rows that were run on the way do not make it younger: their
+        keys and values may be lost again. Rows that were read out do, so that generation has its turn as well."""
+        first = self.first
+        return first if first is not None and first.num_passed_by >= PATIENCE else None
+
+    def add(self, state: ExtractionState, now: float) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            raise QueueFullError(
+                "hidden_states", f"{len(self._waiting)} extractions are waiting already", "try again in a moment"
+            )
+        if state.extraction.deadline is not None:
+            state.deadline = now + state.extraction.deadline
+        self._waiting.append(state)
+
+    def begin(self, state: ExtractionState) -> None:
+        self._waiting.remove(state)
+        self.running.append(state)
+
+    def set_back(self, state: ExtractionState) -> None:
+        """It has lost its memory."""
+        state.num_passed_by += 1
+        self.running.remove(state)
+        self._waiting.appendleft(state)
+
+    def remove(self, state: ExtractionState) -> None:
+        if state in self.running:
+            self.running.remove(state)
+        else:
+            self._waiting.remove(state)
+
+    def overdue(self, now: float) -> list[ExtractionState]:
+        return [state for state in self if state.deadline is not None and state.deadline <= now]
+
+    def next_deadline(self) -> float | None:
+        return min((state.deadline for state in self if state.deadline is not None), default=None)

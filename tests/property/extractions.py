@@ -1,0 +1,79 @@
+"""Extractions in random loads: what is asked for and when, and the states that must come of it.
+
+A state is a number made of the whole prefix, the layer and the dtype: a row that belongs to another position, another
+request or another layer shows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from ratoon.core.params import SamplingParams
+from ratoon.core.request import EngineCoreRequest, Extraction
+from ratoon.core.wire import WireTensor
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@dataclass
+class Reading:
+    """An extraction of an earlier request, as far as that one has come by then, or of a prompt of its own."""
+
+    step: int
+    parent: int | None  # its number
+    choice: int
+    prompt: list[int]
+    positions: list[int] | None  # counted around the sequence, which may be shorter; None: all
+    layers: list[int]
+    dtype: str
+    deadline: float | None
+    salt: str | None
+
+    def request(self, name: str, token_ids: list[int], salt: str | None, parent: str | None) -> EngineCoreRequest:
+        """`token_ids`: the sequence that is read, up to the last position that is asked for."""
+        numbers = range(len(token_ids)) if self.positions is None else self.positions
+        positions = sorted({number % len(token_ids) for number in numbers})
+        return EngineCoreRequest(
+            name,
+            token_ids[: positions[-1] + 1],
+            SamplingParams(max_tokens=1, detokenize=False),
+            arrival_time=100.0 + self.step,
+            cache_salt=salt,
+            extraction=Extraction(positions, self.layers, self.dtype, self.deadline),
+            continuation_of=parent,
+            continuation_token_ids=None if parent is None else [],
+        )
+
+
+@st.composite
+def readings(draw: st.DrawFn, num_parents: int, families: Sequence[list[int]]) -> Reading:
+    own = draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+    some = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+    return Reading(
+        step=draw(st.integers(0, 40)),
+        parent=draw(st.one_of(st.none(), st.integers(0, num_parents - 1), st.integers(0, num_parents - 1))),
+        choice=draw(st.sampled_from([0, 0, 1, 2])),
+        prompt=draw(st.sampled_from(families))[: draw(st.integers(0, 16))] + own,
+        positions=draw(st.one_of(st.none(), st.just([-1]), some)),
+        layers=draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        deadline=draw(st.sampled_from([None, None, None, 3.0, 10.0])),
+        salt=draw(st.sampled_from([None, None, "a"])),
+    )
+
+
+def states_of(prefixes: list[int], layers: list[int], dtype: str) -> WireTensor:
+    """[layers, rows, 1] for rows with these prefixes."""
+    numbers = [hash((prefix, layer, DTYPES.index(dtype))) for layer in layers for prefix in prefixes]
+    return WireTensor("int64", (len(layers), len(prefixes), 1), array("q", numbers).tobytes())
+
+
+def rows_of(states: WireTensor) -> list[list[int]]:
+    """The numbers of each row, by layer."""
+    num_layers, num_rows, _ = states.shape
+    numbers = states.view().tolist()
+    return [[numbers[layer * num_rows + row] for layer in range(num_layers)] for row in range(num_rows)]

@@ -1,0 +1,640 @@
+"""Requests for hidden states: which rows run, what they cost, who goes first, and who gives way to whom."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ratoon.core.errors import DeadlineError, QueueFullError, RequestError
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
+from ratoon.core.plan import MAX_CAPTURE_SPANS, CaptureStep, SchedulerOutput
+from ratoon.core.request import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    Extraction,
+    FinishReason,
+    InheritedFrom,
+    ResumedChoice,
+)
+from ratoon.core.wire import WireTensor
+from ratoon.scheduling import extraction as extraction_module
+from ratoon.scheduling.extraction import AGED_SHARE, PATIENCE
+from ratoon.scheduling.scheduler import Scheduler
+from tests.unit.scheduling.steps import add, answer_of, new_ids, request_of, scheduler_of
+
+PROMPT = list(range(100, 121))  # five blocks and a token
+
+
+def extraction_request(
+    request_id: str,
+    tokens: int | list[int],
+    positions: Sequence[int] | None = None,  # all, unless said
+    layers: Sequence[int] = (2,),
+    parent: str | None = None,
+    deadline: float | None = None,
+    **rest: object,
+) -> EngineCoreRequest:
+    request = request_of(request_id, tokens, **rest)
+    numbers = list(range(len(request.prompt_token_ids)) if positions is None else positions)
+    request.prompt_token_ids = request.prompt_token_ids[: numbers[-1] + 1]
+    request.sampling_params = SamplingParams(max_tokens=1, detokenize=False)
+    request.extraction = Extraction(numbers, list(layers), deadline=deadline)
+    if parent is not None:
+        request.continuation_of, request.continuation_token_ids = parent, []
+    return request
+
+
+def read(scheduler: Scheduler, *args: object, **rest: object) -> None:
+    scheduler.add_request(extraction_request(*args, **rest))
+
+
+def states_for(capture: CaptureStep) -> WireTensor:
+    """[layers, rows, 1]; the numbers do not matter here."""
+    shape = (len(capture.layers), len(capture.captured), 1)
+    return WireTensor("float32", shape, array("f", [0.5] * (shape[0] * shape[1])).tobytes())
+
+
+def answer_to(plan: SchedulerOutput) -> ModelRunnerOutput:
+    result = answer_of(plan)
+    result.hidden_states = {capture.req_id: states_for(capture) for capture in plan.captures if capture.captured}
+    return result
+
+
+def step(scheduler: Scheduler) -> tuple[SchedulerOutput, dict[str, EngineCoreOutput]]:
+    """Plan, answer with tokens and states, update, check. Outputs by request."""
+    plan = scheduler.schedule()
+    scheduler.check()
+    outputs = scheduler.update_from_output(plan, answer_to(plan))
+    scheduler.check()
+    return plan, {output.request_id: output for output in outputs}
+
+
+def finish(scheduler: Scheduler) -> dict[str, list[EngineCoreOutput]]:
+    """Run to the end. What came for each request."""
+    received: dict[str, list[EngineCoreOutput]] = {}
+    for _ in range(500):
+        if not scheduler.has_requests():
+            return received
+        for request_id, output in step(scheduler)[1].items():
+            received.setdefault(request_id, []).append(output)
+    raise AssertionError("it does not end")
+
+
+def captures_of(plan: SchedulerOutput) -> dict[str, CaptureStep]:
+    return {capture.req_id: capture for capture in plan.captures}
+
+
+def lease(scheduler: Scheduler, request_id: str = "g", prompt: list[int] = PROMPT) -> list[int]:
+    """A request that ends and keeps its memory: its tokens, all but the last of them computed."""
+    request = request_of(request_id, prompt, max_tokens=3)
+    request.retain_kv = 1000.0
+    scheduler.add_request(request)
+    while scheduler.has_unfinished_requests():
+        step(scheduler)
+    assert scheduler.leases.find(request_id) is not None
+    return [*prompt, 7, 7, 7]
+
+
+# ---- which rows run ----
+
+
+def test_a_prompt_of_its_own_runs_once_and_its_rows_are_read_out_in_passing() -> None:
+    scheduler = scheduler_of()
+    read(scheduler, "x", PROMPT, [2, 3, 20], layers=[0, 4])
+    plan, outputs = step(scheduler)
+    (capture,) = plan.captures
+    assert (capture.spans, capture.captured, capture.layers) == ([(0, 21, True)], [2, 3, 20], [0, 4])
+    assert capture.token_ids == PROMPT and len(capture.block_ids[0]) == 6
+    assert plan.num_scheduled_tokens == {} and plan.sampled_req_ids == [] and plan.total_num_scheduled_tokens == 21
+    output = outputs["x"]
+    assert (output.finish_reason, output.first_row, output.num_rows_run) == (FinishReason.STOP, 0, 21)
+    assert output.hidden_states is not None and output.hidden_states.shape == (2, 3, 1)
+    assert not scheduler.has_requests() and scheduler.kv_cache.usage == 0.0  # the runner has no row to drop
+
+
+def test_of_a_leased_parent_only_the_rows_asked_for_run_and_nothing_is_written() -> None:
+    scheduler = scheduler_of()
+    tokens = lease(scheduler)
+    num_free = scheduler.kv_cache.num_free_blocks
+    read(scheduler, "x", tokens, [0, 5, 6, 7, 19], parent="g")
+    plan, outputs = step(scheduler)
+    (capture,) = plan.captures
+    assert capture.spans == [(0, 1, False), (5, 3, False), (19, 1, False)]
+    assert capture.token_ids == [tokens[position] for position in (0, 5, 6, 7, 19)]
+    assert capture.captured == [0, 1, 2, 3, 4]
+    assert plan.block_copies == [] and plan.total_num_scheduled_tokens == 5
+    assert (outputs["x"].inherited_from, outputs["x"].num_rows_run) == (InheritedFrom.LEASE, 5)
+    assert scheduler.kv_cache.num_free_blocks == num_free
+
+
+def test_the_last_token_of_a_leased_parent_is_one_row_in_a_copy_of_its_last_block() -> None:
+    scheduler = scheduler_of()
+    tokens = lease(scheduler)  # its last token was sampled and never computed
+    read(scheduler, "x", tokens, [23], parent="g")
+    plan, _ = step(scheduler)
+    (capture,) = plan.captures
+    assert capture.spans == [(23, 1, True)] and plan.total_num_scheduled_tokens == 1
+    (copy,) = plan.block_copies
+    leased = [block.block_id for block in scheduler.leases.find("g").block_tables[0]]
+    assert copy.src == leased[5] and copy.dst not in leased
+    assert capture.block_ids[0] == [*leased[:5], copy.dst]
+
+
+def test_what_is_missing_between_two_positions_is_computed_on_the_way() -> None:
+    scheduler = scheduler_of()
+    add(scheduler, "g", PROMPT[:9], max_tokens=1)
+    step(scheduler)
+    read(scheduler, "x", PROMPT, [1, 6, 20])
+    plan, _ = step(scheduler)
+    (capture,) = plan.captures
+    assert capture.spans == [(1, 1, False), (6, 1, False), (8, 13, True)]
+    assert capture.captured == [0, 1, 14]
+
+
+def test_a_running_parent_gives_its_full_blocks_and_keeps_the_one_that_it_writes() -> None:
+    scheduler = scheduler_of()
+    add(scheduler, "g", PROMPT, max_tokens=30)
+    for _ in range(3):
+        step(scheduler)
+    before = [block.block_id for block in scheduler.roster.branches["g"].block_tables[0]]
+    read(scheduler, "x", [*PROMPT, 7, 7], [3, 22], parent="g")
+    plan, outputs = step(scheduler)
+    assert captures_of(plan)["x"].spans == [(3, 1, False), (20, 3, True)]
+    assert plan.num_scheduled_tokens == {"g": 1} and plan.block_copies == []
+    assert outputs["x"].inherited_from == InheritedFrom.LEASE and outputs["x"].finished
+    assert [block.block_id for block in scheduler.roster.branches["g"].block_tables[0]][:6] == before[:6]
+
+
+def test_a_parent_that_waits_for_memory_is_found_in_the_prefix_cache() -> None:
+    scheduler = scheduler_of(max_num_seqs=1)
+    add(scheduler, "g", PROMPT, max_tokens=2)
+    finish(scheduler)
+    add(scheduler, "running", 4, max_tokens=30)
+    add(scheduler, "again", PROMPT, max_tokens=2)
+    step(scheduler)
+    read(scheduler, "x", PROMPT, [20], parent="again")
+    plan, outputs = step(scheduler)
+    assert captures_of(plan)["x"].spans == [(20, 1, True)]
+    assert outputs["x"].inherited_from == InheritedFrom.PREFIX_CACHE
+
+
+def test_rows_come_in_parts_where_a_step_has_room_for_fewer() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=4)
+    read(scheduler, "x", PROMPT, [1, 6, 7, 8, 20])
+    received = finish(scheduler)["x"]
+    parts = [(output.first_row, output.hidden_states.shape[1], output.num_rows_run) for output in received]
+    assert parts == [(0, 1, 4), (1, 2, 8), (3, 1, 12), (4, 1, 21)]
+    assert [output.finished for output in received] == [False, False, False, True]
+
+
+def test_unwritten_rows_are_cut_by_the_budget_too_and_go_on_where_they_stopped() -> None:
+    scheduler = scheduler_of(max_prefill_chunk=3)
+    tokens = lease(scheduler)
+    read(scheduler, "x", tokens, [0, 1, 2, 3, 9, 23], parent="g")
+    plans = []
+    while scheduler.has_unfinished_requests():
+        plans.append(step(scheduler)[0].captures[0])
+    assert [plan.spans for plan in plans] == [[(0, 3, False)], [(3, 1, False), (9, 1, False), (23, 1, True)]]
+
+
+def test_a_step_has_no_more_spans_than_the_runner_has_rows_for() -> None:
+    scheduler = scheduler_of(num_blocks=400, max_model_len=400)
+    prompt = list(range(1000, 1300))
+    tokens = lease(scheduler, prompt=prompt)
+    read(scheduler, "x", tokens, range(0, 280, 2), parent="g")  # 140 runs of one
+    read(scheduler, "y", tokens, range(1, 30, 2), parent="g")  # 15
+    counts = []
+    while scheduler.has_unfinished_requests():
+        plan, _ = step(scheduler)
+        counts.append({capture.req_id: len(capture.spans) for capture in plan.captures})
+    assert counts == [{"x": 64}, {"x": 64}, {"x": 12, "y": 15}]
+    assert MAX_CAPTURE_SPANS == 64
+
+
+def test_extractions_run_in_the_step_of_tokens_vectors_and_beams() -> None:
+    scheduler = scheduler_of()
+    add(scheduler, "a", 4)
+    add(scheduler, "c", 6, n=2)
+    pooled = request_of("p", 5)
+    pooled.pooling_params = PoolingParams()
+    scheduler.add_request(pooled)
+    read(scheduler, "x", PROMPT, [20])
+    read(scheduler, "y", 7)
+    plan = scheduler.schedule()
+    assert plan.sampled_req_ids == ["a", "c"] and plan.pooled_req_ids == ["p"]
+    assert list(captures_of(plan)) == ["x", "y"] and plan.total_num_scheduled_tokens == 4 + 6 + 5 + 21 + 7
+    assert plan.req_ids == ["a", "c", "p", "x", "y"]
+
+
+# ---- generation goes first ----
+
+
+def test_generation_goes_first_and_an_extraction_takes_what_is_left() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=10)
+    read(scheduler, "x", 30, [29])
+    add(scheduler, "a", 6, max_tokens=9)
+    plan, _ = step(scheduler)
+    assert plan.num_scheduled_tokens == {"a": 6} and len(captures_of(plan)["x"].token_ids) == 4
+    plan, _ = step(scheduler)
+    assert plan.num_scheduled_tokens == {"a": 1} and len(captures_of(plan)["x"].token_ids) == 9
+
+
+def test_those_that_have_begun_go_on_before_others_begin() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=8)
+    for name in "xyz":
+        read(scheduler, name, 12, [11])
+    rows = []
+    while scheduler.has_unfinished_requests():
+        plan, _ = step(scheduler)
+        rows.append({capture.req_id: len(capture.token_ids) for capture in plan.captures})
+    assert rows == [{"x": 8}, {"x": 4, "y": 4}, {"y": 8}, {"z": 8}, {"z": 4}]
+
+
+def test_one_that_long_prompts_passed_by_gets_a_share_of_its_own() -> None:
+    budget = 16
+    scheduler = scheduler_of(max_num_batched_tokens=budget, max_model_len=2000, num_blocks=1000)
+    add(scheduler, "long", 1500, max_tokens=1)
+    read(scheduler, "x", 6, [5])
+    rows = []
+    while "x" in scheduler.roster.requests:
+        plan, _ = step(scheduler)
+        rows.append(sum(len(capture.token_ids) for capture in plan.captures))
+        assert plan.num_scheduled_tokens["long"] == budget - rows[-1]
+    assert rows == [0] * PATIENCE + [budget // AGED_SHARE] * 3
+
+
+def fresh(number: int, length: int) -> list[int]:
+    """A prompt that no other has."""
+    return list(range(100_000 + 1000 * number, 100_000 + 1000 * number + length))
+
+
+def endless(
+    scheduler: Scheduler, arrive: Callable[[int], None], wanted: str, most_steps: int = 400
+) -> list[SchedulerOutput]:
+    """New requests before every step, until the one that is looked at has ended. All plans up to there."""
+    plans = []
+    for number in range(most_steps):
+        arrive(number)
+        plan, outputs = step(scheduler)
+        plans.append(plan)
+        if wanted in outputs and outputs[wanted].finished:
+            return plans
+    raise AssertionError(f"{wanted} starves")
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["with a prefix cache", "without"])
+@pytest.mark.parametrize("num_blocks", [17, 20, 40, 400])
+@pytest.mark.parametrize("chunk", [4, 16, None])
+@pytest.mark.parametrize("budget", [8, 64])
+def test_nothing_starves_under_endless_generation(
+    caching: bool, num_blocks: int, chunk: int | None, budget: int
+) -> None:
+    """Prompts wait all the time and take all memory that they find; the extraction needs nearly the whole pool."""
+    scheduler = scheduler_of(
+        num_blocks, caching, max_num_batched_tokens=budget, max_prefill_chunk=chunk, max_num_seqs=8
+    )
+    read(scheduler, "x", 60, [59])
+
+    def arrive(_: int) -> None:
+        while len(scheduler.roster.waiting) < 3:
+            number = scheduler._num_added
+            add(scheduler, f"g{number}", fresh(number, 20), max_tokens=30)
+
+    plans = endless(scheduler, arrive, "x")
+    later = endless(scheduler, arrive, f"g{scheduler._num_added - 1}")  # and generation goes on as well
+    assert plans and later
+
+
+def test_generation_does_not_starve_under_endless_extractions() -> None:
+    scheduler = scheduler_of(num_blocks=200, max_num_batched_tokens=64)
+
+    def arrive(number: int) -> None:
+        while len(scheduler.roster.extractions) < 40:
+            read(scheduler, f"x{scheduler._num_added}", fresh(scheduler._num_added, 64), [63])
+        if number == 60:
+            add(scheduler, "g", 10, max_tokens=3)
+
+    plans = endless(scheduler, arrive, "g")
+    assert len(plans) <= 60 + 3 + 2
+    assert all(plan.total_num_scheduled_tokens == 64 for plan in plans)  # and extractions take all that is left
+
+
+def test_rows_that_are_run_and_lost_again_count_as_passing_by() -> None:
+    """Else one that is served in every step, and whose memory is taken in every step, would never end."""
+    scheduler = scheduler_of(num_blocks=12, caching=False, max_prefill_chunk=4)
+    read(scheduler, "x", 40, [39])
+    state = scheduler.roster.extractions.first
+    step(scheduler)
+    assert state.num_passed_by == 0
+    scheduler.roster.set_back(state.branch)
+    step(scheduler)
+    assert state.num_passed_by == 1
+    finish(scheduler)
+
+
+# ---- memory ----
+
+
+def test_one_that_finds_no_memory_is_set_back_and_holds_nothing() -> None:
+    scheduler = scheduler_of(num_blocks=9)  # 8 of them
+    add(scheduler, "a", 22, max_tokens=8)
+    step(scheduler)
+    read(scheduler, "x", 12)
+    plan, _ = step(scheduler)
+    assert plan.captures == [] and plan.num_scheduled_tokens == {"a": 1}
+    assert not scheduler.roster.extractions.running and len(scheduler.roster.extractions.waiting) == 1
+    assert scheduler.kv_cache.num_free_blocks == 2
+    received = finish(scheduler)
+    assert received["x"][-1].finish_reason == FinishReason.STOP
+
+
+def test_rows_that_were_read_out_before_memory_was_lost_are_not_read_again() -> None:
+    scheduler = scheduler_of(num_blocks=9, caching=False, max_prefill_chunk=8)
+    add(scheduler, "a", 8, max_tokens=21)
+    step(scheduler)
+    read(scheduler, "x", 24)
+    for _ in range(3):
+        step(scheduler)
+    # 3 blocks of a's and 4 of x's; the last chunk of x would need two more, and finds one.
+    state = scheduler.roster.extractions.first
+    assert (state.num_captured, state.branch.block_tables) == (16, [])
+    captures: list[CaptureStep] = []
+    received = []
+    while scheduler.has_unfinished_requests():
+        plan, outputs = step(scheduler)
+        captures += plan.captures
+        received += [outputs["x"]] if "x" in outputs else []
+    assert [(output.first_row, output.finished) for output in received] == [(16, True)]
+    assert [capture.captured for capture in captures if capture.captured] == [list(range(8))]
+    assert [capture.spans for capture in captures][-3:] == [[(0, 8, True)], [(8, 8, True)], [(16, 8, True)]]
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_a_decoding_branch_that_needs_a_block_takes_it_from_an_extraction_before_anyone_is_preempted() -> None:
+    scheduler = scheduler_of(num_blocks=9, caching=False, max_prefill_chunk=8)
+    add(scheduler, "a", 8, max_tokens=20)
+    step(scheduler)
+    read(scheduler, "x", 24, [23])
+    read(scheduler, "y", 24, [23])
+    plan, _ = step(scheduler)
+    assert list(captures_of(plan)) == ["x", "y"]
+    assert scheduler.kv_cache.num_free_blocks == 1
+    while plan.captures and "y" in captures_of(plan):
+        plan, _ = step(scheduler)
+    assert [state.branch.branch_id for state in scheduler.roster.extractions] == ["x", "y"]  # the last gave way
+    assert scheduler.stats().num_preemptions == 0 and plan.num_scheduled_tokens == {"a": 1}
+    finish(scheduler)
+
+
+def test_the_first_of_several_always_gets_on() -> None:
+    """Those that began later give their memory back, and come again in their old order."""
+    scheduler = scheduler_of(num_blocks=11, caching=False, max_prefill_chunk=8)
+    for name in "xyz":
+        read(scheduler, name, 40, [39])
+    ended = []
+    for _ in range(100):
+        plan, outputs = step(scheduler)
+        ended += list(outputs)
+        if len(ended) == 3:
+            break
+        assert plan.captures, "a step in which nothing runs"
+    assert ended == ["x", "y", "z"]
+
+
+def test_leases_give_way_to_one_that_is_alone_and_not_to_one_beside_others() -> None:
+    scheduler = scheduler_of(num_blocks=10)
+    lease(scheduler, prompt=PROMPT[:10])
+    add(scheduler, "a", 8, max_tokens=3)
+    read(scheduler, "x", 28, [27])
+    plan, _ = step(scheduler)
+    assert plan.captures == [] and scheduler.leases.find("g") is not None
+    while "a" in scheduler.roster.requests:
+        step(scheduler)
+    plan, outputs = step(scheduler)
+    assert outputs["x"].finished and scheduler.leases.find("g") is None
+
+
+def test_one_that_has_aged_keeps_its_memory_and_the_last_generation_gives_way() -> None:
+    scheduler = scheduler_of(num_blocks=12, caching=False, max_prefill_chunk=4)
+    read(scheduler, "x", 36, [35])
+    for _ in range(5):
+        step(scheduler)
+    state = scheduler.roster.extractions.first
+    state.num_passed_by = PATIENCE
+    add(scheduler, "a", 10, max_tokens=20)
+    add(scheduler, "b", 10, max_tokens=20)
+    preempted = []
+    while "x" in scheduler.roster.requests:
+        plan, _ = step(scheduler)
+        preempted += plan.preempted_req_ids
+    assert state.num_rows_run == 36  # none of them twice
+    assert preempted != [] or scheduler.roster.waiting
+    finish(scheduler)
+
+
+# ---- the end before the end ----
+
+
+def test_a_deadline_that_passes_ends_it_with_a_fault_of_its_own_kind() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=4)
+    scheduler.tick(100.0)
+    add(scheduler, "a", 3, max_tokens=50)
+    read(scheduler, "x", 30, range(30), deadline=5.0)
+    read(scheduler, "waits", 30, deadline=7.5)
+    for _ in range(3):
+        step(scheduler)
+    assert scheduler.next_expiry() == 105.0 and scheduler.tick(104.9) == []
+    (output,) = scheduler.tick(105.0)
+    scheduler.check()
+    assert output.request_id == "x" and output.finish_reason == FinishReason.ERROR
+    assert output.refusal is not None and output.refusal.kind == DeadlineError.__name__
+    assert output.refusal.subject == "deadline" and "7 of 30 positions done" in output.refusal.problem
+    assert output.error is not None and "5 s" in output.error
+    assert [late.request_id for late in scheduler.tick(200.0)] == ["waits"]  # it never ran
+    assert list(scheduler.roster.requests) == ["a"] and scheduler.next_expiry() is None
+    plan, outputs = step(scheduler)
+    assert plan.captures == [] and list(outputs) == ["a"]
+
+
+def test_what_it_computed_before_its_deadline_stays_in_the_prefix_cache() -> None:
+    scheduler = scheduler_of(max_prefill_chunk=8)
+    read(scheduler, "x", PROMPT, deadline=5.0)
+    step(scheduler)
+    scheduler.tick(6.0)
+    read(scheduler, "again", PROMPT, [20])
+    plan, _ = step(scheduler)
+    assert captures_of(plan)["again"].spans == [(8, 8, True)]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_abort_takes_it_out_of_its_queue_and_gives_its_memory_back(begun: bool) -> None:
+    scheduler = scheduler_of(max_prefill_chunk=8)
+    read(scheduler, "x", PROMPT)
+    if begun:
+        step(scheduler)
+    (output,) = scheduler.abort_requests(["x"])
+    scheduler.check()
+    assert output.finish_reason == FinishReason.ABORT and output.hidden_states is None
+    assert len(scheduler.roster.extractions) == 0 and scheduler.kv_cache.usage == 0.0
+    assert not scheduler.has_requests()
+
+
+def test_states_for_one_that_was_aborted_in_flight_are_dropped() -> None:
+    scheduler = scheduler_of(max_prefill_chunk=8)
+    read(scheduler, "x", PROMPT)
+    plan = scheduler.schedule()
+    scheduler.abort_requests(["x"])
+    read(scheduler, "x", [1, 2, 3])  # the id is free again, and the old states are not its own
+    assert scheduler.update_from_output(plan, answer_to(plan)) == []
+    plan, outputs = step(scheduler)
+    assert captures_of(plan)["x"].token_ids == [1, 2, 3]
+    assert outputs["x"].first_row == 0 and outputs["x"].hidden_states.shape == (1, 3, 1)
+
+
+def test_a_lease_waits_for_the_extraction_that_was_asked_for_in_time() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=24)
+    tokens = lease(scheduler)
+    add(scheduler, "long", 60, max_tokens=1)
+    read(scheduler, "x", tokens, [23], parent="g")
+    step(scheduler)
+    scheduler.tick(2000.0)
+    assert scheduler.leases.find("g") is not None
+    while "x" in scheduler.roster.requests:
+        _, outputs = step(scheduler)
+    assert outputs["x"].inherited_from == InheritedFrom.LEASE
+    scheduler.tick(2001.0)
+    assert scheduler.leases.find("g") is None
+
+
+# ---- failures ----
+
+
+def test_states_that_did_not_come_fail_their_request_and_no_other() -> None:
+    scheduler = scheduler_of()
+    read(scheduler, "x", 4)
+    read(scheduler, "y", 4)
+    plan = scheduler.schedule()
+    result = answer_to(plan)
+    del result.hidden_states["x"]
+    outputs = {output.request_id: output for output in scheduler.update_from_output(plan, result)}
+    assert outputs["x"].finish_reason == FinishReason.ERROR and "no hidden states" in outputs["x"].error
+    assert outputs["y"].finish_reason == FinishReason.STOP
+    assert not scheduler.has_unfinished_requests()
+    scheduler.check()
+
+
+def test_an_error_of_the_runner_fails_the_request_once() -> None:
+    scheduler = scheduler_of()
+    read(scheduler, "x", 4)
+    plan = scheduler.schedule()
+    result = answer_to(plan)
+    result.errors["x"] = "NaN"
+    assert [(o.request_id, o.error) for o in scheduler.update_from_output(plan, result)] == [("x", "NaN")]
+    assert not scheduler.has_requests()
+
+
+def test_the_requests_of_a_step_that_failed_are_tried_apart_and_rows_are_not_read_twice() -> None:
+    scheduler = scheduler_of(max_prefill_chunk=8)
+    add(scheduler, "a", 4, max_tokens=2)
+    read(scheduler, "x", PROMPT)
+    read(scheduler, "y", 6)
+    _, outputs = step(scheduler)
+    assert outputs["x"].first_row == 0 and outputs["y"].finished
+    plan = scheduler.schedule()  # fails
+    assert scheduler.try_apart(plan)
+    scheduler.check()
+    assert set(scheduler.roster.on_trial) == {"a", "x"}
+    plan, outputs = step(scheduler)
+    assert plan.req_ids == ["a"] and outputs["a"].finished
+    plan, outputs = step(scheduler)
+    assert plan.req_ids == ["x"] and captures_of(plan)["x"].spans == [(0, 8, True)]  # nothing is trusted any more
+    assert "x" not in outputs and not scheduler.roster.on_trial  # it ran
+    assert [output.first_row for output in finish(scheduler)["x"]] == [8, 16]
+
+
+def test_others_give_way_to_an_extraction_on_trial() -> None:
+    """One that holds memory and was not in the step that failed: whoever is tried would wait for it forever."""
+    scheduler = scheduler_of(num_blocks=11, caching=False, max_num_batched_tokens=16, max_prefill_chunk=8)
+    read(scheduler, "tried", 40, [39])
+    read(scheduler, "idle", 40, [39])
+    step(scheduler)
+    add(scheduler, "a", 8, max_tokens=1)
+    plan = scheduler.schedule()
+    assert plan.req_ids == ["a", "tried"]
+    assert scheduler.try_apart(plan)
+    received = {}
+    for _ in range(20):
+        plan, outputs = step(scheduler)
+        received |= outputs
+        assert not plan.is_empty or not scheduler.has_unfinished_requests()
+    assert [name for name, output in received.items() if output.finished] == ["a", "tried", "idle"]
+
+
+# ---- what is refused ----
+
+
+def test_a_full_queue_refuses_and_keeps_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction_module, "MAX_WAITING", 3)
+    scheduler = scheduler_of()
+    for name in "abc":
+        read(scheduler, name, 5)
+    with pytest.raises(QueueFullError, match="3 extractions are waiting") as refused:
+        read(scheduler, "d", 5)
+    assert isinstance(refused.value, RequestError)
+    assert "d" not in scheduler.roster.requests
+    scheduler.check()
+    add(scheduler, "g", 5, max_tokens=1)  # generation has its own queue
+    step(scheduler)
+    read(scheduler, "d", 5)  # there is room again, and the id is free
+    assert finish(scheduler)["d"][-1].finished
+
+
+@pytest.mark.parametrize(
+    ("positions", "field"), [([], "positions"), ([3, 2], "positions"), ([1, 1], "positions"), ([-1, 2], "positions")]
+)
+def test_positions_must_be_rising_numbers(positions: list[int], field: str) -> None:
+    request = extraction_request("x", 5)
+    request.extraction.positions = positions
+    request.prompt_token_ids = request.prompt_token_ids[: (positions or [4])[-1] + 1]
+    refuse(request, field)
+
+
+def test_the_prompt_must_end_with_the_last_position() -> None:
+    request = extraction_request("x", 5, [2])
+    request.prompt_token_ids = [1, 2, 3, 4]
+    refuse(request, "positions")
+
+
+def test_what_has_no_meaning_for_an_extraction_is_refused() -> None:
+    refuse(extraction_request("x", 5, layers=[]), "layers")
+    several = extraction_request("x", 5)
+    several.sampling_params.n = 2
+    refuse(several, "extraction")
+    for name, value in {
+        "pooling_params": PoolingParams(),
+        "beam_params": BeamSearchParams(beam_width=2, max_tokens=3),
+        "resumed": [ResumedChoice([1])],
+    }.items():
+        request = extraction_request("x", 5)
+        setattr(request, name, value)
+        refuse(request, "extraction")
+
+
+def refuse(request: EngineCoreRequest, field: str) -> None:
+    scheduler = scheduler_of()
+    with pytest.raises(RequestError) as refused:
+        scheduler.add_request(request)
+    assert refused.value.field == field
+    assert not scheduler.has_requests()
+
+
+def test_an_extraction_may_be_as_long_as_the_model_and_fill_the_whole_pool() -> None:
+    scheduler = scheduler_of(max_model_len=20, num_blocks=6)
+    with pytest.raises(RequestError, match="at most 20 tokens"):
+        read(scheduler, "x", 21)
+    read(scheduler, "x", 20)
+    _, outputs = step(scheduler)
+    assert outputs["x"].finished and new_ids(step(scheduler)[0]) == []
