@@ -14,16 +14,31 @@ if TYPE_CHECKING:
     from ratoon.api.llm import LLM
     from ratoon.core.errors import (
         ConfigError,
+        DeadlineError,
         EngineAwayError,
         EngineDeadError,
         EngineError,
         ModelError,
+        QueueFullError,
         RatoonError,
         RequestError,
+        TooLargeError,
         UnknownParentError,
     )
-    from ratoon.core.outputs import CompletionOutput, Continuation, EmbeddingOutput, RequestOutput
-    from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+    from ratoon.core.outputs import (
+        CompletionOutput,
+        Continuation,
+        EmbeddingOutput,
+        HiddenStatesOutput,
+        RequestOutput,
+    )
+    from ratoon.core.params import (
+        BeamSearchParams,
+        HiddenStatesParams,
+        PoolingParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
     from ratoon.engine.async_llm import AsyncLLM
 
 __all__ = [
@@ -32,10 +47,12 @@ __all__ = [
     "SamplingParams",
     "BeamSearchParams",
     "PoolingParams",
+    "HiddenStatesParams",
     "RequestOutputKind",
     "RequestOutput",
     "CompletionOutput",
     "EmbeddingOutput",
+    "HiddenStatesOutput",
     "RatoonError",
     "RequestError",
     "ConfigError",
@@ -44,6 +61,9 @@ __all__ = [
     "EngineAwayError",
     "EngineDeadError",
     "UnknownParentError",
+    "QueueFullError",
+    "TooLargeError",
+    "DeadlineError",
     "Continuation",
     "__version__",
 ]
@@ -54,10 +74,12 @@ _HOMES = {
     "SamplingParams": "ratoon.core.params",
     "BeamSearchParams": "ratoon.core.params",
     "PoolingParams": "ratoon.core.params",
+    "HiddenStatesParams": "ratoon.core.params",
     "RequestOutputKind": "ratoon.core.params",
     "RequestOutput": "ratoon.core.outputs",
     "CompletionOutput": "ratoon.core.outputs",
     "EmbeddingOutput": "ratoon.core.outputs",
+    "HiddenStatesOutput": "ratoon.core.outputs",
     "RatoonError": "ratoon.core.errors",
     "RequestError": "ratoon.core.errors",
     "ConfigError": "ratoon.core.errors",
@@ -66,6 +88,9 @@ _HOMES = {
     "EngineAwayError": "ratoon.core.errors",
     "EngineDeadError": "ratoon.core.errors",
     "UnknownParentError": "ratoon.core.errors",
+    "QueueFullError": "ratoon.core.errors",
+    "TooLargeError": "ratoon.core.errors",
+    "DeadlineError": "ratoon.core.errors",
     "Continuation": "ratoon.core.outputs",
 }
 

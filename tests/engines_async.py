@@ -18,11 +18,12 @@ from typing import Any
 from ratoon.core.config import EngineConfig, resolve_max_model_len
 from ratoon.core.errors import EngineDeadError, RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
-from ratoon.core.messages import EngineReady, Fault
+from ratoon.core.messages import EngineReady
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.core.settings import engine_config
 from ratoon.engine.async_llm import AsyncLLM
 from ratoon.engine.client import InprocClient
+from ratoon.engine.faults import fault_of
 from ratoon.models.source import resolve_model
 from ratoon.observe.startup import StartupTimer
 
@@ -134,7 +135,7 @@ class ThreadEngineClient:
         try:
             self._core_client.add_request(request)
         except RequestError as error:
-            fault = Fault("RequestError", error.subject, error.problem, error.expected)
+            fault = fault_of(error)
             refused = EngineCoreOutput(
                 request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault
             )

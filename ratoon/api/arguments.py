@@ -8,17 +8,19 @@ from typing import Any
 import msgspec
 
 from ratoon.core.errors import RequestError
+from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, RequestOutputKind, SamplingParams
-from ratoon.engine.input_processor import Prompt
 
 
 def is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
-def is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """A list of prompts, and not one prompt that is a list of token ids. An empty list is no prompts."""
-    return is_sequence(prompts) and (not prompts or isinstance(prompts[0], (str, Mapping)) or is_sequence(prompts[0]))  # type: ignore[index]
+def is_many(prompts: Any) -> bool:
+    """A list of prompts, or of outputs, and not one prompt that is a list of token ids. An empty list is no prompts."""
+    if not is_sequence(prompts):
+        return False
+    return not prompts or isinstance(prompts[0], (str, Mapping, RequestOutput)) or is_sequence(prompts[0])
 
 
 def one_for_each(field: str, value: Any, count: int, default: Any) -> list[Any]:
@@ -31,8 +33,11 @@ def one_for_each(field: str, value: Any, count: int, default: Any) -> list[Any]:
     return [default if entry is None else entry for entry in value]
 
 
-def with_index(error: RequestError, index: int) -> RequestError:
-    return RequestError(f"prompts[{index}].{error.field}", error.problem, error.expected)
+def with_index(error: RequestError, index: int, field: str = "prompts") -> RequestError:
+    """The same error, of one of many."""
+    if error.field == field:
+        return type(error)(f"{field}[{index}]", error.problem, error.expected)
+    return error.inside(f"{field}[{index}]")
 
 
 def with_output_kind(params: Any, kind: RequestOutputKind) -> GenerationParams:

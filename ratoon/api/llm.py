@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, overload
 
 from ratoon.api.arguments import (
     is_many,
@@ -23,15 +23,25 @@ from ratoon.api.interrupts import interrupts_held_back
 from ratoon.api.progress import request_progress
 from ratoon.core.config import EngineConfig, SchedulingPolicy, resolve_max_model_len
 from ratoon.core.errors import RequestError
-from ratoon.core.outputs import EmbeddingOutput, RequestOutput
-from ratoon.core.params import BeamSearchParams, GenerationParams, PoolingParams, RequestOutputKind, SamplingParams
+from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
+from ratoon.core.params import (
+    BeamSearchParams,
+    GenerationParams,
+    HiddenStatesParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
+from ratoon.engine.hidden_states import Selection
 from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, split_prompt
 from ratoon.engine.llm_engine import LLMEngine
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.params_processor import default_sampling_params
+from ratoon.engine.roots import Root
+from ratoon.engine.torch_tensors import with_torch_tensors
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
@@ -39,8 +49,22 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 Params: TypeAlias = GenerationParams | Sequence[GenerationParams] | None
-Checked: TypeAlias = tuple[EngineCoreRequest, str | None]  # a request, and its prompt's text where it has one
 MakeRequest: TypeAlias = Callable[[str, Prompt, Any, int], EngineCoreRequest]  # of an id, a prompt, params, a priority
+MAX_EXTRACTIONS = 256  # of a list, in the engine at a time: it turns away what is more than it can queue
+Source: TypeAlias = Prompt | RequestOutput  # what has hidden states
+
+
+class Checked(NamedTuple):
+    """A request that can be handed over."""
+
+    request: EngineCoreRequest
+    prompt: str | None = None  # its text, where it has one
+    selection: Selection | None = None  # of hidden states
+
+    @property
+    def external_id(self) -> str:
+        assert self.request.external_id is not None
+        return self.request.external_id
 
 
 class LLM:
@@ -85,21 +109,20 @@ class LLM:
         self._client = make_client(config, self.source, timer, process)
         defaults = self.source.generation_defaults
         self._default_params = default_sampling_params(defaults)
-        self.engine = LLMEngine(
-            self._client,
-            InputProcessor(
-                self.source.config,
-                self._tokenizer,
-                defaults,
-                config.max_model_len,
-                config.max_logprobs,
-                seed,
-                kv_capacity=self._client.describe().get("kv_capacity_tokens"),
-                block_size=config.cache.block_size,
-                max_lease_seconds=config.cache.max_lease_seconds,
-            ),
-            OutputProcessor(self._tokenizer),
+        input_processor = InputProcessor(
+            self.source.config,
+            self._tokenizer,
+            defaults,
+            config.max_model_len,
+            config.max_logprobs,
+            seed,
+            kv_capacity=self._client.describe().get("kv_capacity_tokens"),
+            block_size=config.cache.block_size,
+            max_lease_seconds=config.cache.max_lease_seconds,
+            max_hidden_states_bytes=config.max_hidden_states_bytes,
         )
+        output_processor = OutputProcessor(self._tokenizer, selector=input_processor.selector)
+        self.engine = LLMEngine(self._client, input_processor, output_processor)
         self._num_requests = 0
         self._inboxes: dict[str, deque[Any]] = {}  # by request id: whose outputs these are
         self._closed = False
@@ -129,7 +152,7 @@ class LLM:
             for output in self._run(checked):
                 outputs[output.request_id] = output
                 advance(1, sum(len(choice.token_ids) for choice in output.outputs))
-        return [outputs[_external_id(request)] for request, _ in checked]
+        return [outputs[one.external_id] for one in checked]
 
     def beam_search(
         self,
@@ -181,7 +204,7 @@ class LLM:
             retain_kv=retain_kv,
         )
         self._num_requests += 1
-        (output,) = self._run([(request, None)])
+        (output,) = self._run([Checked(request)])
         assert isinstance(output, RequestOutput)
         return output
 
@@ -247,7 +270,58 @@ class LLM:
             for output in self._run(checked):
                 outputs[output.request_id] = output
                 advance(1, len(output.prompt_token_ids))
-        return [outputs[_external_id(request)] for request, _ in checked]
+        return [outputs[one.external_id] for one in checked]
+
+    @overload
+    def hidden_states(
+        self,
+        source: Source | None = None,
+        params: HiddenStatesParams | None = None,
+        *,
+        original_request_id: str | None = None,
+        choice: int = 0,
+        cache_salt: str | None = None,
+        progress: bool = True,
+    ) -> HiddenStatesOutput: ...
+
+    @overload
+    def hidden_states(
+        self,
+        source: Sequence[Source] | None = None,
+        params: HiddenStatesParams | Sequence[HiddenStatesParams] | None = None,
+        *,
+        original_request_id: Sequence[str] | None = None,
+        choice: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        progress: bool = True,
+    ) -> list[HiddenStatesOutput]: ...
+
+    def hidden_states(
+        self,
+        source: Source | Sequence[Source] | None = None,
+        params: HiddenStatesParams | Sequence[HiddenStatesParams] | None = None,
+        *,
+        original_request_id: str | Sequence[str] | None = None,
+        choice: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        progress: bool = True,
+    ) -> HiddenStatesOutput | list[HiddenStatesOutput]:
+        """Hidden states of a prompt, or of a request: its output, or its id as `original_request_id`. For a list of
+        them a list, in the same order.
+
+        What is still there of a request is not computed again. One that still runs (a stream) is read as far as it has
+        come; `choice` names one of several. Each is checked before the first is started; errors are as in `generate`:
+        what fails in a list has `error` set and no tensor. UnknownParentError: there is no such request, or it is too
+        long ago. TooLargeError: more bytes than `max_hidden_states_bytes`. DeadlineError: its time is over.
+        """
+        checked, single = self._check_extractions(source, original_request_id, params, choice, cache_salt)
+        outputs: dict[str, HiddenStatesOutput] = {}
+        with request_progress(len(checked), progress) as advance:
+            for output in self._run(checked):
+                outputs[output.request_id] = output
+                advance(1, len(output.positions))
+        in_order = [outputs[one.external_id] for one in checked]
+        return in_order[0] if single else in_order
 
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> dict[str, Any]:
         """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
@@ -337,6 +411,50 @@ class LLM:
 
         return self._make_requests(prompts, "pooling_params", params, PoolingParams(), priority, make_request)
 
+    def _check_extractions(
+        self,
+        source: Source | Sequence[Source] | None,
+        original_request_id: str | Sequence[str] | None,
+        params: HiddenStatesParams | Sequence[HiddenStatesParams] | None,
+        choice: int | Sequence[int],
+        cache_salt: str | None,
+    ) -> tuple[list[Checked], bool]:
+        """The same for hidden states, and whether it is one alone."""
+        self._verify_open()
+        if (source is None) == (original_request_id is None):
+            raise RequestError("source", "or original_request_id says what to read", "one of the two")
+        field, asked = ("source", source) if source is not None else ("original_request_id", original_request_id)
+        single = not (is_many(asked) if source is not None else is_sequence(asked))
+        sources: list[Any] = [asked] if single else list(asked)  # type: ignore[arg-type]
+        each = zip(
+            sources,
+            one_for_each("params", params, len(sources), HiddenStatesParams()),
+            one_for_each("choice", choice, len(sources), 0),
+        )
+        checked: list[Checked] = []
+        for index, (one, one_params, one_choice) in enumerate(each):
+            try:
+                request, selection = self.engine.input_processor.process_extraction(
+                    str(self._num_requests + index),
+                    self._original(one) if source is None or isinstance(one, RequestOutput) else one,
+                    one_params,
+                    choice=one_choice,
+                    cache_salt=cache_salt,
+                )
+            except RequestError as error:
+                raise error if single else with_index(error, index, field) from None
+            checked.append(Checked(request, selection=selection))
+        self._num_requests += len(checked)
+        return checked, single
+
+    def _original(self, request: RequestOutput | str) -> Root:
+        request_id = request.request_id if isinstance(request, RequestOutput) else request
+        return self.engine.output_processor.find_original(request_id)
+
+    def _verify_open(self) -> None:
+        if self._closed:
+            raise RequestError("llm", "is closed", "build another LLM")
+
     def _make_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -346,8 +464,7 @@ class LLM:
         priority: int | Sequence[int] | None,
         make_request: MakeRequest,
     ) -> list[Checked]:
-        if self._closed:
-            raise RequestError("llm", "is closed", "build another LLM")
+        self._verify_open()
         single = not is_many(prompts)
         prompt_list: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[arg-type, list-item]
         params_list = one_for_each(params_field, params, len(prompt_list), default_params)
@@ -362,23 +479,20 @@ class LLM:
                 request = make_request(str(self._num_requests + index), prompt, one_params, one_priority)
             except RequestError as error:
                 raise error if single else with_index(error, index) from None
-            checked.append((request, split_prompt(prompt)[0]))
+            checked.append(Checked(request, split_prompt(prompt)[0]))
         self._num_requests += len(checked)
         return checked
 
     def _run(self, checked: list[Checked]) -> Generator[Any, None, None]:
-        """Submit requests and yield their outputs (RequestOutput, or EmbeddingOutput for a vector) until all have
-        ended. Left early, it takes back the rest."""
+        """Submit requests and yield their outputs (RequestOutput, EmbeddingOutput for a vector, HiddenStatesOutput for
+        hidden states) until all have ended. Left early, it takes back the rest."""
         inbox: deque[Any] = deque()
-        unfinished = {_external_id(request) for request, _ in checked}
+        waiting = deque(checked)
+        unfinished = {one.external_id for one in checked}
         try:
-            for request, prompt in checked:
-                self._inboxes[_external_id(request)] = inbox
-                try:
-                    self.engine.submit(request, prompt)
-                except RequestError as error:
-                    inbox.append(self.engine.refuse(request, prompt, error))
             while unfinished:
+                while waiting and (waiting[0].selection is None or len(unfinished) - len(waiting) < MAX_EXTRACTIONS):
+                    self._submit(waiting.popleft(), inbox)
                 if not inbox:
                     self._step()
                 while inbox:
@@ -387,12 +501,20 @@ class LLM:
                         unfinished.discard(output.request_id)
                     if output.refusal is not None and len(checked) == 1:
                         raise output.refusal
+                    with_torch_tensors(output)
                     yield output
         finally:
             with interrupts_held_back():
                 self.engine.abort_request(unfinished)
-            for request, _ in checked:
-                self._inboxes.pop(_external_id(request), None)
+            for one in checked:
+                self._inboxes.pop(one.external_id, None)
+
+    def _submit(self, one: Checked, inbox: deque[Any]) -> None:
+        self._inboxes[one.external_id] = inbox
+        try:
+            self.engine.submit(*one)
+        except RequestError as error:
+            inbox.append(self.engine.refuse(*one, error=error))
 
     def _step(self) -> None:
         """One engine step. Its outputs go to those who wait for them: a stream may be open while another call runs."""
@@ -401,8 +523,3 @@ class LLM:
                 inbox = self._inboxes.get(output.request_id)
                 if inbox is not None:
                     inbox.append(output)
-
-
-def _external_id(request: EngineCoreRequest) -> str:
-    assert request.external_id is not None
-    return request.external_id

@@ -19,10 +19,10 @@ from ratoon.core.health import Health
 from ratoon.core.messages import EngineMessageType, EngineReady, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.balancer import LoadBalancer
+from ratoon.engine.faults import error_of
 from ratoon.engine.launch import EngineProcess, SocketDirectory
 from ratoon.engine.ledger import Entry, Ledger
 from ratoon.engine.replica import Replica
-from ratoon.engine.utilities import error_of
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
 
@@ -188,7 +188,7 @@ class AsyncMPClient:
                 wanted = preferred
             engine = self._choose(entry, candidates if wanted is None else [wanted])
             self._ledger.handed_over(entry, engine)
-            self.replicas[engine].send(EngineCoreRequestType.ADD, entry.current_request())
+            self.replicas[engine].send(entry.kind, entry.current_request())
 
     async def _keep_alive(self, replica: Replica, started: asyncio.Future[None]) -> None:
         """Run an engine, life after life. A first start that fails is the caller's to hear of; later ones are tried

@@ -19,19 +19,21 @@ from typing import TYPE_CHECKING, Any, Unpack
 import msgspec
 
 from ratoon.core.config import SchedulingPolicy
-from ratoon.core.errors import ConfigError, EngineAwayError, EngineDeadError, EngineError, RequestError
+from ratoon.core.errors import ConfigError, DeadlineError, EngineAwayError, EngineDeadError, EngineError, RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
-from ratoon.core.outputs import EmbeddingOutput, RequestOutput
-from ratoon.core.params import GenerationParams, PoolingParams, SamplingParams
+from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
+from ratoon.core.params import GenerationParams, HiddenStatesParams, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.client_interface import AsyncEngineClient
+from ratoon.engine.hidden_states import Selection
 from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, split_prompt
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_handler import OutputHandler
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.params_processor import default_sampling_params
+from ratoon.engine.request_state import Output
 from ratoon.engine.roots import Root
 from ratoon.models.tokenizer import LONG_TEXT, Tokenizer
 from ratoon.observe.startup import StartupTimer
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncEngineClient", "AsyncLLM"]
 
 DRAIN_POLL = 0.02  # seconds
+DEADLINE_GRACE = 0.5  # seconds that an engine has to say that a deadline is over
 
 
 class AsyncLLM:
@@ -133,8 +136,12 @@ class AsyncLLM:
             kv_capacity=client.ready.description.get("kv_capacity_tokens"),
             block_size=client.ready.block_size,
             max_lease_seconds=self.config.cache.max_lease_seconds,
+            max_hidden_states_bytes=self.config.max_hidden_states_bytes,
         )
-        self._handler = OutputHandler(client, OutputProcessor(self._tokenizer, metrics=self.metrics), self.metrics)
+        output_processor = OutputProcessor(
+            self._tokenizer, metrics=self.metrics, selector=self._input_processor.selector
+        )
+        self._handler = OutputHandler(client, output_processor, self.metrics)
         if self.metrics is not None:
             self.metrics.watch(client.health)
 
@@ -292,15 +299,55 @@ class AsyncLLM:
             owner=owner,
         )
         request, collector = await self._begin(process, priority, prompt=prompt)
-        try:
-            output = await collector.get()
-        finally:
-            handler.release(request, collector)
+        output = await _only_output_of(handler, request, collector)
         assert isinstance(output, EmbeddingOutput)
-        if output.refusal is not None:
-            raise output.refusal
-        if output.error is not None:
-            raise EngineError(output.error)
+        return output
+
+    async def extract_hidden_states(
+        self,
+        prompt: Prompt | None = None,
+        params: HiddenStatesParams | None = None,
+        request_id: str | None = None,
+        *,
+        original_request_id: str | None = None,
+        choice: int = 0,
+        cache_salt: str | None = None,  # of a prompt
+        owner: str | None = None,
+    ) -> HiddenStatesOutput:
+        """Hidden states of a prompt, or of a request that has ended or still runs, as far as it has come; `choice` is
+        one of several. Cancelling the task aborts it.
+
+        RequestError: there is no such position or layer, or it can't be served; UnknownParentError: no such request, or
+        another owner's; TooLargeError: more bytes than the engine's `max_hidden_states_bytes`; QueueFullError: too many
+        wait already; DeadlineError: its `deadline` is over; EngineError: it failed.
+        """
+        handler = self._running()
+        params = HiddenStatesParams() if params is None else params
+        source: Prompt | Root
+        if prompt is not None and original_request_id is None:
+            source = prompt
+        elif prompt is None and original_request_id is not None:
+            source = handler.output_processor.find_original(original_request_id, owner)
+        else:
+            raise RequestError("prompt", "or original_request_id says what to read", "one of the two")
+        process = partial(
+            self._input_processor.process_extraction,
+            _request_id(request_id),
+            source,
+            params,
+            choice=choice,
+            cache_salt=cache_salt,
+            arrival_time=time.monotonic(),
+            owner=owner,
+        )
+        request, collector = await self._begin(process, prompt=prompt)
+        try:
+            # The engine keeps the time. This is for one that is paused, or that is being started again.
+            async with asyncio.timeout(None if params.deadline is None else params.deadline + DEADLINE_GRACE):
+                output = await _only_output_of(handler, request, collector)
+        except TimeoutError:
+            raise DeadlineError("deadline", f"its {params.deadline:g} s are over", "more time") from None
+        assert isinstance(output, HiddenStatesOutput)
         return output
 
     async def abort(self, request_id: str | Iterable[str], owner: str | None = None) -> None:
@@ -335,11 +382,11 @@ class AsyncLLM:
 
     async def _begin(
         self,
-        process: Callable[[], EngineCoreRequest],
-        priority: int,
+        process: Callable[[], EngineCoreRequest | tuple[EngineCoreRequest, Selection]],
+        priority: int = 0,
         data_parallel_rank: int | None = None,
         *,
-        prompt: Prompt | None = None,  # None: a continuation, which brings only a suffix
+        prompt: Prompt | None = None,  # None: it is about an earlier request, and brings a suffix at most
         suffix: Suffix = "",
     ) -> tuple[EngineCoreRequest, OutputCollector]:
         """Check a request and hand it over. Whatever is raised, nothing of it is left behind."""
@@ -348,11 +395,13 @@ class AsyncLLM:
             text, token_ids = (None, None) if prompt is None else split_prompt(prompt)
             written = suffix if prompt is None else text
             if token_ids is None and isinstance(written, str) and len(written) > LONG_TEXT:
-                request = await asyncio.to_thread(process)  # the event loop has others to serve
+                made = await asyncio.to_thread(process)  # the event loop has others to serve
             else:
-                request = process()
+                made = process()
+            request, selection = made if isinstance(made, tuple) else (made, None)
             request.data_parallel_rank = data_parallel_rank
-            return request, self._running().submit(request, text)  # asked again: much may have happened in a thread
+            handler = self._running()  # asked again: much may have happened in a thread
+            return request, handler.submit(request, text, selection)
         except RequestError:
             if self.metrics is not None:
                 self.metrics.record_refused()
@@ -444,6 +493,19 @@ async def _outputs_of(
             yield output
     finally:
         handler.release(request, collector)
+
+
+async def _only_output_of(handler: OutputHandler, request: EngineCoreRequest, collector: OutputCollector) -> Output:
+    """The output of a request that has just one, if all went well."""
+    try:
+        output = await collector.get()
+    finally:
+        handler.release(request, collector)
+    if output.refusal is not None:
+        raise output.refusal
+    if output.error is not None:
+        raise EngineError(output.error)
+    return output
 
 
 def _request_id(asked: str | None) -> str:

@@ -40,7 +40,7 @@ class LoadBalancer:
             return load.num_tokens + num_tokens - known.get(index, 0), load.num_chosen
 
         engine = min(candidates, key=cost)
-        work = num_tokens - known.get(engine, 0) + TOKENS_TO_COME
+        work = num_tokens - known.get(engine, 0) + _work_behind_prompt(request)
         self._work[request.request_id] = engine, work
         self.loads[engine].num_chosen += 1
         self.loads[engine].num_requests += 1
@@ -91,3 +91,9 @@ class LoadBalancer:
         for start in range(0, len(token_ids) - self._piece + 1, self._piece):
             key = hash((key, *token_ids[start : start + self._piece]))
             yield key
+
+
+def _work_behind_prompt(request: EngineCoreRequest) -> int:
+    if request.extraction is not None:
+        return len(request.extraction.positions)
+    return TOKENS_TO_COME if request.pooling_params is None else 0

@@ -80,7 +80,7 @@ class ChoiceState:
 
 def make_choices(request: EngineCoreRequest, tokenizer: Any | None) -> list[ChoiceState]:
     params = request.sampling_params
-    if request.pooling_params is not None:
+    if request.pooling_params is not None or request.extraction is not None:
         return [ChoiceState(0, Detokenizer())]
     make = partial(make_detokenizer, tokenizer, request.prompt_token_ids, params)
     if request.beam_params is not None:  # which may have thousands: a choice's detokenizer is made with its first text

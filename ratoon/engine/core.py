@@ -70,11 +70,11 @@ class EngineCore:
         return EngineCoreOutputs(outputs, self.scheduler.stats())
 
     def expire_leases(self) -> None:
-        self.scheduler.tick(self._clock())
+        self._pending += self.scheduler.tick(self._clock())
 
     def seconds_to_expiry(self) -> float | None:
-        """Until the next lease ends; None: there is none."""
-        expiry = self.scheduler.leases.next_expiry()
+        """Until the next lease or deadline ends; None: there is none."""
+        expiry = self.scheduler.next_expiry()
         return None if expiry is None else max(0.0, expiry - self._clock())
 
     def end_leases(self, branch_ids: list[str]) -> int:

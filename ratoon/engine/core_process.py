@@ -50,8 +50,9 @@ from ratoon.core.request import (
 from ratoon.core.wire import Decoder, WireError, encode
 from ratoon.engine.build import build_core, calm_thread_pools, describe
 from ratoon.engine.core import EngineCore
+from ratoon.engine.faults import fault_of
 from ratoon.engine.placement import place_engine
-from ratoon.engine.utilities import EngineUtilities, fault_of
+from ratoon.engine.utilities import EngineUtilities
 from ratoon.observe.logging import configure_logging, get_logger
 from ratoon.observe.startup import StartupTimer
 
@@ -177,6 +178,7 @@ class EngineCoreProcess:
         stopped = Decoder(list[str]).decode
         decoders: dict[bytes, Callable[[list[bytes]], Any]] = {
             EngineCoreRequestType.ADD.value: Decoder(EngineCoreRequest).decode,
+            EngineCoreRequestType.HIDDEN_STATES_EXTRACT.value: Decoder(EngineCoreRequest).decode,
             EngineCoreRequestType.ABORT.value: Decoder(list[str]).decode,
             EngineCoreRequestType.STOP.value: lambda frames: StoppedRequests(stopped(frames)),
             EngineCoreRequestType.UTILITY.value: Decoder(UtilityCall).decode,

@@ -16,8 +16,17 @@ from typing import Any, TypeAlias
 
 from ratoon.core.config import CacheConfig, ModelConfig
 from ratoon.core.errors import RequestError
-from ratoon.core.params import MAX_LOGPROBS, GenerationParams, PoolingParams, SamplingParams
+from ratoon.core.params import (
+    MAX_HIDDEN_STATES_BYTES,
+    MAX_LOGPROBS,
+    GenerationParams,
+    HiddenStatesParams,
+    PoolingParams,
+    SamplingParams,
+)
 from ratoon.core.request import EngineCoreRequest
+from ratoon.engine.extraction_requests import extract_from_prompt, extract_from_root
+from ratoon.engine.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.params_processor import ParamsProcessor
 from ratoon.engine.roots import Root
 
@@ -42,7 +51,9 @@ class InputProcessor:
         kv_capacity: int | None = None,  # tokens of the longest sequence that the KV cache can hold
         block_size: int = CacheConfig().block_size,
         max_lease_seconds: float = CacheConfig().max_lease_seconds,
+        max_hidden_states_bytes: int = MAX_HIDDEN_STATES_BYTES,
     ) -> None:
+        self.selector = HiddenStatesSelector(model_config, max_hidden_states_bytes)
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
         self._max_model_len = model_config.max_position if max_model_len is None else max_model_len
@@ -57,6 +68,7 @@ class InputProcessor:
             seed,
             kv_capacity,
             block_size,
+            self.selector,
         )
 
     @property
@@ -197,6 +209,35 @@ class InputProcessor:
             owner=owner,
             pooling_params=pooling_params,
         )
+
+    def process_extraction(
+        self,
+        request_id: str,
+        source: Prompt | Root,
+        params: HiddenStatesParams,
+        *,
+        choice: int = 0,  # of a root
+        arrival_time: float | None = None,
+        cache_salt: str | None = None,  # of a prompt; a root has its own
+        owner: str | None = None,
+    ) -> tuple[EngineCoreRequest, Selection]:
+        """A request for hidden states of a prompt, or of an earlier request, and what it was made from."""
+        if arrival_time is None:
+            arrival_time = self._clock()
+        _verify_envelope(request_id, 0, cache_salt)
+        self.selector.verify(params)
+        internal_id = f"{request_id}-{_random_suffix()}"
+        if isinstance(source, Root):
+            if cache_salt is not None:
+                raise RequestError("cache_salt", "is the original request's own", "None")
+            request, selection = extract_from_root(self.selector, internal_id, source, choice, params)
+        else:
+            token_ids = self._tokenize(source, num_places=0)
+            request, selection = extract_from_prompt(self.selector, internal_id, token_ids, params)
+            request.cache_salt, request.owner = cache_salt, owner
+        request.external_id = request_id
+        request.arrival_time = arrival_time
+        return request, selection
 
     def _tokenize(self, prompt: Prompt, num_places: int) -> list[int]:
         """The prompt's tokens, which must leave this many places of the model's length free."""

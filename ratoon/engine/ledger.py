@@ -2,11 +2,12 @@
 
 Every token that came in is written down before it is passed on. Replaying a request means handing it over again with
 its tokens: they are neither sent nor changed a second time. A beam search is handed over as it was: it finds the same
-texts again, and what it told before its end is replaced anyway. Knows no sockets, no processes and no clock.
+texts again, and what it told before its end is replaced anyway. So is a request for hidden states: its rows come again
+from the first. Knows no sockets, no processes and no clock.
 
 A request can be what kills an engine. So whoever was in a dying engine without having got anything from it comes under
 suspicion: suspects are let in one at a time, and only the one that is in is blamed when the engine dies again. Blamed
-three times it fails; having got a token, it is cleared. The others lose time, but not their answers.
+three times it fails; having got a token, or rows, it is cleared. The others lose time, but not their answers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, ResumedChoice
+from ratoon.core.request import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    ResumedChoice,
+)
 
 MAX_STRIKES = 3
 
@@ -40,6 +48,12 @@ class Entry:
     def begun(self) -> bool:
         """Are there tokens that must not change any more?"""
         return self.request.beam_params is None and any(choice.token_ids for choice in self.choices)
+
+    @property
+    def kind(self) -> EngineCoreRequestType:
+        """What the message is that hands it over."""
+        is_extraction = self.request.extraction is not None
+        return EngineCoreRequestType.HIDDEN_STATES_EXTRACT if is_extraction else EngineCoreRequestType.ADD
 
     def current_request(self) -> EngineCoreRequest:
         """The request as it must be handed over now."""

@@ -5,12 +5,14 @@ It serves one caller on one thread. Lists of prompts, progress and chat template
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.params import GenerationParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.client_interface import EngineClient
+from ratoon.engine.hidden_states import Selection
 from ratoon.engine.input_processor import InputProcessor, Prompt, split_prompt
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.request_state import Output
@@ -40,19 +42,22 @@ class LLMEngine:
         )
         self.submit(request, split_prompt(prompt)[0])
 
-    def submit(self, request: EngineCoreRequest, prompt: str | None) -> None:
+    def submit(self, request: EngineCoreRequest, prompt: str | None, selection: Selection | None = None) -> None:
         """Hand over a request that was processed before. RequestError: the engine refused it. An engine in another
-        process refuses it later: a step then brings an output with `refusal`."""
-        self.output_processor.add_request(request, prompt)
+        process refuses it later: a step then brings an output with `refusal`. `selection` comes with a request for
+        hidden states."""
+        self.output_processor.add_request(request, prompt, selection)
         try:
             self.client.add_request(request)
         except Exception as error:
             self.output_processor.fail_request(request.external_id or request.request_id, error, request.owner)
             raise
 
-    def refuse(self, request: EngineCoreRequest, prompt: str | None, error: RequestError) -> Output:
+    def refuse(
+        self, request: EngineCoreRequest, prompt: str | None, selection: Selection | None = None, *, error: RequestError
+    ) -> Output:
         """The output of a request that the engine did not take, as if a step had brought it."""
-        self.output_processor.add_request(request, prompt)
+        self.output_processor.add_request(request, prompt, selection)
         output = self.output_processor.fail_request(request.external_id or request.request_id, error, request.owner)
         assert output is not None
         return output
@@ -63,16 +68,30 @@ class LLMEngine:
             if self.has_unfinished_requests():
                 raise EngineError("the engine has no work left, but requests wait for their end")
             return []
-        outputs, stopped = self.output_processor.process_outputs(self.client.get_output())
+        outputs, stopped, extractions = self.output_processor.process_outputs(self.client.get_output())
         if stopped:
             self.client.stop_requests(stopped)
-        return outputs
+        return outputs + self._extract(extractions)
 
     def abort_request(self, request_ids: Iterable[str]) -> list[Output]:
         """Take requests back, by the caller's ids; those that are unknown or finished are passed over."""
-        outputs, internal_ids = self.output_processor.abort_requests(request_ids)
-        if internal_ids:
-            self.client.abort_requests(internal_ids)
+        outputs, aborted, extractions = self.output_processor.abort_requests(request_ids)
+        if aborted:
+            self.client.abort_requests(aborted)
+        return outputs + self._extract(extractions)
+
+    def _extract(self, extractions: list[EngineCoreRequest]) -> list[Output]:
+        """Have hidden states read that ended requests asked for."""
+        outputs: list[Output] = []
+        waiting = deque(extractions)
+        while waiting:
+            request = waiting.popleft()
+            try:
+                self.client.add_request(request)
+            except Exception as error:  # the answer has its text all the same
+                failed = self.output_processor.fail_extraction(request.request_id, error)
+                outputs += failed.outputs
+                waiting += failed.extractions
         return outputs
 
     def has_unfinished_requests(self) -> bool:

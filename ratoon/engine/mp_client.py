@@ -18,10 +18,10 @@ from ratoon.core.health import Health
 from ratoon.core.messages import EngineMessageType, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.core.stats import SchedulerStats
+from ratoon.engine.faults import error_of
 from ratoon.engine.launch import SocketDirectory
 from ratoon.engine.ledger import Ledger
 from ratoon.engine.replica import Replica
-from ratoon.engine.utilities import error_of
 from ratoon.observe.startup import StartupTimer
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at a process from which nothing comes
@@ -114,7 +114,7 @@ class SyncMPClient:
             return
         for entry in self._ledger.ready_to_go():
             self._ledger.handed_over(entry, 0)
-            self._replica.send(EngineCoreRequestType.ADD, entry.current_request())
+            self._replica.send(entry.kind, entry.current_request())
 
     def _receive(self) -> bool:
         """Take in what the engine sent; wait a moment for it. False: the process is gone."""

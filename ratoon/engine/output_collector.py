@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ratoon.core.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from ratoon.core.outputs import CompletionOutput, RequestOutput
 from ratoon.core.params import RequestOutputKind
 from ratoon.engine.request_state import Output
 
@@ -26,7 +26,7 @@ class OutputCollector:
 
     def put(self, output: Output) -> None:
         pending = self._pending
-        if pending is None or isinstance(output, EmbeddingOutput) or isinstance(pending, EmbeddingOutput):
+        if not isinstance(pending, RequestOutput) or not isinstance(output, RequestOutput):
             self._pending = output
         elif self._delta:
             _append(pending, output)
@@ -79,6 +79,7 @@ def _append(pending: RequestOutput, new: RequestOutput) -> None:
     pending.error = new.error
     pending.refusal = new.refusal
     pending.continuation = new.continuation
+    pending.hidden_states = new.hidden_states
     if new.prompt_logprobs is not None:
         pending.prompt_logprobs = new.prompt_logprobs
 

@@ -7,6 +7,7 @@ OutputCollector's; this connects them, and sees to it that nothing of a request 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,6 +16,7 @@ from ratoon.core.errors import EngineDeadError, EngineError
 from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.engine.client_interface import AsyncEngineClient
+from ratoon.engine.hidden_states import Selection
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.request_state import Output
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 Key: TypeAlias = tuple[str | None, str]  # whose request it is, and how he calls it
 SLICE = 128  # outputs that are handled before others on the event loop have their turn,
 SLICE_TOKENS = 512  # or so many tokens: the texts that a beam search found come all at once
+BYTES_LIKE_A_TOKEN = 2**13  # of hidden states, that take as long as a token
 
 logger = get_logger(__name__)
 
@@ -48,11 +51,13 @@ class OutputHandler:
 
     # ---- callers ----
 
-    def submit(self, request: EngineCoreRequest, text: str | None) -> OutputCollector:
+    def submit(
+        self, request: EngineCoreRequest, text: str | None, selection: Selection | None = None
+    ) -> OutputCollector:
         """Hand a request over. Whatever is raised, nothing of it is left behind."""
-        pooling = request.pooling_params is not None
-        collector = OutputCollector(RequestOutputKind.FINAL_ONLY if pooling else request.sampling_params.output_kind)
-        self.output_processor.add_request(request, text)
+        has_text = request.pooling_params is None and request.extraction is None
+        collector = OutputCollector(request.sampling_params.output_kind if has_text else RequestOutputKind.FINAL_ONLY)
+        self.output_processor.add_request(request, text, selection)
         owner, external_id = key = _key(request)
         try:
             self._client.add_request(request)
@@ -85,9 +90,12 @@ class OutputHandler:
 
     def abort(self, external_ids: Iterable[str], owner: str | None = None) -> None:
         """End requests. Those who wait for them get a last output."""
-        outputs, internal_ids = self.output_processor.abort_requests(external_ids, owner)
+        outputs, aborted, extractions = self.output_processor.abort_requests(external_ids, owner)
         self._deliver(outputs)
-        self._abort_in_engine(internal_ids)
+        if aborted:
+            with suppress(EngineDeadError):  # what is dead has nothing left to abort
+                self._client.abort_requests(aborted)
+        self._extract(extractions)
 
     def abort_all(self) -> None:
         for owner, external_id in list(self.collectors):
@@ -112,11 +120,24 @@ class OutputHandler:
 
     def _handle(self, outputs: list[EngineCoreOutput], engine_index: int) -> None:
         part = EngineCoreOutputs(outputs, engine_index=engine_index)
-        results, stopped = self.output_processor.process_outputs(part)
+        results, stopped, extractions = self.output_processor.process_outputs(part)
         self._deliver(results)
         if stopped:
             with suppress(EngineDeadError):  # what is dead has nothing left to stop
                 self._client.stop_requests(stopped)
+        self._extract(extractions)
+
+    def _extract(self, extractions: list[EngineCoreRequest]) -> None:
+        """Have hidden states read that ended requests asked for."""
+        waiting = deque(extractions)
+        while waiting:
+            request = waiting.popleft()
+            try:
+                self._client.add_request(request)
+            except Exception as error:  # the answer has its text all the same
+                failed = self.output_processor.fail_extraction(request.request_id, error)
+                self._deliver(failed.outputs)
+                waiting += failed.extractions
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -133,19 +154,17 @@ class OutputHandler:
                 logger.exception("request %s failed in the front end", output.request_id)
                 collector.fail(EngineError(f"{type(error).__name__}: {error}"))
 
-    def _abort_in_engine(self, internal_ids: list[str]) -> None:
-        if internal_ids:
-            with suppress(EngineDeadError):  # what is dead has nothing left to abort
-                self._client.abort_requests(internal_ids)
-
     def _die(self, error: EngineDeadError) -> None:
         """The engine is gone for good: all who wait hear of it."""
         self.dead = error
         collectors, self.collectors = self.collectors, {}
         for (owner, external_id), collector in collectors.items():
             self._tell_of_end((owner, external_id))
-            self.output_processor.fail_request(external_id, error, owner)
-            collector.fail(EngineDeadError(*error.args))  # one for each: they get a traceback of their own
+            output = self.output_processor.fail_request(external_id, error, owner)
+            if output is not None and output.error is None:
+                collector.put(output)  # its text was done, and only its hidden states are missing
+            else:
+                collector.fail(EngineDeadError(*error.args))  # one for each: they get a traceback of their own
 
 
 def _key(request: EngineCoreRequest) -> Key:
@@ -158,6 +177,8 @@ def _slices(outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]
     for output in outputs:
         part.append(output)
         num_tokens += len(output.new_token_ids)
+        if output.hidden_states is not None:
+            num_tokens += output.hidden_states.data.nbytes // BYTES_LIKE_A_TOKEN
         if len(part) == SLICE or num_tokens >= SLICE_TOKENS:
             yield part
             part, num_tokens = [], 0

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from ratoon.core.params import (
     RequestOutputKind,
     SamplingParams,
 )
+from ratoon.engine.hidden_states import HiddenStatesSelector
 from ratoon.observe.logging import get_logger
 
 SEED_BITS = 63
@@ -44,8 +46,10 @@ class ParamsProcessor:
         seed: int | None = None,
         kv_capacity: int | None = None,  # tokens of the longest sequence that the KV cache can hold
         block_size: int = CacheConfig().block_size,
+        selector: HiddenStatesSelector | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._selector = HiddenStatesSelector(model_config) if selector is None else selector
         self._vocab_size = model_config.vocab_size
         self._hidden_size = model_config.hidden_size
         self._max_model_len = max_model_len
@@ -78,6 +82,9 @@ class ParamsProcessor:
             self._verify_sampling(params)
         else:
             self._verify_beams(params)
+        if params.return_hidden_states is not None:
+            with _inside("return_hidden_states"):
+                self._selector.verify(params.return_hidden_states)
 
     def _verify_sampling(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -130,23 +137,27 @@ class ParamsProcessor:
     ) -> tuple[SamplingParams, BeamSearchParams | None]:
         """Params that were verified, with every default filled in, as a request carries them: of a beam search both,
         of which the first only says how many choices there are and how they are told."""
-        if isinstance(params, SamplingParams):
-            return self._complete_sampling(params.clone(), num_prompt_tokens), None
         params = params.clone()
         params.max_tokens = self._max_tokens(params, num_prompt_tokens)
+        if params.return_hidden_states is not None:
+            with _inside("return_hidden_states"):
+                self._selector.verify_longest(
+                    params.return_hidden_states, num_prompt_tokens, params.max_tokens, params.n
+                )
+            params.return_hidden_states = self._selector.in_plain_lists(params.return_hidden_states)
         params.all_stop_token_ids = self._stop_token_ids(params)
+        if isinstance(params, SamplingParams):
+            self._complete_sampling(params)
+            return params, None
         return self._envelope(params), params
 
-    def _complete_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        params.max_tokens = self._max_tokens(params, num_prompt_tokens)
+    def _complete_sampling(self, params: SamplingParams) -> None:
         # Always set: a request that is preempted, or replayed from a record, draws the same numbers again.
         if params.seed is None:
             params.seed = self._random.getrandbits(SEED_BITS)
         params.eos_token_ids = list(self.eos_token_ids)
-        params.all_stop_token_ids = self._stop_token_ids(params)
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
-        return params
 
     def _envelope(self, params: BeamSearchParams) -> SamplingParams:
         return SamplingParams(
@@ -163,6 +174,7 @@ class ParamsProcessor:
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             output_kind=params.output_kind,
+            return_hidden_states=params.return_hidden_states,
         )
 
     def _max_tokens(self, params: GenerationParams, num_prompt_tokens: int) -> int:
@@ -206,6 +218,15 @@ class ParamsProcessor:
                 if token_ids:
                     sequences[token_ids] = None
         return [list(token_ids) for token_ids in sequences]
+
+
+@contextmanager
+def _inside(field: str) -> Iterator[None]:
+    """What is wrong in here is wrong in a part of that field."""
+    try:
+        yield
+    except RequestError as error:
+        raise error.inside(field) from None
 
 
 def default_sampling_params(generation_defaults: Mapping[str, Any] | None) -> SamplingParams:

@@ -17,8 +17,8 @@ from ratoon.core.errors import EngineError, RatoonError
 from ratoon.core.health import EngineHealth, EngineState
 from ratoon.core.messages import EngineMessageType, EngineReady, Fault, Heartbeat
 from ratoon.core.request import EngineCoreRequestType
+from ratoon.engine.faults import error_of
 from ratoon.engine.launch import EngineProcess, SocketDirectory
-from ratoon.engine.utilities import error_of
 from ratoon.observe.logging import get_logger
 
 logger = get_logger(__name__)

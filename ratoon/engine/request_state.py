@@ -9,19 +9,32 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ratoon.core.errors import RequestError
-from ratoon.core.messages import Fault
-from ratoon.core.outputs import CompletionOutput, Continuation, EmbeddingOutput, RequestMetrics, RequestOutput
-from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
+from ratoon.core.outputs import (
+    CompletionOutput,
+    Continuation,
+    EmbeddingOutput,
+    HiddenStatesOutput,
+    RequestMetrics,
+    RequestOutput,
+)
+from ratoon.core.params import RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
-from ratoon.core.wire import WireTensor
+from ratoon.engine.answers import Answer, HiddenStatesAnswer, VectorAnswer
 from ratoon.engine.choice_state import ChoiceState, make_choices
+from ratoon.engine.faults import refusal_of
+from ratoon.engine.hidden_states import Selection
 from ratoon.engine.logprobs import PromptLogprobsCollector
 from ratoon.engine.roots import Root
-from ratoon.engine.vectors import finish_vector
 
-Output: TypeAlias = RequestOutput | EmbeddingOutput
+Output: TypeAlias = RequestOutput | EmbeddingOutput | HiddenStatesOutput
 
-ABORTED = "the request was aborted"
+
+@dataclass(slots=True)
+class Reading:
+    """The hidden states of a request that has ended and asked for them: what is there, and who still reads."""
+
+    states: dict[int, HiddenStatesOutput] = field(default_factory=dict)  # by choice
+    readers: dict[str, RequestState] = field(default_factory=dict)  # by internal id
 
 
 @dataclass(slots=True)
@@ -34,8 +47,9 @@ class RequestState:
     metrics: RequestMetrics
     choices: list[ChoiceState]
     prompt_logprobs: PromptLogprobsCollector | None
-    pooling_params: PoolingParams | None = None  # set: it ends with a vector; its one choice gets no token
-    pooled: WireTensor | None = None
+    answer: Answer | None = None  # set: it ends with something that is no text; its one choice gets no token
+    reading: Reading | None = None  # set once it has ended, where it asked for hidden states
+    reads: tuple[RequestState, int] | None = None  # set: this is read for a choice of another request
     beam_search: bool = False  # its choices are known when it ends; before, there is the best text so far
     prompt_logprobs_delivered: bool = False
     num_cached_tokens: int | None = None
@@ -62,6 +76,10 @@ class RequestState:
         """Of the whole request, once it has ended: the worst of its choices'."""
         return max(choice.finish_reason for choice in self.choices if choice.finish_reason is not None)
 
+    @property
+    def ended_well(self) -> bool:
+        return all(choice.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for choice in self.choices)
+
     def abort_id(self, choice: ChoiceState) -> str:
         """What the engine calls this choice alone."""
         return self.request_id if len(self.choices) == 1 else f"{self.request_id}#{choice.index}"
@@ -77,11 +95,11 @@ class RequestState:
         if output.prompt_logprobs and self.prompt_logprobs is not None:
             self.prompt_logprobs.add(output.prompt_logprobs)
         if output.refusal is not None:
-            self._note_error(_request_error(output.refusal))
+            self._note_error(refusal_of(output.refusal))
         elif output.error is not None and self.error is None:
             self.error = output.error
-        if output.pooled is not None:
-            self.pooled = output.pooled
+        if self.answer is not None:
+            self.answer.take(output)
         if output.new_token_ids:
             self._take_tokens(choice, output, now)
         if output.finish_reason is not None and not choice.finished:
@@ -130,8 +148,8 @@ class RequestState:
 
     def next_output(self, finished: bool) -> Output | None:
         """What the caller gets for what changed, if there is something to give."""
-        if self.pooling_params is not None:
-            return self._embedding_output(self.pooling_params) if finished else None
+        if self.answer is not None:
+            return self.answer.output(self) if finished else None
         kind = self.params.output_kind
         if not self.changed or (kind == RequestOutputKind.FINAL_ONLY and not finished):
             self.changed.clear()
@@ -149,8 +167,8 @@ class RequestState:
         for choice in self.choices:
             if choice.finish_reason is None or choice.index in self.changed:
                 choice.finish_reason = FinishReason.ERROR
-        if self.pooling_params is not None:
-            return self._embedding_output(None)
+        if self.answer is not None:
+            return self.answer.output(self)  # no more than the error
         delta = self.params.output_kind == RequestOutputKind.DELTA
         outputs = [
             CompletionOutput(
@@ -184,15 +202,18 @@ class RequestState:
             error=self.error,
             refusal=self.refusal,
             continuation=self.continuation,
+            hidden_states=self._hidden_states() if finished else None,
             owner=self.owner,
         )
 
-    def as_root(self) -> Root | None:
-        """What can be continued of it, now that it has ended; None: it failed, was taken back, or made a vector."""
-        ended_well = all(choice.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for choice in self.choices)
-        if self.pooling_params is not None or not ended_well:
+    def _hidden_states(self) -> list[HiddenStatesOutput] | None:
+        if self.reading is None:
             return None
-        return self.snapshot()
+        return [self.reading.states[choice.index] for choice in self.choices]
+
+    def as_root(self) -> Root | None:
+        """What can be continued of it, now that it has ended; None: it failed, was taken back, or has no text."""
+        return self.snapshot() if self.answer is None and self.ended_well else None
 
     def snapshot(self) -> Root:
         """As far as it has come."""
@@ -209,28 +230,17 @@ class RequestState:
             searching=self.beam_search and not self.finished,
         )
 
-    def _embedding_output(self, params: PoolingParams | None) -> EmbeddingOutput:
-        """Without params, or where the engine sent no vector, it has none."""
-        embedding = None if params is None or self.pooled is None else finish_vector(self.pooled, params)
-        error = self.error
-        if embedding is None and error is None:
-            aborted = self.choices[0].finish_reason == FinishReason.ABORT
-            error = ABORTED if aborted else "the engine sent no vector"
-        return EmbeddingOutput(
-            request_id=self.external_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            embedding=embedding,
-            num_cached_tokens=self.num_cached_tokens or 0,
-            metrics=self.metrics,
-            error=error,
-            refusal=self.refusal,
-            owner=self.owner,
-        )
 
-
-def make_request_state(request: EngineCoreRequest, prompt: str | None, tokenizer: Any | None) -> RequestState:
+def make_request_state(
+    request: EngineCoreRequest, prompt: str | None, tokenizer: Any | None, selection: Selection | None = None
+) -> RequestState:
+    """`selection` is what an extraction was made from."""
     params = request.sampling_params
+    answer: Answer | None = None
+    if request.pooling_params is not None:
+        answer = VectorAnswer(request.pooling_params)
+    elif selection is not None:
+        answer = HiddenStatesAnswer(selection)
     return RequestState(
         request_id=request.request_id,
         external_id=request.external_id if request.external_id is not None else request.request_id,
@@ -240,7 +250,7 @@ def make_request_state(request: EngineCoreRequest, prompt: str | None, tokenizer
         metrics=RequestMetrics(arrival_time=request.arrival_time),
         choices=make_choices(request, tokenizer),
         prompt_logprobs=None if params.prompt_logprobs is None else PromptLogprobsCollector(tokenizer),
-        pooling_params=request.pooling_params,
+        answer=answer,
         beam_search=request.beam_params is not None,
         owner=request.owner,
         leased=request.retain_kv is not None,
@@ -248,7 +258,3 @@ def make_request_state(request: EngineCoreRequest, prompt: str | None, tokenizer
         adapter=request.adapter,
         parent_id=request.parent_id,
     )
-
-
-def _request_error(refusal: Fault) -> RequestError:
-    return RequestError(refusal.subject, refusal.problem, refusal.expected)

@@ -33,11 +33,11 @@ class Root:
         """What the engine calls this choice."""
         return self.internal_id if choice == 0 else f"{self.internal_id}#{choice}"
 
-    def tokens(self, choice: int, at: int | None) -> list[int]:
-        """The choice's sequence, prompt and answer, up to `at` tokens of it."""
+    def tokens(self, choice: int, at: int | None = None, field: str = "continuation_of") -> list[int]:
+        """The choice's sequence, prompt and answer, up to `at` tokens of it. `field` is where the root was named."""
         if self.searching:
-            raise RequestError("continuation_of", "is a beam search that has not ended", "wait for its end")
-        if not 0 <= choice < len(self.choices):
+            raise RequestError(field, "is a beam search that has not ended", "wait for its end")
+        if isinstance(choice, bool) or not isinstance(choice, int) or not 0 <= choice < len(self.choices):
             raise RequestError("choice", f"{choice!r} is not one of the parent's", f"0 to {len(self.choices) - 1}")
         token_ids = self.prompt_token_ids + self.choices[choice]
         if at is None:

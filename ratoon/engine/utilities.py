@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from ratoon.core.errors import ConfigError, EngineError, ExplainedError, ModelError, RatoonError, RequestError
-from ratoon.core.messages import Fault, UtilityCall, UtilityResult
+from ratoon.core.errors import RequestError
+from ratoon.core.messages import UtilityCall, UtilityResult
 from ratoon.engine.core import EngineCore
+from ratoon.engine.faults import fault_of
 from ratoon.engine.profiling import StepProfiler
 
 
@@ -56,20 +57,3 @@ class EngineUtilities:
             "num_used_blocks": round(scheduler.kv_cache.usage * num_usable),
             "num_requests": len(scheduler.roster.requests),
         }
-
-
-def fault_of(error: BaseException) -> Fault:
-    """An error as it travels."""
-    if isinstance(error, ExplainedError):
-        return Fault(type(error).__name__, error.subject, error.problem, error.expected)
-    return Fault(
-        "EngineError", "", str(error) if isinstance(error, RatoonError) else f"{type(error).__name__}: {error}"
-    )
-
-
-def error_of(fault: Fault) -> RatoonError:
-    """The error that travelled."""
-    for kind in (RequestError, ConfigError, ModelError):
-        if fault.kind == kind.__name__:
-            return kind(fault.subject, fault.problem, fault.expected)
-    return EngineError(fault.problem)

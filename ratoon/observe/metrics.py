@@ -27,6 +27,7 @@ REFUSED = "refused"  # beside the finish reasons: a request that could never be 
 AS_ASKED = ("stop", "length")  # reasons of requests that ran to their own end: only these say how long requests take
 REASONS = (*AS_ASKED, "abort", "error", REFUSED)
 SOURCES = ("lease", "prefix_cache", "recomputed")  # of what continuations begin with
+PROMPT = "prompt"  # beside them, for hidden states: of a prompt of their own
 
 
 def one_two_five(lowest: int, highest: int) -> tuple[float, ...]:
@@ -115,6 +116,8 @@ class EngineMetrics:
         self.num_generation_tokens = 0
         self.finished = Counter(dict.fromkeys(REASONS, 0))  # by reason
         self.continuations = Counter(dict.fromkeys(SOURCES, 0))  # by source
+        self.extractions = Counter(dict.fromkeys((*SOURCES, PROMPT), 0))  # by source
+        self.num_extraction_rows = 0
         self.http_requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.time_to_first_token = Histogram(one_two_five(-3, 2))
         self.inter_token_latency = Histogram(one_two_five(-4, 1))
@@ -122,6 +125,7 @@ class EngineMetrics:
         self.e2e_request_latency = Histogram(one_two_five(-2, 3))
         self.request_prompt_tokens = Histogram(one_two_five(0, 6))
         self.request_generation_tokens = Histogram(one_two_five(0, 6))
+        self.extraction_time = Histogram(one_two_five(-3, 2))
         self._health: Callable[[], Health] = Health
         self._registry: CollectorRegistry | None = None
 
@@ -147,11 +151,22 @@ class EngineMetrics:
         """A pooling request got its vector."""
         self.num_prompt_tokens += num_prompt_tokens
 
+    def record_extraction(self, source: str | None, num_rows: int, seconds: float) -> None:
+        """Hidden states were read out, so long after they were asked for, and so many rows were run for it. `source` is
+        where an earlier request's memory came from; None: they are of a prompt of their own."""
+        self.extractions[PROMPT if source is None else source] += 1
+        self.num_extraction_rows += num_rows
+        self.extraction_time.observe(seconds)
+
+    def record_reason(self, reason: str) -> None:
+        """A request ended of which there is no more to say."""
+        self.finished[reason] += 1
+
     def record_end(
         self, reason: str, metrics: RequestMetrics, num_prompt_tokens: int, num_tokens_of_longest_choice: int
     ) -> None:
         """A request ended, with this finish reason."""
-        self.finished[reason] += 1
+        self.record_reason(reason)
         if reason not in AS_ASKED or metrics.finished_time is None:
             return
         self.e2e_request_latency.observe(metrics.finished_time - metrics.arrival_time)
@@ -210,11 +225,15 @@ class EngineMetrics:
         yield from self._health_metrics()
         finished: Values = {(reason,): count for reason, count in self.finished.items()}
         continuations: Values = {(source,): count for source, count in self.continuations.items()}
+        extractions: Values = {(source,): count for source, count in self.extractions.items()}
+        rows: Values = {(): self.num_extraction_rows}
         http: Values = {(route, str(status)): count for (route, status), count in self.http_requests.items()}
         yield _counter("prompt_tokens", "Prompt tokens of requests that were begun.", {(): self.num_prompt_tokens})
         yield _counter("generation_tokens", "Generated tokens.", {(): self.num_generation_tokens})
         yield _counter("requests_finished", "Requests that ended, by reason.", finished, "reason")
         yield _counter("continuations", "Continuations, by where their beginning came from.", continuations, "source")
+        yield _counter("extractions", "Hidden states read out, by where their sequence was.", extractions, "source")
+        yield _counter("extraction_rows", "Rows that were run to read hidden states out.", rows)
         yield _counter("http_requests", "HTTP requests, by route and status.", http, "route", "status")
         yield _histogram("time_to_first_token_seconds", "From arrival to the first token.", self.time_to_first_token)
         yield _histogram("inter_token_latency_seconds", "Between two tokens of a request.", self.inter_token_latency)
@@ -222,6 +241,7 @@ class EngineMetrics:
         yield _histogram("e2e_request_latency_seconds", "From arrival to the end.", self.e2e_request_latency)
         yield _histogram("request_prompt_tokens", "Length of prompts.", self.request_prompt_tokens)
         yield _histogram("request_generation_tokens", "Tokens generated for a request.", self.request_generation_tokens)
+        yield _histogram("extraction_seconds", "From asking for hidden states to the last.", self.extraction_time)
 
     def _of_each_engine(self, value: Callable[[EngineFigures], float]) -> Values:
         return {(str(index),): value(figures) for index, figures in sorted(self.engines.items())}

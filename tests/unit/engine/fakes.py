@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError
-from ratoon.core.messages import Fault
 from ratoon.core.params import RequestOutputKind
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.request import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    InheritedFrom,
+)
 from ratoon.core.stats import SchedulerStats
+from ratoon.core.wire import WireTensor
+from ratoon.engine.faults import fault_of
 
 END = 256  # the special token of ByteTokenizer
 VOCAB_SIZE = 258
+HIDDEN_SIZE = 8
+NUM_LAYERS = 3
 
 
 class FakeTokenizer:
@@ -81,9 +91,9 @@ def model_config(**changes: object) -> ModelConfig:
     fields: dict = {
         "architecture": "LlamaForCausalLM",
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 8,
+        "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 16,
-        "num_layers": 1,
+        "num_layers": NUM_LAYERS,
         "num_heads": 2,
         "num_kv_heads": 1,
         "head_dim": 4,
@@ -103,8 +113,9 @@ def echo(request: EngineCoreRequest, choice: int) -> list[int]:
 
 def refusal(request: EngineCoreRequest, error: RequestError) -> EngineCoreOutput:
     """A refusal as it comes from another process."""
-    fault = Fault("RequestError", error.subject, error.problem, error.expected)
-    return EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault)
+    return EngineCoreOutput(
+        request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault_of(error)
+    )
 
 
 def found_text(
@@ -123,8 +134,40 @@ def found_text(
     )
 
 
+def hidden_state(position: int, layer: int) -> list[float]:
+    """What every sequence has there."""
+    return [position + layer / 8 + place / 64 for place in range(HIDDEN_SIZE)]
+
+
+def hidden_rows(request: EngineCoreRequest, first_row: int, num_rows: int) -> EngineCoreOutput:
+    """The next rows of an extraction, and with the last of them its end."""
+    import numpy  # the front end does without it until somebody asks for hidden states
+
+    extraction = request.extraction
+    positions = extraction.positions[first_row : first_row + num_rows]
+    rows = [[hidden_state(position, layer) for position in positions] for layer in extraction.layers]
+    is_last = first_row + len(positions) == len(extraction.positions)
+    return EngineCoreOutput(
+        request.request_id,
+        [],
+        finish_reason=FinishReason.STOP if is_last else None,
+        hidden_states=wire_tensor(numpy.array(rows), extraction.dtype),
+        first_row=first_row,
+        num_rows_run=first_row + len(positions),
+        inherited_from=None if request.continuation_of is None else InheritedFrom.LEASE,
+    )
+
+
+def wire_tensor(array: Any, dtype: str) -> WireTensor:
+    if dtype == "bfloat16":  # the upper half of a float32
+        data = (array.astype("float32").view("uint32") >> 16).astype("uint16")
+    else:
+        data = array.astype(dtype)
+    return WireTensor(dtype, array.shape, data.tobytes())
+
+
 class FakeClient:
-    """An engine core that gives each choice the next token of its script, one a step.
+    """An engine core that gives each choice the next token of its script, one a step, and extractions some rows.
 
     Of a beam search the scripts are the texts that it will find. It takes as many steps as the longest has tokens,
     and until then the best text is another one after each.
@@ -134,6 +177,7 @@ class FakeClient:
         self.script = script
         self.refuse: Callable[[EngineCoreRequest], Exception | None] = lambda request: None
         self.refuses_by_output = False  # as an engine in another process does
+        self.rows_at_once = 2  # of an extraction, in a step
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
@@ -142,6 +186,7 @@ class FakeClient:
         self._requests: dict[str, EngineCoreRequest] = {}
         self._given: dict[tuple[str, int], int] = {}
         self._refused: list[EngineCoreOutput] = []
+        self._extracted: dict[str, int] = {}  # rows of extractions that are given, by id
 
     def add_request(self, request: EngineCoreRequest) -> None:
         error = self.refuse(request)
@@ -152,12 +197,16 @@ class FakeClient:
             raise error
         self.added.append(request)
         self._requests[request.request_id] = request
+        if request.extraction is not None:
+            self._extracted[request.request_id] = 0
+            return
         for choice in range(request.sampling_params.n):
             self._left[request.request_id, choice] = list(self.script(request, choice))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.aborted.extend(request_ids)
         for name in request_ids:
+            self._extracted.pop(name, None)
             request_id, _, choice = name.partition("#")
             for key in [key for key in self._left if key[0] == request_id and choice in ("", str(key[1]))]:
                 del self._left[key]
@@ -168,6 +217,11 @@ class FakeClient:
     def get_output(self) -> EngineCoreOutputs:
         self.on_step()
         outputs, self._refused = self._refused, []
+        for request_id, first_row in list(self._extracted.items()):
+            outputs.append(hidden_rows(self._requests[request_id], first_row, self.rows_at_once))
+            self._extracted[request_id] = first_row + self.rows_at_once
+            if outputs[-1].finished:
+                del self._extracted[request_id]
         for request_id in {key[0] for key in self._left}:
             if self._requests[request_id].beam_params is not None:
                 outputs += self._search(self._requests[request_id])
@@ -205,7 +259,7 @@ class FakeClient:
         return outputs
 
     def has_work(self) -> bool:
-        return bool(self._left or self._refused)
+        return bool(self._left or self._refused or self._extracted)
 
     def reset_prefix_cache(self) -> bool:
         return not self._left

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ratoon.core.params import SamplingParams
-from ratoon.core.request import EngineCoreRequest
+from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.engine.balancer import MAX_REMEMBERED, LoadBalancer
 
 PIECE = 4
@@ -96,3 +96,18 @@ def test_memory_is_bounded():
     for i in range(40):
         two.learn(0, request("x", []), list(range(i * 20_000, i * 20_000 + 8_000)))
     assert len(two._homes) == MAX_REMEMBERED
+
+
+def test_what_generates_nothing_counts_with_the_rows_that_it_runs():
+    two = balancer(1)
+    asked = request("x", [*range(40)])
+    asked.extraction = Extraction([39], [1])
+    two.choose(asked, [0])
+    assert two.loads[0].num_tokens == 41
+    two.ended("x")
+    two.choose(asked, [0])
+    assert two.loads[0].num_tokens == 1, "the engine has the rest of its sequence now"
+    pooled = request("p", [*range(100, 110)])
+    pooled.pooling_params = PoolingParams()
+    two.choose(pooled, [0])
+    assert two.loads[0].num_tokens == 11

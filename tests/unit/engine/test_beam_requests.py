@@ -149,7 +149,7 @@ class Search:
 
     def send(self, *outputs: EngineCoreOutput):
         self.now += 1
-        results, to_abort = self.outputs.process_outputs(EngineCoreOutputs(list(outputs)))
+        results, to_abort, _ = self.outputs.process_outputs(EngineCoreOutputs(list(outputs)))
         assert to_abort == []
         return results
 
@@ -238,7 +238,7 @@ def test_a_search_that_fails_ends_all_its_choices(told):
 def test_an_abort_ends_it_with_the_best_text_so_far():
     search = Search(streamed(n=2))
     search.tell("ab")
-    (result,), internal = search.outputs.abort_requests(["r"])
+    (result,), internal, _ = search.outputs.abort_requests(["r"])
     assert [(choice.text, choice.finish_reason) for choice in result.outputs] == [("ab", "abort"), ("", "abort")]
     assert internal == [search.id]
 
@@ -310,6 +310,6 @@ def test_a_search_behind_a_parent_says_how_it_began():
     outputs.add_request(request, None)
     found = found_text(request.request_id, [120], 0, FinishReason.LENGTH)
     found.num_cached_tokens, found.inherited_from = 2, InheritedFrom.LEASE
-    (result,), _ = outputs.process_outputs(EngineCoreOutputs([found]))
+    (result,), *_ = outputs.process_outputs(EngineCoreOutputs([found]))
     assert (result.continuation.inherited_tokens, result.continuation.computed_tokens) == (2, 2)
     assert result.continuation.source == "lease"

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from ratoon.core.params import BeamSearchParams, SamplingParams
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.request import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    Extraction,
+    FinishReason,
+)
+from ratoon.core.wire import WireTensor
 from ratoon.engine.ledger import MAX_STRIKES, Ledger
 
 
@@ -238,3 +246,42 @@ def test_a_beam_search_that_kills_engines_is_given_up_with_all_its_choices():
         assert ledger.engine_died(0) == []
     hand_over(ledger)
     assert [output.choice for output in ledger.engine_died(0)] == [0, 1]
+
+
+def rows(name: str, first_row: int, reason: FinishReason | None = None) -> EngineCoreOutput:
+    part = WireTensor("float32", (1, 1, 2), bytes(8))
+    return EngineCoreOutput(name, [], finish_reason=reason, hidden_states=part, first_row=first_row)
+
+
+def ledger_with_extraction() -> Ledger:
+    ledger = ledger_with("a")
+    asked = EngineCoreRequest("x", [1, 2, 3], SamplingParams(max_tokens=1), extraction=Extraction([0, 2], [1]))
+    ledger.add(asked)
+    return ledger
+
+
+def test_an_extraction_is_a_message_of_its_own_kind():
+    kinds = {entry.request.request_id: entry.kind for entry in ledger_with_extraction().ready_to_go()}
+    assert kinds == {"a": EngineCoreRequestType.ADD, "x": EngineCoreRequestType.HIDDEN_STATES_EXTRACT}
+
+
+def test_an_extraction_begins_again_and_is_no_suspect_once_a_part_has_come():
+    ledger = ledger_with_extraction()
+    hand_over(ledger)
+    ledger.record(outputs(rows("x", 0)))
+    assert ledger.engine_died(0) == []
+    (x,) = [entry for entry in ledger.ready_to_go() if entry.request.request_id == "x"]
+    assert x.strikes == 0 and x.current_request() is x.request and x.kind.name == "HIDDEN_STATES_EXTRACT"
+    hand_over(ledger)
+    ended = ledger.record(outputs(rows("x", 0), rows("x", 1, FinishReason.STOP)))
+    assert [entry.request.request_id for entry in ended] == ["x"] and len(ledger) == 1
+
+
+def test_an_extraction_that_kills_every_engine_is_given_up():
+    ledger = Ledger()
+    ledger.add(EngineCoreRequest("x", [1], SamplingParams(max_tokens=1), extraction=Extraction([0], [1])))
+    for _ in range(MAX_STRIKES):
+        assert hand_over(ledger) == ["x"]
+        failed = ledger.engine_died(0)
+    assert [(output.request_id, output.finish_reason) for output in failed] == [("x", FinishReason.ERROR)]
+    assert len(ledger) == 0

@@ -42,7 +42,7 @@ def out(text: str, choice: int = 0, **fields) -> EngineCoreOutput:
 
 
 def step(processor: OutputProcessor, *outputs: EngineCoreOutput):
-    return processor.process_outputs(EngineCoreOutputs(outputs=list(outputs)))
+    return processor.process_outputs(EngineCoreOutputs(outputs=list(outputs)))[:2]
 
 
 def texts(result) -> list[tuple[int, str]]:
@@ -167,7 +167,7 @@ def test_a_choice_that_fails_later_leaves_the_others_running():
 def test_an_abort_gives_what_there_is_and_the_engines_id():
     processor = make(SamplingParams(stop=["xyz"]))
     step(processor, out("ax"))
-    (result,), internal = processor.abort_requests(["r", "unknown"])
+    (result,), internal, _ = processor.abort_requests(["r", "unknown"])
     assert internal == ["r-internal"]
     assert (result.outputs[0].text, result.outputs[0].finish_reason, result.finished) == ("ax", "abort", True)
     assert not processor.has_unfinished_requests()
@@ -266,7 +266,7 @@ def test_a_request_whose_last_text_can_not_be_made_still_ends():
         raise ZeroDivisionError("a bug")
 
     processor._states["r-internal"].choices[0].detokenizer.finish = fail
-    (result,), internal = processor.abort_requests(["r"])
+    (result,), internal, _ = processor.abort_requests(["r"])
     assert "a bug" in result.error and result.finished
     assert internal == ["r-internal"]
     assert not processor.has_unfinished_requests()
@@ -317,7 +317,7 @@ def test_a_vector_that_failed_or_was_aborted_says_so():
     (result,), _ = step(processor, out("", finish_reason=FinishReason.ERROR, error="it broke"))
     assert (result.embedding, result.error) == (None, "it broke")
     processor = make_pooling(PoolingParams())
-    (result,), internal = processor.abort_requests(["r"])
+    (result,), internal, _ = processor.abort_requests(["r"])
     assert (result.embedding, result.error, internal) == (None, "the request was aborted", ["r-internal"])
     processor = make_pooling(PoolingParams())
     fault = Fault("RequestError", "prompt", "is too long")
@@ -342,14 +342,14 @@ def test_owners_may_call_their_requests_the_same_and_hear_nothing_of_each_other(
     with pytest.raises(RequestError, match="in use"):
         owned(processor, "me")
     outputs = [EngineCoreOutput(request.request_id, [byte]) for request, byte in ((mine, 97), (theirs, 98))]
-    results, _ = processor.process_outputs(EngineCoreOutputs(outputs))
+    results, *_ = processor.process_outputs(EngineCoreOutputs(outputs))
     assert [(one.owner, one.request_id, one.outputs[0].text) for one in results] == [
         ("me", "r", "a"),
         ("them", "r", "b"),
     ]
     assert bytes(processor.find_root("r", "me").tokens(0, None)) == b"pa"
-    assert processor.abort_requests(["r"]) == ([], []), "nobody's request has this id"
-    (gone,), internal = processor.abort_requests(["r"], "me")
+    assert processor.abort_requests(["r"]) == ([], [], []), "nobody's request has this id"
+    (gone,), internal, _ = processor.abort_requests(["r"], "me")
     assert (gone.owner, internal) == ("me", ["r-me"])
     assert not processor.is_running("r", "me") and processor.is_running("r", "them")
     failed = processor.fail_request("r", RuntimeError("no"), "them")
@@ -361,5 +361,5 @@ def test_a_vector_has_an_owner_too():
     processor = OutputProcessor(TOKENIZER)
     request = EngineCoreRequest("i", [1], SamplingParams(), pooling_params=PoolingParams(), external_id="r", owner="me")
     processor.add_request(request, None)
-    (result,), _ = processor.abort_requests(["r"], "me")
+    (result,), *_ = processor.abort_requests(["r"], "me")
     assert isinstance(result, EmbeddingOutput) and result.owner == "me"

@@ -1,0 +1,222 @@
+"""Which hidden states a caller asks for, in a sequence and a model that are known: every position and layer by number.
+
+Pure: what comes out is a Selection, or an error that names the field and the numbers. Making requests of it and putting
+together what the engine sends are done elsewhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.errors import RequestError, TooLargeError
+from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, HiddenStatesParams
+from ratoon.core.request import Extraction
+from ratoon.core.sizes import format_size
+
+Piece: TypeAlias = int | tuple[int, int | None]  # one position, or a run of them: from, up to but not including
+
+ALL = "all"
+NORM = "norm"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+POSITIONS_EXPECTED = 'a whole number, a list of them and of pairs [start, stop], or "all"'
+LAYERS_EXPECTED = 'a whole number, "norm", a list of these, or "all"'
+SCOPE_NAMES = {"all": "sequence", "prompt": "prompt", "output": "output"}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a caller gets: positions in the whole sequence and layers as they were asked for, some perhaps twice."""
+
+    positions: list[int]
+    layers: list[int | str]
+    extraction: Extraction  # what the engine has to do for it: each of them once, in rising order
+    row_order: list[int]  # for each position, which of the extraction's it is
+    layer_order: list[int]
+
+
+class HiddenStatesSelector:
+    def __init__(self, model_config: ModelConfig, max_bytes: int = MAX_HIDDEN_STATES_BYTES) -> None:
+        self._num_layers = model_config.num_layers
+        self._hidden_size = model_config.hidden_size
+        self._max_bytes = max_bytes
+
+    def verify(self, params: HiddenStatesParams) -> None:
+        """RequestError for what is wrong with them whatever the sequence is."""
+        if not isinstance(params, HiddenStatesParams):
+            raise RequestError("params", f"{type(params).__name__} is not HiddenStatesParams", "a HiddenStatesParams")
+        params.verify()
+        parse_positions(params.positions)
+        resolve_layers(params.layers, self._num_layers)
+
+    def in_plain_lists(self, params: HiddenStatesParams) -> HiddenStatesParams:
+        """The same, positions and layers written so that they can travel."""
+        positions = [piece if isinstance(piece, int) else list(piece) for piece in parse_positions(params.positions)]
+        layers = self._names(resolve_layers(params.layers, self._num_layers))
+        return msgspec.structs.replace(params, positions=positions, layers=layers)
+
+    def select(self, params: HiddenStatesParams, num_prompt_tokens: int, num_output_tokens: int) -> Selection:
+        """Params that were verified, for a sequence of so many tokens."""
+        layers = resolve_layers(params.layers, self._num_layers)
+        runs = self._runs(params, num_prompt_tokens, num_output_tokens)
+        self._verify_size(runs, len(layers), params.dtype)
+        positions = [position for run in runs for position in run]
+        rows, row_order = _each_once(positions)
+        planes, layer_order = _each_once(layers)
+        return Selection(
+            positions,
+            self._names(layers),
+            Extraction(rows, planes, params.dtype, params.deadline),
+            row_order,
+            layer_order,
+        )
+
+    def verify_longest(
+        self, params: HiddenStatesParams, num_prompt_tokens: int, max_output_tokens: int, num_choices: int
+    ) -> None:
+        """RequestError for what even the longest answer would not have; TooLargeError where it would be too much."""
+        runs = self._runs(params, num_prompt_tokens, max_output_tokens)
+        layers = resolve_layers(params.layers, self._num_layers)
+        self._verify_size(runs * num_choices, len(layers), params.dtype)
+
+    def _names(self, layers: list[int]) -> list[int | str]:
+        return [NORM if layer > self._num_layers else layer for layer in layers]
+
+    def _runs(self, params: HiddenStatesParams, num_prompt_tokens: int, num_output_tokens: int) -> list[range]:
+        first = num_prompt_tokens if params.scope == "output" else 0
+        last = num_prompt_tokens if params.scope == "prompt" else num_prompt_tokens + num_output_tokens
+        runs = place_positions(parse_positions(params.positions), last - first, SCOPE_NAMES[params.scope])
+        return [range(run.start + first, run.stop + first) for run in runs]
+
+    def _verify_size(self, runs: list[range], num_layers: int, dtype: str) -> None:
+        """Before positions are written out one by one: a short list can name very many."""
+        num_positions = sum(map(len, runs))
+        num_bytes = num_positions * num_layers * self._hidden_size * ITEM_BYTES[dtype]
+        if num_bytes > self._max_bytes:
+            raise TooLargeError(
+                "positions",
+                f"{num_positions} positions of {num_layers} layers, {self._hidden_size} numbers in {dtype} each, are "
+                f"{format_size(num_bytes)} ({num_bytes} bytes), and at most {self._max_bytes} bytes may be asked for",
+                "fewer positions or layers, or an engine with a greater max_hidden_states_bytes",
+            )
+
+
+# ---- positions ----
+
+
+def parse_positions(asked: Any) -> list[Piece]:
+    """One form for all that `positions` may be. Whether the sequence has them is not looked at."""
+    if isinstance(asked, str):
+        if asked != ALL:
+            raise RequestError("positions", f"{asked!r} is unknown", POSITIONS_EXPECTED)
+        return [(0, None)]
+    if not _is_list(asked):
+        return [_whole("positions", asked, POSITIONS_EXPECTED)]
+    if not asked:
+        raise RequestError("positions", "is empty", POSITIONS_EXPECTED)
+    return [_parse_piece(index, piece) for index, piece in enumerate(asked)]
+
+
+def _parse_piece(index: int, piece: Any) -> Piece:
+    field = f"positions[{index}]"
+    if not _is_list(piece):
+        return _whole(field, piece, POSITIONS_EXPECTED)
+    if len(piece) != 2:
+        raise RequestError(field, f"has {len(piece)} entries", "a pair [start, stop]")
+    start, stop = piece
+    return _whole(field, start, "a pair of whole numbers"), None if stop is None else _whole(
+        field, stop, "a pair of whole numbers, the second perhaps None"
+    )
+
+
+def place_positions(pieces: Iterable[Piece], length: int, name: str) -> list[range]:
+    """The runs in a part of a sequence, which is so long and is called so. Negative numbers count from its end."""
+    if length == 0:
+        raise RequestError("positions", f"the {name} has no tokens", "a scope that has some")
+    runs = []
+    for piece in pieces:
+        if isinstance(piece, int):
+            start = _place(piece, length, name, highest=length - 1)
+            runs.append(range(start, start + 1))
+            continue
+        start = _place(piece[0], length, name, highest=length)
+        stop = length if piece[1] is None else _place(piece[1], length, name, highest=length)
+        if stop < start:
+            raise RequestError(
+                "positions",
+                f"{list(piece)} goes from {start} to {stop} in a {name} of {length} tokens",
+                "a stop that is not before the start",
+            )
+        runs.append(range(start, stop))
+    if not any(runs):
+        raise RequestError("positions", f"name none of the {length} tokens of the {name}", "at least one position")
+    return runs
+
+
+def _place(position: int, length: int, name: str, highest: int) -> int:
+    if not -length <= position <= highest:
+        raise RequestError(
+            "positions",
+            f"{position} is out of range: the {name} has {length} tokens",
+            f"from {-length} to {highest}",
+        )
+    return position + length if position < 0 else position
+
+
+# ---- layers ----
+
+
+def resolve_layers(asked: Any, num_layers: int) -> list[int]:
+    """How many layers the rows have passed; one more than there are stands for the final norm."""
+    if asked is None:
+        return [num_layers]
+    if isinstance(asked, str) and asked == ALL:
+        return [*range(num_layers + 2)]
+    if not _is_list(asked):
+        return [_resolve_layer("layers", asked, num_layers)]
+    if not asked:
+        raise RequestError("layers", "is empty", LAYERS_EXPECTED)
+    return [_resolve_layer(f"layers[{index}]", layer, num_layers) for index, layer in enumerate(asked)]
+
+
+def _resolve_layer(field: str, layer: Any, num_layers: int) -> int:
+    if isinstance(layer, str):
+        if layer != NORM:
+            raise RequestError(field, f"{layer!r} is unknown", LAYERS_EXPECTED)
+        return num_layers + 1
+    number = _whole(field, layer, LAYERS_EXPECTED)
+    lowest = -num_layers - 1
+    if not lowest <= number <= num_layers:
+        raise RequestError(
+            "layers",
+            f"{number} is out of range: the model has {num_layers} layers",
+            f'from {lowest} to {num_layers} (0 is the embeddings), or "norm"',
+        )
+    return number if number >= 0 else number - lowest
+
+
+def _each_once(numbers: list[int]) -> tuple[list[int], list[int]]:
+    """Each of them once, rising, and for each of the given ones its place among these."""
+    rising = sorted(set(numbers))
+    if rising == numbers:
+        return rising, [*range(len(rising))]
+    places = {number: place for place, number in enumerate(rising)}
+    return rising, [places[number] for number in numbers]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _whole(field: str, value: Any, expected: str) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise RequestError(field, f"{value!r} is not a whole number", expected)

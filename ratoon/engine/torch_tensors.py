@@ -1,0 +1,29 @@
+"""Hidden states as torch tensors. The memory stays the same; torch is loaded when there is something to show to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
+from ratoon.engine.request_state import Output
+
+if TYPE_CHECKING:
+    import torch
+
+
+def with_torch_tensors(output: Output) -> None:
+    """Put tensors where an output has arrays of hidden states."""
+    found = [output] if isinstance(output, HiddenStatesOutput) else []
+    if isinstance(output, RequestOutput) and output.hidden_states is not None:
+        found = output.hidden_states
+    for states in found:
+        if states.tensor is not None:
+            states.tensor = as_torch(states.tensor, states.dtype)
+
+
+def as_torch(array: Any, dtype: str) -> torch.Tensor:
+    import torch
+
+    if dtype == "bfloat16":  # which numpy does not know: there they are whole numbers
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)
