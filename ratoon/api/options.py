@@ -23,7 +23,7 @@ Subparsers = Any  # argparse has no public name for what add_subparsers returns
 ENGINE_OPTIONS = (
     "device", "dtype", "max_model_len", "block_size", "num_blocks", "kv_memory", "max_num_batched_tokens",
     "max_num_seqs", "policy", "num_threads", "attention_backend", "load_format", "lease_fraction", "max_lease_seconds",
-    "executor",
+    "max_hidden_states_bytes", "executor",
 )  # fmt: skip
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -52,6 +52,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", dest="num_threads", help="CPU threads")
     group.add_argument("--attention-backend", metavar="NAME", help="auto, or a backend's name")
     group.add_argument("--load-format", metavar="NAME", help="auto, or dummy: random weights of the right shape")
+    group.add_argument(
+        "--max-hidden-states-bytes", metavar="SIZE", help="the most hidden states that a request may ask for"
+    )
     group.add_argument("--executor", metavar="NAME", help='uniproc, or another one as "module:Class"')
 
 

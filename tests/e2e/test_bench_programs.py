@@ -50,3 +50,19 @@ def test_beams_are_measured_in_all_three_parts(tmp_path: Path) -> None:
     assert set(parts["search"]["ratios"]["cold"]) == {"transformers"}
     assert parts["steps"]["growth"]["with_prefix"].keys() == {"2", "4"}
     assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_hidden_states_are_measured_in_all_four_parts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ("--quick", "--threads", "1", "--model", str(model_folder("llama with grouped heads")))
+    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    shown = run_program("hidden_states.py", *options, "--before", str(REPOSITORY), *files)
+    assert "the aim is at most 2" in shown
+    parts = json.loads((tmp_path / "out.json").read_text())["parts"]
+    assert list(parts) == ["latency", "throughput", "prefill", "idle"]
+    assert parts["latency"]["ratios"].keys() == {"in_steps", "saved", "transformers"}
+    assert parts["throughput"]["ratios"].keys() == {"20", "100"}
+    assert parts["prefill"]["ratios"].keys() == {"one_layer", "all_layers", "peer_one", "peer_all"}
+    assert parts["idle"]["ratios"].keys() == {"step", "planning", "forward"}
+    assert (tmp_path / "out.png").stat().st_size > 10_000

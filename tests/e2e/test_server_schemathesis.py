@@ -29,7 +29,7 @@ NUM_EXAMPLES = 50  # for each operation, of requests that keep to the document a
 REQUIRED = ("model", "prompt", "messages", "input", "tokens")
 NUM_OPTIONAL = 3
 WITH_INPUT = [
-    *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings")),
+    *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings", "hidden_states")),
     *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep"), ("get", "/v1/requests")),
 ]
 WHATEVER_INPUT = [  # none, or a name, with which nothing can be wrong

@@ -18,13 +18,12 @@ from ratoon.api.options import (
     add_engine_options,
     add_sampling_options,
     check_generation_options,
-    engine_settings,
     generation_params,
     open_llm,
     status,
 )
 from ratoon.api.remote.errors import RemoteError
-from ratoon.api.remote.options import add_remote_options, generation_fields, open_client
+from ratoon.api.remote.options import add_remote_options, generation_fields, open_client, refuse_engine_options
 from ratoon.core.errors import RequestError
 
 HELP = """\
@@ -74,9 +73,8 @@ def check_where(args: argparse.Namespace) -> None:
             raise RequestError("--model and --api-key", "belong to a server", "add --url in the place of MODEL")
     elif args.model is not None:
         raise RequestError("MODEL", "and --url exclude each other", f"--model {args.model} names one of the server's")
-    elif settings := engine_settings(args):
-        option = "--" + next(iter(settings)).replace("_", "-")
-        raise RequestError(option, "is the server's to settle", "leave it out with --url")
+    else:
+        refuse_engine_options(args)
 
 
 @contextlib.contextmanager

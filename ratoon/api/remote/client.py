@@ -70,6 +70,16 @@ class RemoteClient:
             raise self._bad_answer("it is no JSON object")
         return answer
 
+    async def download(
+        self, path: str, body: dict[str, Any], media_type: str, write: Callable[[bytes], object]
+    ) -> None:
+        """Hand an answer of this type to `write`, piece by piece."""
+        async with self._request("POST", path, body, {"Accept": media_type}) as response:
+            if response.content_type != media_type:
+                raise self._bad_answer(f"it is {response.content_type}, not {media_type}")
+            while data := await response.content.readany():
+                write(data)
+
     async def stream(self, path: str, body: dict[str, Any], receive: Receive) -> None:
         """Hand the chunks of an answer to `receive`, in the groups in which they arrive, until it ends.
 
@@ -115,14 +125,14 @@ class RemoteClient:
 
     @asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None
+        self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with a good status, and every fault of the network as RemoteError, also while it is read."""
         assert self._session is not None
         errors = self._aiohttp
         data = None if body is None else msgspec.json.encode(body)
         try:
-            async with self._session.request(method, self.url + path, data=data) as response:
+            async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
                 if response.status >= 400:
                     raise error_for_status(response.status, response.reason or "", await response.read())
                 yield response

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.beam_options import beam_fields, wants_beam_search
-from ratoon.api.options import SAMPLING_OPTIONS
+from ratoon.api.options import SAMPLING_OPTIONS, engine_settings
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ def _key_of_environment() -> str | None:
     """A server takes several keys in the same variable, with commas between them: any of them opens it."""
     found = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
     return None if found is None else found.split(",")[0].strip()
+
+
+def refuse_engine_options(args: argparse.Namespace) -> None:
+    if settings := engine_settings(args):
+        option = "--" + next(iter(settings)).replace("_", "-")
+        raise RequestError(option, "is the server's to settle", "leave it out with --url")
 
 
 async def choose_model(client: RemoteClient, name: str | None) -> str:

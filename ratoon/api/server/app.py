@@ -30,7 +30,7 @@ from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_d
 from ratoon.api.server.exchange import AsgiApp, Exchange, ExchangeLayer, Scope
 from ratoon.api.server.openapi import build_document
 from ratoon.api.server.responses import error_response
-from ratoon.api.server.routes import admin, chat, completions, embeddings, models, roots, service, tokens
+from ratoon.api.server.routes import admin, chat, completions, embeddings, hidden_states, models, roots, service, tokens
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import EngineDeadError, EngineError, RequestError
 from ratoon.observe.logging import get_logger
@@ -43,6 +43,7 @@ ROUTERS = (
     completions.router,
     roots.router,
     embeddings.router,
+    hidden_states.router,
     models.router,
     tokens.router,
     service.router,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from ratoon.api.server.errors import ApiError, model_not_found
+from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.token_texts import TokenTexts
 
@@ -49,13 +49,9 @@ class ServerContext:
     def admit(self, count: int) -> Iterator[None]:
         """Room for so many prompts while the block lasts, or a 429."""
         if self.num_unfinished + count > self.settings.max_queue:
-            raise ApiError(
-                429,
+            raise queue_full(
                 f"{self.num_unfinished} prompts are unfinished, and {self.settings.max_queue} is the limit; "
-                "try again in a moment",
-                kind="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": "1"},
+                "try again in a moment"
             )
         self.num_unfinished += count
         try:

@@ -9,7 +9,15 @@ from typing import Any
 
 import msgspec
 
-from ratoon.core.errors import EngineAwayError, EngineDeadError, EngineError, RequestError
+from ratoon.core.errors import (
+    DeadlineError,
+    EngineAwayError,
+    EngineDeadError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    TooLargeError,
+)
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -19,8 +27,6 @@ BODY_FIELDS = {
     "prompt_token_ids": "prompt",
     "sampling_params": "body",
     "pooling_params": "body",
-    "choice": "continuation_choice",
-    "at": "continuation_at",
 }
 
 
@@ -75,8 +81,13 @@ def model_not_found(model: str, served_names: tuple[str, ...]) -> ApiError:
 def request_not_found(request_id: str, param: str) -> ApiError:
     """The same for an id that never was, that was forgotten, and that is somebody else's."""
     shown = request_id if len(request_id) <= 200 else request_id[:200] + "…"
-    message = f"{param}: there is no request {shown!r} to continue; expected the id of one that has ended"
+    message = f"{param}: there is no request {shown!r}; expected the id of one that has ended"
     return ApiError(404, message, param=param, code="request_not_found")
+
+
+def queue_full(message: str) -> ApiError:
+    headers = {"Retry-After": "1"}
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
 
 
 def shutting_down() -> ApiError:
@@ -99,9 +110,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        field, _, rest = error.field.partition("[")
-        field = BODY_FIELDS.get(field, field) + (f"[{rest}" if rest else "")
-        return refused(field, error.problem, error.expected)
+        return _refusal(error)
     if isinstance(error, EngineDeadError):
         return ApiError(503, f"The engine is gone: {error}", kind=SERVER_ERROR, code="engine_dead")
     if isinstance(error, EngineAwayError):
@@ -109,3 +118,16 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineError):
         return generation_failed(str(error))
     return ApiError(500, "The server failed; its log says why", kind=SERVER_ERROR, code="internal_error")
+
+
+def _refusal(error: RequestError) -> ApiError:
+    field, _, rest = error.field.partition("[")
+    field = BODY_FIELDS.get(field, field) + (f"[{rest}" if rest else "")
+    answer = refused(field, error.problem, error.expected)
+    if isinstance(error, QueueFullError):
+        return queue_full(answer.message)
+    if isinstance(error, TooLargeError):
+        return ApiError(413, answer.message, param=field, code="answer_too_large")
+    if isinstance(error, DeadlineError):
+        return ApiError(504, answer.message, kind=SERVER_ERROR, param=field, code="deadline_exceeded")
+    return answer

@@ -21,6 +21,8 @@ from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
 
+CONTINUATION_FIELDS = {"choice": "continuation_choice", "at": "continuation_at"}  # as the engine and the body call them
+
 T = TypeVar("T")
 Numbered = tuple[int, RequestOutput]  # the prompt's place in the request, and what is new for it
 
@@ -141,9 +143,8 @@ async def _merge(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbere
 
 async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGenerator[RequestOutput, None]:
     """One prompt's outputs. ApiError where the engine fails it, RequestError where it refuses it."""
-    outputs = await _begin(context, batch, index)
-    async with aclosing(outputs):
-        try:
+    try:
+        async with aclosing(await _begin(context, batch, index)) as outputs:
             async for output in outputs:
                 if output.error is not None:
                     raise generation_failed(output.error)
@@ -153,8 +154,8 @@ async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGe
                         with suppress(UnknownParentError):  # an aborted one is forgotten already
                             await context.llm.forget(batch.request_id(index), batch.owner)
                 yield output
-        except RequestError as error:
-            raise _with_place(error, batch, index) from None
+    except RequestError as error:
+        raise _as_in_body(error, batch, index) from None
 
 
 async def _begin(context: ServerContext, batch: Batch, index: int) -> AsyncGenerator[RequestOutput, None]:
@@ -191,9 +192,9 @@ def _drop_answer(output: RequestOutput) -> None:
         choice.finish_reason = choice.finish_reason and "length"
 
 
-def _with_place(error: RequestError, batch: Batch, index: int) -> RequestError:
-    """An error about a prompt names it as the body does."""
-    if error.field.partition("[")[0] not in ("prompt", "prompt_token_ids"):
-        return error
-    name = batch.param if len(batch.prompts) == 1 else f"{batch.param}[{index}]"
-    return RequestError(name, error.problem, error.expected)
+def _as_in_body(error: RequestError, batch: Batch, index: int) -> RequestError:
+    """An error about the prompt, or about what is continued, names it as the body does."""
+    name = CONTINUATION_FIELDS.get(error.field) if batch.origin is not None else None
+    if error.field.partition("[")[0] in ("prompt", "prompt_token_ids"):
+        name = batch.param if len(batch.prompts) == 1 else f"{batch.param}[{index}]"
+    return error if name is None else type(error)(name, error.problem, error.expected)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from ratoon.api.server.errors import as_api_error
 from ratoon.api.server.exchange import Receive, Scope, Send, exchange_of
+from ratoon.api.server.large_json import Part, encode_parts
 from ratoon.observe.logging import get_logger
 
 EVENT_STREAM = "text/event-stream"
@@ -26,6 +27,11 @@ _encode = msgspec.json.Encoder().encode
 
 def event(content: Any) -> bytes:
     return b"data: %b\n\n" % _encode(content)
+
+
+def event_parts(content: Any) -> list[Part]:
+    """The same for content with Base64 in it."""
+    return [b"data: ", *encode_parts(content), b"\n\n"]
 
 
 class EventStream(Response):

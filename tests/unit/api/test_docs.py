@@ -17,6 +17,7 @@ from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
 from ratoon.api.server.protocol.embeddings import EmbeddingRequest
+from ratoon.api.server.protocol.hidden_states import HiddenStatesRequest
 from ratoon.api.server.protocol.sampling import StreamOptions
 from ratoon.api.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from ratoon.core.health import EngineHealth, EngineState, Health
@@ -73,7 +74,10 @@ async def test_every_endpoint_is_documented_and_every_documented_one_exists():
 
 @pytest.mark.parametrize(
     "model",
-    [CompletionRequest, ChatCompletionRequest, StreamOptions, EmbeddingRequest, TokenizeRequest, DetokenizeRequest],
+    [
+        *(CompletionRequest, ChatCompletionRequest, StreamOptions, EmbeddingRequest, HiddenStatesRequest),
+        *(TokenizeRequest, DetokenizeRequest),
+    ],
 )
 def test_every_field_of_a_request_is_documented(model: type[RequestModel]):
     text = (DOCS / "serving.md").read_text()

@@ -47,8 +47,8 @@ class ChatRenderer(Renderer):
             yield {"choices": [{**choice, "logprobs": None, "finish_reason": None}], **about_prompt}
             about_prompt = {}
 
-    def empty_choice(self, index: int) -> dict[str, Any]:
-        return {"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": None, "stop_reason": None}
+    def empty_choice(self, place: int) -> dict[str, Any]:
+        return {"index": place, "delta": {"content": ""}, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def _choice(self, choice: CompletionOutput, name: str, words: dict[str, str]) -> dict[str, Any]:
         """`words` are a message, or what is new of one; `name` says which."""

@@ -37,8 +37,7 @@ class CompletionRenderer(Renderer):
             if self.is_worth_sending(choice) or (self._echo and self._place(index, choice) not in self._begun):
                 yield {"choices": [self._choice(index, output, choice)]}
 
-    def empty_choice(self, index: int) -> dict[str, Any]:
-        place = index * self.num_choices
+    def empty_choice(self, place: int) -> dict[str, Any]:
         return {"index": place, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def _place(self, index: int, choice: CompletionOutput) -> int:

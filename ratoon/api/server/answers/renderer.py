@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, ClassVar
 
 from ratoon.api.server.answers.beams import SearchProgress, figures
+from ratoon.api.server.answers.hidden_states import content_or_error
 from ratoon.api.server.answers.usage import UsageCounter
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.generation import Batch
@@ -39,17 +40,24 @@ class Renderer(ABC):
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         for index, output in enumerate(outputs):
             self.usage.add(index, output)
-        body = {**self.whole_body(outputs), "usage": self.usage.as_dict(), **self._about_continuation(outputs[0])}
+        content = self.whole_body(outputs)
+        for index, output in enumerate(outputs):
+            self._put_in(content, self._hidden_states(index, output))
+        body = {**content, "usage": self.usage.as_dict(), **self._about_continuation(outputs[0])}
         return {**self._head, "object": self.WHOLE, **body}
 
     def chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Chunks for what is new in prompt `index`, a choice each."""
         best = None if self._search is None else self._search.take(index, output)
         self.usage.add(index, output)
+        states = self._hidden_states(index, output)
         for body in self.chunk_bodies(index, output):
+            self._put_in(body, states)
             yield self._chunk({**body, **self._about_continuation(output)})
+        for place, entry in states.items():  # of choices that ended before the last one
+            yield self._chunk({"choices": [{**self.empty_choice(place), "hidden_states": entry}]})
         if best is not None:
-            choice = {**self.empty_choice(index), **figures(best), "best_so_far": best.text}
+            choice = {**self.empty_choice(index * self.num_choices), **figures(best), "best_so_far": best.text}
             yield self._chunk({"choices": [choice], **self._about_continuation(output)})
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -62,6 +70,18 @@ class Renderer(ABC):
         elif self.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _hidden_states(self, index: int, output: RequestOutput) -> dict[int, dict[str, Any]]:
+        """By the choices' places. They come with a prompt's last output, for all of its choices."""
+        first = index * self.num_choices
+        return {first + choice: content_or_error(states) for choice, states in enumerate(output.hidden_states or ())}
+
+    @staticmethod
+    def _put_in(body: dict[str, Any], states: dict[int, dict[str, Any]]) -> None:
+        """Move to the choices that end in this body what belongs to them."""
+        for choice in body["choices"]:
+            if choice["finish_reason"] is not None and choice["index"] in states:
+                choice["hidden_states"] = states.pop(choice["index"])
 
     def _about_continuation(self, output: RequestOutput) -> dict[str, Any]:
         """How a continuation began: in its whole answer, or in the first chunk."""
@@ -83,5 +103,5 @@ class Renderer(ABC):
         """The same for each chunk."""
 
     @abstractmethod
-    def empty_choice(self, index: int) -> dict[str, Any]:
-        """A choice for a chunk that adds nothing to the text of prompt `index`."""
+    def empty_choice(self, place: int) -> dict[str, Any]:
+        """The choice at this place, in a chunk that adds nothing to its text."""

@@ -46,6 +46,12 @@ def _prompts(value: Any) -> list[str | list[int]]:
     raise ValueError("expected text, a list of token ids, or a list of either")
 
 
+def _prompt(value: Any) -> str | list[int]:
+    if isinstance(value, str) or (isinstance(value, list) and _are_token_ids(value)):
+        return value
+    raise ValueError("is neither text nor a list of token ids")
+
+
 def _are_token_ids(value: list[Any]) -> bool:
     # By type and not by isinstance: true is an int, and no token id.
     return set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31
@@ -78,6 +84,11 @@ Prompts = Annotated[
     WithJsonSchema(
         {"anyOf": [_TEXT, _TOKEN_IDS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKEN_IDS]}, "minItems": 1}]}
     ),
+]
+Prompt = Annotated[
+    str | list[int],
+    PlainValidator(_prompt),
+    WithJsonSchema({"anyOf": [_TEXT, _TOKEN_IDS]}),
 ]
 Suffix = Annotated[
     str | list[int],

@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from ratoon.api.beams import find_companion, find_contradiction
 from ratoon.api.server.protocol.base import Int, RequestModel
 from ratoon.core.errors import RequestError
-from ratoon.core.params import BeamSearchParams, RequestOutputKind
+from ratoon.core.params import BeamSearchParams, HiddenStatesParams, RequestOutputKind
 
 # Same name and same meaning in BeamSearchParams.
 SAME_NAMES = (
@@ -43,7 +43,9 @@ class BeamFields(RequestModel):
         if name is not None:
             raise RequestError(name, "has no meaning without use_beam_search", "set that to true, or leave it out")
 
-    def beam_search_params(self, max_tokens: int | None, stream: bool) -> BeamSearchParams:
+    def beam_search_params(
+        self, max_tokens: int | None, stream: bool, return_hidden_states: HiddenStatesParams | None
+    ) -> BeamSearchParams:
         """RequestError for values that have no meaning, and for fields that contradict a search."""
         name = find_contradiction(self._value)
         if name is not None:
@@ -52,6 +54,7 @@ class BeamFields(RequestModel):
         params = BeamSearchParams(
             beam_width=self._width(),
             max_tokens=max_tokens,
+            return_hidden_states=return_hidden_states,
             output_kind=RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY,
             **given,
         )

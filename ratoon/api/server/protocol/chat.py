@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChoice, FoundChunkChoice, PromptLogprobs, Usage
 from ratoon.api.server.protocol.base import AnswerModel, Size
+from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields, ServiceTier
 
 LATER = "does not exist here; leave it out"
@@ -141,6 +142,7 @@ class ChatChoice(FoundChoice):
     finish_reason: Literal["stop", "length", "abort"]
     stop_reason: int | str | None = Field(None, description="The stop token or text that ended it")
     token_ids: list[int] | None = None
+    hidden_states: ChoiceHiddenStates | None = None
 
 
 class ChatCompletion(AnswerModel):
@@ -167,6 +169,7 @@ class ChatChunkChoice(FoundChunkChoice):
     finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    hidden_states: ChoiceHiddenStates | None = Field(None, description="In the choice's last chunk")
 
 
 class ChatCompletionChunk(AnswerModel):

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChunkChoice, PromptLogprobs, Usage
 from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts, Suffix
+from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -50,6 +51,7 @@ class CompletionChoice(FoundChunkChoice):
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    hidden_states: ChoiceHiddenStates | None = Field(None, description="Of a stream, in the choice's last chunk")
 
 
 class Completion(AnswerModel):

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from ratoon.api.server.protocol.base import Int, LogitBias, RequestModel, Size, Texts
 from ratoon.api.server.protocol.beams import BeamFields
+from ratoon.api.server.protocol.hidden_states import HiddenStatesFields, ReturnHiddenStates
 from ratoon.core.errors import RequestError
 from ratoon.core.params import GenerationParams, RequestOutputKind, SamplingParams
 
@@ -29,7 +30,10 @@ class StreamOptions(RequestModel):
 
 
 class SamplingFields(BeamFields):
-    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {"stream_options": StreamOptions}
+    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {
+        "stream_options": StreamOptions,
+        "return_hidden_states": HiddenStatesFields,
+    }
 
     model: str = Field(min_length=1, description="The served model's name")
     temperature: float | None = Field(None, description="0 takes the likeliest token")
@@ -67,6 +71,9 @@ class SamplingFields(BeamFields):
     add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
     data_parallel_rank: Size | None = Field(None, description="Which of several engines answers")
     return_token_ids: bool | None = Field(None, description="Put the token ids of prompt and answer into the answer")
+    return_hidden_states: ReturnHiddenStates = Field(
+        None, description="Read out states once the answer has ended: true (its last token's), or which ones"
+    )
 
     # Extensions: going on from what has ended
     retain_kv: float | None = Field(None, description="Keep the answer's memory for continuations, so many seconds")
@@ -87,8 +94,9 @@ class SamplingFields(BeamFields):
         self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
     ) -> GenerationParams:
         """What was asked for, over the model's defaults. RequestError for values that have no meaning."""
+        states = None if self.return_hidden_states is None else self.return_hidden_states.hidden_states_params()
         if self.use_beam_search:
-            return self.beam_search_params(max_tokens, bool(self.stream))
+            return self.beam_search_params(max_tokens, bool(self.stream), states)
         self.refuse_companions()
         given: dict[str, Any] = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
@@ -101,6 +109,7 @@ class SamplingFields(BeamFields):
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            return_hidden_states=states,
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
         )
         params.verify()

@@ -48,6 +48,9 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, owner: st
         raise refused("max_tokens", "0 leaves nothing to search for", "at least 1")
     if max_tokens == 0 and asked.retain_kv is not None:
         raise refused("retain_kv", "a prompt that is only scored can't be continued", "max_tokens of at least 1")
+    if max_tokens == 0 and asked.return_hidden_states is not None:
+        problem = "a prompt that is only scored has no answer to read"
+        raise refused("return_hidden_states", problem, "/v1/hidden_states reads prompts")
     if asked.prompt_logprobs is not None and asked.echo and asked.logprobs is not None:
         raise refused("prompt_logprobs", "says what echo and logprobs say, in another form", "ask for one of the two")
     params = asked.generation_params(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,21 +19,27 @@ DESCRIPTIONS = {
     404: "No such model, no such request, or no such path",
     405: "Not with this method",
     408: "The body did not arrive in time",
-    413: "The body is too large",
+    413: "The body is too large, or what is asked for would be",
     415: "The body is not JSON",
     429: "Too many unfinished requests; try again later",
     500: "The server or the engine failed",
     503: "The server is shutting down, or its engine is not there",
+    504: "The request's own deadline has passed",
 }
 ALWAYS = (401, 500, 503)
 WITH_BODY = (400, 408, 413, 415)
 
 
-def answers(model: type[BaseModel], *errors: int, stream_of: type[BaseModel] | None = None) -> Answers:
-    """The answer in order, and the errors that may come in its place (beside those that always may)."""
+def answers(
+    model: type[BaseModel], *errors: int, stream_of: type[BaseModel] | None = None, files: Sequence[str] = ()
+) -> Answers:
+    """The answer in order, and the errors that may come in its place (beside those that always may). `files` are the
+    types of binary forms that the answer has, too."""
     documented: Answers = {200: {"model": model, "description": "The answer"}}
     if stream_of is not None:
         documented[200]["content"] = {EVENT_STREAM: {"schema": _event(stream_of)}}
+    if files:
+        documented[200]["content"] = {name: {"schema": {"type": "string", "format": "binary"}} for name in files}
     for status in sorted({*ALWAYS, *errors}):
         documented[status] = {"model": ErrorAnswer, "description": DESCRIPTIONS[status]}
     return documented

@@ -1,0 +1,143 @@
+"""/v1/hidden_states, and `return_hidden_states` of completions and chat: which states to read, and how they come."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from ratoon.api.server.protocol.answers import ErrorDetail
+from ratoon.api.server.protocol.base import AnswerModel, Prompt, RequestModel, Size
+from ratoon.core.params import HiddenStatesParams
+
+NAMES = ("positions", "scope", "layers", "dtype", "deadline")  # here and in HiddenStatesParams
+LARGEST = 2**63
+
+
+def _positions(value: Any) -> Any:
+    if value == "all" or _is_number(value) or (isinstance(value, list) and all(map(_is_position, value))):
+        return value
+    raise ValueError('is neither a number, "all", nor a list of numbers and of pairs [start, stop or null]')
+
+
+def _layers(value: Any) -> Any:
+    if value in ("all", "norm") if isinstance(value, str) else _is_number(value):
+        return value
+    if isinstance(value, list) and all(layer == "norm" or _is_number(layer) for layer in value):
+        return value
+    raise ValueError('is neither a number, "norm", "all", nor a list of numbers and "norm"')
+
+
+def _is_position(value: Any) -> bool:
+    match value:
+        case [start, stop]:
+            return _is_number(start) and (stop is None or _is_number(stop))
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and -LARGEST <= value < LARGEST  # by type: true is an int, and no number
+
+
+def _true_or_fields(value: Any) -> Any:
+    """true asks for what is asked for where nothing else is said; false for nothing."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
+_NUMBER = {"type": "integer", "minimum": -LARGEST, "maximum": LARGEST - 1}
+_PAIR = {
+    "type": "array",
+    "prefixItems": [_NUMBER, {"anyOf": [_NUMBER, {"type": "null"}]}],
+    "minItems": 2,
+    "maxItems": 2,
+}
+
+Positions = Annotated[
+    Any,
+    PlainValidator(_positions),
+    WithJsonSchema({"anyOf": [_NUMBER, {"const": "all"}, {"type": "array", "items": {"anyOf": [_NUMBER, _PAIR]}}]}),
+]
+Layers = Annotated[
+    Any,
+    PlainValidator(_layers),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _NUMBER,
+                {"enum": ["all", "norm"]},
+                {"type": "array", "items": {"anyOf": [_NUMBER, {"const": "norm"}]}},
+            ]
+        }
+    ),
+]
+
+
+class HiddenStatesFields(RequestModel):
+    """Which states to read out."""
+
+    positions: Positions | None = Field(
+        None,
+        description='A number, a list of numbers and of pairs [start, stop) (null: to the end), or "all"; '
+        "negative ones count from the end; the last where it is left out",
+    )
+    scope: Literal["all", "prompt", "output"] | None = Field(None, description="What positions count in")
+    layers: Layers | None = Field(
+        None,
+        description='0: the embeddings; N: behind N layers; "norm": behind the final norm; a list of these; "all"; '
+        "negative ones count from the last layer; that one where it is left out",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="float32 where it is left out")
+    deadline: float | None = Field(None, description="Give up after so many seconds")
+
+    def hidden_states_params(self) -> HiddenStatesParams:
+        return HiddenStatesParams(**{name: value for name in NAMES if (value := getattr(self, name)) is not None})
+
+
+ReturnHiddenStates = Annotated[
+    HiddenStatesFields | None,
+    BeforeValidator(_true_or_fields, json_schema_input_type=bool | HiddenStatesFields | None),
+]
+
+
+class HiddenStatesRequest(HiddenStatesFields):
+    """Of a prompt, or of a request that has ended."""
+
+    model: str = Field(min_length=1, description="The served model's name")
+    prompt: Prompt | None = Field(None, description="Text or token ids; needed unless there is original_request_id")
+    original_request_id: str | None = Field(None, description="The id of an answer: read out its states")
+    choice: Size | None = Field(None, description="Which of its choices; the first where it is left out")
+    add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
+    cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
+    request_id: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="What the answer's id is made of"
+    )
+    user: str | None = Field(None, description="Accepted, without effect")
+
+
+class HiddenStatesContent(AnswerModel):
+    dtype: Literal["float32", "bfloat16", "float16"]
+    shape: list[int] = Field(description="Layers, positions, the model's width")
+    layers: list[int | Literal["norm"]]
+    positions: list[int] = Field(description="In the whole sequence, prompt and output")
+    token_ids: list[int] = Field(description="At these positions")
+    computed_tokens: int = Field(description="Tokens that were run for it")
+    cached_tokens: int = Field(description="Tokens whose keys and values were there")
+    source: Literal["lease", "prefix_cache", "recomputed"] | None = Field(
+        description="What it began with, where it reads an answer; as in a continuation"
+    )
+    data: str = Field(description="base64: the numbers row by row, of each the lowest byte first")
+
+
+class HiddenStatesAnswer(HiddenStatesContent):
+    id: str
+    object: Literal["hidden_states"]
+    model: str
+
+
+class HiddenStatesFailure(AnswerModel):
+    """In the place of states that could not be read out. The text beside it is whole."""
+
+    error: ErrorDetail
+
+
+ChoiceHiddenStates = HiddenStatesContent | HiddenStatesFailure

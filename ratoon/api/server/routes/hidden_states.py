@@ -1,0 +1,84 @@
+"""POST /v1/hidden_states"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.hidden_states import as_safetensors, cut
+from ratoon.api.server.accept import preferred_type
+from ratoon.api.server.answers.hidden_states import content
+from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.errors import refused, request_not_found
+from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.generation import make_id
+from ratoon.api.server.json_body import read_body
+from ratoon.api.server.prompts import encode_prompts
+from ratoon.api.server.protocol.hidden_states import HiddenStatesAnswer, HiddenStatesRequest
+from ratoon.api.server.responses import JSON, SlicedResponse, large_json_response
+from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+from ratoon.core.errors import UnknownParentError
+from ratoon.core.outputs import HiddenStatesOutput
+
+SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
+
+router = APIRouter(tags=["Hidden states"])
+
+
+@router.post(
+    "/v1/hidden_states",
+    summary="Read the hidden states of a prompt, or of a request that has ended",
+    responses=answers(HiddenStatesAnswer, *WITH_BODY, 404, 429, 504, files=SAFETENSORS),
+    openapi_extra=body(HiddenStatesRequest),
+    response_model=None,
+)
+async def read_hidden_states(request: Request) -> Response:
+    context = context_of(request)
+    asked = read_body(request, HiddenStatesRequest)
+    context.check_model(asked.model)
+    check_source(asked)
+    media_type = preferred_type(request.scope, (JSON, *SAFETENSORS))
+    answer_id = make_id("hs", asked.request_id)
+    output = await extract(context, asked, answer_id, exchange_of(request.scope).tenant)
+    if media_type == JSON:
+        head = {"id": answer_id, "object": "hidden_states", "model": asked.model}
+        return large_json_response(request, {**head, **content(output)})
+    file_head, data = as_safetensors(output, id=answer_id, model=asked.model)
+    slices = (bytes(piece) for part in (memoryview(file_head), data) for piece in cut(part))
+    return SlicedResponse(request, slices, len(file_head) + data.nbytes, media_type)
+
+
+def check_source(asked: HiddenStatesRequest) -> None:
+    if (asked.prompt is None) == (asked.original_request_id is None):
+        raise refused("prompt", "one of prompt and original_request_id is needed", "either of them, not both")
+    if asked.original_request_id is None and asked.choice is not None:
+        raise refused("choice", "has no meaning without original_request_id", "leave it out")
+    if asked.original_request_id is not None and asked.add_special_tokens is not None:
+        raise refused("add_special_tokens", "has no meaning without a prompt", "leave it out")
+
+
+async def extract(
+    context: ServerContext, asked: HiddenStatesRequest, answer_id: str, owner: str | None
+) -> HiddenStatesOutput:
+    params = asked.hidden_states_params()
+    params.verify()
+    if asked.prompt is not None:
+        add_special_tokens = asked.add_special_tokens is not False
+        (prompt,) = await encode_prompts(context, "prompt", [asked.prompt], add_special_tokens, num_places=0)
+        with context.admit(1):
+            return await context.llm.extract_hidden_states(
+                prompt.as_prompt(), params, answer_id, cache_salt=asked.cache_salt, owner=owner
+            )
+    original = asked.original_request_id
+    assert original is not None, "one of the two is there"
+    try:
+        root = await context.llm.find_parent(original, wait=False, owner=owner)
+        if root.cache_salt != asked.cache_salt:  # another salt is another tenant
+            raise request_not_found(original, "original_request_id")
+        with context.admit(1):
+            return await context.llm.extract_hidden_states(
+                None, params, answer_id, original_request_id=original, choice=asked.choice or 0, owner=owner
+            )
+    except UnknownParentError:
+        raise request_not_found(original, "original_request_id") from None
