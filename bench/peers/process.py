@@ -22,6 +22,7 @@ BENCH_FOLDER = Path(__file__).resolve().parent.parent
 ENGINES = ("ratoon", "transformers", "vllm")
 SECONDS_TO_END = 20
 SECONDS_TO_TIDY_UP = 5
+SECONDS_TO_TELL = 1  # that a call must take for its foreign share to say anything: processor times come in ticks
 
 
 class EngineFailedError(Exception):
@@ -48,14 +49,24 @@ class EngineProcess:
     """One engine. It is paused whenever no call of ours is under way."""
 
     def __init__(
-        self, engine: str, python: str, model: Path, threads: int, log: Path, max_model_len: int = MAX_MODEL_LEN
+        self,
+        engine: str,
+        python: str,
+        model: Path,
+        threads: int,
+        log: Path,
+        max_model_len: int = MAX_MODEL_LEN,
+        checkout: Path | None = None,  # whose package runs in the place of the installed one
     ) -> None:
         self.engine = engine
         self.log = log
         self.versions: dict[str, str] = {}
+        self.foreign_shares: list[float] = []  # of the longer calls
         self._command = [python, "-m", f"peers.{engine}_worker", str(model.resolve())]
         self._command += ["--threads", str(threads), "--max-model-len", str(max_model_len)]
         self._environment = engine_environment(engine, threads)
+        if checkout is not None:
+            self._environment["PYTHONPATH"] = str(checkout.resolve())
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, prompt: list[int]) -> float:
@@ -98,6 +109,8 @@ class EngineProcess:
         if busy_before is not None and busy_after is not None:
             foreign = (busy_after - busy_before) - (ours_after - ours_before)
             foreign_share = max(0.0, foreign / ((end - begin) * (os.cpu_count() or 1)))
+            if end - begin >= SECONDS_TO_TELL:
+                self.foreign_shares.append(foreign_share)
         return CallResult(answer["seconds"], answer["result"], foreign_share)
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ every engine has the first two, and those that can keep something between two re
     beam_search(prompt, width, num_tokens)      {"token_ids": of all beams, best first, …}
     prepare(prompt)                             make the prompt known; all tokens that a search then finds before it
     search_behind(suffix, width, num_tokens)    the same as beam_search, behind what was prepared and a suffix
+    hidden_states(prompt)                       {"seconds": …, "last": of the last token, "mean": over all}, all layers
+                                                being read; ratoon_states.py has more
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Ratoon, through its LLM class; beam searches one level below it, where each step's time can be seen."""
+"""Ratoon, through its LLM class; beam searches one level below it, where each step's time can be seen.
+
+Hidden states are in ratoon_states.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 from typing import Any
 
 from peers.protocol import Calls, TokenIds, serve
+from peers.ratoon_states import Known, state_calls
 
 LEASE_SECONDS = 3600
 
@@ -27,16 +31,16 @@ def load(args: argparse.Namespace) -> Calls:
         outputs = llm.generate(prompts, params, progress=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return {"generate": generate, **_searches(llm)}
+    known = Known()
+    return {"generate": generate, **_searches(llm, known), **state_calls(llm, known)}
 
 
-def _searches(llm: Any) -> Calls:
+def _searches(llm: Any, known: Known) -> Calls:
     from ratoon.api.two_stage.experiment import beam_search as search_params
     from ratoon.api.two_stage.stage import Send, StageRunner
     from ratoon.core.params import RequestOutputKind, SamplingParams
 
     stages = StageRunner(llm)
-    parent: Any = None
 
     def greedy(num_tokens: int) -> SamplingParams:
         return SamplingParams(
@@ -61,17 +65,16 @@ def _searches(llm: Any) -> Calls:
 
     def prepare(prompt: list[int]) -> list[int]:
         """One token more than the prompt is known then: the one that was generated."""
-        nonlocal parent
         llm.reset_prefix_cache()  # and the parent before goes
         (answer,) = stages.run([Send(prompt, greedy(1), retain_kv=LEASE_SECONDS)])
-        parent = answer.output
-        return [*prompt, *parent.outputs[0].token_ids]
+        known.parent = answer.output
+        return [*prompt, *answer.output.outputs[0].token_ids]
 
     def search_behind(suffix: list[int], width: int, num_tokens: int) -> dict[str, Any]:
-        return run(Send(suffix, search_params(width, num_tokens), parent=parent))
+        return run(Send(suffix, search_params(width, num_tokens), parent=known.parent))
 
     def decode_behind(suffix: list[int], num_tokens: int) -> dict[str, Any]:
-        return run(Send(suffix, greedy(num_tokens), parent=parent))
+        return run(Send(suffix, greedy(num_tokens), parent=known.parent))
 
     return {
         "beam_search": beam_search,

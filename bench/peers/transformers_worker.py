@@ -1,8 +1,9 @@
-"""transformers' `generate`. Prompts of a batch have one length, so nothing is padded."""
+"""transformers' `generate`, and its hidden states. Prompts of a batch have one length, so nothing is padded."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 from peers.protocol import Calls, TokenIds, serve
@@ -32,7 +33,16 @@ def load(args: argparse.Namespace) -> Calls:
     def beam_search(prompt: list[int], width: int, num_tokens: int) -> dict[str, Any]:
         return {"token_ids": generate([prompt], num_tokens, num_beams=width, num_return_sequences=width)}
 
-    return {"generate": generate, "beam_search": beam_search}
+    def hidden_states(prompt: list[int]) -> dict[str, Any]:
+        """Of all layers, as it always is there. The model without its head and without a cache: the least it can do."""
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            found = causal_lm.model(torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
+        seconds = time.perf_counter() - begin
+        states = found[-1][0]  # [tokens, hidden], behind the final norm
+        return {"seconds": seconds, "last": states[-1].tolist(), "mean": states.mean(0).tolist()}
+
+    return {"generate": generate, "beam_search": beam_search, "hidden_states": hidden_states}
 
 
 if __name__ == "__main__":

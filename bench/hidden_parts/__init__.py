@@ -1,0 +1,1 @@
+"""What hidden_states.py measures, a module for each part, and the picture of the results."""
