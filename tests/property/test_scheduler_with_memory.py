@@ -440,7 +440,7 @@ def test_beam_searches_end_with_the_texts_they_would_find_alone(load: Load) -> N
     check_results(drive)
 
 
-@settings(max_examples=max(400, settings.default.max_examples))
+@settings(max_examples=max(250, settings.default.max_examples))
 @given(loads(reading=True))
 def test_extractions_end_with_the_states_of_their_own_sequence(load: Load) -> None:
     drive = Drive(load)
@@ -448,7 +448,6 @@ def test_extractions_end_with_the_states_of_their_own_sequence(load: Load) -> No
     check_results(drive)
 
 
-@settings(max_examples=max(200, settings.default.max_examples))
 @given(loads(reading=True, restarting=True, rooted=True))
 def test_extractions_begin_again_in_a_new_engine(load: Load) -> None:
     drive = Drive(load)

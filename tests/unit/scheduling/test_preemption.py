@@ -154,3 +154,19 @@ def test_a_single_branch_that_fills_the_pool_ends() -> None:
         _, outputs = step(scheduler)
     assert str(outputs["a", 0].finish_reason) == "length"
     assert scheduler.stats().num_preemptions == 0
+
+
+def test_others_give_way_to_a_request_on_trial_however_late_it_came() -> None:
+    """They do not run until it has got a token, so it would wait for their memory forever."""
+    scheduler = scheduler_of(num_blocks=9, caching=False, max_prefill_chunk=4)
+    add(scheduler, "a", 16, max_tokens=6)
+    for _ in range(4):
+        step(scheduler)
+    add(scheduler, "b", 16, max_tokens=2)
+    plan = scheduler.schedule()
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 4}
+    assert scheduler.try_apart(plan)  # the step failed
+    for _ in range(30):
+        plan, _ = step(scheduler)
+        assert not plan.is_empty or not scheduler.has_unfinished_requests()
+    assert not scheduler.has_unfinished_requests()
