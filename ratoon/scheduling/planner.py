@@ -44,24 +44,23 @@ class StepPlanner:
             self._schedule_alone(step, next(iter(self._roster.on_trial.values())))
             return self._build_plan(step)
         self._schedule_running(step)
-        self._schedule_newcomers(step)
-        first = self._roster.extractions.first
-        if first is not None and not step.captures:
-            first.num_passed_by += 1
+        if self._roster.extractions:
+            self._schedule_newcomers_and_extractions(step)
+        elif not step.preempted:  # if memory is short, whoever comes in now would be the next to go
+            self._schedule_waiting(step)
         return self._build_plan(step)
 
-    def _schedule_newcomers(self, step: StepDraft) -> None:
+    def _schedule_newcomers_and_extractions(self, step: StepDraft) -> None:
         """Generation first, then those who read hidden states out. One of these that was passed by too often has its
         share before everybody who waits, and if there is no room for it, nobody else gets any."""
-        aged = self._roster.extractions.aged
-        if aged is not None:
-            most = self._share_of_aged if self._roster.waiting else step.budget
-            if not self._extract(step, aged, most):
-                return
-        if step.preempted:
-            return  # memory is short: whoever comes in now would be the next to go
-        self._schedule_waiting(step)
-        self._schedule_extractions(step)
+        extractions = self._roster.extractions
+        aged = extractions.aged
+        most = self._share_of_aged if self._roster.waiting else step.budget
+        if (aged is None or self._extract(step, aged, most)) and not step.preempted:
+            self._schedule_waiting(step)
+            self._schedule_extractions(step)
+        if extractions.first is not None and not step.captures:
+            extractions.first.num_passed_by += 1
 
     def _schedule_running(self, step: StepDraft) -> None:
         # This loop runs for every branch in every step. A decoding branch with room in its last block costs a few
@@ -84,9 +83,14 @@ class StepPlanner:
             elif gap > 1:
                 long_gaps.append(branch)
         step.budget = budget
-        for group in self._roster.searching.values():
-            self._schedule_beams(step, group)
-        # Prompts take what single tokens leave, so that a long one does not silence everybody who came in after it.
+        if self._roster.searching:
+            self._schedule_searches(step)
+        if long_gaps:
+            self._schedule_prompts(step, long_gaps)
+
+    def _schedule_prompts(self, step: StepDraft, long_gaps: list[Branch]) -> None:
+        """Prompts take what single tokens leave, so that a long one does not silence everybody who came in after it,
+        and leave their share to an extraction that has waited for too long."""
         held_back = 0 if self._roster.extractions.aged is None else min(step.budget, self._share_of_aged)
         step.budget -= held_back
         for branch in long_gaps:
@@ -110,12 +114,20 @@ class StepPlanner:
             if self._make_room(step) is branch:
                 return
 
-    def _schedule_beams(self, step: StepDraft, group: BeamGroup) -> None:
-        """The same for the beams of a search, which run all or none. The budget has room for them: they have their rows
-        from the start, and there are no more rows than that while any search runs."""
-        if group.trunk.status != BranchStatus.RUNNING or not group.is_ready(self._roster.kv_cache):
+    def _schedule_searches(self, step: StepDraft) -> None:
+        """The budget has room for a token of every beam: beams have their rows from the start, and there are no more
+        rows than that while any search runs. Beams that have to catch up take what the others leave."""
+        ready = [group for group in self._roster.searching.values() if group.is_ready(self._roster.kv_cache)]
+        held_back = sum(group.num_beams for group in ready)
+        for group in ready:
+            held_back -= group.num_beams
+            self._schedule_beams(step, group, step.budget - held_back)
+
+    def _schedule_beams(self, step: StepDraft, group: BeamGroup, budget: int) -> None:
+        """As other branches, but the beams of a search run all or none."""
+        if group.trunk.status != BranchStatus.RUNNING:
             return
-        at_once = min(step.budget, self.max_step_tokens) // group.num_beams
+        at_once = min(budget, self.max_step_tokens) // group.num_beams
         num_new_tokens = min(group.gap, max(1, at_once))  # more than one where beams lost their memory
         while not group.allocate(num_new_tokens):
             if not group.forget_kept() and self._make_room(step) is group.trunk:
@@ -227,8 +239,8 @@ class StepPlanner:
                 gap = branch.num_tokens - branch.num_computed_tokens
                 if gap:
                     self._schedule_with_memory(step, branch, gap)
-                elif request.beams is not None:
-                    self._schedule_beams(step, request.beams)
+                elif request.beams is not None and request.beams.is_ready(self._roster.kv_cache):
+                    self._schedule_beams(step, request.beams, step.budget)
             elif branch.status != BranchStatus.FINISHED:
                 while not self._roster.has_rows_for(branch) or not self._admit(step, branch):
                     if not self._preempt_another(step, request):
