@@ -7,7 +7,7 @@ import torch
 from ratoon import LLM, BeamSearchParams, SamplingParams
 from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from ratoon.core.errors import ModelError
-from ratoon.core.request import EngineCoreRequest
+from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.execution.model_runner import ModelRunner
@@ -93,6 +93,40 @@ def run_to_the_end(core):
 def test_beam_searches_and_continuations_on_cuda_find_the_texts_of_the_cpu(make):
     tiny = make()
     assert searches(tiny, "cuda") == searches(tiny, "cpu")
+
+
+def states(tiny, device):
+    """All layers at all tokens of a prompt, and at some of a request that has ended, beside others that generate."""
+    core = core_of(tiny, device)
+    tokens = random_token_ids(33, seed=1)
+    leased = EngineCoreRequest("leased", tokens, SamplingParams(temperature=0.0, max_tokens=9), retain_kv=60.0)
+    core.add_request(leased)
+    tokens = tokens + run_to_the_end(core)["leased", 0]
+    layers = list(range(tiny.config.num_layers + 2))
+    core.add_request(EngineCoreRequest("beside", random_token_ids(20, seed=2), SamplingParams(max_tokens=9, seed=0)))
+    for name, parent, positions in (("prompt", None, range(40)), ("root", "leased", [0, 7, 8, 41])):
+        request = EngineCoreRequest(name, tokens[: positions[-1] + 1], SamplingParams(max_tokens=1))
+        request.extraction = Extraction(list(positions), layers)
+        request.continuation_of = parent
+        core.add_request(request)
+    parts = {"prompt": [], "root": []}
+    while core.has_work():
+        for output in core.step().outputs:
+            assert output.error is None, output.error
+            if output.hidden_states is not None:
+                part = torch.frombuffer(bytearray(output.hidden_states.data), dtype=torch.float32)
+                parts[output.request_id].append(part.view(output.hidden_states.shape))
+    core.scheduler.check()
+    return {name: torch.cat(found, dim=1) for name, found in parts.items()}
+
+
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+def test_hidden_states_on_cuda_are_those_of_the_cpu(make):
+    tiny = make()
+    on_cuda, on_cpu = states(tiny, "cuda"), states(tiny, "cpu")
+    assert on_cuda.keys() == on_cpu.keys()
+    for name in on_cpu:
+        torch.testing.assert_close(on_cuda[name], on_cpu[name], atol=1e-4, rtol=1e-4)
 
 
 def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():
