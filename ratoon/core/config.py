@@ -33,8 +33,29 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The encoder beside a decoder. Its hidden size is the decoder's."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int  # the most states that it makes of one input
+    num_mel_bins: int | None = None  # set: it reads audio, always `max_position` states of 30 s, and not tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RelativePositions:
+    """T5's: attention scores get a number that depends on the distance, in buckets that widen with it."""
+
+    num_buckets: int
+    max_distance: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only model, whatever its family and file format called these things."""
+    """A model, whatever its family and file format called these things. What has no prefix is the decoder's, or, of a
+    model that has none, the encoder's."""
 
     architecture: str  # a key of the model registry, such as "LlamaForCausalLM"
     vocab_size: int
@@ -59,6 +80,16 @@ class ModelConfig:
     checkpoint_dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    causal: bool = True  # False: every token sees all others, so nothing is generated (BERT)
+    encoder: EncoderConfig | None = None  # set: an encoder-decoder model
+    relative_positions: RelativePositions | None = None
+    scale_embedding: bool = False  # token embeddings are multiplied by the root of the hidden size
+    num_token_types: int = 0  # BERT's segments, of which every text is the first
+    gated_mlp: bool = False  # of a family that has both forms (T5)
+    decoder_start_token_id: int | None = None  # what every decoder prompt begins with
+    forced_bos_token_id: int | None = None  # what follows it, unless the caller's decoder prompt says otherwise
+    suppressed_token_ids: tuple[int, ...] = ()  # never generated
+    suppressed_first_token_ids: tuple[int, ...] = ()  # not as the first token
 
     def window_of_layer(self, layer: int) -> int | None:
         if self.sliding_window is None:
@@ -77,6 +108,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     lease_fraction: float = 0.5  # of the pool's blocks that leases may hold together
     max_lease_seconds: float = 3600.0  # the longest that a request may ask for
+    swap_bytes: int = 0  # host memory for the blocks of preempted branches; 0: they are computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +116,10 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048  # token budget of a step
     max_num_seqs: int = 256  # branches in a step
     max_prefill_chunk: int | None = None  # longest part of one prompt in a step; None: the budget
+    max_num_encoder_tokens: int = 16384  # budget of a step for encoder inputs; one that is longer runs alone
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     enable_chunked_prefill: bool = True
+    whole_prompts: bool = False  # every token sees all others, so a sequence is computed in one step or not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +147,19 @@ class EngineConfig:
         return asdict(self)
 
 
+def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Settings that a model decides. Of one whose tokens see what comes after them, nothing can be computed in parts,
+    and a prefix means nothing."""
+    if model.causal:
+        return config
+    longest = resolve_max_model_len(config.max_model_len, model)
+    budget = max(config.scheduler.max_num_batched_tokens, longest)
+    scheduler = replace(
+        config.scheduler, enable_chunked_prefill=False, whole_prompts=True, max_num_batched_tokens=budget
+    )
+    return replace(config, scheduler=scheduler, cache=replace(config.cache, enable_prefix_caching=False))
+
+
 def resolve_max_model_len(asked: int | None, model: ModelConfig) -> int:
     """The longest sequence: what was asked for, if the model can do it."""
     if asked is None:
@@ -134,6 +181,8 @@ def verify_engine_config(config: EngineConfig) -> None:
     _at_least("block_size", cache.block_size, 1)
     _at_least("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
     _at_least("max_num_seqs", scheduler.max_num_seqs, 1)
+    _at_least("max_num_encoder_tokens", scheduler.max_num_encoder_tokens, 1)
+    _at_least("swap_memory", cache.swap_bytes, 0)
     if scheduler.max_prefill_chunk is not None:
         _at_least("max_prefill_chunk", scheduler.max_prefill_chunk, 1)
     if cache.num_blocks is not None:

@@ -36,8 +36,12 @@ class SlidingWindowSpec(KVCacheSpec, frozen=True, tag=True):
     window: int
 
 
+class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
+    """As long as the encoder's input; written once, before any decoder row reads it, and never again."""
+
+
 class KVCacheGroup(msgspec.Struct, frozen=True):
-    spec: FullAttentionSpec | SlidingWindowSpec
+    spec: FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec
     layers: tuple[int, ...]  # attention-layer indices
 
 
@@ -46,12 +50,18 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
 
     num_blocks: int  # the null block included
     block_size: int
-    groups: tuple[KVCacheGroup, ...]
+    groups: tuple[KVCacheGroup, ...]  # those whose tables grow with the sequence
+    cross: KVCacheGroup | None = None  # of an encoder-decoder model: its tables are as long as encoder inputs
+    num_host_blocks: int = 0  # of the same size, in host memory, for what is swapped out
+
+    @property
+    def all_groups(self) -> tuple[KVCacheGroup, ...]:
+        return self.groups if self.cross is None else (*self.groups, self.cross)
 
     @property
     def bytes_per_block(self) -> int:
         """What one block id costs, over all tensors."""
-        return bytes_per_block(self.groups)
+        return bytes_per_block(self.all_groups)
 
 
 def group_layers(specs: list[FullAttentionSpec | SlidingWindowSpec]) -> tuple[KVCacheGroup, ...]:

@@ -171,5 +171,8 @@ class RequestOutput:
     continuation: Continuation | None = None  # of a request that continues another, from its first token on
     # Of a request with `return_hidden_states`, on its last output: one entry for each choice
     hidden_states: list[HiddenStatesOutput] | None = None
+    # Of an encoder-decoder model; `prompt` and `prompt_token_ids` are then the decoder's. Audio has no tokens.
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, object] | None = field(default=None)
     owner: str | None = None  # whose it is: ids are an owner's own

@@ -5,10 +5,13 @@ changed. A branch that was preempted is dropped by the runner and travels in ful
 
 Order in which the runner carries a plan out:
   1. drop the rows of `finished_req_ids` and `preempted_req_ids`;
-  2. add new rows, apply `block_copies` (table entry and content) and the appended blocks of known rows;
-  3. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
-  4. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row;
-  5. choose the candidates of `beam_steps`, and read out the vectors of `pooled_req_ids` and the rows of `captures`.
+  2. copy the blocks of `swapped_out` to the host; read the sources of `block_copies`, then write those of `swapped_in`
+     and the targets of the copies;
+  3. add new rows, apply the table entries of `block_copies` and the appended blocks of known rows;
+  4. run the encoder over `encoder_steps`, and write what cross-attention reads;
+  5. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
+  6. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row;
+  7. choose the candidates of `beam_steps`, and read out the vectors of `pooled_req_ids` and the rows of `captures`.
 
 A beam search has one branch, its trunk, which computes the prompt like any other. Behind it the runner keeps a row for
 each beam, under the trunk's id: beams are known by their number, and a step says which beam of the last one each comes
@@ -19,11 +22,13 @@ from __future__ import annotations
 
 import msgspec
 
+from ratoon.core.encoder import EncoderInput
 from ratoon.core.params import PoolingParams, SamplingParams
 
 MAX_CAPTURE_SPANS = 64  # in a step, over all captures: the runner lays each out as a row
 
-BlockIds = tuple[list[int], ...]  # one list for each KV group
+BlockIds = tuple[list[int], ...]  # one list for each KV group whose tables grow with the sequence
+BlockSwap = tuple[int, int]  # block ids: from, to
 
 
 class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -37,6 +42,8 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     block_ids: BlockIds
     num_computed_tokens: int
     pooling_params: PoolingParams | None = None  # set: never sampled; its vector is read out at the end of the prompt
+    cross_block_ids: list[int] = []  # what cross-attention reads; many branches may name the same
+    num_encoder_positions: int = 0
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -75,7 +82,7 @@ class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     block_ids: BlockIds = ()  # what stands there and behind, of every beam
     num_candidates: int = 0  # 0: the beams are not up to date yet
     scores: list[float] = []  # of the beams; they count in the choice of candidates
-    held_back: list[int] = []  # tokens that are impossible now
+    held_back: list[int] = []  # tokens that are impossible now, besides those that the trunk's params rule out
 
     @property
     def num_beams(self) -> int:
@@ -92,10 +99,22 @@ class CaptureStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     spans: list[tuple[int, int, bool]]
     block_ids: BlockIds  # the whole tables
     captured: list[int]  # which of the rows are read out
-    layers: list[
-        int
-    ]  # layers that the rows have passed: 0 is the embeddings, one more than there are is the final norm
+    # Layers that the rows have passed: 0 is the embeddings, one more than there are is the final norm
+    layers: list[int]
     dtype: str
+    cross_block_ids: list[int] = []
+    num_encoder_positions: int = 0
+
+
+class EncoderStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """An encoder input that runs in this step, whole. Its keys and values for cross-attention go to `block_ids`."""
+
+    req_id: str  # on whose account it runs; others may read the blocks in the same step
+    encoder_input: EncoderInput
+    block_ids: list[int] = []  # none: it runs for the sake of what is read out
+    captured: list[int] = []  # positions whose states are read out, as in CaptureStep
+    layers: list[int] = []
+    dtype: str = "float32"
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -113,16 +132,19 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     preempted_req_ids: list[str] = []
     num_common_prefix_blocks: list[int] = []  # by group; for attention that shares a prefix
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
-    scheduled_encoder_inputs: dict[str, list[int]] = {}
+    encoder_steps: list[EncoderStep] = []
+    swapped_out: list[BlockSwap] = []  # device block → host block
+    swapped_in: list[BlockSwap] = []  # host block → device block
     has_structured_output_requests: bool = False
 
     @property
     def req_ids(self) -> list[str]:
         """Everybody who runs in this step."""
         beams = [beam_step.req_id for beam_step in self.beam_steps if beam_step.num_tokens]
-        return [*self.num_scheduled_tokens, *beams, *(capture.req_id for capture in self.captures)]
+        encoders = [step.req_id for step in self.encoder_steps if step.captured]
+        return [*self.num_scheduled_tokens, *beams, *(capture.req_id for capture in self.captures), *encoders]
 
     @property
     def is_empty(self) -> bool:
         """Nothing to run; there may still be rows to drop."""
-        return self.total_num_scheduled_tokens == 0
+        return self.total_num_scheduled_tokens == 0 and not self.encoder_steps

@@ -9,6 +9,7 @@ import enum
 
 import msgspec
 
+from ratoon.core.encoder import EncoderInput
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
 from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
@@ -53,6 +54,8 @@ class Extraction(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     layers: list[int]  # that the rows have passed: 0 is the embeddings; one more than there are, the final norm
     dtype: str = "float32"
     deadline: float | None = None  # seconds, from its arrival in the engine
+    # Of the encoder's states, not the decoder's: positions are those of the encoder input, which is run for it
+    of_encoder: bool = False
     ends_lease: bool = False  # what is kept of the sequence it reads was kept for it alone, and ends with it
 
 
@@ -72,11 +75,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     external_id: str | None = None
     pooling_params: PoolingParams | None = None  # set: the answer is one vector, and nothing is sampled
     # Set: its choices are the best texts that a beam search finds. `sampling_params` then only says how many there are,
-    # and how they are told: nothing is sampled.
+    # how they are told, and which tokens are impossible: nothing is sampled.
     beam_params: BeamSearchParams | None = None
     # Set: the answer is hidden states of the prompt, whose last token is the last that is asked for, and nothing is
     # sampled. It waits in a queue of its own.
     extraction: Extraction | None = None
+    # Of an encoder-decoder model: what its encoder reads. The prompt is then the decoder's.
+    encoder_input: EncoderInput | None = None
     # Set: the prompt begins with the tokens of this branch, which has ended or still runs, and ends with these tokens.
     continuation_of: str | None = None
     continuation_token_ids: list[int] | None = None

@@ -19,12 +19,14 @@ class EngineSettings(TypedDict, total=False):
     num_blocks: int | None
     kv_memory: int | str | None  # bytes, or text such as "2GiB"
     kv_memory_fraction: float | None
+    swap_memory: int | str  # host memory for what preempted requests hold; 0: they are computed again
     enable_prefix_caching: bool
     lease_fraction: float  # of the KV cache that is kept for continuations, at most
     max_lease_seconds: float  # the longest that a request may ask for
     max_num_batched_tokens: int  # token budget of a step
     max_num_seqs: int  # sequences in a step
     max_prefill_chunk: int | None
+    max_num_encoder_tokens: int  # the same for encoder inputs
     enable_chunked_prefill: bool
     policy: SchedulingPolicy | str  # fcfs or priority
     num_threads: int | None  # CPU threads
@@ -36,9 +38,11 @@ class EngineSettings(TypedDict, total=False):
 
 
 _CACHE_NAMES = {"block_size": "block_size", "num_blocks": "num_blocks", "kv_memory": "memory_bytes",
-                "kv_memory_fraction": "memory_fraction", "enable_prefix_caching": "enable_prefix_caching",
-                "lease_fraction": "lease_fraction", "max_lease_seconds": "max_lease_seconds"}  # fmt: skip
-_SCHEDULER_NAMES = ("max_num_batched_tokens", "max_num_seqs", "max_prefill_chunk", "enable_chunked_prefill", "policy")
+                "kv_memory_fraction": "memory_fraction", "swap_memory": "swap_bytes",
+                "enable_prefix_caching": "enable_prefix_caching", "lease_fraction": "lease_fraction",
+                "max_lease_seconds": "max_lease_seconds"}  # fmt: skip
+_SCHEDULER_NAMES = ("max_num_batched_tokens", "max_num_seqs", "max_prefill_chunk", "max_num_encoder_tokens",
+                    "enable_chunked_prefill", "policy")  # fmt: skip
 
 
 def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfig:
@@ -47,7 +51,7 @@ def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfi
     unknown = sorted(given.keys() - EngineSettings.__annotations__.keys())
     if unknown:
         raise TypeError(f"there is no engine setting {unknown[0]!r}")
-    for name in ("kv_memory", "max_hidden_states_bytes"):
+    for name in ("kv_memory", "swap_memory", "max_hidden_states_bytes"):
         if given.get(name) is not None:
             given[name] = parse_size(name, given[name])
     if "policy" in given:

@@ -39,3 +39,4 @@ class SchedulerStats(msgspec.Struct, gc=False):
     num_steps: int = 0
     prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
     leases: LeaseStats = msgspec.field(default_factory=LeaseStats)
+    num_encoder_runs: int = 0  # encoder inputs that were run, since the start

@@ -1,7 +1,7 @@
 """Names for full blocks: a cryptographic hash chained over the parent block, the tokens and tagged extra keys.
 
-Two blocks have one name only if every token up to their end, and every extra key, is the same. What is done with the
-names (lookup, eviction) is the pool's business.
+Two blocks have one name only if every token up to their end, and every extra key, is the same. The blocks of encoder
+inputs are named after the input. What is done with the names (lookup, eviction) is the pool's business.
 """
 
 from __future__ import annotations
@@ -36,6 +36,17 @@ NO_EXTRA_KEYS = encode_extra_keys(())
 def hash_block(parent: bytes, token_bytes: bytes, extra_keys: bytes = NO_EXTRA_KEYS) -> bytes:
     """The name of a full block, given its parent's."""
     return blake2b(parent + extra_keys + token_bytes, digest_size=DIGEST_BYTES).digest()
+
+
+def hash_encoder_input(extra_keys: bytes, content_hash: bytes) -> bytes:
+    """The name of what an encoder makes of an input. The content's hash has a fixed width, so it can't run together
+    with the keys before it."""
+    return blake2b(extra_keys + content_hash, digest_size=DIGEST_BYTES).digest()
+
+
+def hash_cross_block(key: bytes, index: int) -> bytes:
+    """The name of one block of an encoder input's cross table, given the input's."""
+    return blake2b(key + index.to_bytes(4, "little"), digest_size=DIGEST_BYTES).digest()
 
 
 class BlockHasher:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ratoon.core.encoder import EncoderInput
 from ratoon.core.kv import KVCacheConfig
-from ratoon.core.plan import BlockCopy, BlockIds
+from ratoon.core.plan import BlockCopy, BlockIds, BlockSwap
 from ratoon.core.stats import PrefixCacheStats
 from ratoon.memory.block_pool import Block, BlockPool
+from ratoon.memory.cross_tables import CrossTable, CrossTables
 from ratoon.memory.groups import SlidingWindowRule, rule_for
 from ratoon.memory.hashing import BlockHasher
+from ratoon.memory.host_pool import HostPool
 from ratoon.memory.sequence import TokenSequence
+from ratoon.memory.swap import SwapSpace
+from ratoon.memory.transfers import Transfers
 
 TablePlace = tuple[int, int]  # KV group, index into its table
 GroupBlocks = tuple[list[Block], ...]  # one list of table entries for each KV group
@@ -23,7 +28,7 @@ class KVCacheManager:
     """The block tables of all sequences over one pool. A table entry is a reference; the null block stands for none."""
 
     def __init__(self, kv_config: KVCacheConfig, max_model_len: int, enable_caching: bool = True) -> None:
-        for group in kv_config.groups:
+        for group in kv_config.all_groups:
             if group.spec.block_size != kv_config.block_size:
                 raise ValueError(
                     f"a group has blocks of {group.spec.block_size} tokens, the pool of {kv_config.block_size}"
@@ -33,11 +38,16 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self.rules = [rule_for(group.spec) for group in kv_config.groups]
         self.num_groups = len(self.rules)
+        self.has_cross_group = kv_config.cross is not None
+        self.has_host_pool = kv_config.num_host_blocks > 0
         self._has_windows = any(isinstance(rule, SlidingWindowRule) for rule in self.rules)
-        self.pool = BlockPool(kv_config.num_blocks, enable_caching, self.num_groups)
+        self.pool = BlockPool(kv_config.num_blocks, enable_caching, len(kv_config.all_groups))
         self.prefix_cache_stats = PrefixCacheStats()
         self._hasher = BlockHasher(self.block_size)
-        self._block_copies: dict[int, BlockCopy] = {}  # by the block that is written to
+        self._host = HostPool(kv_config.num_host_blocks)
+        self._transfers = Transfers(self.pool, self._host)
+        self._swap = SwapSpace(self.pool, self._host, self._transfers)
+        self.cross_tables = CrossTables(self.pool, self._swap, self._transfers, self.block_size, self.num_groups)
 
     # ---- figures ----
 
@@ -52,6 +62,10 @@ class KVCacheManager:
     @property
     def num_usable_blocks(self) -> int:
         return self.pool.num_usable_blocks
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return self._host.num_free_blocks
 
     def block_ids(self, branch: TokenSequence) -> BlockIds:
         return tuple([block.block_id for block in table] for table in branch.block_tables)
@@ -188,6 +202,7 @@ class KVCacheManager:
         num_blocks = -(-num_tokens // self.block_size)
         if self._has_windows and self._was_given_back(parent.block_tables, num_tokens):
             raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were given back")
+        self.cross_tables.share(parent, child)
         child.block_tables = [table[:num_blocks] for table in parent.block_tables]
         for table in child.block_tables:
             self.pool.touch(table)
@@ -203,6 +218,11 @@ class KVCacheManager:
         `trusted=False` is for a sequence whose step failed: nothing that it holds may be found again, whoever computed
         it, for one bad block in a shared prefix would fail every request that starts with it.
         """
+        self._swap.forget(branch)
+        self.cross_tables.release(branch, trusted)
+        self._free_tables(branch, trusted)
+
+    def _free_tables(self, branch: TokenSequence, trusted: bool = True) -> None:
         num_valid = branch.num_computed_tokens // self.block_size if trusted else 0
         self._register_full_blocks(branch, num_valid)
         for table in branch.block_tables:
@@ -210,8 +230,7 @@ class KVCacheManager:
             for block in table[num_valid : branch.num_registered_blocks if trusted else None]:
                 self.pool.uncache(block)
             self.pool.free_blocks(reversed(table))
-        for copy in [copy for copy in self._block_copies.values() if copy.req_id == branch.branch_id]:
-            del self._block_copies[copy.dst]
+        self._transfers.forget_copies(branch.branch_id)
         branch.block_tables = []
         branch.num_computed_tokens = 0
         branch.num_registered_blocks = 0
@@ -219,6 +238,7 @@ class KVCacheManager:
 
     def detach(self, branch: TokenSequence) -> TokenSequence:
         """What an ended sequence holds, as one of its own that nobody writes to. The branch holds nothing then."""
+        self._swap.forget(branch)  # one that waited holds nothing that can be kept
         self._register_full_blocks(branch, branch.num_computed_tokens // self.block_size)
         kept = TokenSequence(branch.branch_id, branch.token_ids, branch.extra_keys)
         kept.block_tables, branch.block_tables = branch.block_tables, []
@@ -226,6 +246,7 @@ class KVCacheManager:
         kept.num_computed_tokens, branch.num_computed_tokens = branch.num_computed_tokens, 0
         kept.num_registered_blocks, branch.num_registered_blocks = branch.num_registered_blocks, 0
         branch.write_limit = 0
+        self.cross_tables.hand_over(branch, kept)
         return kept
 
     def inherit_blocks_from_parent(
@@ -249,21 +270,89 @@ class KVCacheManager:
         """A new block that takes the place of a shared one in a table, content included. There must be a free one."""
         (own,) = self.pool.get_new_blocks(1)
         self.pool.free_blocks((shared,))
-        # One that is itself a copy of this step has its content only afterwards: all sources are read first.
-        earlier = self._block_copies.get(shared.block_id)
-        source = shared.block_id if earlier is None else earlier.src
-        self._block_copies[own.block_id] = BlockCopy(branch_id, group, place, source, own.block_id)
+        self._transfers.copy(branch_id, group, place, shared.block_id, own.block_id)
         return own
 
     def take_block_copies(self) -> list[BlockCopy]:
         """The copies to carry out before the next forward pass, in order. They are handed over once."""
-        copies, self._block_copies = self._block_copies, {}
-        return list(copies.values())
+        return self._transfers.take_copies()
+
+    # ---- encoder inputs and swapping: see cross_tables.py and swap.py ----
+
+    def num_cross_blocks(self, num_positions: int) -> int:
+        return self.cross_tables.num_blocks(num_positions)
+
+    def has_cross(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
+        """Is what the encoder makes of this input there, or on its way in the step that is being planned?"""
+        return self.cross_tables.is_there(sequence, encoder_input)
+
+    def attach_cross(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
+        """Give a sequence its cross table. False: memory is short, and nothing changed."""
+        return self.cross_tables.attach(sequence, encoder_input)
+
+    def free_cross(self, sequence: TokenSequence) -> None:
+        """Give back the cross table alone, wherever it is; `free` does it with all the rest."""
+        self._swap.forget_cross(sequence)
+        self.cross_tables.release(sequence)
+
+    def take_encoder_writes(self) -> list[tuple[str, CrossTable]]:
+        """The tables that must be written in the step whose plan is being built, each with the id of a holder. They are
+        handed over once."""
+        return self.cross_tables.take_writes()
+
+    def is_swapped(self, sequence: TokenSequence) -> bool:
+        """Ask each time: where its host copy is lost, it is a sequence without memory, to be computed again."""
+        return sequence in self._swap
+
+    def swap_out(self, branch: TokenSequence) -> bool:
+        """Move all that a sequence holds to the host. False: there is no room, or its cross table is not good (yet),
+        and nothing changed. Not for one with prefix hits of this very step: they may be written only in it."""
+        if not self._swap.save(branch):
+            return False
+        self.cross_tables.release(branch)
+        self._free_tables(branch)
+        return True
+
+    def num_blocks_to_swap_in(self, branch: TokenSequence, num_tokens: int = 0) -> int:
+        """Device blocks that it takes to bring a sequence back, and to go on to `num_tokens`. What a window would give
+        back on the way is not counted, and so neither are new blocks where there are any."""
+        num_columns = 0 if self._has_windows else -(-num_tokens // self.block_size)
+        num_new = self.num_groups * max(0, num_columns - self._swap.num_columns_of(branch))
+        return self._swap.num_blocks_of(branch) + self.cross_tables.num_missing_for(branch) + num_new
+
+    def swap_in(self, branch: TokenSequence, max_new_tokens: int = 0) -> bool:
+        """Give a sequence what it held when it was swapped out. False: memory is short, and nothing changed. It must
+        run in the step that is being planned: if that fails, it is one of those that can't be trusted. For a step of
+        `max_new_tokens` it comes only where it can take that too: it would be swapped out again for nothing."""
+        num_tokens = min(branch.num_tokens, self._swap.num_computed_tokens_of(branch) + max_new_tokens)
+        if self.num_blocks_to_swap_in(branch, num_tokens) > self.pool.num_free_blocks:
+            return False
+        self.cross_tables.attach_swapped(branch)
+        self._swap.restore(branch)
+        return True
+
+    def take_swaps(self) -> tuple[list[BlockSwap], list[BlockSwap]]:
+        """What goes to the host and what comes back before the next forward pass. They are handed over once."""
+        return self._transfers.take_swaps()
+
+    def distrust_swaps(self, swapped_out: list[BlockSwap]) -> None:
+        """The step with these swaps failed: whose copy they were, and whatever went out since, is computed again."""
+        self._swap.forget_unsure([host_block for _, host_block in swapped_out])
+
+    def reset(self, sequences: Iterable[TokenSequence]) -> bool:
+        """Free all these, and forget what is cached or was to be moved. False: somebody else holds memory."""
+        for sequence in sequences:
+            self.free(sequence)
+        self.take_encoder_writes(), self.take_block_copies(), self.take_swaps()
+        return self.reset_prefix_cache()
 
     def check(self, branches: Iterable[TokenSequence]) -> None:
         """Raise AssertionError unless references are exactly the table entries of `branches`, and the pool is sound."""
+        branches = list(branches)
         self.pool.check()
-        num_references: dict[int, int] = {}
+        self._swap.check(branches)
+        tables = self.cross_tables.check(branches)
+        num_references = {block_id: 1 for table in tables for block_id in table.block_ids}
         for branch in branches:
             lengths = {len(table) for table in branch.block_tables}
             assert len(lengths) <= 1, f"{branch.branch_id} has tables of different lengths: {sorted(lengths)}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ratoon.core.stats import LeaseStats
 from ratoon.memory.block_pool import Block
+from ratoon.memory.cross_tables import CrossTable
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 
@@ -30,13 +31,15 @@ class LeaseTable:
         self._kv_cache = kv_cache
         self._leases: dict[str, Lease] = {}
         self._holders: dict[int, int] = {}  # block id → leases that hold it: a shared block counts once
+        self._cross: dict[CrossTable, int] = {}  # cross tables in the same way: their blocks are held all or none
+        self._num_cross_blocks = 0
 
     def __len__(self) -> int:
         return len(self._leases)
 
     @property
     def num_blocks(self) -> int:
-        return len(self._holders)
+        return len(self._holders) + self._num_cross_blocks
 
     def sequences(self) -> list[TokenSequence]:
         return [lease.sequence for lease in self._leases.values()]
@@ -54,8 +57,7 @@ class LeaseTable:
         self.end(branch.branch_id)  # an id that was used before
         sequence = self._kv_cache.detach(branch)
         self._leases[sequence.branch_id] = Lease(sequence, expires_at)
-        for block in self._blocks_of(sequence):
-            self._holders[block.block_id] = self._holders.get(block.block_id, 0) + 1
+        self._count(sequence)
         self.stats.granted += 1
         while self.num_blocks > self.budget:
             self._evict(next(iter(self._leases.values())))
@@ -93,7 +95,10 @@ class LeaseTable:
     def num_reclaimable_blocks(self) -> int:
         """Blocks that would be free if all leases ended: nobody else holds them."""
         blocks = self._kv_cache.pool.blocks
-        return sum(blocks[block_id].ref_cnt == count for block_id, count in self._holders.items())
+        num_blocks = sum(blocks[block_id].ref_cnt == count for block_id, count in self._holders.items())
+        return num_blocks + sum(
+            len(table.blocks) for table, count in self._cross.items() if len(table.holders) == count
+        )
 
     def await_continuation(self, branch_id: str, request_id: str) -> None:
         lease = self._leases.get(branch_id)
@@ -114,11 +119,11 @@ class LeaseTable:
 
     def check(self) -> None:
         """Raise AssertionError unless the count of blocks is that of the leases' tables."""
-        holders: dict[int, int] = {}
+        recount = LeaseTable(self._kv_cache, self.budget)
         for sequence in self.sequences():
-            for block in self._blocks_of(sequence):
-                holders[block.block_id] = holders.get(block.block_id, 0) + 1
-        assert holders == self._holders, "leased blocks are miscounted"
+            recount._count(sequence)
+        assert recount._holders == self._holders and recount._cross == self._cross, "leased blocks are miscounted"
+        assert recount.num_blocks == self.num_blocks
         assert self.num_blocks <= self.budget, f"{self.num_blocks} blocks are leased, {self.budget} may be"
 
     def _evict(self, lease: Lease) -> None:
@@ -128,17 +133,34 @@ class LeaseTable:
     def _remove(self, lease: Lease) -> None:
         sequence = lease.sequence
         del self._leases[sequence.branch_id]
+        self._uncount(sequence)
+        self._kv_cache.free(sequence)
+
+    def _count(self, sequence: TokenSequence) -> None:
         for block in self._blocks_of(sequence):
-            left = self._holders[block.block_id] - 1
+            self._holders[block.block_id] = self._holders.get(block.block_id, 0) + 1
+        table = sequence.cross
+        if table is not None:
+            if table not in self._cross:
+                self._num_cross_blocks += len(table.blocks)
+            self._cross[table] = self._cross.get(table, 0) + 1
+
+    def _uncount(self, sequence: TokenSequence) -> None:
+        for block in self._blocks_of(sequence):
+            left = self._holders.pop(block.block_id) - 1
             if left:
                 self._holders[block.block_id] = left
+        table = sequence.cross
+        if table is not None:
+            left = self._cross.pop(table) - 1
+            if left:
+                self._cross[table] = left
             else:
-                del self._holders[block.block_id]
-        self._kv_cache.free(sequence)
+                self._num_cross_blocks -= len(table.blocks)
 
     def _blocks_of(self, sequence: TokenSequence) -> list[Block]:
         null = self._kv_cache.pool.null_block
         return [block for table in sequence.block_tables for block in table if block is not null]
 
     def _num_blocks_of(self, sequence: TokenSequence) -> int:
-        return len(self._blocks_of(sequence))
+        return len(self._blocks_of(sequence)) + (0 if sequence.cross is None else len(sequence.cross.blocks))

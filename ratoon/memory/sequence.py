@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ratoon.memory.block_pool import Block
 from ratoon.memory.hashing import NO_EXTRA_KEYS
+
+if TYPE_CHECKING:
+    from ratoon.memory.cross_tables import CrossTable
 
 
 class TokenSequence:
@@ -16,6 +21,7 @@ class TokenSequence:
         "block_hashes",
         "block_tables",
         "branch_id",
+        "cross",
         "extra_keys",
         "num_computed_tokens",
         "num_registered_blocks",
@@ -33,6 +39,7 @@ class TokenSequence:
         self.block_hashes: list[bytes] = []  # of full blocks, from the first on
         self.block_tables: list[list[Block]] = []  # one for each KV group; empty while it holds no memory
         self.num_registered_blocks = 0  # full blocks from the first on that were offered to the prefix cache
+        self.cross: CrossTable | None = None  # of an encoder-decoder model: what cross-attention reads
         # Tokens that can be written in place, up to this many in all, without asking the manager: memory is there and
         # nobody shares it. 0 means: ask.
         self.write_limit = 0

@@ -121,6 +121,7 @@ class BeamTails:
         sequence.block_hashes = trunk.block_hashes[: self._first_column]
         sequence.num_registered_blocks = min(trunk.num_registered_blocks, self._first_column)
         sequence.num_computed_tokens = kept.num_computed_tokens
+        self._kv_cache.cross_tables.share(trunk, sequence)
         return sequence
 
     def release(self) -> None:

@@ -1,0 +1,34 @@
+"""What an encoder reads: tokens, or the features of a stretch of audio. A wire type, the same on every border."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+
+from ratoon.core.wire import WireTensor
+
+CONTENT_HASH_BYTES = 32
+
+
+class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Either `token_ids` or `features`. An encoder runs it whole, and once for all who bring the same."""
+
+    num_positions: int  # states that the encoder makes of it: what cross-attention keeps keys and values of
+    content_hash: bytes  # the same for the same input, whoever brings it
+    token_ids: list[int] | None = None
+    features: WireTensor | None = None  # float32 [channels, frames]
+
+
+def tokens_for_encoder(token_ids: list[int]) -> EncoderInput:
+    digest = blake2b(b"tokens", digest_size=CONTENT_HASH_BYTES)
+    for token in token_ids:
+        digest.update(token.to_bytes(4, "little"))
+    return EncoderInput(len(token_ids), digest.digest(), token_ids=token_ids)
+
+
+def features_for_encoder(features: WireTensor, num_positions: int) -> EncoderInput:
+    digest = blake2b(b"features", digest_size=CONTENT_HASH_BYTES)
+    digest.update(repr((features.dtype, features.shape)).encode())
+    digest.update(features.data)
+    return EncoderInput(num_positions, digest.digest(), features=features)

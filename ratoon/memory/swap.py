@@ -1,0 +1,169 @@
+"""The host side of swapping: what of each sequence that was swapped out lies in which host blocks. Accounting only.
+
+A swapped sequence needs its cross table too, which others may hold on the device, or need on the host: it is kept by
+its key, once for all of them. When to swap is the scheduler's; the device side is the KVCacheManager's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from ratoon.memory.block_pool import Block, BlockPool
+from ratoon.memory.host_pool import HostPool
+from ratoon.memory.sequence import TokenSequence
+from ratoon.memory.transfers import Transfers
+
+
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """What a sequence held when it was swapped out."""
+
+    tables: list[list[int | None]]  # host blocks for each KV group; None where the null block stood
+    num_computed_tokens: int
+    cross_key: bytes | None
+
+    @property
+    def host_blocks(self) -> list[int]:
+        return [host_block for table in self.tables for host_block in table if host_block is not None]
+
+
+@dataclass(slots=True, eq=False)
+class HostCross:
+    """A cross table that swapped sequences need."""
+
+    num_positions: int
+    host_blocks: list[int] = field(default_factory=list)  # none: somebody holds it on the device
+    users: dict[TokenSequence, None] = field(default_factory=dict)
+
+
+class SwapSpace:
+    def __init__(self, pool: BlockPool, host: HostPool, transfers: Transfers) -> None:
+        self._pool = pool
+        self._host = host
+        self._transfers = transfers
+        self._copies: dict[TokenSequence, HostCopy] = {}
+        self._cross: dict[bytes, HostCross] = {}
+
+    def __contains__(self, sequence: TokenSequence) -> bool:
+        return sequence in self._copies
+
+    def num_blocks_of(self, sequence: TokenSequence) -> int:
+        """Device blocks that it takes to restore a sequence, its cross table aside."""
+        return len(self._copies[sequence].host_blocks)
+
+    def num_columns_of(self, sequence: TokenSequence) -> int:
+        return max(map(len, self._copies[sequence].tables), default=0)
+
+    def num_computed_tokens_of(self, sequence: TokenSequence) -> int:
+        return self._copies[sequence].num_computed_tokens
+
+    def find_cross(self, key: bytes) -> HostCross | None:
+        return self._cross.get(key)
+
+    def cross_key_of(self, sequence: TokenSequence) -> bytes | None:
+        return self._copies[sequence].cross_key
+
+    # ---- out and in ----
+
+    def save(self, sequence: TokenSequence) -> bool:
+        """Copy what a sequence holds to the host. False: there is no room, or the content of its cross table is not
+        there or not good, and nothing changed. The sequence holds it all still; when it lets go of its cross table and
+        is the last who does, that follows (keep_cross)."""
+        if sequence in self._copies:
+            raise ValueError(f"{sequence.branch_id} is swapped out already")
+        cross = sequence.cross
+        if (cross is not None and not cross.is_settled) or not self._has_room_for(sequence):
+            return False
+        null, save = self._pool.null_block, self._transfers.save
+        tables = [[None if block is null else save(block) for block in table] for table in sequence.block_tables]
+        self._copies[sequence] = HostCopy(tables, sequence.num_computed_tokens, None if cross is None else cross.key)
+        if cross is not None:
+            self._cross.setdefault(cross.key, HostCross(cross.num_positions)).users[sequence] = None
+        return True
+
+    def restore(self, sequence: TokenSequence) -> None:
+        """Give a sequence its tables back, in new device blocks. There must be so many free ones."""
+        copy = self._copies[sequence]
+        sequence.block_tables = [[self._restore_block(host_block) for host_block in table] for table in copy.tables]
+        sequence.num_computed_tokens = copy.num_computed_tokens
+        self.forget(sequence)
+
+    def keep_cross(self, key: bytes, blocks: list[Block]) -> None:
+        """A cross table is about to leave the device. If swapped sequences need it, it goes to the host; if there is no
+        room for it, they are computed again."""
+        needed = self._cross.get(key)
+        if needed is None or needed.host_blocks:
+            return
+        if self._transfers.num_to_save(blocks) <= self._host.num_free_blocks:
+            needed.host_blocks = [self._transfers.save(block) for block in blocks]
+        else:
+            self.forget_users(key)
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """Give back what a sequence has on the host, if it has anything. It is one without memory then."""
+        if sequence in self._copies:
+            self.forget_cross(sequence)
+            self._host.free(self._copies.pop(sequence).host_blocks)
+
+    def forget_cross(self, sequence: TokenSequence) -> None:
+        copy = self._copies.get(sequence)
+        if copy is None or copy.cross_key is None:
+            return
+        needed = self._cross[copy.cross_key]
+        del needed.users[sequence]
+        if not needed.users:
+            self._host.free(needed.host_blocks)
+            del self._cross[copy.cross_key]
+        copy.cross_key = None
+
+    def forget_users(self, key: bytes) -> None:
+        """A cross table can't be trusted, or is lost: who needs it is computed again."""
+        needed = self._cross.get(key)
+        for sequence in [] if needed is None else list(needed.users):
+            self.forget(sequence)
+
+    def forget_unsure(self, host_blocks: Collection[int]) -> None:
+        """Nobody knows what is in these host blocks, nor what those that were not written yet would get: who would read
+        them is computed again."""
+        lost = self._transfers.unwritten_host_blocks.union(host_blocks)
+        for key, needed in list(self._cross.items()):
+            if not set(needed.host_blocks).isdisjoint(lost):
+                self.forget_users(key)
+        for sequence, copy in list(self._copies.items()):
+            if not set(copy.host_blocks).isdisjoint(lost):
+                self.forget(sequence)
+
+    def check(self, sequences: Iterable[TokenSequence]) -> None:
+        """Raise AssertionError unless host blocks are exactly those of swapped sequences, and of what is read now."""
+        known = set(sequences)
+        entries = self._transfers.host_blocks_read
+        for sequence, copy in self._copies.items():
+            assert sequence in known, f"{sequence.branch_id} is gone and has host blocks"
+            assert not sequence.block_tables and sequence.cross is None, f"{sequence.branch_id} is here and swapped out"
+            assert copy.cross_key is None or sequence in self._cross[copy.cross_key].users
+            entries += copy.host_blocks
+        for needed in self._cross.values():
+            assert needed.users, "a cross table is kept on the host for nobody"
+            assert needed.users.keys() <= self._copies.keys(), "a cross table is kept for somebody who is not swapped"
+            entries += needed.host_blocks
+        expected: dict[int, int] = {}
+        for host_block in entries:
+            expected[host_block] = expected.get(host_block, 0) + 1
+        self._host.check(expected)
+
+    def _has_room_for(self, sequence: TokenSequence) -> bool:
+        null, cross = self._pool.null_block, sequence.cross
+        blocks = [block for table in sequence.block_tables for block in table if block is not null]
+        if cross is not None and len(cross.holders) == 1:
+            needed = self._cross.get(cross.key)
+            if needed is None or not needed.host_blocks:
+                blocks += cross.blocks
+        return self._transfers.num_to_save(blocks) <= self._host.num_free_blocks
+
+    def _restore_block(self, host_block: int | None) -> Block:
+        if host_block is None:
+            return self._pool.null_block
+        (block,) = self._pool.get_new_blocks(1)
+        self._transfers.restore(host_block, block)
+        return block
