@@ -72,8 +72,7 @@ def step_inputs(prefix: int, beams: int, shared: bool) -> GroupInputs:
     slots = table[:, -1].astype(np.int64) * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE
     return GroupInputs(
         query_start, seq_lens, table, torch.from_numpy(query_start), torch.from_numpy(seq_lens),
-        torch.from_numpy(table), torch.from_numpy(slots), torch.from_numpy(seq_lens.astype(np.int64) - 1),
-        BLOCK_SIZE, 1, seq_len,
+        torch.from_numpy(table), torch.from_numpy(slots), BLOCK_SIZE, 1, seq_len,
     )  # fmt: skip
 
 

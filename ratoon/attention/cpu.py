@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, GroupInputs
-from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
-from ratoon.layers.attention import AttentionLayer
+from ratoon.core.kv import KVCacheSpec
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 from ratoon.layers.native import library
 
 _TILE = 16  # columns that the kernel computes together
@@ -55,15 +55,18 @@ class CpuAttentionBackend(AttentionBackend):
             reasons.append(f"computes in float32, not in {needs.dtype}")
         if needs.block_size % _TILE:
             reasons.append(f"block_size must be a multiple of {_TILE}, not {needs.block_size}")
-        if needs.head_dim % _TILE or needs.head_dim > _MAX_HEAD_DIM:
-            reasons.append(f"head_dim must be a multiple of {_TILE} up to {_MAX_HEAD_DIM}, not {needs.head_dim}")
+        reasons += [
+            f"head_dim must be a multiple of {_TILE} up to {_MAX_HEAD_DIM}, not {head_dim}"
+            for head_dim in {needs.head_dim, needs.encoder_head_dim or needs.head_dim}
+            if head_dim % _TILE or head_dim > _MAX_HEAD_DIM
+        ]
         if needs.num_heads // needs.num_kv_heads > _MAX_GROUP:
             reasons.append(f"at most {_MAX_GROUP} query heads may share a KV head")
         if library() is None:
             reasons.append("no kernels were built for this processor")
         return reasons
 
-    def kv_shape(self, num_blocks: int, spec: FullAttentionSpec | SlidingWindowSpec) -> tuple[int, ...]:
+    def kv_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size * spec.head_dim)
 
     def build_metadata(self, inputs: GroupInputs) -> CpuMetadata:
@@ -83,26 +86,35 @@ class CpuAttentionBackend(AttentionBackend):
             alive=(inputs.slot_mapping, table, inputs.query_start_loc, inputs.seq_lens, shared),
         )
 
-    def forward(
+    def store(
         self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
+        layer: AttentionLayer | CrossAttentionLayer,
         k: torch.Tensor,
         v: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: CpuMetadata,
-    ) -> torch.Tensor:
-        cache, block_floats, block_size = kv_cache.data_ptr(), kv_cache.stride(0), metadata.block_size
+    ) -> None:
         self._store_kv(
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache, block_floats, metadata.slots,
-            metadata.num_tokens, layer.num_kv_heads, layer.head_dim, block_size,
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), kv_cache.data_ptr(), kv_cache.stride(0),
+            metadata.slots, metadata.num_tokens, layer.num_kv_heads, layer.head_dim, metadata.block_size,
         )  # fmt: skip
+
+    def attend(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: CpuMetadata,
+    ) -> torch.Tensor:
         width = layer.num_heads * layer.head_dim
         out = torch.empty(q.shape[0], width)
+        window, bias = layer.window or 0, layer.bias
+        bias_data, reach = (None, 0) if bias is None else (bias.data_ptr(), bias.shape[1] // 2)
         failed = self._attention(
-            q.data_ptr(), q.stride(0), out.data_ptr(), width, cache, block_floats, metadata.block_table,
-            metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared, metadata.num_requests,
-            layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size, layer.window or 0, layer.scale,
+            q.data_ptr(), q.stride(0), out.data_ptr(), width, kv_cache.data_ptr(), kv_cache.stride(0),
+            metadata.block_table, metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared,
+            metadata.num_requests, layer.num_heads, layer.num_kv_heads, layer.head_dim, metadata.block_size, window,
+            layer.causal, bias_data, reach, layer.scale,
         )  # fmt: skip
         if failed:
             raise MemoryError("the attention kernel ran out of memory")

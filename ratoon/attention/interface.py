@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
-from ratoon.layers.attention import AttentionLayer
+from ratoon.core.kv import KVCacheSpec
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class AttentionNeeds:
     head_dim: int
     num_heads: int
     num_kv_heads: int
+    encoder_head_dim: int | None = None  # of the encoder beside a decoder
 
 
 @dataclass(slots=True)
@@ -35,8 +36,9 @@ class GroupInputs:
     query_start_loc_device: torch.Tensor
     seq_lens_device: torch.Tensor
     block_table_device: torch.Tensor
-    slot_mapping: torch.Tensor  # [T] on the device: block · block_size + offset; padding rows point into block 0
-    positions: torch.Tensor  # [T] on the device
+    # [S] on the device: block · block_size + offset; padding rows point into block 0. Of the rows that are stored:
+    # those of the queries, or none where keys and values came from elsewhere (cross-attention).
+    slot_mapping: torch.Tensor
     block_size: int
     max_query_len: int
     max_seq_len: int
@@ -53,7 +55,7 @@ class AttentionBackend(ABC):
         """Why this backend can't serve these needs; empty when it can."""
 
     @abstractmethod
-    def kv_shape(self, num_blocks: int, spec: FullAttentionSpec | SlidingWindowSpec) -> tuple[int, ...]:
+    def kv_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
         """The shape of one layer's cache. The first dimension is the block: a block is one contiguous span, so that
         copying, swapping and sending blocks need to know nothing more. Everything inside it is the backend's own."""
 
@@ -62,6 +64,23 @@ class AttentionBackend(ABC):
         """Once a step for each group; handed to every `forward` of its layers."""
 
     @abstractmethod
+    def store(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+    ) -> None:
+        """Write k and v [T, kv_heads, head_dim] at the step's slots."""
+
+    @abstractmethod
+    def attend(
+        self, layer: AttentionLayer | CrossAttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        """q [T, heads, head_dim] → [T, heads · head_dim], over the keys and values of each row's own request: up to its
+        own position, or all of them where the layer is not causal."""
+
     def forward(
         self,
         layer: AttentionLayer,
@@ -71,4 +90,6 @@ class AttentionBackend(ABC):
         kv_cache: torch.Tensor,
         metadata: Any,
     ) -> torch.Tensor:
-        """Write k and v at the step's slots, then attend. Shapes as in StepContext.attend."""
+        """Store, then attend: self-attention. Shapes as in StepContext.attend."""
+        self.store(layer, k, v, kv_cache, metadata)
+        return self.attend(layer, q, kv_cache, metadata)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, GroupInputs
-from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
-from ratoon.layers.attention import AttentionLayer
+from ratoon.core.kv import KVCacheSpec
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 
 @dataclass(slots=True)
@@ -28,25 +28,33 @@ class TorchReferenceBackend(AttentionBackend):
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
         return []
 
-    def kv_shape(self, num_blocks: int, spec: FullAttentionSpec | SlidingWindowSpec) -> tuple[int, ...]:
+    def kv_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
         return (num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
 
     def build_metadata(self, inputs: GroupInputs) -> ReferenceMetadata:
         return ReferenceMetadata(inputs, inputs.query_start_loc.tolist(), inputs.seq_lens.tolist())
 
-    def forward(
+    def store(
         self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
+        layer: AttentionLayer | CrossAttentionLayer,
         k: torch.Tensor,
         v: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: ReferenceMetadata,
-    ) -> torch.Tensor:
+    ) -> None:
         inputs = metadata.inputs
         blocks, offsets = inputs.slot_mapping // inputs.block_size, inputs.slot_mapping % inputs.block_size
         kv_cache[blocks, 0, offsets] = k  # [T, kv_heads, head_dim]
         kv_cache[blocks, 1, offsets] = v
+
+    def attend(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: ReferenceMetadata,
+    ) -> torch.Tensor:
+        inputs = metadata.inputs
         out = torch.empty_like(q)
         for row, seq_len in enumerate(metadata.seq_lens):
             start, end = metadata.starts[row], metadata.starts[row + 1]
@@ -60,17 +68,23 @@ class TorchReferenceBackend(AttentionBackend):
         return out.flatten(1)
 
 
-def _attend(layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """q [Q, heads, head_dim] are the last Q of the S positions of keys and values [S, kv_heads, head_dim]."""
+def _attend(
+    layer: AttentionLayer | CrossAttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """q [Q, heads, head_dim] are the last Q of the S positions of keys and values [S, kv_heads, head_dim], unless they
+    are positions of something else (cross-attention), which sees all keys."""
     num_queries, num_keys, group = q.shape[0], keys.shape[0], layer.num_heads // layer.num_kv_heads
     key_positions = torch.arange(num_keys, device=q.device)
     query_positions = torch.arange(num_keys - num_queries, num_keys, device=q.device)[:, None]
-    visible = key_positions <= query_positions  # [Q, S]
+    distances = key_positions - query_positions  # [Q, S]
+    visible = distances <= 0 if layer.causal else torch.ones_like(distances, dtype=torch.bool)
     if layer.window is not None:
-        visible &= key_positions > query_positions - layer.window
+        visible &= distances > -layer.window
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
     # Scores and weights in float32, as the models' own code does.
     scores = torch.einsum("qhd,khd->hqk", q, keys).float() * layer.scale
+    if layer.bias is not None:
+        scores += layer.bias[:, distances + layer.bias.shape[1] // 2]  # [heads, Q, S]
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(values.dtype)
     return torch.einsum("hqk,khd->qhd", weights, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ratoon.core.config import EngineConfig
+from ratoon.core.config import EngineConfig, fit_to_model
 from ratoon.engine.core import EngineCore
 from ratoon.models.source import ModelSource
 from ratoon.observe.logging import get_logger
@@ -21,6 +21,7 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
         from ratoon.models.dummy_source import DummySource
     # Random weights need no files: a config alone is enough to size an engine.
     tensors = DummySource(collect_shapes(source.config)) if config.load_format == "dummy" else source.tensors
+    config = fit_to_model(config, source.config)
     executor = executor_class(config.executor)(config, source.config, tensors, timer)
     core = EngineCore(config, executor)
     logger.info("%s is ready: %s", source.name, describe(core))

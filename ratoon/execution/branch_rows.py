@@ -15,15 +15,22 @@ from ratoon.core.plan import BlockCopy, BlockIds, NewRequestData
 
 
 class BranchRows:
-    """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group."""
+    """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group. Of a model with an
+    encoder also `cross_tables` [rows, blocks of the longest encoder input]."""
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, num_groups: int, max_encoder_len: int = 0
+    ) -> None:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.max_blocks = -(-max_model_len // block_size)
         # Zeroed memory is not touched before it is written: a large table costs only what is used of it.
         self.token_ids = np.zeros((max_rows, max_model_len), np.int32)
         self.block_tables = [np.zeros((max_rows, self.max_blocks), np.int32) for _ in range(num_groups)]
+        self.cross_tables: np.ndarray | None = None
+        if max_encoder_len:
+            self.cross_tables = np.zeros((max_rows, -(-max_encoder_len // block_size)), np.int32)
+        self.encoder_lens = np.zeros(max_rows, np.int32)
         self.num_tokens = np.zeros(max_rows, np.int64)
         self.num_computed = np.zeros(max_rows, np.int64)
         self.num_prompt = np.zeros(max_rows, np.int64)
@@ -51,6 +58,7 @@ class BranchRows:
         self.seeds[row] = new.seed
         self.params[row] = new.sampling_params
         self.append_blocks(row, new.block_ids)
+        self.set_cross_table(row, new.cross_block_ids, new.num_encoder_positions)
         return row
 
     def drop(self, req_id: str) -> int | None:
@@ -72,6 +80,7 @@ class BranchRows:
             for table, counts in zip(self.block_tables, self.num_blocks, strict=True):
                 table[row, : counts[row]] = NULL_BLOCK
                 counts[row] = 0
+            self.encoder_lens[row] = 0
             self._free_rows.append(row)
 
     def append_blocks(self, row: int, block_ids: BlockIds) -> None:
@@ -80,6 +89,12 @@ class BranchRows:
                 start = counts[row]
                 table[row, start : start + len(ids)] = ids
                 counts[row] = start + len(ids)
+
+    def set_cross_table(self, row: int, block_ids: list[int], num_positions: int) -> None:
+        """What the row's cross-attention reads. It never changes while the row has its name."""
+        if self.cross_tables is not None:
+            self.cross_tables[row, : len(block_ids)] = block_ids
+            self.encoder_lens[row] = num_positions
 
     def replace_block(self, copy: BlockCopy) -> None:
         self.block_tables[copy.group][self.row_of[copy.req_id], copy.index] = copy.dst

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
-from ratoon.core.plan import CaptureStep, SchedulerOutput
+from ratoon.core.plan import CaptureStep, EncoderStep, SchedulerOutput
 from ratoon.core.wire import WireTensor
 from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import indices_on
@@ -46,6 +46,7 @@ def lay_out_spans(rows: BranchRows, captures: list[CaptureStep]) -> SpanRows:
             rows.token_ids[row, first : first + count] = capture.token_ids[offset : offset + count]
             rows.num_computed[row] = first
             rows.append_blocks(row, capture.block_ids)
+            rows.set_cross_table(row, capture.cross_block_ids, capture.num_encoder_positions)
             offset += count
             counts.append(count)
             written.append(is_written)
@@ -65,7 +66,7 @@ def only_reads(plan: SchedulerOutput) -> bool:
 class CapturedRows:
     """One extraction of a step."""
 
-    step: CaptureStep
+    step: CaptureStep | EncoderStep
     rows: list[int]  # of the step, rising
 
 

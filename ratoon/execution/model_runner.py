@@ -20,12 +20,15 @@ from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.capture import StepCapture, captured_rows, lay_out_spans, only_reads
+from ratoon.execution.encoder import EncoderRunner
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.pooling import PoolingBranches, PoolingSpan
-from ratoon.execution.sampler import Sampler, SamplingRows, prompt_logprobs
+from ratoon.execution.sampler import Sampler, prompt_logprobs
+from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation, StepInputs
 from ratoon.models.base import CausalLM
+from ratoon.models.encoder_decoder import EncoderDecoderLM
 
 PROMPT_LOGPROBS_ROWS = 128  # prompt rows whose logits are held at one time
 
@@ -52,7 +55,7 @@ class ExecutedStep:
     num_beams: int  # B
     prompt_spans: list[PromptSpan]
     pooling_spans: list[PoolingSpan]
-    capture: StepCapture | None
+    captures: list[StepCapture]  # of the decoder's rows, and of the encoder's
 
 
 class ModelRunner:
@@ -73,7 +76,12 @@ class ModelRunner:
         self.device = device
         self.kv = KVTensors(kv_config, backend, dtype, device)
         num_rows = max_num_reqs + MAX_CAPTURE_SPANS
-        self.rows = BranchRows(num_rows, max_model_len, kv_config.block_size, len(kv_config.groups))
+        self.encoder: EncoderRunner | None = None
+        max_encoder_len = 0
+        if model.config.encoder is not None:
+            self.encoder = EncoderRunner(backend, self.kv, kv_config.block_size, dtype, device)
+            max_encoder_len = model.config.encoder.max_position
+        self.rows = BranchRows(num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len)
         self.sampling_rows = SamplingRows(max_num_reqs)
         self.sampler = Sampler(self.sampling_rows)
         self.pooling = PoolingBranches()
@@ -87,10 +95,22 @@ class ModelRunner:
         """Bring the rows up to date and launch the forward pass. Waits for nothing on the device."""
         self._executed = None
         self._apply_changes(plan)
-        if plan.is_empty:
-            return
+        encoder_capture = None
+        if plan.encoder_steps:
+            assert self.encoder is not None and isinstance(self.model, EncoderDecoderLM), "the model has no encoder"
+            encoder_capture = self.encoder.run(self.model, plan.encoder_steps)
+        if plan.total_num_scheduled_tokens:
+            self._executed = self._run_decoder(plan)
+        elif encoder_capture is not None:
+            self._executed = ExecutedStep(plan, torch.empty(0), 0, [], [], [])
+        if encoder_capture is not None:
+            assert self._executed is not None
+            self._executed.captures.append(encoder_capture)
+
+    def _run_decoder(self, plan: SchedulerOutput) -> ExecutedStep:
         inputs = self._prepare(plan)
         metadata = [self.backend.build_metadata(group) for group in inputs.groups]
+        cross = None if inputs.cross is None else self.backend.build_metadata(inputs.cross)
         last_tokens = (inputs.cu_num_tokens - 1).tolist()
         last_token = dict(zip(plan.num_scheduled_tokens, last_tokens))
         beams = beam_rows_of(plan, last_token, last_tokens[len(last_token) :]) if plan.beam_steps else []
@@ -99,14 +119,15 @@ class ModelRunner:
         capture = self._capture(plan) if plan.captures else None
         last_rows = [] if capture is None else capture.last_rows
         wanted = self._wanted_rows(plan, last_token, beams, prompt_spans, pooling_spans, last_rows)
-        step = PagedStep(self.backend, self.kv, metadata)
+        step = PagedStep(self.backend, self.kv, metadata, cross)
         if capture is None:
             hidden = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
         else:
             depth = capture.num_layers_read if only_reads(plan) else len(self.model.layers)
             hidden = self.model.forward_and_read(inputs.input_ids, inputs.positions, step, wanted, capture, depth)
         self.num_computed_tokens += plan.total_num_scheduled_tokens
-        self._executed = ExecutedStep(plan, hidden, len(beams), prompt_spans, pooling_spans, capture)
+        captures = [] if capture is None else [capture]
+        return ExecutedStep(plan, hidden, len(beams), prompt_spans, pooling_spans, captures)
 
     def _prepare(self, plan: SchedulerOutput) -> StepInputs:
         rows, num_scheduled = self._batch(plan)
@@ -172,7 +193,8 @@ class ModelRunner:
         return spans
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
-        """The order of core/plan.py: drop, add, copy, append."""
+        """The order of core/plan.py: drop, move blocks, add, append."""
+        self.kv.move_blocks(plan)
         for req_id in (*plan.finished_req_ids, *plan.preempted_req_ids):
             row = self.rows.drop(req_id)
             if row is not None:
@@ -194,7 +216,6 @@ class ModelRunner:
         for copy in plan.block_copies:
             if copy.req_id not in new_ids:  # those come with it in their tables
                 self.rows.replace_block(copy)
-        self.kv.copy_blocks(plan.block_copies)
         cached = plan.scheduled_cached_reqs
         for req_id, computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -218,8 +239,8 @@ class ModelRunner:
         if executed.pooling_spans:
             first = len(plan.sampled_req_ids) + executed.num_beams + sum(s.count for s in executed.prompt_spans)
             self.pooling.pool(executed.pooling_spans, executed.hidden[first:], output)
-        if executed.capture is not None:
-            executed.capture.give(output)
+        for capture in executed.captures:
+            capture.give(output)
         num_sampled = len(plan.sampled_req_ids)
         if not num_sampled + executed.num_beams:
             return output
@@ -227,7 +248,7 @@ class ModelRunner:
         if num_sampled:
             self._sample(plan, logits[:num_sampled], output)
         if executed.num_beams:
-            choose_candidates(plan, logits[num_sampled:], output)
+            choose_candidates(plan, logits[num_sampled:], output, self.beam_rows, self.sampling_rows)
         return output
 
     def _sample(self, plan: SchedulerOutput, logits: torch.Tensor, output: ModelRunnerOutput) -> None:

@@ -25,6 +25,7 @@ class StepInputs:
     positions: torch.Tensor  # [T]
     groups: list[GroupInputs]
     cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
+    cross: GroupInputs | None = None  # what cross-attention reads: sequences are then encoder inputs
 
 
 class InputPreparation:
@@ -39,6 +40,10 @@ class InputPreparation:
         self.block_tables = [
             StepBuffer((max_num_reqs, rows.max_blocks), torch.int32, device) for _ in range(num_groups)
         ]
+        if rows.cross_tables is not None:
+            self.encoder_lens = StepBuffer((max_num_reqs,), torch.int32, device)
+            self.cross_tables = StepBuffer((max_num_reqs, rows.cross_tables.shape[1]), torch.int32, device)
+            self.nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
 
     def prepare(
         self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None = None
@@ -60,7 +65,6 @@ class InputPreparation:
         np.add(rows.num_computed[batch_rows], num_scheduled, out=seq_lens, casting="unsafe")
         self.query_start_loc.array[0] = 0
         self.query_start_loc.array[1 : num_reqs + 1] = cu_num_tokens
-        # Positions go to the device once, and every group shares them.
         device_positions = self.positions.to_device(total)
         max_seq_len, max_query_len = int(seq_lens.max()), int(num_scheduled.max())
         groups = []
@@ -68,8 +72,9 @@ class InputPreparation:
             self._map_slots(group, req_indices, positions, total)
             if unwritten is not None:
                 self.slot_mappings[group].array[:total][np.repeat(unwritten, num_scheduled)] = NULL_BLOCK
-            groups.append(self._group_inputs(group, batch_rows, total, device_positions, max_query_len, max_seq_len))
-        return StepInputs(self.input_ids.to_device(total), device_positions, groups, cu_num_tokens)
+            groups.append(self._group_inputs(group, batch_rows, total, max_query_len, max_seq_len))
+        cross = None if rows.cross_tables is None else self._cross_inputs(batch_rows, max_query_len)
+        return StepInputs(self.input_ids.to_device(total), device_positions, groups, cu_num_tokens, cross)
 
     def _map_slots(self, group: int, req_indices: np.ndarray, positions: np.ndarray, total: int) -> None:
         """Where each token's keys and values go: block · block_size + offset."""
@@ -86,7 +91,6 @@ class InputPreparation:
         group: int,
         batch_rows: np.ndarray,
         total: int,
-        positions: torch.Tensor,
         max_query_len: int,
         max_seq_len: int,
     ) -> GroupInputs:
@@ -102,7 +106,29 @@ class InputPreparation:
             seq_lens_device=self.seq_lens.to_device(num_reqs),
             block_table_device=self.block_tables[group].to_device(num_reqs),
             slot_mapping=self.slot_mappings[group].to_device(total),
-            positions=positions,
+            block_size=self.rows.block_size,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+
+    def _cross_inputs(self, batch_rows: np.ndarray, max_query_len: int) -> GroupInputs:
+        """The same queries over what the encoder left. Nothing is stored: it was, when the encoder ran."""
+        assert self.rows.cross_tables is not None
+        num_reqs = len(batch_rows)
+        lens = self.encoder_lens.array[:num_reqs]
+        lens[:] = self.rows.encoder_lens[batch_rows]
+        max_seq_len = int(lens.max())
+        num_blocks = -(-max_seq_len // self.rows.block_size)
+        table = self.cross_tables.array
+        table[:num_reqs, :num_blocks] = self.rows.cross_tables[batch_rows, :num_blocks]
+        return GroupInputs(
+            query_start_loc=self.query_start_loc.array[: num_reqs + 1],
+            seq_lens=lens,
+            block_table=table[:num_reqs],
+            query_start_loc_device=self.query_start_loc.to_device(num_reqs + 1),
+            seq_lens_device=self.encoder_lens.to_device(num_reqs),
+            block_table_device=self.cross_tables.to_device(num_reqs),
+            slot_mapping=self.nothing_stored,
             block_size=self.rows.block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,

@@ -16,7 +16,7 @@ from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import select_backend
 from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
 from ratoon.core.errors import ConfigError
-from ratoon.core.kv import KVCacheConfig, bytes_per_block, group_layers
+from ratoon.core.kv import KVCacheConfig, KVCacheGroup, bytes_per_block, group_layers
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.model_runner import ModelRunner
@@ -26,6 +26,7 @@ from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource
 from ratoon.models.base import CausalLM
 from ratoon.models.build import build_model
+from ratoon.models.encoder_decoder import EncoderDecoderLM
 from ratoon.observe.startup import StartupTimer
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Worker:
         ops: Ops = TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
         needs = AttentionNeeds(
             device.type, dtype, config.cache.block_size, model_config.head_dim, model_config.num_heads,
-            model_config.num_kv_heads,
+            model_config.num_kv_heads, None if model_config.encoder is None else model_config.encoder.head_dim,
         )  # fmt: skip
         backend = select_backend(config.attention_backend, needs)
         if ops.name == "native" and backend.name != CpuAttentionBackend.name and config.attention_backend == "auto":
@@ -109,6 +110,8 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Level 1 gives the KV cache's memory back, level 2 the weights' too."""
         self.runner.kv.release()
+        if self.runner.encoder is not None:
+            self.runner.encoder.release()
         if level >= 2:
             del self.runner.model
         return_freed_memory()
@@ -168,7 +171,11 @@ def cut_kv_memory(config: EngineConfig, model: CausalLM, dtype: torch.dtype, dev
     """How many blocks there are: as asked for, or as many as the memory allows."""
     cache = config.cache
     groups = group_layers(model.kv_specs(cache.block_size, dtype.itemsize))
-    price = bytes_per_block(groups)
+    cross = None
+    if isinstance(model, EncoderDecoderLM):
+        spec = model.cross_spec(cache.block_size, dtype.itemsize)
+        cross = KVCacheGroup(spec, tuple(layer.index for layer in model.cross_layers))
+    price = bytes_per_block(groups if cross is None else (*groups, cross))
     num_blocks = cache.num_blocks
     if num_blocks is None:
         memory = cache.memory_bytes
@@ -183,7 +190,7 @@ def cut_kv_memory(config: EngineConfig, model: CausalLM, dtype: torch.dtype, dev
                 f"{memory:,} bytes for keys and values hold {num_blocks} blocks of {price:,} bytes",
                 f"at least 2 blocks are needed: {2 * price:,} bytes",
             )
-    return KVCacheConfig(num_blocks, cache.block_size, groups)
+    return KVCacheConfig(num_blocks, cache.block_size, groups, cross, cache.swap_bytes // price)
 
 
 def free_memory(device: torch.device) -> int:

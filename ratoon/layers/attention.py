@@ -10,20 +10,28 @@ from typing import Protocol
 
 import torch
 
-from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
+from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 
 class StepContext(Protocol):
-    """What a forward pass of one step offers to the layers."""
+    """What a forward pass of one step, of a decoder or of an encoder, offers to the layers."""
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Store k and v [T, kv_heads, head_dim], attend with q [T, heads, head_dim]; returns [T, heads · head_dim]."""
         ...
 
+    def attend_across(self, layer: CrossAttentionLayer, q: torch.Tensor) -> torch.Tensor:
+        """Attend with q [T, heads, head_dim] to what `store_across` left of the row's encoder input."""
+        ...
 
-@dataclass(frozen=True, slots=True)
+    def store_across(self, layer: CrossAttentionLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Only an encoder's pass: keep k and v [E, heads, head_dim] of its rows for the decoder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """Causal self-attention over one branch's own tokens."""
+    """Self-attention over one sequence's own tokens."""
 
     index: int  # among the model's attention layers
     num_heads: int
@@ -31,6 +39,10 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window: int | None = None  # attend to the last `window` tokens only, the query's own included
+    causal: bool = True  # False: every row sees all of its sequence, which then runs whole
+    # [heads, 2 · reach + 1] float32: added to the score of a key `distance` behind the query, at [distance + reach]. A
+    # key before it has a negative distance. No sequence is longer than reach + 1.
+    bias: torch.Tensor | None = None
 
     def kv_spec(self, block_size: int, dtype_bytes: int) -> FullAttentionSpec | SlidingWindowSpec:
         if self.window is None:
@@ -39,3 +51,28 @@ class AttentionLayer:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepContext) -> torch.Tensor:
         return step.attend(self, q, k, v)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CrossAttentionLayer:
+    """A decoder's attention to its encoder's states, whose keys and values are made once."""
+
+    index: int  # among the model's cross-attention layers
+    num_heads: int
+    head_dim: int
+    scale: float
+
+    # What backends ask of any layer
+    window = None
+    causal = False
+    bias = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    def kv_spec(self, block_size: int, dtype_bytes: int) -> CrossAttentionSpec:
+        return CrossAttentionSpec(block_size, self.num_heads, self.head_dim, dtype_bytes)
+
+    def __call__(self, q: torch.Tensor, step: StepContext) -> torch.Tensor:
+        return step.attend_across(self, q)

@@ -69,6 +69,7 @@ class EngineFigures:
     """What one engine reported: its newest snapshot, and sums that outlive its process."""
 
     __slots__ = (
+        "encoder_runs",
         "hits",
         "leases_evicted",
         "leases_expired",
@@ -86,6 +87,7 @@ class EngineFigures:
         self.preemptions = GrowingCount()
         self.queries = GrowingCount()
         self.hits = GrowingCount()
+        self.encoder_runs = GrowingCount()
         self.leases_granted = GrowingCount()
         self.leases_refused = GrowingCount()
         self.leases_expired = GrowingCount()
@@ -97,6 +99,7 @@ class EngineFigures:
         self.preemptions.update(stats.num_preemptions)
         self.queries.update(stats.prefix_cache.queries)
         self.hits.update(stats.prefix_cache.hits)
+        self.encoder_runs.update(stats.num_encoder_runs)
         self.leases_granted.update(stats.leases.granted)
         self.leases_refused.update(stats.leases.refused)
         self.leases_expired.update(stats.leases.expired)
@@ -256,6 +259,7 @@ class EngineMetrics:
         hits = of_each(lambda engine: engine.hits.total)
         preemptions = of_each(lambda engine: engine.preemptions.total)
         steps = of_each(lambda engine: engine.steps.total)
+        encoder_runs = of_each(lambda engine: engine.encoder_runs.total)
         yield _gauge("requests_running", "Sequences in the running batch.", running, "engine")
         yield _gauge("requests_waiting", "Sequences that wait for a place.", waiting, "engine")
         yield _gauge("kv_cache_usage_ratio", "Share of the KV cache's blocks in use.", kv_usage, "engine")
@@ -264,6 +268,7 @@ class EngineMetrics:
         yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits, "engine")
         yield _counter("preemptions", "Sequences that gave their memory up for others.", preemptions, "engine")
         yield _counter("engine_steps", "Steps of the engine.", steps, "engine")
+        yield _counter("encoder_runs", "Encoder inputs that were run.", encoder_runs, "engine")
         yield from self._lease_metrics()
 
     def _lease_metrics(self) -> Iterator[Metric]:

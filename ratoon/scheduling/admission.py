@@ -26,9 +26,10 @@ def verify_request(
 ) -> None:
     """Raise RequestError for a request that could never run to its end."""
     _verify_prompt(request, config, max_model_len)
+    _verify_encoder_input(request, kv_cache)
     _verify_pooling(request)
     _verify_beams(request, config)
-    _verify_extraction(request)
+    _verify_extraction(request, config.whole_prompts)
     _verify_resumed(request, max_model_len)
     _verify_continuation(request)
     _verify_memory(request, config, kv_cache, max_model_len)
@@ -60,6 +61,19 @@ def _verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_mode
             "(max_num_batched_tokens; chunked prefill is off)",
             f"at most {config.max_num_batched_tokens} tokens",
         )
+
+
+def _verify_encoder_input(request: EngineCoreRequest, kv_cache: KVCacheManager) -> None:
+    encoder_input = request.encoder_input
+    if (encoder_input is not None) != kv_cache.has_cross_group:
+        problem, expected = ("is missing", "one") if encoder_input is None else ("has nobody to read it", "None")
+        raise RequestError(
+            "encoder_input", f"{problem}: the model has {'an' if encoder_input is None else 'no'} encoder", expected
+        )
+    if encoder_input is None:
+        return
+    if encoder_input.num_positions < 1 or (encoder_input.token_ids is None) == (encoder_input.features is None):
+        raise RequestError("encoder_input", "is empty, or is tokens and features at once", "one of both")
 
 
 def _verify_pooling(request: EngineCoreRequest) -> None:
@@ -101,14 +115,19 @@ def _verify_beams(request: EngineCoreRequest, config: SchedulerConfig) -> None:
             )
 
 
-def _verify_extraction(request: EngineCoreRequest) -> None:
+def _verify_extraction(request: EngineCoreRequest, whole_prompts: bool) -> None:
     extraction = request.extraction
     if extraction is None:
         return
     positions = extraction.positions
     if not positions or positions != sorted(set(positions)) or positions[0] < 0:
         raise RequestError("positions", "are not rising numbers from 0 on", "at least one position, each once")
-    if positions[-1] != len(request.prompt_token_ids) - 1:
+    if extraction.of_encoder:
+        if request.encoder_input is None or positions[-1] >= request.encoder_input.num_positions:
+            raise RequestError("positions", f"end with {positions[-1]}", "positions of the encoder input")
+    elif positions[-1] >= len(request.prompt_token_ids) or (
+        positions[-1] != len(request.prompt_token_ids) - 1 and not whole_prompts
+    ):
         raise RequestError("positions", f"end with {positions[-1]}", "the prompt's last token, and no prompt behind it")
     if not extraction.layers:
         raise RequestError("layers", "is empty", "at least one layer")
@@ -152,17 +171,18 @@ def _verify_memory(
     step = max_step_tokens(config)
     num_prompt_tokens = len(request.prompt_token_ids)
     max_total = longest_total(num_prompt_tokens, max_new_tokens(request), max_model_len)
+    num_usable = kv_cache.num_usable_blocks - _verify_cross_memory(request, kv_cache)
     if request.beam_params is not None:
-        _verify_beam_memory(request.beam_params, kv_cache, num_prompt_tokens, max_total, step)
+        _verify_beam_memory(request.beam_params, kv_cache, num_usable, num_prompt_tokens, max_total, step)
         return
-    if kv_cache.can_ever_fit(max_total, step):
+    if kv_cache.required_blocks(max_total, step) <= num_usable:
         return
-    longest = _longest_that_fits(kv_cache, step, max_total)
+    longest = _longest_that_fits(kv_cache, num_usable, step, max_total)
     room = longest - num_prompt_tokens
     numbers = (
         f"needs {kv_cache.required_blocks(max_total, step)} blocks of {kv_cache.block_size} tokens "
         f"({num_prompt_tokens} of prompt, {max_total - num_prompt_tokens} to generate), "
-        f"the pool has {kv_cache.num_usable_blocks}"
+        f"the pool has {num_usable}{' beside its encoder input' if request.encoder_input is not None else ''}"
     )
     if room >= 1:
         raise RequestError("max_tokens", numbers, f"max_tokens of at most {room} for this prompt, or a larger KV cache")
@@ -171,19 +191,23 @@ def _verify_memory(
 
 
 def _verify_beam_memory(
-    params: BeamSearchParams, kv_cache: KVCacheManager, num_prompt_tokens: int, max_total: int, step: int
+    params: BeamSearchParams,
+    kv_cache: KVCacheManager,
+    num_usable: int,
+    num_prompt_tokens: int,
+    max_total: int,
+    step: int,
 ) -> None:
     """The prompt once, and behind it all beams at their full length."""
     prompt = kv_cache.required_blocks(num_prompt_tokens, step)
     num_new_tokens = max_total - num_prompt_tokens
     tail = tail_blocks(kv_cache.block_size, kv_cache.num_groups, num_prompt_tokens, num_new_tokens)
-    if prompt + params.beam_width * tail <= kv_cache.num_usable_blocks:
+    if prompt + params.beam_width * tail <= num_usable:
         return
-    widest = (kv_cache.num_usable_blocks - prompt) // max(tail, 1)
+    widest = (num_usable - prompt) // max(tail, 1)
     numbers = (
         f"needs {prompt + params.beam_width * tail} blocks of {kv_cache.block_size} tokens ({prompt} for the prompt, "
-        f"{tail} for each of {params.beam_width} beams of {num_new_tokens} tokens), the pool has "
-        f"{kv_cache.num_usable_blocks}"
+        f"{tail} for each of {params.beam_width} beams of {num_new_tokens} tokens), the pool has {num_usable}"
     )
     if widest >= 1:
         expected = f"beam_width of at most {widest} here, a smaller max_tokens, or a larger KV cache"
@@ -192,11 +216,26 @@ def _verify_beam_memory(
     raise RequestError("beam_width", numbers, expected)
 
 
-def _longest_that_fits(kv_cache: KVCacheManager, step: int, too_long: int) -> int:
+def _verify_cross_memory(request: EngineCoreRequest, kv_cache: KVCacheManager) -> int:
+    """The blocks that its encoder input takes, which others may hold as well, but not for its sake."""
+    if request.encoder_input is None:
+        return 0
+    num_blocks = kv_cache.num_cross_blocks(request.encoder_input.num_positions)
+    if num_blocks + kv_cache.num_groups > kv_cache.num_usable_blocks:
+        raise RequestError(
+            "encoder_prompt",
+            f"needs {num_blocks} blocks of {kv_cache.block_size} positions, the pool has {kv_cache.num_usable_blocks}, "
+            f"and a decoder takes at least {kv_cache.num_groups}",
+            "a shorter one, or a larger KV cache",
+        )
+    return num_blocks
+
+
+def _longest_that_fits(kv_cache: KVCacheManager, num_usable: int, step: int, too_long: int) -> int:
     low, high = 0, too_long  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
-        if kv_cache.can_ever_fit(middle, step):
+        if kv_cache.required_blocks(middle, step) <= num_usable:
             low = middle
         else:
             high = middle

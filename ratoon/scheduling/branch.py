@@ -38,6 +38,7 @@ class Request:
         "branch_ids",
         "branches",
         "continuation_of",
+        "encoder_input",
         "extraction",
         "finished_choices",
         "forked",
@@ -62,6 +63,7 @@ class Request:
         self.request_id = request.request_id
         self.params = params
         self.pooling_params = request.pooling_params
+        self.encoder_input = request.encoder_input
         self.num_choices = params.n
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = longest_total(self.num_prompt_tokens, max_new_tokens(request), max_model_len)
@@ -120,7 +122,17 @@ class Request:
     @property
     def needs_every_prompt_row(self) -> bool:
         """Must the whole prompt be computed, whatever the prefix cache has of it? A mean is over all its rows."""
-        return self.wants_prompt_logprobs or (self.pooling_params is not None and self.pooling_params.pooling == "mean")
+        return self.wants_prompt_logprobs or self.pools_first_rows
+
+    @property
+    def pools_first_rows(self) -> bool:
+        return self.pooling_params is not None and self.pooling_params.pooling in ("mean", "first")
+
+    @property
+    def can_be_swapped(self) -> bool:
+        """Are its blocks all that there is of it? Of beams and of a mean the runner keeps more, which is lost when they
+        give way."""
+        return self.beams is None and not self.pools_first_rows
 
     def fork_branch(self, choice: int) -> Branch:
         """A further choice at the end of the prompt, without memory yet."""
@@ -216,6 +228,8 @@ def extra_keys_of(request: EngineCoreRequest) -> bytes:
         keys.append(("adapter", request.adapter))
     if request.cache_salt is not None:
         keys.append(("salt", request.cache_salt))
+    if request.encoder_input is not None:
+        keys.append(("encoder", request.encoder_input.content_hash.hex()))
     return encode_extra_keys(keys)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ratoon.core.errors import QueueFullError
-from ratoon.core.plan import BlockIds, CaptureStep
+from ratoon.core.plan import BlockIds, CaptureStep, EncoderStep
 from ratoon.core.request import Extraction
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ExtractionState:
             budget -= count
             index += count
         if index < len(positions) and budget > 0 and positions[index] >= num_computed and len(spans) < max_spans:
-            spans.append((num_computed, min(budget, positions[-1] + 1 - num_computed), True))
+            spans.append((num_computed, min(budget, self.branch.num_tokens - num_computed), True))
         return spans
 
     def take_step(self, spans: list[Span], block_ids: BlockIds) -> CaptureStep:
@@ -91,12 +91,25 @@ class ExtractionState:
             captured=captured,
             layers=self.extraction.layers,
             dtype=self.extraction.dtype,
+            cross_block_ids=[] if self.branch.cross is None else self.branch.cross.block_ids,
+            num_encoder_positions=0 if self.branch.cross is None else self.branch.cross.num_positions,
         )
 
-    def confirm(self, step: CaptureStep) -> None:
+    def take_encoder_step(self) -> EncoderStep:
+        """All of it at once: an encoder input is never divided."""
+        encoder_input, extraction = self.branch.request.encoder_input, self.extraction
+        assert encoder_input is not None
+        return EncoderStep(
+            self.branch.branch_id, encoder_input, [], extraction.positions, extraction.layers, extraction.dtype
+        )
+
+    def confirm(self, step: CaptureStep | EncoderStep) -> None:
         """The step's rows were run, and those it named were read out."""
         self.num_captured += len(step.captured)
-        self.num_rows_run += len(step.token_ids)
+        if isinstance(step, EncoderStep):
+            self.num_rows_run += step.encoder_input.num_positions
+        else:
+            self.num_rows_run += len(step.token_ids)
         if step.captured:
             self.num_passed_by = 0
 

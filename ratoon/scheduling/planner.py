@@ -6,25 +6,15 @@ within a token budget. What becomes of a plan's results is in results.py.
 
 from __future__ import annotations
 
-import enum
-
-from ratoon.core.plan import MAX_CAPTURE_SPANS, BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
-from ratoon.core.request import InheritedFrom
+from ratoon.core.plan import BlockIds, CachedRequestData, EncoderStep, NewRequestData, SchedulerOutput
 from ratoon.memory.kv_cache_manager import GroupBlocks
 from ratoon.scheduling.admission import max_step_tokens
 from ratoon.scheduling.beam_group import BeamGroup
+from ratoon.scheduling.beginnings import Admission, Beginnings
 from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
-from ratoon.scheduling.extraction import AGED_SHARE, ExtractionState
+from ratoon.scheduling.extraction_planner import ExtractionPlanner
 from ratoon.scheduling.roster import Roster
 from ratoon.scheduling.step_draft import StepDraft
-
-
-class Admission(enum.Enum):
-    """What came of the try to let a waiting branch in."""
-
-    ADMITTED = enum.auto()
-    NO_MEMORY = enum.auto()
-    NOT_NOW = enum.auto()  # it does not fit into what is left of this step
 
 
 class StepPlanner:
@@ -33,13 +23,14 @@ class StepPlanner:
         self.num_preemptions = 0
         self.num_steps = 0
         self.num_scheduled_tokens = 0
+        self.num_encoder_runs = 0  # encoder inputs, since the start
         self._roster = roster
-        # The tokens of a step that belong to an extraction that has waited for too long
-        self._share_of_aged = max(1, roster.config.max_num_batched_tokens // AGED_SHARE)
+        self._beginnings = Beginnings(roster)
+        self._extraction_planner = ExtractionPlanner(roster, self._beginnings)
 
     def plan(self) -> SchedulerOutput:
         """Running branches first, then waiting ones, then the plan."""
-        step = StepDraft(self._roster.config.max_num_batched_tokens)
+        step = StepDraft(self._roster.config.max_num_batched_tokens, self._roster.config.max_num_encoder_tokens)
         if self._roster.on_trial:
             self._schedule_alone(step, next(iter(self._roster.on_trial.values())))
             return self._build_plan(step)
@@ -51,16 +42,11 @@ class StepPlanner:
         return self._build_plan(step)
 
     def _schedule_newcomers_and_extractions(self, step: StepDraft) -> None:
-        """Generation first, then those who read hidden states out. One of these that was passed by too often has its
-        share before everybody who waits, and if there is no room for it, nobody else gets any."""
-        extractions = self._roster.extractions
-        aged = extractions.aged
-        most = self._share_of_aged if self._roster.waiting else step.budget
-        if (aged is None or self._extract(step, aged, most)) and not step.preempted:
+        """Generation first, then those who read hidden states out, but for one of these that has waited too long."""
+        if self._extraction_planner.serve_aged(step) and not step.preempted:
             self._schedule_waiting(step)
-            self._schedule_extractions(step)
-        if extractions.first is not None and not step.captures:
-            extractions.first.num_passed_by += 1
+            self._extraction_planner.serve(step)
+        self._extraction_planner.note_passed_by(step)
 
     def _schedule_running(self, step: StepDraft) -> None:
         # This loop runs for every branch in every step. A decoding branch with room in its last block costs a few
@@ -91,7 +77,7 @@ class StepPlanner:
     def _schedule_prompts(self, step: StepDraft, long_gaps: list[Branch]) -> None:
         """Prompts take what single tokens leave, so that a long one does not silence everybody who came in after it,
         and leave their share to an extraction that has waited for too long."""
-        held_back = 0 if self._roster.extractions.aged is None else min(step.budget, self._share_of_aged)
+        held_back = self._extraction_planner.held_back(step)
         step.budget -= held_back
         for branch in long_gaps:
             if step.budget > 0:
@@ -156,7 +142,7 @@ class StepPlanner:
         if branch.known_to_runner:
             step.dropped_rows.append(branch.branch_id)
         self._roster.running.remove(branch)
-        self._roster.set_back(branch)
+        self._roster.set_back(branch, may_swap=True)
         self._roster.waiting.prepend(branch)
         self.num_preemptions += 1
 
@@ -166,69 +152,13 @@ class StepPlanner:
                 break  # nobody overtakes the first in the queue
             self._roster.waiting.pop()
 
-    def _schedule_extractions(self, step: StepDraft) -> None:
-        """Those that have begun, then those that wait, as long as there is room."""
-        served = {state.branch for state, _ in step.captures}
-        for state in list(self._roster.extractions):
-            if state.branch not in served and not self._extract(step, state, step.budget):
-                return
-
-    def _extract(self, step: StepDraft, state: ExtractionState, most: int) -> bool:
-        """Give an extraction `most` rows, and memory for those that are written. False: there is no room for it."""
-        branch = state.branch
-        budget = min(most, step.budget, self.max_step_tokens)
-        max_spans = MAX_CAPTURE_SPANS - step.num_spans
-        if budget <= 0 or max_spans <= 0:
-            return False
-        if branch.status != BranchStatus.RUNNING:
-            self._begin_extraction(state)
-        spans = state.next_spans(branch.num_computed_tokens, budget, max_spans)
-        num_written = sum(count for _, count, is_written in spans if is_written)
-        while num_written and self._roster.kv_cache.allocate_slots(branch, num_written) is None:
-            if not self._make_room_for_extraction(step, state):
-                if state is not self._roster.extractions.aged:  # that one keeps what it has, and waits for the rest
-                    self._roster.set_back(branch)
-                return False
-        step.add_capture(state, spans)
-        return True
-
-    def _make_room_for_extraction(self, step: StepDraft, state: ExtractionState) -> bool:
-        """Those that began later give way, so that the first always gets on; leases do where it has waited for long or
-        is alone."""
-        extractions = self._roster.extractions
-        last = extractions.running[-1]
-        if last is not state and all(last is not served for served, _ in step.captures):
-            self._roster.set_back(last.branch)
-            return True
-        return (state is extractions.aged or step.is_empty) and self._roster.leases.evict_one()
-
-    def _begin_extraction(self, state: ExtractionState) -> None:
-        """Take what is there of its sequence by reference: all of it, unless a window has passed what rows read."""
-        roster, branch = self._roster, state.branch
-        most = state.next_position if roster.kv_cache.has_windows else branch.num_tokens
-        num_settled = most
-        parent = roster.branches.get(branch.request.continuation_of or "")
-        if parent is not None:  # it runs, and may write to its last block in this very step
-            num_full_blocks = parent.num_computed_tokens // roster.kv_cache.block_size
-            num_settled = min(most, num_full_blocks * roster.kv_cache.block_size)
-        num_inherited = self._inherit(branch, num_settled, num_left=0)
-        if not num_inherited:
-            hit_blocks, num_hit_tokens = roster.kv_cache.get_computed_blocks(branch, most)
-            roster.kv_cache.allocate_slots(branch, 0, hit_blocks, num_hit_tokens)
-            branch.num_computed_tokens = num_hit_tokens
-        if branch.status == BranchStatus.WAITING:
-            branch.num_cached_tokens = branch.num_computed_tokens
-            self._note_inheritance(branch, num_inherited)
-        branch.status = BranchStatus.RUNNING
-        roster.extractions.begin(state)
-
     def _schedule_alone(self, step: StepDraft, request: Request) -> None:
         """One request, whatever its place in the order. If memory or rows are short, others give way."""
         for state in reversed(self._roster.extractions.running.copy()):
             if state.branch.request is not request:
                 self._roster.set_back(state.branch)
         if request.extraction is not None:
-            while not self._extract(step, request.extraction, step.budget):
+            while not self._extraction_planner.extract(step, request.extraction, step.budget):
                 if not self._preempt_another(step, request):
                     return
             return
@@ -260,36 +190,58 @@ class StepPlanner:
             admission = self._try_to_admit(step, branch)
             if admission != Admission.NO_MEMORY:
                 return admission == Admission.ADMITTED
-            num_wanted = self._roster.kv_cache.required_blocks(min(branch.num_tokens, self.max_step_tokens))
-            if branch.request.beams is not None:
-                num_wanted += branch.request.beams.num_blocks_to_come(self._roster.kv_cache)
-            if self._roster.kv_cache.num_free_blocks + self._roster.leases.num_reclaimable_blocks() < num_wanted:
+            num_at_most = self._roster.kv_cache.num_free_blocks + self._roster.leases.num_reclaimable_blocks()
+            if num_at_most < self._num_wanted_blocks(branch):
                 return False
             if not self._roster.leases.evict_one():
                 return False
 
+    def _num_wanted_blocks(self, branch: Branch) -> int:
+        """What has to be free before a branch can come in."""
+        kv_cache = self._roster.kv_cache
+        if kv_cache.is_swapped(branch):
+            return kv_cache.num_blocks_to_swap_in(branch)
+        num_wanted = kv_cache.required_blocks(min(branch.num_tokens, self.max_step_tokens))
+        num_wanted += self._beginnings.num_missing_cross_blocks(branch)
+        if branch.request.beams is not None:
+            num_wanted += branch.request.beams.num_blocks_to_come(kv_cache)
+        return num_wanted
+
     def _try_to_admit(self, step: StepDraft, branch: Branch) -> Admission:
+        kv_cache = self._roster.kv_cache
         hit_blocks: GroupBlocks | None = None
-        num_inherited = num_hit_tokens = self._inherit(branch, branch.request.num_inheritable_tokens)
-        if not num_inherited:
-            hit_blocks, num_hit_tokens = self._find_computed_prefix(branch)
+        num_encoder_inputs = len(step.encoder_lengths)
+        was_swapped = kv_cache.is_swapped(branch)
+        if was_swapped:
+            if not kv_cache.swap_in(branch, min(step.budget, self.max_step_tokens)):
+                return Admission.NO_MEMORY
+            num_inherited = num_hit_tokens = branch.num_computed_tokens
+        else:
+            num_inherited = num_hit_tokens = self._beginnings.inherit(branch, branch.request.num_inheritable_tokens)
+        # Before the prefix is looked up: what is found there is nobody's yet, and memory for this may be taken from it.
+        attached = self._beginnings.attach_cross(step, branch)
+        if attached == Admission.ADMITTED and not num_hit_tokens:
+            hit_blocks, num_hit_tokens = self._beginnings.find_prefix(branch)
         gap = branch.num_tokens - num_hit_tokens
         num_new_tokens = min(gap, step.budget, self.max_step_tokens)
         fits_step = num_new_tokens == gap or self._may_split(gap)
         appended = None
-        if fits_step and self._has_memory_for_beams(branch, num_hit_tokens, hit_blocks):
-            num_found_tokens = num_hit_tokens - num_inherited  # what is inherited is in its tables already
-            appended = self._roster.kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_found_tokens)
+        if attached == Admission.ADMITTED:
+            attached = Admission.NO_MEMORY if fits_step else Admission.NOT_NOW
+            if fits_step and self._has_memory_for_beams(branch, num_hit_tokens, hit_blocks):
+                num_found_tokens = num_hit_tokens - num_inherited  # what is inherited is in its tables already
+                appended = kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_found_tokens)
         if appended is None:
-            if num_inherited:
-                self._roster.kv_cache.free(branch)
-            return Admission.NO_MEMORY if fits_step else Admission.NOT_NOW
+            if not (was_swapped and kv_cache.swap_out(branch)):
+                kv_cache.free(branch)
+            del step.encoder_lengths[num_encoder_inputs:]
+            return attached
         self._roster.running.append(branch)
         if branch.status == BranchStatus.WAITING:  # its first time; what a resumed branch finds is its own work
             branch.num_cached_tokens = num_hit_tokens
             if hit_blocks is not None:
                 self._roster.kv_cache.count_lookup(branch.num_tokens, num_hit_tokens)
-            self._note_inheritance(branch, num_inherited)
+            self._beginnings.note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING
         branch.num_computed_tokens = num_hit_tokens
         step.add(branch, num_new_tokens, appended)
@@ -304,34 +256,6 @@ class StepPlanner:
             branch.num_tokens, num_hit_tokens, hit_blocks, self.max_step_tokens
         )
         return missing + beams.num_blocks_to_come(self._roster.kv_cache) <= self._roster.kv_cache.num_free_blocks
-
-    def _inherit(self, branch: Branch, most: int, num_left: int = 1) -> int:
-        """Give a continuation its parent's memory, where that is kept or still runs. How many tokens it has then."""
-        request = branch.request
-        if request.continuation_of is None or branch.choice != 0 or request.needs_every_prompt_row:
-            return 0
-        parent = self._roster.leases.find(request.continuation_of) or self._roster.branches.get(request.continuation_of)
-        if parent is None:
-            return 0
-        return self._roster.kv_cache.inherit_blocks_from_parent(parent, branch, most, num_left)
-
-    def _note_inheritance(self, branch: Branch, num_inherited: int) -> None:
-        request = branch.request
-        if request.continuation_of is None:
-            return
-        self._roster.leases.continuation_left(request.continuation_of, request.request_id)
-        if num_inherited:
-            self._roster.leases.stats.continued += 1
-            source = InheritedFrom.LEASE
-        else:
-            source = InheritedFrom.PREFIX_CACHE if branch.num_cached_tokens else InheritedFrom.RECOMPUTED
-        self._roster.inherited[request.request_id] = source
-
-    def _find_computed_prefix(self, branch: Branch) -> tuple[GroupBlocks | None, int]:
-        # Log-probabilities of the prompt and means over it need every prompt row computed: there is nothing to look up.
-        if branch.choice == 0 and branch.request.needs_every_prompt_row:
-            return None, 0
-        return self._roster.kv_cache.get_computed_blocks(branch)
 
     def _may_split(self, gap: int) -> bool:
         """With chunked prefill off a prompt runs whole. A branch that grew beyond the budget and was then preempted has
@@ -363,10 +287,21 @@ class StepPlanner:
         for state, spans in step.captures:
             plan.captures.append(state.take_step(spans, self._roster.kv_cache.block_ids(state.branch)))
             state.branch.num_computed_tokens += sum(count for _, count, is_written in spans if is_written)
+        if self._roster.kv_cache.has_cross_group:
+            self._write_encoder_steps(plan, step)
+        if self._roster.kv_cache.has_host_pool:
+            plan.swapped_out, plan.swapped_in = self._roster.kv_cache.take_swaps()
         plan.beam_steps += [group.take_step(num_new_tokens) for group, num_new_tokens in step.beams]
         self.num_steps += 1
         self.num_scheduled_tokens = plan.total_num_scheduled_tokens
         return plan
+
+    def _write_encoder_steps(self, plan: SchedulerOutput, step: StepDraft) -> None:
+        for holder_id, table in self._roster.kv_cache.take_encoder_writes():
+            assert table.encoder_input is not None
+            plan.encoder_steps.append(EncoderStep(holder_id, table.encoder_input, table.block_ids))
+        plan.encoder_steps += [state.take_encoder_step() for state in step.encoder_reads]
+        self.num_encoder_runs += len(plan.encoder_steps)
 
     def _write_down(self, plan: SchedulerOutput, branch: Branch, num_new_tokens: int, appended: BlockIds) -> None:
         branch_id = branch.branch_id
@@ -410,4 +345,6 @@ class StepPlanner:
             block_ids=self._roster.kv_cache.block_ids(branch),
             num_computed_tokens=branch.num_computed_tokens,
             pooling_params=branch.request.pooling_params,
+            cross_block_ids=[] if branch.cross is None else branch.cross.block_ids,
+            num_encoder_positions=0 if branch.cross is None else branch.cross.num_positions,
         )

@@ -6,7 +6,7 @@ Who is ended by it leaves the roster here. Knows plans and results only; what ru
 from __future__ import annotations
 
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
-from ratoon.core.plan import SchedulerOutput
+from ratoon.core.plan import CaptureStep, EncoderStep, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, FinishReason
 from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.beams import Hypothesis
@@ -36,7 +36,7 @@ class StepResults:
             outputs += self._take_vectors(plan, output)
         if plan.beam_steps:
             outputs += self._take_candidates(plan, output)
-        if plan.captures:
+        if plan.captures or plan.encoder_steps:
             outputs += self._take_hidden_states(plan, output)
         if children:
             self._place_children(children)
@@ -144,7 +144,9 @@ class StepResults:
     def _take_hidden_states(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """What was read out goes out at once, part by part. Rows that were only run on the way bring nothing."""
         outputs: list[EngineCoreOutput] = []
-        for capture in plan.captures:
+        captures: list[CaptureStep | EncoderStep] = [*plan.captures]
+        captures += [step for step in plan.encoder_steps if step.captured]
+        for capture in captures:
             branch = self._roster.branches.get(capture.req_id)
             state = None if branch is None else branch.request.extraction
             if branch is None or state is None or branch.status != BranchStatus.RUNNING:

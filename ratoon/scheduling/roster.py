@@ -132,12 +132,14 @@ class Roster:
             self._forget(request)
         return outputs
 
-    def set_back(self, branch: Branch, trusted: bool = True) -> None:
+    def set_back(self, branch: Branch, trusted: bool = True, may_swap: bool = False) -> None:
+        """A branch loses its memory: it is computed again, or, where it may be and there is room, kept on the host."""
         if branch.request.beams is not None:
             branch.request.beams.set_back()
         if branch.request.extraction is not None and branch.status == BranchStatus.RUNNING:
             self.extractions.set_back(branch.request.extraction)
-        self.kv_cache.free(branch, trusted)
+        if not (may_swap and branch.request.can_be_swapped and self.kv_cache.swap_out(branch)):
+            self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
 

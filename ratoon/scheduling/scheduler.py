@@ -111,8 +111,11 @@ class Scheduler:
         return True
 
     def say_again(self, plan: SchedulerOutput) -> None:
-        """A step raised, perhaps before the runner heard who had left: it is told with the next plan."""
+        """A step raised, perhaps before the runner heard who had left: it is told with the next plan. Nor is it known
+        whether blocks had come to the host."""
         self.roster.finished_rows += plan.finished_req_ids + plan.preempted_req_ids
+        if plan.swapped_out:
+            self.kv_cache.distrust_swaps(plan.swapped_out)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.roster.requests)
@@ -161,6 +164,7 @@ class Scheduler:
             num_steps=self.planner.num_steps,
             prefix_cache=msgspec.structs.replace(self.kv_cache.prefix_cache_stats),
             leases=self.leases.snapshot(),
+            num_encoder_runs=self.planner.num_encoder_runs,
         )
 
     def check(self) -> None:

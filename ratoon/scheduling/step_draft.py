@@ -11,10 +11,24 @@ from ratoon.scheduling.extraction import ExtractionState, Span
 class StepDraft:
     """A plan while it is being made: who runs, and what is left of the token budget."""
 
-    __slots__ = ("allocated", "beams", "budget", "captures", "dropped_rows", "in_place", "preempted")
+    __slots__ = (
+        "allocated",
+        "beams",
+        "budget",
+        "captures",
+        "dropped_rows",
+        "encoder_budget",
+        "encoder_lengths",
+        "encoder_reads",
+        "in_place",
+        "preempted",
+    )
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, encoder_budget: int = 0) -> None:
         self.budget = budget
+        self.encoder_budget = encoder_budget
+        self.encoder_lengths: list[int] = []  # positions of the encoder inputs that run
+        self.encoder_reads: list[ExtractionState] = []  # those whose encoder input runs to be read out
         self.in_place: list[Branch] = []  # one token each, into memory that they have
         self.allocated: list[tuple[Branch, int, BlockIds]] = []  # tokens, and blocks appended to the tables
         self.beams: list[tuple[BeamGroup, int]] = []  # tokens of each beam
@@ -34,9 +48,13 @@ class StepDraft:
         self.captures.append((state, spans))
         self.budget -= sum(count for _, count, _ in spans)
 
+    def fits_encoder(self, num_positions: int) -> bool:
+        """An input that is longer than the budget fits where no other runs."""
+        return not self.encoder_lengths or sum(self.encoder_lengths) + num_positions <= self.encoder_budget
+
     @property
     def is_empty(self) -> bool:
-        return not (self.in_place or self.allocated or self.beams or self.captures)
+        return not (self.in_place or self.allocated or self.beams or self.captures or self.encoder_reads)
 
     @property
     def num_spans(self) -> int:

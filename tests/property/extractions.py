@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from ratoon.core.encoder import EncoderInput
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
@@ -32,25 +33,35 @@ class Reading:
     dtype: str
     deadline: float | None
     salt: str | None
+    encoder_input: EncoderInput | None  # of a prompt of its own
+    of_encoder: bool  # are its states read, where there is one?
 
-    def request(self, name: str, token_ids: list[int], salt: str | None, parent: str | None) -> EngineCoreRequest:
+    def request(
+        self, name: str, token_ids: list[int], salt: str | None, encoder_input: EncoderInput | None, parent: str | None
+    ) -> EngineCoreRequest:
         """`token_ids`: the sequence that is read, up to the last position that is asked for."""
-        numbers = range(len(token_ids)) if self.positions is None else self.positions
-        positions = sorted({number % len(token_ids) for number in numbers})
+        of_encoder = self.of_encoder and encoder_input is not None
+        length = encoder_input.num_positions if of_encoder else len(token_ids)
+        positions = sorted(
+            {number % length for number in (range(length) if self.positions is None else self.positions)}
+        )
         return EngineCoreRequest(
             name,
-            token_ids[: positions[-1] + 1],
+            token_ids if of_encoder else token_ids[: positions[-1] + 1],
             SamplingParams(max_tokens=1, detokenize=False),
             arrival_time=100.0 + self.step,
             cache_salt=salt,
-            extraction=Extraction(positions, self.layers, self.dtype, self.deadline),
-            continuation_of=parent,
-            continuation_token_ids=None if parent is None else [],
+            extraction=Extraction(positions, self.layers, self.dtype, self.deadline, of_encoder),
+            encoder_input=encoder_input,
+            continuation_of=None if of_encoder else parent,
+            continuation_token_ids=None if of_encoder or parent is None else [],
         )
 
 
 @st.composite
-def readings(draw: st.DrawFn, num_parents: int, families: Sequence[list[int]]) -> Reading:
+def readings(
+    draw: st.DrawFn, num_parents: int, families: Sequence[list[int]], inputs: Sequence[EncoderInput | None]
+) -> Reading:
     own = draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
     some = st.lists(st.integers(0, 40), min_size=1, max_size=8)
     return Reading(
@@ -63,6 +74,8 @@ def readings(draw: st.DrawFn, num_parents: int, families: Sequence[list[int]]) -
         dtype=draw(st.sampled_from(DTYPES)),
         deadline=draw(st.sampled_from([None, None, None, 3.0, 10.0])),
         salt=draw(st.sampled_from([None, None, "a"])),
+        encoder_input=draw(st.sampled_from(inputs)),
+        of_encoder=draw(st.sampled_from([False, False, True])),
     )
 
 

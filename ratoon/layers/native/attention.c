@@ -1,4 +1,5 @@
-// Causal attention over the paged cache, with an online softmax.
+// Attention over the paged cache, with an online softmax: causal, where a row sees what stands before it and itself, or
+// not, where it sees all keys of its request. A table of numbers by distance may be added to the scores.
 //
 // A block of the cache holds, for each KV head, the keys transposed and the values in panels:
 //     keys   [kv_heads][head_dim][block_size]              a run of 16 tokens is a ready-made tile of B for q · kᵀ
@@ -41,7 +42,9 @@ typedef struct {
     const float *cache;
     const int32_t *block_table, *query_start, *seq_lens, *shared;
     int64_t ldq, ldo, block_floats, table_width, requests;
-    int64_t heads, kv_heads, head_dim, block_size, window;
+    int64_t heads, kv_heads, head_dim, block_size, window, causal;
+    const float *bias;  // [heads][2 · reach + 1], or NULL: a key at distance d from the row has [d + reach]
+    int64_t reach;
     float scale;
     const part *parts;  // each is a unit for each KV head
 } attention_call;
@@ -57,7 +60,7 @@ typedef struct {
 typedef struct {
     const int32_t *table;
     int64_t kv_head, first_row, rows;
-    int64_t first_position, last_position;
+    int64_t first_position, keys;  // the first row's; how many keys its last row sees
 } row_run;
 
 static _Thread_local scratch *own_scratch;
@@ -91,13 +94,18 @@ static void product(int64_t rows, const float *a, int64_t lda, const float *cons
     else if (rows == 1) PRODUCT_TILE(1)
 }
 
+INLINE void add_bias(const attention_call *c, float *p, int64_t head, int64_t position, int64_t first_key, int64_t keys) {
+    const float *bias = c->bias + head * (2 * c->reach + 1) + c->reach + first_key - position;
+    for (int64_t i = 0; i < keys; i++) p[i] += bias[i];
+}
+
 // Scores of one row turn into weights; the row's running maximum, total and sum follow.
 INLINE void softmax_row(const attention_call *c, scratch *s, int64_t row, int64_t position, int64_t first_key,
                         int64_t keys) {
     float *p = s->p + row * STRETCH;
     int64_t lowest = c->window > 0 && position - c->window + 1 > 0 ? position - c->window + 1 : 0;
     int64_t begin = lowest > first_key ? lowest - first_key : 0;  // visible: [begin, end)
-    int64_t end = position + 1 - first_key < keys ? position + 1 - first_key : keys;
+    int64_t end = c->causal && position + 1 - first_key < keys ? position + 1 - first_key : keys;
     for (int64_t i = 0; i < begin && i < keys; i++) p[i] = -INFINITY;
     const int64_t width = (keys + TILE - 1) / TILE * TILE;
     for (int64_t i = end > 0 ? end : 0; i < width; i++) p[i] = -INFINITY;
@@ -141,7 +149,7 @@ INLINE int64_t position_of(const attention_call *c, int64_t request, int64_t tok
 
 static void attend_stretch(const attention_call *c, scratch *s, const row_run *run, int64_t first_key) {
     const int64_t group = c->heads / c->kv_heads, to_values = c->kv_heads * c->head_dim * c->block_size;
-    const int64_t keys = run->last_position + 1 - first_key < STRETCH ? run->last_position + 1 - first_key : STRETCH;
+    const int64_t keys = run->keys - first_key < STRETCH ? run->keys - first_key : STRETCH;
     const float *values[STRETCH / TILE], *next_values[STRETCH / TILE];
     float *p = s->p + run->first_row * STRETCH;
     int64_t num_next = 0;
@@ -155,7 +163,7 @@ static void attend_stretch(const attention_call *c, scratch *s, const row_run *r
         const float *tile = block + offset;
         values[i / TILE] = block + to_values + offset * TILE;
         int64_t ahead = first_key + STRETCH + i;
-        if (run->rows <= FETCH_ROWS && ahead <= run->last_position) {
+        if (run->rows <= FETCH_ROWS && ahead < run->keys) {
             const float *next = keys_at(c, run->table, run->kv_head, ahead);
             next_values[num_next++] = next + to_values + ahead % c->block_size * TILE;
             fetch(next + ahead % c->block_size * c->head_dim, TILE * c->head_dim);
@@ -163,8 +171,11 @@ static void attend_stretch(const attention_call *c, scratch *s, const row_run *r
         product(run->rows, s->q + run->first_row * c->head_dim, c->head_dim, &tile, 0, c->block_size, c->head_dim,
                 c->head_dim, p + i, STRETCH, 0);
     }
-    for (int64_t row = 0; row < run->rows; row++)
-        softmax_row(c, s, run->first_row + row, run->first_position + row / group, first_key, keys);
+    for (int64_t row = 0; row < run->rows; row++) {
+        int64_t position = run->first_position + row / group;
+        if (c->bias) add_bias(c, p + row * STRETCH, run->kv_head * group + row % group, position, first_key, keys);
+        softmax_row(c, s, run->first_row + row, position, first_key, keys);
+    }
     for (int64_t column = 0; column < c->head_dim; column += TILE) {
         for (int64_t i = 0; i < num_next; i++) fetch(next_values[i] + column * c->block_size, TILE * TILE);
         product(run->rows, p + skipped, STRETCH, values + skipped / TILE, column * c->block_size, TILE, TILE,
@@ -178,15 +189,19 @@ static void attend_requests(const attention_call *c, scratch *s, const part *par
     const int64_t group = c->heads / c->kv_heads, tokens = part->tokens / part->requests;  // of each request
     const int64_t request = part->first_request + begin;
     const int64_t first_position = position_of(c, request, part->first_token + begin);
-    const int64_t last_position = first_position + tokens - 1;
+    const int64_t keys = c->causal ? first_position + tokens : c->seq_lens[request];
     const row_run run = {c->block_table + request * c->table_width, kv_head, begin * group, (end - begin) * tokens * group,
-                   first_position, last_position};
+                         first_position, keys};
     const int32_t *shared = c->shared + part->first_request;
-    int64_t keys_end = last_position + 1;
-    for (int64_t i = begin + 1; i < end; i++)
+    int64_t keys_end = keys;
+    int all_alike = 1;  // they have the very same keys
+    for (int64_t i = begin + 1; i < end; i++) {
+        if (!c->causal && shared[i] == keys && c->seq_lens[part->first_request + i] == keys) continue;
+        all_alike = 0;
         if (shared[i] / STRETCH * STRETCH < keys_end) keys_end = shared[i] / STRETCH * STRETCH;
+    }
     for (; first_key < keys_end; first_key += STRETCH) attend_stretch(c, s, &run, first_key);
-    if (end - begin == 1) return;
+    if (all_alike) return;
     for (int64_t next; begin < end; begin = next) {
         for (next = begin + 1; next < end && shared[next] >= first_key + STRETCH;) next++;
         attend_requests(c, s, part, kv_head, begin, next, first_key);
@@ -222,9 +237,9 @@ INLINE int64_t query_len(const attention_call *c, int64_t request) {
 }
 
 // Whether a request is better computed together with the one before it. Where less than half is shared there is little to
-// save, and units of unequal requests leave threads idle. A window is short enough without.
+// save, and units of unequal requests leave threads idle. A window is short enough without; a bias needs every row's place.
 INLINE int belongs_to_previous(const attention_call *c, int64_t request) {
-    if (c->window > 0 || query_len(c, request - 1) != 1 || query_len(c, request) != 1) return 0;
+    if (c->window > 0 || c->bias || query_len(c, request - 1) != 1 || query_len(c, request) != 1) return 0;
     const int64_t one = c->seq_lens[request - 1], other = c->seq_lens[request];
     return c->shared[request] >= STRETCH && 2 * (int64_t)c->shared[request] >= (one > other ? one : other);
 }
@@ -277,9 +292,9 @@ static int64_t divide_batch(const attention_call *c, const int32_t *starts, int6
 int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, const float *cache, int64_t block_floats,
                      const int32_t *block_table, int64_t table_width, const int32_t *query_start, const int32_t *seq_lens,
                      const int32_t *shared, int64_t requests, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                     int64_t block_size, int64_t window, float scale) {
+                     int64_t block_size, int64_t window, int64_t causal, const float *bias, int64_t reach, float scale) {
     attention_call c = {q, out, cache, block_table, query_start, seq_lens, shared, ldq, ldo, block_floats, table_width,
-                        requests, heads, kv_heads, head_dim, block_size, window, scale, NULL};
+                        requests, heads, kv_heads, head_dim, block_size, window, causal, bias, reach, scale, NULL};
     if (query_start[requests] == 0) return 0;
     part *parts = malloc((size_t)query_start[requests] * sizeof(part));
     int32_t *starts = malloc((size_t)(requests + 1) * sizeof(int32_t));

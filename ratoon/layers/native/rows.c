@@ -181,10 +181,20 @@ INLINE vec gelu_tanh(vec x) {
 
 INLINE vec relu(vec x) { return max_(x, splat(0.0f)); }
 
+// x · Φ(x), Φ the normal distribution. Of |x| the upper tail is taken, a polynomial of 1 / (1 + p·|x|/√2) times e^(-x²/2)
+// (Abramowitz and Stegun 7.1.26): so what is small for a negative x is as exact, for its size, as the rest.
 INLINE vec gelu_exact(vec x) {
-    vec y;
-    for (int i = 0; i < W; i++) y[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
-    return y;
+    vec size = max_(x, -x);
+    vec t = splat(1.0f) / fma_(size, splat(0.3275911f * 0.70710678f), splat(1.0f));
+    vec p = splat(0.5f * 1.061405429f);
+    p = fma_(p, t, splat(0.5f * -1.453152027f));
+    p = fma_(p, t, splat(0.5f * 1.421413741f));
+    p = fma_(p, t, splat(0.5f * -0.284496736f));
+    p = fma_(p, t, splat(0.5f * 0.254829592f));
+    vec tail = p * t * exp_(x * x * splat(-0.5f));  // 1 - Φ(|x|)
+    ivec negative = x < splat(0.0f);
+    vec upper = splat(1.0f) - tail;
+    return x * (vec)(((ivec)tail & negative) | ((ivec)upper & ~negative));
 }
 
 // The tail of a row goes through the same vector code, so that a value never depends on where it stands.

@@ -10,7 +10,7 @@ from ratoon.attention.select import select_backend
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import FullAttentionSpec
-from ratoon.layers.attention import AttentionLayer
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 needs_kernels = pytest.mark.skipif(
     bool(CpuAttentionBackend.reasons_against(AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4))),
@@ -44,7 +44,7 @@ class Batch:
         seq_lens = (np.array(starts) + counts).astype(np.int32)
         return GroupInputs(
             query_start, seq_lens, self.tables, torch.from_numpy(query_start), torch.from_numpy(seq_lens),
-            torch.from_numpy(self.tables), torch.from_numpy(slots.astype(np.int64)), torch.from_numpy(positions),
+            torch.from_numpy(self.tables), torch.from_numpy(slots.astype(np.int64)),
             self.block_size, int(max(counts)), int(seq_lens.max()),
         )  # fmt: skip
 
@@ -92,11 +92,15 @@ class Batch:
             rows = []
             for position in range(computed, len(sequence)):
                 first = 0 if layer.window is None else max(0, position - layer.window + 1)
+                end = position + 1 if layer.causal else len(sequence)
                 heads = []
                 for head in range(layer.num_heads):
                     kv_head = head * layer.num_kv_heads // layer.num_heads
-                    scores = k[first : position + 1, kv_head] @ q[position, head] * layer.scale
-                    heads.append(scores.softmax(0) @ v[first : position + 1, kv_head])
+                    scores = k[first:end, kv_head] @ q[position, head] * layer.scale
+                    if layer.bias is not None:
+                        reach = layer.bias.shape[1] // 2
+                        scores += layer.bias[head, reach - position + first : reach - position + end].double()
+                    heads.append(scores.softmax(0) @ v[first:end, kv_head])
                 rows.append(torch.cat(heads))
             results.append(torch.stack(rows))
         return results
@@ -109,6 +113,12 @@ SHAPES = [
     AttentionLayer(0, 2, 1, 128, 0.09),
     AttentionLayer(0, 4, 2, 80, 0.11, window=20),
     AttentionLayer(0, 4, 2, 32, 0.17, window=70),
+]
+BIAS = torch.randn(4, 2 * 200 + 1, generator=torch.Generator().manual_seed(3))
+BIASED = [AttentionLayer(0, 4, 2, 32, 0.2, bias=BIAS), AttentionLayer(0, 4, 4, 64, 0.125, bias=BIAS)]
+NOT_CAUSAL = [
+    AttentionLayer(0, 6, 6, 64, 0.125, causal=False),
+    AttentionLayer(0, 4, 2, 16, 0.25, causal=False, bias=BIAS),
 ]
 MIXED = ([0, 54, 145, 3, 63, 64], [130, 1, 1, 40, 1, 65])
 
@@ -135,6 +145,108 @@ def test_on_the_cpu_a_row_is_the_same_to_the_bit_in_any_batch_and_any_chunk(laye
         assert torch.equal(alone.run(CpuAttentionBackend())[0], together[index])
 
 
+@pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
+@pytest.mark.parametrize("layer", BIASED, ids=["grouped", "plain"])
+def test_a_bias_by_distance_is_added_to_the_scores(backend, layer):
+    batch = Batch(*MIXED, layer, 16)
+    for got, expected in zip(batch.run(backend()), batch.written_out(), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
+
+
+@needs_kernels
+def test_on_the_cpu_a_biased_row_is_the_same_to_the_bit_in_any_chunk():
+    batch = Batch(*MIXED, BIASED[0], 16)
+    for got, expected in zip(batch.run(CpuAttentionBackend(), chunks=5), batch.run(CpuAttentionBackend()), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
+@pytest.mark.parametrize("layer", NOT_CAUSAL, ids=["plain", "biased"])
+def test_without_causality_a_row_sees_all_of_its_own_sequence_and_nothing_else(backend, layer):
+    lengths = [1, 70, 16, 131, 64, 3]
+    batch = Batch([0] * len(lengths), lengths, layer, 16)
+    for got, expected in zip(batch.run(backend()), batch.written_out(), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
+
+
+class CrossBatch:
+    """Queries of requests over encoder inputs that are in the cache; `source[i]`: whose input request i reads."""
+
+    def __init__(self, encoder_lens, source, query_lens, layer, block_size=16):
+        generator = torch.Generator().manual_seed(1)
+        self.layer, self.block_size, self.query_lens, self.source = layer, block_size, query_lens, source
+        self.encoded = [torch.randn(n, 2, layer.num_heads, layer.head_dim, generator=generator) for n in encoder_lens]
+        self.q = torch.randn(sum(query_lens), layer.num_heads, layer.head_dim, generator=generator)
+        counts = [-(-length // block_size) for length in encoder_lens]
+        order = iter((torch.randperm(sum(counts), generator=generator) + 1).tolist())
+        self.tables = [[next(order) for _ in range(count)] for count in counts]
+        self.num_blocks = sum(counts) + 1
+
+    def group_inputs(self, tables, seq_lens, query_lens, slots):
+        table = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, blocks in enumerate(tables):
+            table[row, : len(blocks)] = blocks
+        query_start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        lens = np.array(seq_lens, np.int32)
+        return GroupInputs(
+            query_start, lens, table, torch.from_numpy(query_start), torch.from_numpy(lens), torch.from_numpy(table),
+            torch.tensor(slots, dtype=torch.int64), self.block_size, max(query_lens), max(seq_lens),
+        )  # fmt: skip
+
+    def run(self, backend):
+        spec = self.layer.kv_spec(self.block_size, 4)
+        cache = torch.full(backend.kv_shape(self.num_blocks, spec), float("nan"))
+        lens = [len(part) for part in self.encoded]
+        slots = [
+            table[position // self.block_size] * self.block_size + position % self.block_size
+            for table, length in zip(self.tables, lens, strict=True)
+            for position in range(length)
+        ]
+        stored = backend.build_metadata(self.group_inputs(self.tables, lens, lens, slots))
+        keys, values = torch.cat(self.encoded).unbind(1)
+        backend.store(self.layer, keys, values, cache, stored)
+        tables, seq_lens = [self.tables[i] for i in self.source], [lens[i] for i in self.source]
+        read = backend.build_metadata(self.group_inputs(tables, seq_lens, self.query_lens, []))
+        return backend.attend(self.layer, self.q, cache, read)
+
+    def written_out(self):
+        owners = np.repeat(self.source, self.query_lens)
+        rows = []
+        for q, owner in zip(self.q.double(), owners, strict=True):
+            keys, values = self.encoded[owner].double().unbind(1)  # [S, heads, head_dim]
+            weights = (torch.einsum("hd,shd->hs", q, keys) * self.layer.scale).softmax(-1)
+            rows.append(torch.einsum("hs,shd->hd", weights, values).flatten())
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
+@pytest.mark.parametrize(
+    ("encoder_lens", "source", "query_lens"),
+    [
+        ([100], [0], [1]),
+        ([1, 150, 64, 130], [0, 1, 2, 3], [4, 1, 7, 40]),
+        ([100, 128, 200], [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 0], [1] * 11),  # requests that read the same input
+        ([150, 90], [0, 0, 1, 1], [1, 3, 1, 1]),
+    ],
+)
+def test_cross_attention_sees_all_of_the_rows_own_encoder_input(backend, encoder_lens, source, query_lens):
+    batch = CrossBatch(encoder_lens, source, query_lens, CrossAttentionLayer(0, 6, 64, 0.125))
+    torch.testing.assert_close(batch.run(backend()).double(), batch.written_out(), rtol=0, atol=2e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_readers", [1, 2, 5, 33])
+def test_on_the_cpu_readers_of_one_encoder_input_get_what_each_gets_alone_to_the_bit(num_readers):
+    layer = CrossAttentionLayer(0, 6, 64, 0.125)
+    together = CrossBatch([150], [0] * num_readers, [1] * num_readers, layer)
+    result = together.run(CpuAttentionBackend())
+    queries = together.q
+    for index in range(num_readers):
+        alone = CrossBatch([150], [0], [1], layer)
+        alone.encoded, alone.q = together.encoded, queries[index : index + 1]
+        assert torch.equal(alone.run(CpuAttentionBackend())[0], result[index])
+
+
 @needs_kernels
 def test_the_fastest_backend_that_fits_is_chosen():
     needs = AttentionNeeds("cpu", torch.float32, 16, 64, 9, 3)
@@ -150,6 +262,7 @@ def test_the_fastest_backend_that_fits_is_chosen():
         (AttentionNeeds("cpu", torch.bfloat16, 16, 64, 4, 4), "float32"),
         (AttentionNeeds("cpu", torch.float32, 8, 64, 4, 4), "block_size must be a multiple of 16, not 8"),
         (AttentionNeeds("cpu", torch.float32, 16, 72, 4, 4), "head_dim must be a multiple of 16"),
+        (AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4, encoder_head_dim=24), "up to 256, not 24"),
         (AttentionNeeds("cpu", torch.float32, 16, 64, 64, 1), "share a KV head"),
     ],
 )

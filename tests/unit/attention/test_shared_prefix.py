@@ -72,7 +72,7 @@ class Step:
         slots = block_table[owner, positions // self.block_size] * self.block_size + positions % self.block_size
         return GroupInputs(
             query_start, lengths, block_table, torch.from_numpy(query_start), torch.from_numpy(lengths),
-            torch.from_numpy(block_table), torch.from_numpy(slots.astype(np.int64)), torch.from_numpy(positions),
+            torch.from_numpy(block_table), torch.from_numpy(slots.astype(np.int64)),
             self.block_size, max(query_lens), max(seq_lens),
         )  # fmt: skip
 

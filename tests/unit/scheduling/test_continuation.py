@@ -133,6 +133,19 @@ def test_a_parent_that_runs_can_be_forked_at_its_newest_token():
     assert len(done["parent"]) == 25 and len(done["child"]) == 2
 
 
+def test_what_a_parent_is_given_in_this_very_step_is_shared_and_never_copied():
+    """Its prefix hits may be blocks that another request writes only in this step: a copy would come before that."""
+    scheduler = make()
+    prompt = list(range(2 * BLOCK_SIZE))
+    scheduler.add_request(request_of("first", [*prompt, 1], max_tokens=3))
+    scheduler.add_request(request_of("parent", [*prompt, 2], max_tokens=3))
+    scheduler.add_request(continuation("child", "parent", prompt[: BLOCK_SIZE + 1], [3, 3]))
+    plan, _ = step(scheduler)
+    computed = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+    assert computed == {"first": 0, "parent": 2 * BLOCK_SIZE, "child": BLOCK_SIZE}
+    assert plan.block_copies == []
+
+
 def test_continuations_of_continuations_inherit_everything():
     scheduler = make()
     tokens = finished_parent(scheduler)

@@ -217,3 +217,17 @@ def test_one_that_has_aged_keeps_its_memory_and_the_last_generation_gives_way() 
     assert state.num_rows_run == 36  # none of them twice
     assert preempted != [] or scheduler.roster.waiting
     finish(scheduler)
+
+
+def test_in_steps_of_one_token_the_aged_one_does_not_wait_for_a_prompt_that_waits_for_it() -> None:
+    """Its share is all of a step, and the memory that it needs is the prompt's."""
+    scheduler = scheduler_of(num_blocks=6, caching=False, max_num_batched_tokens=1)
+    read(scheduler, "x", 16, [15])
+    for _ in range(4):
+        step(scheduler)
+    add(scheduler, "a", 18, max_tokens=1)
+    for _ in range(PATIENCE):
+        plan, _ = step(scheduler)
+        assert plan.req_ids == ["a"]
+    received = finish(scheduler)
+    assert received["x"][-1].finished and received["a"][-1].finished

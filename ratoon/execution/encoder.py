@@ -1,0 +1,131 @@
+"""Runs encoder inputs: all of a step together, each whole, one behind the other without padding.
+
+What cross-attention reads of them goes to the paged cache; their states are read out where somebody asked, and gone
+otherwise. Which inputs run when is the plan's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ratoon.attention.interface import AttentionBackend, GroupInputs
+from ratoon.core.kv import NULL_BLOCK
+from ratoon.core.plan import EncoderStep
+from ratoon.execution.capture import CapturedRows, StepCapture
+from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.step_context import EncoderPass
+from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
+
+Tensor = torch.Tensor
+
+
+class EncoderRunner:
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        kv: KVTensors,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_runs = 0  # encoder inputs that were run, since the start
+        self._backend = backend
+        self._kv = kv
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._scratch: Tensor | None = None  # keys and values of one encoder layer: every layer writes it anew
+
+    def run(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> StepCapture | None:
+        """Encode, and store what decoders read. What was asked to be read out is in the capture."""
+        lengths = np.array([step.encoder_input.num_positions for step in steps])
+        metadata = self._backend.build_metadata(self._own_inputs(lengths))
+        stored = self._backend.build_metadata(self._stored_inputs(steps, lengths))
+        context = EncoderPass(self._backend, self._kv, self._scratch_for(model, lengths), metadata, stored)
+        capture = self._capture(steps, lengths, len(model.encoder.layers))
+        states = model.encode(self._batch(steps, lengths), context, capture)
+        if any(step.block_ids for step in steps):
+            model.store_cross(states, context)
+        self.num_runs += len(steps)
+        return capture
+
+    def release(self) -> None:
+        self._scratch = None
+
+    def _batch(self, steps: list[EncoderStep], lengths: np.ndarray) -> EncoderBatch:
+        positions = torch.from_numpy(_counted(lengths)).to(self._device)
+        if steps[0].encoder_input.features is None:
+            tokens = [token for step in steps for token in step.encoder_input.token_ids or ()]
+            return EncoderBatch(positions, torch.tensor(tokens, dtype=torch.int64, device=self._device), None)
+        stacked = torch.stack([_features(step) for step in steps])  # [N, mel bins, frames]
+        return EncoderBatch(positions, None, stacked.to(device=self._device, dtype=self._dtype))
+
+    # ---- attention's inputs ----
+
+    def _own_inputs(self, lengths: np.ndarray) -> GroupInputs:
+        """Every input in blocks of its own of the scratch cache, in order from 1."""
+        num_blocks = -(-lengths // self._block_size)
+        first_blocks = 1 + np.cumsum(num_blocks) - num_blocks
+        tables = np.zeros((len(lengths), int(num_blocks.max())), np.int32)
+        for row, (first, count) in enumerate(zip(first_blocks, num_blocks, strict=True)):
+            tables[row, :count] = np.arange(first, first + count)
+        slots = np.repeat(first_blocks * self._block_size, lengths) + _counted(lengths)
+        return self._group_inputs(lengths, tables, slots)
+
+    def _stored_inputs(self, steps: list[EncoderStep], lengths: np.ndarray) -> GroupInputs:
+        """The slots of the cross tables. States that nobody reads across go to the null block."""
+        tables = np.full((len(lengths), -(-int(lengths.max()) // self._block_size)), NULL_BLOCK, np.int32)
+        for row, step in enumerate(steps):
+            tables[row, : len(step.block_ids)] = step.block_ids
+        owners, positions = np.repeat(np.arange(len(lengths)), lengths), _counted(lengths)
+        blocks = tables[owners, positions // self._block_size].astype(np.int64)
+        return self._group_inputs(lengths, tables, blocks * self._block_size + positions % self._block_size)
+
+    def _group_inputs(self, lengths: np.ndarray, tables: np.ndarray, slots: np.ndarray) -> GroupInputs:
+        query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        seq_lens = lengths.astype(np.int32)
+        longest = int(lengths.max())
+        return GroupInputs(
+            query_start_loc=query_start,
+            seq_lens=seq_lens,
+            block_table=tables,
+            query_start_loc_device=torch.from_numpy(query_start).to(self._device),
+            seq_lens_device=torch.from_numpy(seq_lens).to(self._device),
+            block_table_device=torch.from_numpy(tables).to(self._device),
+            slot_mapping=torch.from_numpy(slots.astype(np.int64)).to(self._device),
+            block_size=self._block_size,
+            max_query_len=longest,
+            max_seq_len=longest,
+        )
+
+    def _scratch_for(self, model: EncoderDecoderLM, lengths: np.ndarray) -> Tensor:
+        num_blocks = 1 + int((-(-lengths // self._block_size)).sum())
+        if self._scratch is None or len(self._scratch) < num_blocks:
+            spec = model.encoder.attention_layers[0].kv_spec(self._block_size, self._dtype.itemsize)
+            shape = self._backend.kv_shape(num_blocks, spec)
+            self._scratch = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return self._scratch
+
+    # ---- what is read out ----
+
+    def _capture(self, steps: list[EncoderStep], lengths: np.ndarray, num_layers: int) -> StepCapture | None:
+        first_rows = np.cumsum(lengths) - lengths
+        captured = [
+            CapturedRows(step, [int(first) + position for position in step.captured])
+            for step, first in zip(steps, first_rows, strict=True)
+            if step.captured
+        ]
+        return StepCapture(captured, num_layers, self._device) if captured else None
+
+
+def _counted(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, … for each of them, one behind the other."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _features(step: EncoderStep) -> Tensor:
+    features = step.encoder_input.features
+    assert features is not None, "inputs of one model are all tokens or all features"
+    array = np.frombuffer(features.data, np.float32).reshape(features.shape)
+    return torch.from_numpy(array.copy() if not array.flags.writeable else array)

@@ -1,0 +1,82 @@
+"""What a branch has before it runs: its parent's memory, a cached prefix, the cross table of its encoder input, or what
+was swapped out of it. Whether it gets into the step, and who gives way for it, is the planners' to say.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ratoon.core.request import InheritedFrom
+from ratoon.memory.kv_cache_manager import GroupBlocks
+from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.roster import Roster
+from ratoon.scheduling.step_draft import StepDraft
+
+
+class Admission(enum.Enum):
+    """What came of the try to let a waiting branch in."""
+
+    ADMITTED = enum.auto()
+    NO_MEMORY = enum.auto()
+    NOT_NOW = enum.auto()  # it does not fit into what is left of this step
+
+
+class Beginnings:
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def inherit(self, branch: Branch, most: int, num_left: int = 1) -> int:
+        """Give a continuation its parent's memory, where that is kept or still runs. How many tokens it has then."""
+        request = branch.request
+        if request.continuation_of is None or branch.choice != 0 or request.needs_every_prompt_row:
+            return 0
+        running = self._roster.branches.get(request.continuation_of)
+        parent = self._roster.leases.find(request.continuation_of) or running
+        if parent is None:
+            return 0
+        if running is not None and parent is running and not running.known_to_runner:
+            # It comes in in this very step, and what it found may be written only in it: such a block can be read as it
+            # is, but not copied.
+            most -= most % self._roster.kv_cache.block_size
+        return self._roster.kv_cache.inherit_blocks_from_parent(parent, branch, most, num_left)
+
+    def note_inheritance(self, branch: Branch, num_inherited: int) -> None:
+        request = branch.request
+        if request.continuation_of is None:
+            return
+        self._roster.leases.continuation_left(request.continuation_of, request.request_id)
+        if num_inherited:
+            self._roster.leases.stats.continued += 1
+            source = InheritedFrom.LEASE
+        else:
+            source = InheritedFrom.PREFIX_CACHE if branch.num_cached_tokens else InheritedFrom.RECOMPUTED
+        self._roster.inherited[request.request_id] = source
+
+    def find_prefix(self, branch: Branch) -> tuple[GroupBlocks | None, int]:
+        # Log-probabilities of the prompt and means over it need every prompt row computed: there is nothing to look up.
+        if branch.choice == 0 and branch.request.needs_every_prompt_row:
+            return None, 0
+        return self._roster.kv_cache.get_computed_blocks(branch)
+
+    def attach_cross(self, step: StepDraft, branch: Branch) -> Admission:
+        """See to it that cross-attention finds what the branch's encoder input becomes: it is there, or the encoder
+        runs in this step. An input is never divided; one that is longer than the budget runs alone."""
+        encoder_input = branch.request.encoder_input
+        if encoder_input is None or branch.cross is not None:
+            return Admission.ADMITTED
+        kv_cache = self._roster.kv_cache
+        runs = not kv_cache.has_cross(branch, encoder_input)
+        if runs and not step.fits_encoder(encoder_input.num_positions):
+            return Admission.NOT_NOW
+        if not kv_cache.attach_cross(branch, encoder_input):
+            return Admission.NO_MEMORY
+        if runs:
+            step.encoder_lengths.append(encoder_input.num_positions)
+        return Admission.ADMITTED
+
+    def num_missing_cross_blocks(self, branch: Branch) -> int:
+        """What the table of its encoder input takes, where it is not there."""
+        encoder_input, kv_cache = branch.request.encoder_input, self._roster.kv_cache
+        if encoder_input is None or kv_cache.has_cross(branch, encoder_input):
+            return 0
+        return kv_cache.num_cross_blocks(encoder_input.num_positions)

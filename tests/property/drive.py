@@ -1,0 +1,242 @@
+"""Runs a load through a scheduler, its memory and a runner that notices every wrong slot, checking as it goes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from hypothesis import event
+
+from ratoon.core.config import CacheConfig
+from ratoon.core.errors import RequestError
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
+from ratoon.core.wire import WireTensor
+from ratoon.scheduling.branch import branch_id_of
+from ratoon.scheduling.scheduler import Scheduler
+from tests.property.extractions import Reading, rows_of
+from tests.property.fake_runner import FakeRunner
+from tests.property.loads import VOCABULARY, Child, Load
+from tests.property.watches import EncoderWatch, SwapWatch
+
+MAX_STEPS = 3000
+
+
+@dataclass
+class Received:
+    tokens: list[int] = field(default_factory=list)
+    num_logprobs: int = 0
+    prompt_positions: list[int] = field(default_factory=list)
+    pooled: WireTensor | None = None
+    rows: list[list[int]] = field(default_factory=list)  # of an extraction, each with a number for every layer
+    finish: FinishReason | None = None
+    score: float | None = None
+
+
+class Drive:
+    """Runs one load to its end, checking as it goes."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.accepted: dict[str, EngineCoreRequest] = {}
+        self.received: dict[tuple[str, int], Received] = defaultdict(Received)
+        self.start()
+
+    def start(self) -> None:
+        load = self.load
+        self.scheduler = Scheduler(
+            load.scheduler,
+            CacheConfig(enable_prefix_caching=load.caching, lease_fraction=load.lease_fraction),
+            load.kv,
+            load.max_model_len,
+        )
+        self.runner = FakeRunner(load.kv, self.accepted, VOCABULARY, load.burst)
+        self.swaps = SwapWatch(self.scheduler)
+        self.encoder = EncoderWatch(self.scheduler, self.accepted, load.scheduler.max_num_encoder_tokens)
+
+    def restart(self) -> None:
+        """All is lost but what callers have received: a new engine goes on from there."""
+        self.start()
+        for request in self.accepted.values():
+            choices = [self.received[request.request_id, choice] for choice in range(request.sampling_params.n)]
+            if all(received.finish is not None for received in choices):
+                continue
+            choices[0].rows.clear()  # hidden states come from the beginning again
+            if request.beam_params is None and any(received.tokens for received in choices):
+                event("resumed")
+                resumed = [ResumedChoice(received.tokens.copy(), received.finish is not None) for received in choices]
+                request = msgspec.structs.replace(request, resumed=resumed)
+            self.scheduler.add_request(request)
+            self.scheduler.check()
+
+    def run(self) -> None:
+        later = [*self.load.children, *self.load.readings]
+        last_arrival = max([*self.load.arrivals, *(one.step for one in later)])
+        for step in range(MAX_STEPS):
+            if step in self.load.restarts:
+                self.restart()
+            self.take(self.scheduler.tick(float(step)))
+            for branch_id in self.load.ended_leases.get(step, []):
+                self.scheduler.leases.end(branch_id)
+            for number, child in enumerate(self.load.children):
+                if child.step == step:
+                    self.arrive_child(f"c{number}", child)
+            for number, reading in enumerate(self.load.readings):
+                if reading.step == step:
+                    self.arrive_reading(f"x{number}", reading)
+            for request in self.load.arrivals.get(step, []):
+                self.arrive(request)
+            self.take(self.scheduler.abort_requests(self.load.aborts.get(step, [])))
+            if step > last_arrival and not self.scheduler.has_requests():
+                return
+            self.step(step)
+            self.scheduler.check()
+        raise AssertionError(f"not done after {MAX_STEPS} steps: {self.scheduler.stats()}")
+
+    def arrive(self, request: EngineCoreRequest) -> None:
+        try:
+            self.scheduler.add_request(request)
+        except RequestError as error:
+            event(f"refused: {error.field}")
+            return
+        self.accepted[request.request_id] = request
+
+    def arrive_child(self, name: str, child: Child) -> None:
+        parent = self.accepted.get(f"r{child.parent}")
+        if parent is None or parent.pooling_params is not None or child.choice >= parent.sampling_params.n:
+            return
+        received = self.received[parent.request_id, child.choice]
+        if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
+            return
+        if parent.beam_params is not None and received.finish is None:
+            return
+        tokens = parent.prompt_token_ids + received.tokens
+        tokens = tokens[: max(1, len(tokens) - child.num_left_out)]
+        kind = "a beam search" if parent.beam_params is not None else "a parent"
+        event(f"continuation of {kind} that " + ("runs" if received.finish is None else "has ended"))
+        self.arrive(
+            EngineCoreRequest(
+                name,
+                tokens + child.suffix,
+                child.params,
+                arrival_time=100.0 + child.step,
+                cache_salt=parent.cache_salt,
+                encoder_input=parent.encoder_input,
+                continuation_of=branch_id_of(parent.request_id, child.choice),
+                continuation_token_ids=child.suffix,
+                retain_kv=child.retain_kv,
+            )
+        )
+
+    def arrive_reading(self, name: str, reading: Reading) -> None:
+        if reading.parent is None:
+            event("extraction of a prompt of its own")
+            self.arrive(reading.request(name, reading.prompt, reading.salt, reading.encoder_input, None))
+            return
+        parent = self.accepted.get(f"r{reading.parent}")
+        if parent is None or reading.choice >= parent.sampling_params.n:
+            return
+        received = self.received[parent.request_id, reading.choice]
+        tokens = [
+            *parent.prompt_token_ids,
+            *([] if parent.beam_params and received.finish is None else received.tokens),
+        ]
+        event("extraction of a parent that " + ("runs" if received.finish is None else "has ended"))
+        branch_id = branch_id_of(parent.request_id, reading.choice)
+        self.arrive(reading.request(name, tokens, parent.cache_salt, parent.encoder_input, branch_id))
+
+    def step(self, step: int) -> None:
+        on_trial = bool(self.scheduler.roster.on_trial)  # then others give way to the one that is tried
+        self.swaps.before_plan()
+        plan = self.scheduler.schedule()
+        self.scheduler.check()
+        self.swaps.after_plan(plan)
+        self.encoder.after_plan(plan)
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)
+        assert decoded == plan
+        self.check_limits(plan)
+        if step in self.load.raising_steps:
+            self.runner.fail(decoded, self.held_elsewhere(plan), self.load.raises_late)
+            self.scheduler.say_again(plan)
+            if not (self.load.apart and plan.req_ids and self.scheduler.try_apart(plan)):
+                self.take(self.scheduler.fail_requests(plan.req_ids, "the device is on fire"))
+            return
+        result = self.runner.execute(decoded)
+        self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
+        if step in self.load.bad_rows and (result.req_ids or self.other_values(result)):
+            self.drop_row(result)
+        self.take(self.scheduler.update_from_output(plan, result))
+        if plan.preempted_req_ids and not on_trial:
+            event("preempted")
+            from_nothing = [new for new in plan.scheduled_new_reqs if new.num_computed_tokens == 0]
+            assert not from_nothing, "admitted while preempting"
+        if plan.block_copies:
+            event("copied on write")
+        for beam_step in plan.beam_steps:
+            event("beams that catch up" if beam_step.num_tokens > 1 else "beams")
+
+    def held_elsewhere(self, plan: SchedulerOutput) -> set[int]:
+        """Blocks that others hold than those who run: leases, and who has a break, choices included that the runner has
+        not heard of yet."""
+        idle = [branch for name, branch in self.scheduler.roster.branches.items() if name not in plan.req_ids]
+        holders = [*self.scheduler.leases.sequences(), *idle]
+        tables = [table for holder in holders for table in holder.block_tables]
+        tables += [holder.cross.blocks for holder in holders if holder.cross is not None]
+        return {block.block_id for table in tables for block in table}
+
+    def other_values(self, result: ModelRunnerOutput) -> dict[str, Any]:
+        """What is no token."""
+        return result.pooled or result.candidates or result.hidden_states
+
+    def drop_row(self, result: ModelRunnerOutput) -> None:
+        if result.req_ids:
+            bad_id = result.req_ids.pop(0)
+            result.sampled_token_ids.pop(0)
+            result.logprobs.pop(bad_id, None)
+        else:
+            values = self.other_values(result)
+            bad_id = next(iter(values))
+            del values[bad_id]
+        result.errors[bad_id] = "NaN"
+
+    def check_limits(self, plan: SchedulerOutput) -> None:
+        config = self.load.scheduler
+        assert plan.total_num_scheduled_tokens <= config.max_num_batched_tokens
+        beams = [beam_step for beam_step in plan.beam_steps if beam_step.num_tokens]
+        assert len(plan.num_scheduled_tokens) + sum(step.num_beams for step in beams) <= config.max_num_seqs
+        longest = max(plan.num_scheduled_tokens.values(), default=0)
+        if config.enable_chunked_prefill and config.max_prefill_chunk is not None:
+            assert longest <= config.max_prefill_chunk
+            for beam_step in beams:
+                assert beam_step.num_tokens <= max(1, config.max_prefill_chunk // beam_step.num_beams)
+        assert sum(len(capture.spans) for capture in plan.captures) <= MAX_CAPTURE_SPANS
+        for capture in plan.captures:
+            assert 0 < len(capture.token_ids) <= self.scheduler.planner.max_step_tokens
+        if plan.is_empty:
+            assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
+
+    def take(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            received = self.received[output.request_id, output.choice]
+            assert received.finish is None, "an output after the end"
+            request = self.accepted[output.request_id]
+            # One token is always computed, except where nothing is generated behind it.
+            most_cached = len(request.prompt_token_ids) - (request.extraction is None)
+            assert output.num_cached_tokens <= most_cached
+            received.tokens = output.new_token_ids if output.replaces else received.tokens + output.new_token_ids
+            received.score = output.score
+            received.finish = output.finish_reason
+            if output.inherited_from is not None:
+                event(f"inherited from: {output.inherited_from}")
+            received.pooled = output.pooled
+            if output.hidden_states is not None:
+                assert output.first_row == len(received.rows), "rows are missing, or came twice"
+                received.rows += rows_of(output.hidden_states)
+                assert output.num_rows_run >= len(received.rows)
+            if output.new_logprobs is not None:
+                received.num_logprobs += len(output.new_logprobs.token_ids)
+            for chunk in output.prompt_logprobs or []:
+                received.prompt_positions += range(chunk.start, chunk.start + len(chunk.rows.token_ids))

@@ -1,0 +1,84 @@
+"""What must be true from one step to the next, and no single plan shows: work that was done is not done again."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import event
+
+from ratoon.core.plan import SchedulerOutput
+from ratoon.core.request import EngineCoreRequest
+from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.scheduler import Scheduler
+
+
+class SwapWatch:
+    """Who was swapped out comes back with what it had computed."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._roster = scheduler.roster
+        self._num_computed: dict[Branch, int] = {}
+        self._swapped: dict[Branch, int] = {}  # with what each had computed
+
+    def before_plan(self) -> None:
+        branches, is_swapped = self._roster.branches.values(), self._roster.kv_cache.is_swapped
+        self._num_computed = {branch: branch.num_computed_tokens for branch in branches}
+        self._swapped = {branch: count for branch, count in self._swapped.items() if is_swapped(branch)}
+
+    def after_plan(self, plan: SchedulerOutput) -> None:
+        restored = {block for _, block in plan.swapped_in}
+        for new in plan.scheduled_new_reqs:
+            num_computed = self._swapped.pop(self._roster.branches[new.req_id], None)
+            if num_computed is None:
+                continue
+            if restored.isdisjoint(block for table in new.block_ids for block in table):
+                # A lease that gave way to it was the last to hold its table, and the host had no room for that.
+                event("computed again, for its cross table was lost")
+                assert new.cross_block_ids
+            else:
+                event("swapped in")
+                assert new.num_computed_tokens == num_computed, f"{new.req_id} came back with other tokens"
+        for branch in self._roster.branches.values():
+            if self._roster.kv_cache.is_swapped(branch) and branch not in self._swapped:
+                event("swapped out")
+                assert branch.request.beams is None and branch.request.extraction is None
+                self._swapped[branch] = self._num_computed[branch]
+
+
+class EncoderWatch:
+    """No input is run twice while what it became is there, named and findable."""
+
+    def __init__(self, scheduler: Scheduler, requests: dict[str, EngineCoreRequest], max_positions: int) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self._max_positions = max_positions  # in a step
+        self._names: dict[bytes, int] = {}
+        self._is_complete = scheduler.kv_cache.enable_caching  # False: something was lost, or is never kept
+        self._runs: Counter[tuple[str | None, bytes]] = Counter()
+        self._num_reads = 0
+
+    def after_plan(self, plan: SchedulerOutput) -> None:
+        if not self._scheduler.kv_cache.has_cross_group:
+            assert plan.encoder_steps == []
+            return
+        lengths = [step.encoder_input.num_positions for step in plan.encoder_steps]
+        assert len(lengths) <= 1 or sum(lengths) <= self._max_positions
+        for step in plan.encoder_steps:
+            request = self._requests[step.req_id.split("#")[0]]
+            if step.captured:
+                self._num_reads += 1
+            else:
+                self._runs[request.cache_salt, step.encoder_input.content_hash] += 1
+        memory = self._scheduler.kv_cache
+        cached = memory.pool.cached_blocks(memory.num_groups)  # the cross group comes behind the others
+        names = {name: block.block_id for name, block in cached.items()}
+        self._is_complete = self._is_complete and self._names.items() <= names.items()
+        self._names = names
+
+    def check_end(self) -> None:
+        assert self._scheduler.stats().num_encoder_runs == self._runs.total() + self._num_reads
+        if self._runs and self._is_complete:
+            event("no encoder input was lost")
+            assert set(self._runs.values()) == {1}, "an encoder input ran twice"
+        elif self._runs:
+            event("an encoder input ran again" if max(self._runs.values()) > 1 else "encoder inputs were lost")

@@ -1,0 +1,268 @@
+"""Preempted branches that move to the host and come back: what is not computed again, and what is all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.plan import SchedulerOutput
+from ratoon.scheduling.scheduler import Scheduler
+from tests.unit.scheduling.encoding import (
+    add_encoded,
+    answer_to,
+    document,
+    encoder_blocks,
+    encoder_scheduler,
+    finish,
+    new_of,
+    step,
+)
+from tests.unit.scheduling.reading import read
+from tests.unit.scheduling.steps import PRIORITY, add, new_ids, request_of
+
+
+def short_of_memory(num_host_blocks: int = 10, **config: object) -> Scheduler:
+    """Six blocks, which three branches fill: when the first needs another, the last gives way."""
+    return encoder_scheduler(7, num_host_blocks, cross=None, **config)
+
+
+def preempt(scheduler: Scheduler) -> SchedulerOutput:
+    """Up to the step in which somebody gives way."""
+    for _ in range(50):
+        plan, _ = step(scheduler)
+        if plan.preempted_req_ids:
+            return plan
+    raise AssertionError("nobody was preempted")
+
+
+def preempt_last(scheduler: Scheduler, **params: object) -> SchedulerOutput:
+    for name in "abc":
+        add(scheduler, name, 7, max_tokens=6, **params)
+    plan = preempt(scheduler)
+    assert plan.preempted_req_ids == ["c"]
+    return plan
+
+
+def until_back(scheduler: Scheduler, name: str = "c") -> SchedulerOutput:
+    for _ in range(50):
+        plan, _ = step(scheduler)
+        if name in new_ids(plan):
+            return plan
+    raise AssertionError(f"{name} does not come back")
+
+
+# ---- there and back ----
+
+
+def test_a_branch_that_gives_way_goes_to_the_host_and_comes_back_as_it_was() -> None:
+    scheduler = short_of_memory(caching=False)
+    plan = preempt_last(scheduler)
+    branch = scheduler.roster.branches["c"]
+    assert plan.swapped_out == [(5, 1), (6, 2)] and plan.swapped_in == []
+    assert scheduler.kv_cache.is_swapped(branch) and branch.block_tables == []
+    assert scheduler.kv_cache.num_free_host_blocks == 8
+    plan = until_back(scheduler)
+    new = new_of(plan, "c")
+    assert (new.num_computed_tokens, len(new.token_ids), plan.num_scheduled_tokens["c"]) == (8, 9, 1)
+    assert [host_block for host_block, _ in plan.swapped_in] == [1, 2]
+    assert [block for _, block in plan.swapped_in] == new.block_ids[0][:2] and len(new.block_ids[0]) == 3
+    assert plan.swapped_out == [] and scheduler.kv_cache.num_free_host_blocks == 10
+
+
+def test_nothing_is_computed_twice() -> None:
+    scheduler = short_of_memory(caching=False)
+    for name in "abc":
+        add(scheduler, name, 7, max_tokens=10)
+    plans = finish(scheduler)
+    assert scheduler.stats().num_preemptions > 0
+    assert sum(plan.total_num_scheduled_tokens for plan in plans) == 3 * (7 + 10 - 1)
+
+
+def test_without_room_for_all_its_blocks_on_the_host_it_is_computed_again() -> None:
+    scheduler = short_of_memory(num_host_blocks=1, caching=False)
+    plan = preempt_last(scheduler)
+    assert plan.swapped_out == [] and not scheduler.kv_cache.is_swapped(scheduler.roster.branches["c"])
+    plan = until_back(scheduler)
+    assert new_of(plan, "c").num_computed_tokens == 0 and plan.num_scheduled_tokens["c"] == 9
+    assert scheduler.kv_cache.num_free_host_blocks == 1
+
+
+def test_one_that_still_finds_no_room_waits_on_the_host() -> None:
+    scheduler = short_of_memory(caching=False)
+    preempt_last(scheduler)
+    for _ in range(2):
+        plan, _ = step(scheduler)
+        assert plan.swapped_in == plan.swapped_out == [] and new_ids(plan) == []
+        assert scheduler.kv_cache.num_free_host_blocks == 8
+
+
+def test_choices_of_a_request_come_back_each_with_its_own_tokens() -> None:
+    scheduler = encoder_scheduler(5, 10, cross=None, caching=False)
+    add(scheduler, "a", 3, n=3, max_tokens=9)
+    plans = finish(scheduler)
+    assert scheduler.stats().num_preemptions > 0 and any(plan.swapped_in for plan in plans)
+    # The prompt once, and of each choice all tokens but the last
+    assert sum(plan.total_num_scheduled_tokens for plan in plans) == 3 + 3 * 8
+
+
+def test_a_prompt_goes_on_where_it_was_and_its_logprobs_come_each_once() -> None:
+    scheduler = encoder_scheduler(8, 10, cross=None, policy=PRIORITY, max_prefill_chunk=8, caching=False)
+    request = request_of("a", 24, max_tokens=1, priority=9)
+    request.sampling_params.prompt_logprobs = 0
+    scheduler.add_request(request)
+    step(scheduler)
+    add(scheduler, "b", 4, max_tokens=4, priority=0)
+    step(scheduler)
+    plan = preempt(scheduler)
+    assert plan.preempted_req_ids == ["a"] and len(plan.swapped_out) == 4
+    plan = until_back(scheduler, "a")
+    assert new_of(plan, "a").num_computed_tokens == 16 and plan.num_scheduled_tokens["a"] == 8
+
+
+# ---- with encoder inputs ----
+
+
+def test_a_cross_table_goes_along_and_comes_back_without_the_encoder() -> None:
+    scheduler = encoder_scheduler(10, 10, caching=False)
+    add_encoded(scheduler, "a", 7, 4, max_tokens=10)
+    add_encoded(scheduler, "b", 7, 8, max_tokens=10)
+    plan = preempt(scheduler)
+    assert plan.preempted_req_ids == ["b"]
+    assert len(plan.swapped_out) == len(scheduler.roster.branches["b"].token_ids) // 4 + 2
+    plan = until_back(scheduler, "b")
+    new = new_of(plan, "b")
+    assert plan.encoder_steps == [] and plan.num_scheduled_tokens["b"] == 1
+    restored = {block for _, block in plan.swapped_in}
+    assert restored == {*new.cross_block_ids, *new.block_ids[0][: len(restored) - 2]}
+    assert scheduler.stats().num_encoder_runs == 2
+
+
+def test_a_table_that_somebody_else_holds_stays_where_it_is() -> None:
+    scheduler = encoder_scheduler(8, 10, caching=False)
+    add_encoded(scheduler, "a", 7, document(6), max_tokens=10)
+    add_encoded(scheduler, "b", 7, document(6), max_tokens=10)
+    plan = preempt(scheduler)
+    table = scheduler.roster.branches["a"].cross
+    assert plan.preempted_req_ids == ["b"] and table is not None
+    assert {block for block, _ in plan.swapped_out}.isdisjoint(table.block_ids)
+    plan = until_back(scheduler, "b")
+    assert plan.encoder_steps == [] and scheduler.stats().num_encoder_runs == 1
+
+
+def test_who_comes_with_the_input_of_a_swapped_branch_has_its_table_brought_back() -> None:
+    scheduler = encoder_scheduler(10, 10, caching=False, policy=PRIORITY)
+    add_encoded(scheduler, "a", 7, 4, max_tokens=10, priority=1)
+    add_encoded(scheduler, "b", 7, document(8), max_tokens=10, priority=2)
+    preempt(scheduler)
+    add_encoded(scheduler, "c", 2, document(8), max_tokens=1, priority=0)
+    plan = until_back(scheduler, "c")
+    assert plan.encoder_steps == [] and encoder_blocks(plan) == {}
+    assert [block for _, block in plan.swapped_in] == new_of(plan, "c").cross_block_ids
+    finish(scheduler)
+    assert scheduler.stats().num_encoder_runs == 2 and scheduler.kv_cache.num_free_host_blocks == 10
+
+
+def test_leases_do_not_go_for_one_that_could_not_come_back_all_the_same() -> None:
+    scheduler = encoder_scheduler(12, 20, caching=False, policy=PRIORITY, lease_fraction=1.0)
+    add_encoded(scheduler, "a", 7, 4, max_tokens=20, priority=1)
+    add_encoded(scheduler, "b", 7, 16, max_tokens=20, priority=2)
+    assert preempt(scheduler).preempted_req_ids == ["b"]  # with three blocks, and four of its table
+    add_encoded(scheduler, "kept", 4, 4, max_tokens=1, priority=0, retain_kv=1000.0)
+    until_back(scheduler, "kept")
+    assert (scheduler.kv_cache.num_free_blocks, scheduler.leases.num_reclaimable_blocks()) == (4, 2)
+    step(scheduler)
+    assert len(scheduler.leases) == 1
+    finish(scheduler)
+
+
+# ---- what is not swapped ----
+
+
+def test_beams_are_computed_again() -> None:
+    scheduler = encoder_scheduler(11, 50, caching=False)
+    add_encoded(scheduler, "a", 7, 4, max_tokens=17)
+    add_encoded(scheduler, "s", 4, 4, width=3, max_tokens=6)
+    plan = preempt(scheduler)
+    assert plan.preempted_req_ids == ["s"] and plan.swapped_out == []
+    assert new_of(until_back(scheduler, "s"), "s").num_computed_tokens == 0
+    finish(scheduler)
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_a_mean_needs_every_row_again_and_a_last_state_does_not(kind: str) -> None:
+    """The runner drops the sum of the rows together with the branch."""
+    scheduler = encoder_scheduler(8, 10, cross=None, policy=PRIORITY, max_prefill_chunk=8, caching=False)
+    request = request_of("a", 24, priority=9)
+    request.sampling_params = SamplingParams(max_tokens=1, detokenize=False)
+    request.pooling_params = PoolingParams(pooling=kind)
+    scheduler.add_request(request)
+    step(scheduler)
+    add(scheduler, "b", 4, max_tokens=4, priority=0)
+    plan = preempt(scheduler)
+    assert plan.preempted_req_ids == ["a"] and bool(plan.swapped_out) == (kind == "last")
+    assert new_of(until_back(scheduler, "a"), "a").num_computed_tokens == (16 if kind == "last" else 0)
+
+
+def test_readers_of_hidden_states_are_computed_again() -> None:
+    scheduler = encoder_scheduler(8, 10, cross=None, max_num_batched_tokens=8, caching=False)
+    add(scheduler, "a", 8, max_tokens=14)
+    step(scheduler)
+    read(scheduler, "x", 24, [23])
+    plan, _ = step(scheduler)
+    while scheduler.roster.extractions.running:  # until there is no memory for both
+        plan, outputs = step(scheduler)
+        assert "x" not in outputs
+    assert plan.swapped_out == [] and scheduler.kv_cache.num_free_host_blocks == 10
+    captures = [capture for plan in finish(scheduler) for capture in plan.captures]
+    assert captures[0].spans[0][0] == 0
+
+
+# ---- the end before it is back, and steps that fail ----
+
+
+@pytest.mark.parametrize("end", ["aborted", "stopped", "failed"])
+def test_who_ends_on_the_host_gives_its_blocks_there_back(end: str) -> None:
+    scheduler = short_of_memory()
+    preempt_last(scheduler)
+    if end == "failed":
+        scheduler.fail_requests(["c"], "it broke")
+    else:
+        scheduler.abort_requests(["c"], keep=end == "stopped")
+    scheduler.check()
+    assert scheduler.kv_cache.num_free_host_blocks == 10
+    finish(scheduler)
+
+
+def test_what_a_failed_step_should_have_brought_to_the_host_is_computed_again() -> None:
+    scheduler = short_of_memory(caching=False)
+    for name in "abc":
+        add(scheduler, name, 7, max_tokens=6)
+    step(scheduler)
+    step(scheduler)
+    plan = scheduler.schedule()
+    assert plan.preempted_req_ids == ["c"] and plan.swapped_out
+    scheduler.say_again(plan)
+    assert scheduler.try_apart(plan)
+    scheduler.check()
+    assert not scheduler.kv_cache.is_swapped(scheduler.roster.branches["c"])
+    assert scheduler.kv_cache.num_free_host_blocks == 10
+    plans = finish(scheduler)
+    assert "c" in plans[0].finished_req_ids, "the runner is told again"
+    (back,) = [new for plan in plans for new in plan.scheduled_new_reqs if new.req_id == "c"]
+    assert back.num_computed_tokens == 0 and len(back.token_ids) == 9
+
+
+def test_who_came_back_with_a_failed_step_is_computed_again() -> None:
+    scheduler = short_of_memory(caching=False)
+    preempt_last(scheduler)
+    add(scheduler, "d", 3, max_tokens=2)
+    while not (plan := scheduler.schedule()).swapped_in:
+        scheduler.update_from_output(plan, answer_to(plan))
+    assert new_ids(plan) == ["c", "d"]
+    scheduler.say_again(plan)
+    assert scheduler.try_apart(plan)
+    scheduler.check()
+    plan, _ = step(scheduler)
+    assert new_of(plan, "c").num_computed_tokens == 0 and plan.num_scheduled_tokens == {"c": 9}
+    finish(scheduler)
+    assert scheduler.kv_cache.num_free_host_blocks == 10
