@@ -1,4 +1,4 @@
-"""Both ends of a model: token ids to rows of a table, and hidden states to logits. Sampling is not here."""
+"""Both ends of a model: ids and positions to rows of tables, and hidden states to logits. Sampling is not here."""
 
 from __future__ import annotations
 
@@ -14,12 +14,35 @@ class Embedding:
 
     __slots__ = ("lookup", "table")
 
-    def __init__(self, weights: Weights, count: int, size: int) -> None:
-        self.table = weights.take("weight", count, size)
+    def __init__(self, weights: Weights, count: int, size: int, num_unused: int = 0) -> None:
+        """`num_unused` rows stand in the checkpoint before the one of id 0."""
+        self.table = weights.take("weight", num_unused + count, size)[num_unused:]
         self.lookup = weights.ops.embedding
 
     def __call__(self, ids: Tensor) -> Tensor:
         return self.lookup(self.table, ids)
+
+
+class SinusoidalPositions:
+    """Called as Embedding is, with positions. A row holds size/2 sines, then as many cosines, of falling frequency.
+
+    The table is made and not read: files that hold one hold the same.
+    """
+
+    __slots__ = ("lookup", "table")
+
+    def __init__(self, weights: Weights, count: int, size: int) -> None:
+        weights.ignore("weight")
+        self.lookup = weights.ops.embedding
+        if weights.device.type == "meta":
+            self.table = torch.empty(count, size, dtype=weights.dtype, device=weights.device)
+            return
+        frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)  # [size / 2]
+        angles = torch.arange(count, dtype=torch.float64)[:, None] * frequencies  # [count, size / 2]
+        self.table = torch.cat([angles.sin(), angles.cos()], dim=1).to(weights.device, weights.dtype)
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return self.lookup(self.table, positions)
 
 
 class LMHead:
@@ -27,13 +50,13 @@ class LMHead:
 
     __slots__ = ("multiply",)
 
-    def __init__(self, weights: Weights, embedding: Embedding, tied: bool) -> None:
+    def __init__(self, weights: Weights, embedding: Embedding, tied: bool, bias: Tensor | None = None) -> None:
         if tied:
             weights.ignore("weight")  # some files hold a copy of the embedding here
             weight = embedding.table
         else:
             weight = weights.take("weight", *embedding.table.shape)
-        self.multiply = weights.ops.make_linear(weight, None)
+        self.multiply = weights.ops.make_linear(weight, bias)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.multiply(hidden).float()

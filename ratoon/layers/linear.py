@@ -40,12 +40,17 @@ class MergedLinear:
         names: Sequence[str],
         in_features: int,
         out_sizes: Sequence[int],
-        bias: bool = False,
+        bias: bool | Sequence[bool] = False,
         transposed: bool = False,
     ) -> None:
+        """`bias`: do all parts have one, or does each? One that has none gets zeros if another has one."""
         parts = [(weights / name, size) for name, size in zip(names, out_sizes, strict=True)]
+        biased = [bias] * len(parts) if isinstance(bias, bool) else bias
         weight = _join([_take_weight(part, in_features, size, transposed) for part, size in parts])
-        joined_bias = _join([part.take("bias", size) for part, size in parts]) if bias else None
+        joined_bias: Tensor | None = None
+        if any(biased):
+            taken = zip(parts, biased, strict=True)
+            joined_bias = _join([part.take("bias", size) if has else _zeros(part, size) for (part, size), has in taken])
         self.multiply = weights.ops.make_linear(weight, joined_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -68,7 +73,7 @@ class QKVLinear:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        bias: bool = False,
+        bias: bool | Sequence[bool] = False,
         transposed: bool = False,
     ) -> None:
         self.head_dim = head_dim
@@ -92,6 +97,10 @@ def _take_weight(weights: Weights, in_features: int, out_features: int, transpos
     if transposed:
         return weights.take("weight", in_features, out_features).t().contiguous()
     return weights.take("weight", out_features, in_features)
+
+
+def _zeros(weights: Weights, size: int) -> Tensor:
+    return torch.zeros(size, dtype=weights.dtype, device=weights.device)
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The feed-forward half of a decoder layer, gated and plain."""
+"""The feed-forward half of a layer, gated and plain."""
 
 from __future__ import annotations
 
@@ -11,23 +11,38 @@ from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
 
-PLAIN_ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")  # those of Ops.activation
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")  # those of Ops.activation
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class GatedMLP:
-    """down(silu(gate(x)) · up(x)), with gate and up as one product: [T, H] → [T, H]."""
+    """down(activation(gate(x)) · up(x)), with gate and up as one product: [T, H] → [T, H]."""
 
     __slots__ = ("feed_forward",)
 
     def __init__(
-        self, weights: Weights, hidden_size: int, intermediate_size: int, bias: bool = False, activation: str = "silu"
+        self,
+        weights: Weights,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        activation: str = "silu",
+        names: tuple[str, str, str] = GATED_NAMES,
     ) -> None:
-        if activation != "silu":
-            raise ModelError(weights.source.name, f"gated activation {activation!r} is unknown", "known: silu")
+        _check_activation(activation)
         sizes = (intermediate_size, intermediate_size)
-        gate_up = MergedLinear(weights, ("gate_proj", "up_proj"), hidden_size, sizes, bias)
-        down = Linear(weights / "down_proj", intermediate_size, hidden_size, bias)
-        self.feed_forward = weights.ops.make_gated_mlp(gate_up.multiply, down.multiply)
+        gate_up = MergedLinear(weights, names[:2], hidden_size, sizes, bias)
+        down = Linear(weights / names[2], intermediate_size, hidden_size, bias)
+        ops = weights.ops
+        if activation == "silu":  # what most families have is one call
+            self.feed_forward = ops.make_gated_mlp(gate_up.multiply, down.multiply)
+            return
+
+        def feed_forward(x: Tensor) -> Tensor:
+            gate, up = gate_up(x).chunk(2, dim=-1)  # [T, I] each, views of one product
+            return down(ops.activation(gate, activation).mul_(up))
+
+        self.feed_forward = feed_forward
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.feed_forward(x)
@@ -39,10 +54,7 @@ class MLP:
     __slots__ = ("activate", "down", "kind", "up")
 
     def __init__(self, up: Linear, down: Linear, ops: Ops, activation: str) -> None:
-        if activation not in PLAIN_ACTIVATIONS:
-            raise ModelError(
-                "config", f"activation {activation!r} is unknown", f"known: {', '.join(PLAIN_ACTIVATIONS)}"
-            )
+        _check_activation(activation)
         self.up = up
         self.down = down
         self.kind = activation
@@ -50,3 +62,8 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.activate(self.up(x), self.kind))  # [T, H] → [T, I] → [T, I] → [T, H]
+
+
+def _check_activation(name: str) -> None:
+    if name not in ACTIVATIONS:
+        raise ModelError("config", f"activation {name!r} is unknown", f"known: {', '.join(ACTIVATIONS)}")

@@ -32,8 +32,9 @@ class LayerNorm:
     __slots__ = ("add_norm", "bias", "eps", "norm", "weight")
 
     def __init__(self, weights: Weights, size: int, eps: float) -> None:
-        self.weight = weights.take("weight", size)
-        self.bias = weights.take("bias", size)
+        old_names = weights.has("gamma") and not weights.has("weight")  # of the first BERT's files
+        self.weight = weights.take("gamma" if old_names else "weight", size)
+        self.bias = weights.take("beta" if old_names else "bias", size)
         self.eps = eps
         self.norm = weights.ops.layer_norm
         self.add_norm = weights.ops.add_layer_norm

@@ -1,7 +1,7 @@
 """What the runner knows of a model: its config, the memory its attention layers need, a forward pass and logits.
 
-A family subclasses CausalLM and builds four parts: `embed`, `layers`, `final_norm` and `lm_head`. Where keys and values
-lie, and which rows are sampled, is the runner's business.
+A family subclasses CausalLM and builds four parts: `embed`, `layers`, `final_norm` and `lm_head`. What stands beside an
+encoder is in encoder_decoder.py. Where keys and values lie, and which rows are sampled, is the runner's business.
 """
 
 from __future__ import annotations
@@ -17,9 +17,24 @@ from ratoon.layers.attention import AttentionLayer, StepContext
 from ratoon.layers.embedding import Embedding, LMHead
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.weights import Weights
-from ratoon.models.decoder import DecoderLayer
 
 Tensor = torch.Tensor
+
+
+class StreamLayer(Protocol):
+    """A layer between the embeddings and the final norm: in two halves, so that rows can be dropped between them."""
+
+    def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor | None:
+        """All [T, H]. Adds `update` to the stream in place; returns what is still to be added, None if nothing is."""
+        ...
+
+    def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
+        """The first half, in which rows look at each other: → [T, heads · head_dim]."""
+        ...
+
+    def finish(self, attended: Tensor, stream: Tensor) -> Tensor | None:
+        """The second half, in which every row is on its own: → what is still to be added [T, H]."""
+        ...
 
 
 class StreamReader(Protocol):
@@ -37,22 +52,36 @@ class StreamReader(Protocol):
         """The end of the stream and what the final norm made of it, of `last_rows`."""
 
 
+def end_of_stream(final_norm: RMSNorm | LayerNorm | None, update: Tensor | None, stream: Tensor) -> Tensor:
+    """What the final norm makes of the stream [R, H] and of what is still to be added to it.
+
+    Layers that norm the stream themselves (post_norm.py) leave nothing to add, and no norm follows them.
+    """
+    if update is None:
+        return stream
+    assert final_norm is not None
+    return final_norm(update, stream)
+
+
 class CausalLM:
-    """A decoder-only model. Everything is decided when it is built; a forward pass only computes."""
+    """A stack of layers over tokens. Everything is decided when it is built; a forward pass only computes.
+
+    Most are decoders. With `config.causal` False it is an encoder alone, which has states and no logits.
+    """
 
     config: ModelConfig
     attention_layers: list[AttentionLayer]
     embed: Embedding
-    layers: Sequence[DecoderLayer]
-    final_norm: RMSNorm | LayerNorm
+    layers: Sequence[StreamLayer]
+    final_norm: RMSNorm | LayerNorm | None
     lm_head: LMHead
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        scale = config.head_dim**-0.5
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.attention_layers = [
             AttentionLayer(
-                index, config.num_heads, config.num_kv_heads, config.head_dim, scale, config.window_of_layer(index)
+                index, heads, kv_heads, head_dim, head_dim**-0.5, config.window_of_layer(index), config.causal
             )
             for index in range(config.num_layers)
         ]
@@ -79,7 +108,7 @@ class CausalLM:
         attended = last.attend(stream, update, positions, step)
         if rows is not None:  # the last layer's second half is computed only for rows that somebody reads
             attended, stream = attended[rows], stream[rows]
-        return self.final_norm(last.finish(attended, stream), stream)
+        return end_of_stream(self.final_norm, last.finish(attended, stream), stream)
 
     def forward_and_read(
         self,
@@ -106,7 +135,7 @@ class CausalLM:
         attended = last.attend(stream, update, positions, step)
         if rows is not None:
             attended, stream = attended[rows], stream[rows]
-        states = self.final_norm(last.finish(attended, stream), stream)
+        states = end_of_stream(self.final_norm, last.finish(attended, stream), stream)
         first = len(states) - len(reader.last_rows)
         reader.take_end(stream[first:], states[first:])
         return states

@@ -1,4 +1,4 @@
-"""The blocks that decoder-only families share: self-attention and the pre-norm decoder layer.
+"""The blocks that families share: self-attention and the pre-norm layer, of decoders and of encoders alike.
 
 They are put together from parts that the family has built, so they know no tensor names and take no weights themselves.
 """
@@ -52,7 +52,7 @@ class SelfAttention:
         return self.layer(q, k, v, step)  # [T, heads · head_dim]
 
 
-class DecoderLayer:
+class PreNormLayer:
     """Attention and feed-forward, each behind a norm and each adding to the residual stream."""
 
     __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")

@@ -32,7 +32,7 @@ class DummySource:
         shape = self._shapes[name]
         if name.endswith("bias"):
             return torch.zeros(shape)
-        if len(shape) == 1 and ("norm" in name or "ln_" in name):
+        if len(shape) == 1 and ("norm" in name.lower() or "ln_" in name):
             return torch.ones(shape)
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

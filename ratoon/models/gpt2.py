@@ -11,7 +11,7 @@ from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
 from ratoon.layers.weights import Weights
 from ratoon.models.base import CausalLM
-from ratoon.models.decoder import DecoderLayer, SelfAttention
+from ratoon.models.decoder import PreNormLayer, SelfAttention
 
 Tensor = torch.Tensor
 
@@ -30,12 +30,12 @@ class GPT2LMHeadModel(CausalLM):
     def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return self.embed(input_ids).add_(self.embed_positions(positions))
 
-    def build_layer(self, weights: Weights, index: int) -> DecoderLayer:
+    def build_layer(self, weights: Weights, index: int) -> PreNormLayer:
         config, hidden = self.config, self.config.hidden_size
         mlp = weights / "mlp"
         up = Linear(mlp / "c_fc", hidden, config.intermediate_size, bias=True, transposed=True)
         down = Linear(mlp / "c_proj", config.intermediate_size, hidden, bias=True, transposed=True)
-        return DecoderLayer(
+        return PreNormLayer(
             LayerNorm(weights / "ln_1", hidden, config.norm_eps),
             self.build_attention(weights / "attn", index),
             LayerNorm(weights / "ln_2", hidden, config.norm_eps),

@@ -1,18 +1,19 @@
 """Turns a Hugging Face config (the dict of a config.json) into a ModelConfig. Pure: reads no files, loads nothing.
 
-Where a field may be absent, the default is the one that transformers has for the same family. A field that is wrong is
-named in the error.
+Decoder-only families are read here, those with an encoder in hf_encoder_config.py. Where a field may be absent, the
+default is the one that transformers has for the same family. A field that is wrong is named in the error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from ratoon.core.config import ModelConfig, RopeScaling
 from ratoon.core.errors import ModelError
+from ratoon.models import hf_encoder_config
+from ratoon.models.config_fields import ConfigFields
 
-DTYPES = ("float32", "float16", "bfloat16")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -20,9 +21,8 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    **hf_encoder_config.MODEL_TYPES,
 }
-
-Value = TypeVar("Value")
 
 
 def parse_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
@@ -31,73 +31,14 @@ def parse_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "an unknown method")
         raise ModelError(source, f"is quantised with {method}", "use the original safetensors or a GGUF file")
-    return _PARSERS[architecture](_Fields(raw, source), architecture)
-
-
-class _Fields:
-    """Reads typed fields of one config; a missing or wrong one is a ModelError with the field's name."""
-
-    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
-        self.raw = raw
-        self.source = source
-        self.prefix = prefix
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A whole number above zero; required unless there is a default."""
-        value = self.raw.get(name)
-        if value is None:
-            if default is None:
-                raise self.wrong(name, "is missing", "a whole number above 0")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(name, f"is {value!r}", "a whole number above 0")
-        return value
-
-    def optional_count(self, name: str) -> int | None:
-        return None if self.raw.get(name) is None else self.count(name)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.raw.get(name)
-        if value is None:
-            if default is None:
-                raise self.wrong(name, "is missing", "a number above 0")
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise self.wrong(name, f"is {value!r}", "a number above 0")
-        return float(value)
-
-    def optional_number(self, name: str) -> float | None:
-        return None if self.raw.get(name) is None else self.number(name)
-
-    def flag(self, name: str, default: bool) -> bool:
-        return self._typed(name, bool, default, "true or false")
-
-    def text(self, name: str, default: str) -> str:
-        return self._typed(name, str, default, "a string")
-
-    def _typed(self, name: str, kind: type[Value], default: Value, expected: str) -> Value:
-        value = self.raw.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, kind):
-            raise self.wrong(name, f"is {value!r}", expected)
-        return value
-
-    def below(self, name: str) -> _Fields:
-        """The fields of a nested object; none when it is absent."""
-        value = self.raw.get(name) or {}
-        if not isinstance(value, Mapping):
-            raise self.wrong(name, f"is {value!r}", "an object")
-        return _Fields(value, self.source, f"{self.prefix}{name}.")
-
-    def wrong(self, name: str, problem: str, expected: str) -> ModelError:
-        return ModelError(self.source, f"config field {self.prefix}{name} {problem}", f"expected {expected}")
+    return _PARSERS[architecture](ConfigFields(raw, source), architecture)
 
 
 def _architecture(raw: Mapping[str, Any], source: str) -> str:
     names = raw.get("architectures") or []
     model_type = raw.get("model_type")
     name = names[0] if isinstance(names, list) and names else MODEL_TYPES.get(str(model_type), model_type)
+    name = hf_encoder_config.ALIASES.get(str(name), name)
     if name in _PARSERS:
         return str(name)
     known = f"known: {', '.join(sorted(_PARSERS))}"
@@ -106,7 +47,7 @@ def _architecture(raw: Mapping[str, Any], source: str) -> str:
     raise ModelError(source, f"architecture {name!r} is not supported", known)
 
 
-def _parse_llama_like(fields: _Fields, architecture: str) -> ModelConfig:
+def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
     """Llama, Mistral, Qwen2 and Qwen3 use the same names; they differ in biases, windows and a few defaults."""
     num_heads = fields.count("num_attention_heads")
     num_layers = fields.count("num_hidden_layers")
@@ -138,20 +79,19 @@ def _parse_llama_like(fields: _Fields, architecture: str) -> ModelConfig:
         mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
         sliding_window=window,
         sliding_layers=sliding_layers,
-        checkpoint_dtype=_dtype(fields),
-        bos_token_id=_first_token_id(fields, "bos_token_id"),
-        eos_token_ids=token_ids(fields.raw.get("eos_token_id"), fields.source),
+        checkpoint_dtype=fields.dtype(),
+        bos_token_id=fields.token_id("bos_token_id"),
+        eos_token_ids=fields.token_ids("eos_token_id"),
     )
 
 
-def _parse_gpt2(fields: _Fields, architecture: str) -> ModelConfig:
+def _parse_gpt2(fields: ConfigFields, architecture: str) -> ModelConfig:
     for name, known in (
         ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)
     ):  # fmt: skip
         if fields.flag(name, known) is not known:
             raise fields.wrong(name, f"is {not known}", f"{known}: the other form is not supported")
     hidden_size, num_heads = fields.count("n_embd"), fields.count("n_head")
-    _check_divides(fields, "n_embd", hidden_size, "n_head", num_heads)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -160,7 +100,7 @@ def _parse_gpt2(fields: _Fields, architecture: str) -> ModelConfig:
         num_layers=fields.count("n_layer"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=fields.divisible("n_embd", hidden_size, "n_head", num_heads),
         max_position=fields.count("n_positions", fields.optional_count("n_ctx")),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         activation=fields.text("activation_function", "gelu_new"),
@@ -168,47 +108,42 @@ def _parse_gpt2(fields: _Fields, architecture: str) -> ModelConfig:
         attention_bias=True,
         attention_output_bias=True,
         mlp_bias=True,
-        checkpoint_dtype=_dtype(fields),
-        bos_token_id=_first_token_id(fields, "bos_token_id"),
-        eos_token_ids=token_ids(fields.raw.get("eos_token_id"), fields.source),
+        checkpoint_dtype=fields.dtype(),
+        bos_token_id=fields.token_id("bos_token_id"),
+        eos_token_ids=fields.token_ids("eos_token_id"),
     )
 
 
-_PARSERS: dict[str, Callable[[_Fields, str], ModelConfig]] = {
+_PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "LlamaForCausalLM": _parse_llama_like,
     "MistralForCausalLM": _parse_llama_like,
     "Qwen2ForCausalLM": _parse_llama_like,
     "Qwen3ForCausalLM": _parse_llama_like,
     "GPT2LMHeadModel": _parse_gpt2,
+    **hf_encoder_config.PARSERS,
 }
 
 
-def _head_dim(fields: _Fields, architecture: str, hidden_size: int, num_heads: int) -> int:
+def _head_dim(fields: ConfigFields, architecture: str, hidden_size: int, num_heads: int) -> int:
     explicit = fields.optional_count("head_dim")
     if explicit is not None:
         return explicit
     if architecture == "Qwen3ForCausalLM":
         return 128
-    _check_divides(fields, "hidden_size", hidden_size, "num_attention_heads", num_heads)
-    return hidden_size // num_heads
+    return fields.divisible("hidden_size", hidden_size, "num_attention_heads", num_heads)
 
 
-def _num_kv_heads(fields: _Fields, architecture: str, num_heads: int) -> int:
+def _num_kv_heads(fields: ConfigFields, architecture: str, num_heads: int) -> int:
     """Written as null, it means as many as query heads; left out, each family has its own default."""
     defaults = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
     left_out = "num_key_value_heads" not in fields.raw
     count = fields.count("num_key_value_heads", defaults.get(architecture, num_heads) if left_out else num_heads)
-    _check_divides(fields, "num_attention_heads", num_heads, "num_key_value_heads", count)
+    fields.divisible("num_attention_heads", num_heads, "num_key_value_heads", count)
     return count
 
 
-def _check_divides(fields: _Fields, name: str, value: int, divisor_name: str, divisor: int) -> None:
-    if value % divisor:
-        raise fields.wrong(name, f"is {value}", f"a multiple of {divisor_name} ({divisor})")
-
-
 def _sliding_window(
-    fields: _Fields, architecture: str, num_layers: int
+    fields: ConfigFields, architecture: str, num_layers: int
 ) -> tuple[int | None, tuple[bool, ...] | None]:  # fmt: skip
     """The window, and which layers have it where not all have."""
     if architecture == "LlamaForCausalLM":
@@ -233,7 +168,7 @@ def _sliding_window(
     return window, (None if all(sliding) else sliding)
 
 
-def _rope_fields(fields: _Fields) -> _Fields:
+def _rope_fields(fields: ConfigFields) -> ConfigFields:
     """`rope_scaling` is the older name of `rope_parameters`; where both are there, transformers takes the older."""
     rope = fields.below("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
     if any(isinstance(value, Mapping) for value in rope.raw.values()):
@@ -241,16 +176,16 @@ def _rope_fields(fields: _Fields) -> _Fields:
     return rope
 
 
-def _rope_theta(fields: _Fields, rope: _Fields) -> float:
+def _rope_theta(fields: ConfigFields, rope: ConfigFields) -> float:
     return rope.number("rope_theta", fields.number("rope_theta", 10000.0))
 
 
-def _rotary_dim(fields: _Fields, rope: _Fields, head_dim: int) -> int | None:
+def _rotary_dim(fields: ConfigFields, rope: ConfigFields, head_dim: int) -> int | None:
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     return None if share == 1.0 else int(head_dim * share)
 
 
-def _rope_scaling(rope: _Fields, max_position: int, original_outside: int | None) -> RopeScaling:
+def _rope_scaling(rope: ConfigFields, max_position: int, original_outside: int | None) -> RopeScaling:
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in ROPE_KINDS:
         raise rope.wrong("rope_type", f"is {kind!r}", f"one of {', '.join(ROPE_KINDS)}")
@@ -280,24 +215,3 @@ def _rope_scaling(rope: _Fields, max_position: int, original_outside: int | None
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         truncate=rope.flag("truncate", True),
     )
-
-
-def _dtype(fields: _Fields) -> str:
-    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
-    if name not in DTYPES:
-        raise fields.wrong("dtype", f"is {name!r}", " or ".join(DTYPES))
-    return name
-
-
-def _first_token_id(fields: _Fields, name: str) -> int | None:
-    found = token_ids(fields.raw.get(name), fields.source, name)
-    return found[0] if found else None
-
-
-def token_ids(value: Any, source: str, name: str = "eos_token_id") -> tuple[int, ...]:
-    """One id, a list of them, or nothing."""
-    listed = [] if value is None else value if isinstance(value, list) else [value]
-    for item in listed:
-        if isinstance(item, bool) or not isinstance(item, int):
-            raise ModelError(source, f"config field {name} is {value!r}", "expected a token id or a list of them")
-    return tuple(token for token in listed if token >= 0)  # some files write -1 for none

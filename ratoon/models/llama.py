@@ -13,7 +13,7 @@ from ratoon.layers.norm import RMSNorm
 from ratoon.layers.rotary import Rotary
 from ratoon.layers.weights import Weights
 from ratoon.models.base import CausalLM
-from ratoon.models.decoder import DecoderLayer, SelfAttention
+from ratoon.models.decoder import PreNormLayer, SelfAttention
 
 
 class LlamaForCausalLM(CausalLM):
@@ -27,9 +27,9 @@ class LlamaForCausalLM(CausalLM):
         self.final_norm = RMSNorm(model / "norm", config.hidden_size, config.norm_eps)
         self.lm_head = LMHead(weights / "lm_head", self.embed, config.tie_word_embeddings)
 
-    def build_layer(self, weights: Weights, index: int) -> DecoderLayer:
+    def build_layer(self, weights: Weights, index: int) -> PreNormLayer:
         config = self.config
-        return DecoderLayer(
+        return PreNormLayer(
             RMSNorm(weights / "input_layernorm", config.hidden_size, config.norm_eps),
             self.build_attention(weights / "self_attn", index),
             RMSNorm(weights / "post_attention_layernorm", config.hidden_size, config.norm_eps),

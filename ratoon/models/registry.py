@@ -13,6 +13,12 @@ MODEL_CLASSES = {
     "Qwen2ForCausalLM": "ratoon.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "ratoon.models.qwen3:Qwen3ForCausalLM",
     "GPT2LMHeadModel": "ratoon.models.gpt2:GPT2LMHeadModel",
+    "BartForConditionalGeneration": "ratoon.models.bart:BartForConditionalGeneration",
+    "MBartForConditionalGeneration": "ratoon.models.mbart:MBartForConditionalGeneration",
+    "MarianMTModel": "ratoon.models.marian:MarianMTModel",
+    "T5ForConditionalGeneration": "ratoon.models.t5:T5ForConditionalGeneration",
+    "WhisperForConditionalGeneration": "ratoon.models.whisper:WhisperForConditionalGeneration",
+    "BertModel": "ratoon.models.bert:BertModel",
 }
 
 

@@ -6,6 +6,7 @@ the model is not done here, and torch is not imported until a tensor is read.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ModelError
+from ratoon.models.config_fields import ConfigFields
 from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
 from ratoon.models.gguf_source import GGUFSource
 from ratoon.models.gguf_tokenizer import chat_templates_from_gguf, load_tokenizer_from_gguf
-from ratoon.models.hf_config import parse_hf_config, token_ids
+from ratoon.models.hf_config import parse_hf_config
+from ratoon.models.hf_encoder_config import with_generation_config
 from ratoon.models.safetensors_source import SafetensorsSource
 from ratoon.models.tokenizer import (
     DEFAULT_TEMPLATE,
@@ -31,16 +34,25 @@ from ratoon.models.tokenizer import (
 if TYPE_CHECKING:
     from ratoon.layers.weights import TensorSource
 
+logger = logging.getLogger(__name__)
+
 HUB_FILES = (
     "*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
+    "additional_chat_templates/*.jinja", "1_Pooling/config.json",
 )  # fmt: skip
 HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # the same weights once more
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 # What a generation_config.json may preset for requests that leave it open.
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+# Flags of sentence-transformers, one of which is set.
+POOLING_MODES = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_cls_token": "first",
+}
 
 
 @dataclass
@@ -54,6 +66,7 @@ class ModelSource:
     raw_config: dict[str, Any]  # in Hugging Face's terms, whatever the file was
     generation_defaults: dict[str, Any]  # of GENERATION_FIELDS those that are set, and eos_token_ids
     chat_template: str | None
+    pooling: str | None  # how the model's makers turn states into one vector, where a file says it
     open_tensors: Callable[[], TensorSource] = field(repr=False)
     open_tokenizer: Callable[[], Tokenizer] = field(repr=False)
 
@@ -103,6 +116,7 @@ def _open_gguf(path: Path) -> ModelSource:
         raw_config=source.raw_config,
         generation_defaults={"eos_token_ids": config.eos_token_ids} if config.eos_token_ids else {},
         chat_template=chat_templates_from_gguf(source.metadata).get(DEFAULT_TEMPLATE),
+        pooling=None,
         open_tensors=lambda: source,
         open_tokenizer=lambda: load_tokenizer_from_gguf(source.metadata, str(path)),
     )
@@ -121,8 +135,10 @@ def _open_folder(folder: Path) -> ModelSource:
 
     if not (raw_config.get("dtype") or raw_config.get("torch_dtype")):
         raw_config["dtype"] = open_tensors().most_common_dtype()
-    config = parse_hf_config(raw_config, str(folder))
-    generation_defaults = _read_generation_defaults(folder)
+    generation_path = folder / "generation_config.json"
+    raw_generation = read_json(generation_path)
+    config = with_generation_config(parse_hf_config(raw_config, str(folder)), raw_generation, str(generation_path))
+    generation_defaults = _read_generation_defaults(raw_generation, str(generation_path))
     # A chat model's end-of-turn token is often in generation_config.json only.
     eos_token_ids = dict.fromkeys(config.eos_token_ids + generation_defaults.get("eos_token_ids", ()))
     return ModelSource(
@@ -133,6 +149,7 @@ def _open_folder(folder: Path) -> ModelSource:
         raw_config=raw_config,
         generation_defaults=generation_defaults,
         chat_template=read_chat_templates(folder).get(DEFAULT_TEMPLATE),
+        pooling=_read_pooling(folder),
         open_tensors=open_tensors,
         open_tokenizer=lambda: load_tokenizer_from_folder(folder),
     )
@@ -148,23 +165,33 @@ def _open_folder_without_config(folder: Path) -> ModelSource:
     raise ModelError(str(folder), "has no config.json", "a Hugging Face folder: config.json and safetensors files")
 
 
-def _read_generation_defaults(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    raw: Mapping[str, Any] = read_json(path)
+def _read_generation_defaults(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in GENERATION_FIELDS:
         value = raw.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelError(str(path), f"{name} is {value!r}", "expected a number")
+            raise ModelError(source, f"{name} is {value!r}", "expected a number")
         found[name] = value
     if raw.get("do_sample") is False:  # the file's temperature is then for those who turn sampling on
         found["temperature"] = 0.0
-    eos_token_ids = token_ids(raw.get("eos_token_id"), str(path))
+    eos_token_ids = ConfigFields(raw, source).token_ids("eos_token_id")
     if eos_token_ids:
         found["eos_token_ids"] = eos_token_ids
     return found
+
+
+def _read_pooling(folder: Path) -> str | None:
+    """What a folder of sentence-transformers says, in the words of PoolingParams; None for ways that we have not."""
+    raw = read_json(folder / "1_Pooling" / "config.json")
+    ours = next((ours for theirs, ours in POOLING_MODES.items() if raw.get(theirs) is True), None)
+    others = [mode for mode, is_set in raw.items() if mode.startswith("pooling_mode") and is_set is True]
+    if ours is None and others:
+        logger.warning("%s asks for %s, which is not there: its vectors will differ", folder, ", ".join(others))
+    if (folder / "2_Dense").exists():
+        logger.warning("%s has a layer behind the pooling, which is not applied: its vectors will differ", folder)
+    return ours
 
 
 def _download(hub_id: str) -> Path:

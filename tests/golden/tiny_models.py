@@ -76,7 +76,7 @@ def tiny_llama(
     oracle_config = transformers.LlamaConfig(
         **_oracle_arguments(config, rope), head_dim=config.head_dim, attention_bias=attention_bias, mlp_bias=mlp_bias
     )
-    return _tiny(transformers.LlamaForCausalLM, oracle_config, config, seed)
+    return make_tiny(transformers.LlamaForCausalLM, oracle_config, config, seed)
 
 
 def tiny_mistral(window: int | None = 5, seed: int = 0) -> TinyModel:
@@ -84,7 +84,7 @@ def tiny_mistral(window: int | None = 5, seed: int = 0) -> TinyModel:
     oracle_config = transformers.MistralConfig(
         **_oracle_arguments(config), head_dim=config.head_dim, sliding_window=window
     )
-    return _tiny(transformers.MistralForCausalLM, oracle_config, config, seed)
+    return make_tiny(transformers.MistralForCausalLM, oracle_config, config, seed)
 
 
 def tiny_qwen2(
@@ -106,7 +106,7 @@ def tiny_qwen2(
     if window is not None:
         sliding = tuple(kind == "sliding_attention" for kind in oracle_config.layer_types)
         config = replace(config, sliding_window=window, sliding_layers=sliding)
-    return _tiny(transformers.Qwen2ForCausalLM, oracle_config, config, seed)
+    return make_tiny(transformers.Qwen2ForCausalLM, oracle_config, config, seed)
 
 
 def tiny_qwen3(tied: bool = True, attention_bias: bool = False, head_dim: int = 24, seed: int = 0) -> TinyModel:
@@ -118,7 +118,7 @@ def tiny_qwen3(tied: bool = True, attention_bias: bool = False, head_dim: int = 
     oracle_config = transformers.Qwen3Config(
         **_oracle_arguments(config), head_dim=config.head_dim, attention_bias=attention_bias
     )
-    return _tiny(transformers.Qwen3ForCausalLM, oracle_config, config, seed)
+    return make_tiny(transformers.Qwen3ForCausalLM, oracle_config, config, seed)
 
 
 def tiny_gpt2(seed: int = 0) -> TinyModel:
@@ -141,7 +141,7 @@ def tiny_gpt2(seed: int = 0) -> TinyModel:
         bos_token_id=1,
         eos_token_id=2,
     )
-    return _tiny(transformers.GPT2LMHeadModel, oracle_config, config, seed)
+    return make_tiny(transformers.GPT2LMHeadModel, oracle_config, config, seed)
 
 
 def random_token_ids(length: int, seed: int = 0) -> list[int]:
@@ -192,11 +192,12 @@ def _rope_scaling(rope: dict[str, Any] | None) -> RopeScaling:
     return RopeScaling(**{ours.get(name, name): value for name, value in rope.items()})
 
 
-def _tiny(
+def make_tiny(
     oracle_class: type[transformers.PreTrainedModel],
     oracle_config: transformers.PretrainedConfig,
     config: ModelConfig,
     seed: int,
+    gain: float = 4.0,
 ) -> TinyModel:
     oracle_config._attn_implementation = "eager"
     torch.manual_seed(seed)
@@ -204,10 +205,14 @@ def _tiny(
     # A fresh model has unit norms, zero biases and tiny weights: an error in any of them would not be seen.
     with torch.no_grad():
         for parameter in oracle.parameters():
+            if not parameter.requires_grad:  # a table of positions that is made and not learned
+                continue
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
-                parameter.mul_(4)
+                parameter.mul_(gain)
+        if hasattr(oracle, "final_logits_bias"):
+            oracle.final_logits_bias.normal_()
     tensors = {name: tensor for name, tensor in oracle.state_dict().items() if not _is_tied_copy(name, config)}
     return TinyModel(oracle, config, DictSource(tensors, name=f"tiny {config.architecture}"))
 

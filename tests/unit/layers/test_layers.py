@@ -99,6 +99,18 @@ def test_query_key_and_value_that_the_checkpoint_has_fused_and_transposed() -> N
         torch.testing.assert_close(part, expected.view(3, 2, 4))
 
 
+def test_a_part_without_a_bias_gets_zeros_beside_those_that_have_one() -> None:
+    source = RandomSource(q__weight=(4, 8), q__bias=(4,), k__weight=(4, 8), v__weight=(4, 8), v__bias=(4,))
+    weights = weights_of(source)
+    qkv = QKVLinear(weights, ("q", "k", "v"), 8, num_heads=1, num_kv_heads=1, head_dim=4, bias=(True, False, True))
+    x, stored = torch.randn(3, 8), source.tensors
+    q, k, v = (part.flatten(1) for part in qkv(x))
+    torch.testing.assert_close(q, x @ stored["q.weight"].T + stored["q.bias"])
+    torch.testing.assert_close(k, x @ stored["k.weight"].T)
+    torch.testing.assert_close(v, x @ stored["v.weight"].T + stored["v.bias"])
+    weights.check_nothing_left()
+
+
 def test_a_part_of_the_wrong_shape_is_named_before_anything_is_fused() -> None:
     source = RandomSource(q__weight=(24, 8), k__weight=(12, 8), v__weight=(12, 9))
     with pytest.raises(ModelError, match=r"'v\.weight' has shape \(12, 9\)"):
@@ -117,12 +129,29 @@ def test_a_tied_head_multiplies_by_the_embedding_itself() -> None:
     torch.testing.assert_close(untied(x), x @ source.tensors["head.weight"].T)
 
 
+def test_a_head_may_have_a_bias_and_a_table_unused_rows_before_the_first() -> None:
+    source = RandomSource(embed__weight=(9, 8))
+    weights = weights_of(source)
+    embedding = Embedding(weights / "embed", 7, 8, num_unused=2)
+    assert torch.equal(embedding(torch.tensor([0, 6])), source.tensors["embed.weight"][[2, 8]])
+    x, bias = torch.randn(2, 8), torch.randn(7)
+    head = LMHead(weights / "head", embedding, tied=True, bias=bias)
+    torch.testing.assert_close(head(x), x @ source.tensors["embed.weight"][2:].T + bias)
+
+
 def test_logits_are_float32_whatever_the_model_is() -> None:
     weights = weights_of(RandomSource(embed__weight=(7, 8)), torch.bfloat16)
     embedding = Embedding(weights / "embed", 7, 8)
     assert embedding(torch.tensor([1, 2])).dtype == torch.bfloat16
     head = LMHead(weights / "head", embedding, tied=True)
     assert head(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_a_layer_norm_may_have_the_names_of_the_first_bert() -> None:
+    source = RandomSource(gamma=(8,), beta=(8,))
+    x = torch.randn(3, 8)
+    expected = torch.nn.functional.layer_norm(x, (8,), source.tensors["gamma"], source.tensors["beta"], 1e-6)
+    torch.testing.assert_close(LayerNorm(weights_of(source), 8, 1e-6)(x), expected)
 
 
 @pytest.mark.parametrize("norm_class", [RMSNorm, LayerNorm])
@@ -154,11 +183,22 @@ def test_a_gated_mlp_is_two_products() -> None:
     assert weights.ops.products == [(12, 8), (8, 6)]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu_new"])
+def test_a_gate_may_have_another_activation_and_the_parts_other_names(activation: str) -> None:
+    source = RandomSource(wi_0__weight=(6, 8), wi_1__weight=(6, 8), wo__weight=(8, 6))
+    weights = weights_of(source)
+    x = torch.randn(3, 8)
+    gate, up = x @ source.tensors["wi_0.weight"].T, x @ source.tensors["wi_1.weight"].T
+    expected = (weights.ops.activation(gate, activation) * up) @ source.tensors["wo.weight"].T
+    mlp = GatedMLP(weights, 8, 6, activation=activation, names=("wi_0", "wi_1", "wo"))
+    torch.testing.assert_close(mlp(x), expected)
+
+
 def test_an_activation_that_nobody_computes_is_refused_when_the_model_is_built() -> None:
     weights = weights_of(RandomSource(up__weight=(6, 8), down__weight=(8, 6)))
     up, down = Linear(weights / "up", 8, 6), Linear(weights / "down", 6, 8)
     MLP(up, down, weights.ops, "gelu_new")
     with pytest.raises(ModelError, match="'swoosh'"):
         MLP(up, down, weights.ops, "swoosh")
-    with pytest.raises(ModelError, match="'gelu'"):
-        GatedMLP(weights, 8, 6, activation="gelu")
+    with pytest.raises(ModelError, match="'swoosh'"):
+        GatedMLP(weights, 8, 6, activation="swoosh")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratoon.core.config import ModelConfig
+from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions
 from ratoon.core.errors import ModelError
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
 from ratoon.layers.torch_ops import TorchOps
@@ -29,6 +29,22 @@ LLAMA = ModelConfig(
     max_position=32,
 )
 GPT2 = replace(LLAMA, architecture="GPT2LMHeadModel", num_kv_heads=2, activation="gelu_new", tie_word_embeddings=True)
+ENCODER_DECODER = replace(
+    GPT2,
+    encoder=EncoderConfig(num_layers=1, num_heads=2, head_dim=4, intermediate_size=10, max_position=16),
+    activation="gelu",
+)
+BASES = {
+    "GPT2LMHeadModel": GPT2,
+    "BartForConditionalGeneration": ENCODER_DECODER,
+    "MBartForConditionalGeneration": ENCODER_DECODER,
+    "MarianMTModel": ENCODER_DECODER,
+    "T5ForConditionalGeneration": replace(ENCODER_DECODER, relative_positions=RelativePositions(8, 20)),
+    "WhisperForConditionalGeneration": replace(
+        ENCODER_DECODER, encoder=EncoderConfig(1, 2, 4, 10, max_position=16, num_mel_bins=5)
+    ),
+    "BertModel": replace(GPT2, causal=False, num_token_types=2),
+}
 
 
 class ShapeSource:
@@ -60,8 +76,7 @@ def assert_refused(config: ModelConfig, source: ShapeSource, message: str) -> No
 
 @pytest.mark.parametrize("architecture", MODEL_CLASSES)
 def test_a_checkpoint_of_the_collected_shapes_builds_every_family(architecture: str) -> None:
-    base = GPT2 if architecture == "GPT2LMHeadModel" else LLAMA
-    config = replace(base, architecture=architecture)
+    config = replace(BASES.get(architecture, LLAMA), architecture=architecture)
     source = ShapeSource(collect_shapes(config))
     model = build(config, source)
     assert source.num_reads == len(source.shapes())

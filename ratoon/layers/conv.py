@@ -1,0 +1,32 @@
+"""Convolution over time, as the product of a matrix with windows of the input. Only for encoders that read audio."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ratoon.layers.weights import Weights
+
+Tensor = torch.Tensor
+
+KERNEL = 3  # frames in a window; one of zeros goes before the first and one behind the last
+
+
+class TimeConvolution:
+    """[N, frames, in_channels] → [N, frames / stride, out_channels]. Channels are last, so a window is one row."""
+
+    __slots__ = ("multiply", "stride")
+
+    def __init__(self, weights: Weights, in_channels: int, out_channels: int, stride: int) -> None:
+        self.stride = stride
+        weight = weights.take("weight", out_channels, in_channels, KERNEL)
+        weight = weight.transpose(1, 2).reshape(out_channels, KERNEL * in_channels)
+        self.multiply = weights.ops.make_linear(weight, weights.take("bias", out_channels))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        count, frames, channels = x.shape
+        padded = functional.pad(x, (0, 0, 1, 1)).contiguous()  # [N, frames + 2, in]
+        # A window is KERNEL frames that lie one behind the other in memory: rows overlap, and nothing is copied.
+        shape = (count, (frames - 1) // self.stride + 1, KERNEL * channels)
+        windows = padded.as_strided(shape, (padded.stride(0), self.stride * channels, 1))
+        return torch.stack([self.multiply(item) for item in windows])  # N times [windows, 3 · in] → [windows, out]

@@ -1,0 +1,43 @@
+"""Attention bias by distance, T5's: a small table of buckets from the checkpoint, spread out over all distances once.
+
+What adds it to the scores is the attention backend, by `AttentionLayer.bias`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ratoon.core.config import RelativePositions
+from ratoon.layers.weights import Weights
+
+Tensor = torch.Tensor
+
+
+def relative_bias(
+    weights: Weights, relative: RelativePositions, num_heads: int, max_position: int, both_ways: bool
+) -> Tensor:
+    """AttentionLayer.bias for sequences of up to `max_position` tokens: [heads, 2 · reach + 1] in float32."""
+    table = weights.take("weight", relative.num_buckets, num_heads, dtype=torch.float32)
+    reach = max_position - 1
+    if table.device.type == "meta":
+        return torch.empty(num_heads, 2 * reach + 1, device=table.device)
+    buckets = bucket_of_distance(torch.arange(-reach, reach + 1), relative, both_ways)
+    return table[buckets.to(table.device)].t().contiguous()
+
+
+def bucket_of_distance(distances: Tensor, relative: RelativePositions, both_ways: bool) -> Tensor:
+    """Which row of the table a distance (key's position minus query's) has: [D] → [D].
+
+    The first half of the buckets are single distances; those of the other half widen, and the last one takes all from
+    `max_distance` on. Looking both ways, keys behind the query have one half of all buckets for themselves. Looking
+    back only, they have no score, and any row will do.
+    """
+    count = relative.num_buckets // 2 if both_ways else relative.num_buckets
+    first = (distances > 0) * count if both_ways else torch.zeros_like(distances)
+    length = distances.abs() if both_ways else -distances.clamp(max=0)
+    num_single = count // 2
+    widening = torch.log(length.clamp(min=1).float() / num_single) / math.log(relative.max_distance / num_single)
+    wide = (num_single + (widening * (count - num_single)).long()).clamp(max=count - 1)
+    return first + torch.where(length < num_single, length, wide)

@@ -1,0 +1,110 @@
+"""What the runner knows of an encoder-decoder model: the decoder is a CausalLM with cross-attention in its layers, and
+an encoder stands beside it, whose states become keys and values of that attention at once.
+
+Where those are kept, and which encoder inputs run together, is the runner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ratoon.core.config import EncoderConfig, ModelConfig
+from ratoon.core.kv import CrossAttentionSpec
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
+from ratoon.layers.norm import LayerNorm, RMSNorm
+from ratoon.models.base import CausalLM, StreamLayer, StreamReader, end_of_stream
+from ratoon.models.cross import CrossAttention
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class EncoderBatch:
+    """Inputs of several requests, one behind the other, nothing padded: tokens, or features of audio."""
+
+    positions: Tensor  # [E] of each state within its own input
+    input_ids: Tensor | None = None  # [E]
+    features: Tensor | None = None  # [N, mel bins, frames]; E = N · max_position
+
+
+class Encoder:
+    """Layers in which every row of an input sees all others of it, between what embeds the input and the last norm."""
+
+    def __init__(
+        self,
+        attention_layers: list[AttentionLayer],
+        embed: Callable[[EncoderBatch], Tensor],
+        layers: Sequence[StreamLayer],
+        final_norm: RMSNorm | LayerNorm | None,
+    ) -> None:
+        self.attention_layers = attention_layers
+        self.embed = embed
+        self.layers = layers
+        self.final_norm = final_norm
+
+    def __call__(self, batch: EncoderBatch, step: StepContext, reader: StreamReader | None = None) -> Tensor:
+        """The states [E, H] of all inputs. `reader` is shown the residual stream as CausalLM.forward_and_read does."""
+        stream = self.embed(batch)
+        if reader is not None:
+            reader.take(0, stream)
+        update: Tensor | None = None
+        for index, layer in enumerate(self.layers, start=1):
+            update = layer(stream, update, batch.positions, step)
+            if reader is not None and index < len(self.layers):
+                reader.take(index, stream, update)
+        states = end_of_stream(self.final_norm, update, stream)
+        if reader is not None:
+            rows = torch.tensor(reader.last_rows, dtype=torch.int64, device=stream.device)
+            reader.take_end(stream[rows], states[rows])
+        return states
+
+
+class CrossLayer(StreamLayer, Protocol):
+    """A layer of the decoder."""
+
+    @property
+    def cross(self) -> CrossAttention: ...
+
+
+class EncoderDecoderLM(CausalLM):
+    """A family builds `encoder` besides what a CausalLM has. `forward` and the rest are the decoder's."""
+
+    encoder: Encoder
+    layers: Sequence[CrossLayer]
+    cross_layers: list[CrossAttentionLayer]  # one for each layer of the decoder
+    encoder_attention_layers: list[AttentionLayer]
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        scale = config.head_dim**-0.5
+        self.cross_layers = [
+            CrossAttentionLayer(index, config.num_heads, config.head_dim, scale) for index in range(config.num_layers)
+        ]
+        encoder = self.encoder_config
+        heads, head_dim = encoder.num_heads, encoder.head_dim
+        self.encoder_attention_layers = [
+            AttentionLayer(index, heads, heads, head_dim, head_dim**-0.5, causal=False)
+            for index in range(encoder.num_layers)
+        ]
+
+    @property
+    def encoder_config(self) -> EncoderConfig:
+        assert self.config.encoder is not None
+        return self.config.encoder
+
+    def cross_spec(self, block_size: int, dtype_bytes: int) -> CrossAttentionSpec:
+        """The memory of one layer's cross-attention; all have the same."""
+        return self.cross_layers[0].kv_spec(block_size, dtype_bytes)
+
+    def encode(self, batch: EncoderBatch, step: StepContext, reader: StreamReader | None = None) -> Tensor:
+        """The encoder's states [E, H] of whole inputs."""
+        return self.encoder(batch, step, reader)
+
+    def store_cross(self, states: Tensor, step: StepContext) -> None:
+        """Every decoder layer's keys and values of the encoder's states [E, H], handed to `step.store_across`."""
+        for layer in self.layers:
+            layer.cross.store(states, step)

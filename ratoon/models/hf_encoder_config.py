@@ -1,0 +1,202 @@
+"""Turns Hugging Face configs of models with an encoder into a ModelConfig: BART and its relatives, T5, Whisper, BERT.
+
+Pure, like hf_config.py, which calls this. What such models are told about decoding (the first token, tokens that never
+come) stands in config.json or in generation_config.json: where there is the second, it counts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions
+from ratoon.models.config_fields import ConfigFields
+
+MODEL_TYPES = {
+    "bart": "BartForConditionalGeneration",
+    "mbart": "MBartForConditionalGeneration",
+    "marian": "MarianMTModel",
+    "t5": "T5ForConditionalGeneration",
+    "whisper": "WhisperForConditionalGeneration",
+    "bert": "BertModel",
+}
+# The same tensors, saved from another class.
+ALIASES = {
+    "BartModel": "BartForConditionalGeneration",
+    "T5WithLMHeadModel": "T5ForConditionalGeneration",
+    "BertForMaskedLM": "BertModel",
+    "BertForPreTraining": "BertModel",
+}
+ACTIVATION_NAMES = {"swish": "silu"}  # older name → ours
+LAYER_NORM_EPS = 1e-5  # where a family has no field for it
+T5_POSITIONS = 4096  # T5 has no limit of its own; this is how far our tables of distances reach, at least
+
+
+def _parse_bart_like(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """BART, mBART and Marian."""
+    if architecture == "MarianMTModel" and not fields.flag("share_encoder_decoder_embeddings", True):
+        raise fields.wrong("share_encoder_decoder_embeddings", "is False", "True: one vocabulary for both sides")
+    start = fields.token_id("decoder_start_token_id")
+    if start is None:
+        start = fields.token_id("pad_token_id" if architecture == "MarianMTModel" else "bos_token_id")
+    max_position = fields.count("max_position_embeddings", 1024)
+    config = _encoder_decoder(fields, architecture, max_position, max_position)
+    return replace(config, scale_embedding=fields.flag("scale_embedding", False), decoder_start_token_id=start)
+
+
+def _parse_whisper(fields: ConfigFields, architecture: str) -> ModelConfig:
+    num_states = fields.count("max_source_positions", 1500)
+    config = _encoder_decoder(fields, architecture, num_states, fields.count("max_target_positions", 448))
+    assert config.encoder is not None
+    encoder = replace(config.encoder, num_mel_bins=fields.count("num_mel_bins", 80))
+    return replace(config, encoder=encoder, decoder_start_token_id=fields.token_id("decoder_start_token_id"))
+
+
+def _encoder_decoder(
+    fields: ConfigFields, architecture: str, encoder_positions: int, decoder_positions: int
+) -> ModelConfig:
+    """What BART's relatives and Whisper call alike."""
+    hidden_size = fields.count("d_model")
+    decoder_heads, encoder_heads = fields.count("decoder_attention_heads"), fields.count("encoder_attention_heads")
+    encoder = EncoderConfig(
+        num_layers=fields.count("encoder_layers"),
+        num_heads=encoder_heads,
+        head_dim=fields.divisible("d_model", hidden_size, "encoder_attention_heads", encoder_heads),
+        intermediate_size=fields.count("encoder_ffn_dim"),
+        max_position=encoder_positions,
+    )
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("decoder_ffn_dim"),
+        num_layers=fields.count("decoder_layers"),
+        num_heads=decoder_heads,
+        num_kv_heads=decoder_heads,
+        head_dim=fields.divisible("d_model", hidden_size, "decoder_attention_heads", decoder_heads),
+        max_position=decoder_positions,
+        norm_eps=LAYER_NORM_EPS,
+        activation=_activation(fields, "activation_function"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        checkpoint_dtype=fields.dtype(),
+        bos_token_id=fields.token_id("bos_token_id"),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        encoder=encoder,
+    )
+    return _with_decoding_fields(config, fields)
+
+
+def _parse_t5(fields: ConfigFields, architecture: str) -> ModelConfig:
+    heads, head_dim = fields.count("num_heads"), fields.count("d_kv")
+    intermediate_size, num_layers = fields.count("d_ff"), fields.count("num_layers")
+    positions = max(fields.count("n_positions", T5_POSITIONS), T5_POSITIONS)
+    feed_forward = fields.text("feed_forward_proj", "relu")
+    activation = feed_forward.removeprefix("gated-")
+    start = fields.token_id("decoder_start_token_id")
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=fields.count("d_model"),
+        intermediate_size=intermediate_size,
+        num_layers=fields.count("num_decoder_layers", num_layers),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        max_position=positions,
+        norm_eps=fields.number("layer_norm_epsilon", 1e-6),
+        # Of the two kinds of gelu, a gate of T5 has the one with tanh, whatever is written.
+        activation="gelu_new" if feed_forward == "gated-gelu" else ACTIVATION_NAMES.get(activation, activation),
+        gated_mlp=feed_forward.startswith("gated-"),
+        # T5's configs use this field to say that states are scaled before the head, which only the tied one needs.
+        tie_word_embeddings=fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True)),
+        checkpoint_dtype=fields.dtype(),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        encoder=EncoderConfig(num_layers, heads, head_dim, intermediate_size, positions),
+        relative_positions=RelativePositions(
+            num_buckets=fields.count("relative_attention_num_buckets", 32),
+            max_distance=fields.count("relative_attention_max_distance", 128),
+        ),
+        decoder_start_token_id=fields.token_id("pad_token_id") if start is None else start,
+    )
+    return _with_decoding_fields(config, fields)
+
+
+def _parse_bert(fields: ConfigFields, architecture: str) -> ModelConfig:
+    if fields.flag("is_decoder", False):
+        raise fields.wrong("is_decoder", "is True", "False: BERT is an encoder here")
+    kind = fields.text("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise fields.wrong("position_embedding_type", f"is {kind!r}", "absolute")
+    hidden_size, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=fields.count("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=fields.divisible("hidden_size", hidden_size, "num_attention_heads", heads),
+        max_position=fields.count("max_position_embeddings", 512),
+        norm_eps=fields.number("layer_norm_eps", 1e-12),
+        activation=_activation(fields, "hidden_act"),
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        checkpoint_dtype=fields.dtype(),
+        causal=False,
+        num_token_types=fields.count("type_vocab_size", 2),
+    )
+
+
+PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
+    "BartForConditionalGeneration": _parse_bart_like,
+    "MBartForConditionalGeneration": _parse_bart_like,
+    "MarianMTModel": _parse_bart_like,
+    "T5ForConditionalGeneration": _parse_t5,
+    "WhisperForConditionalGeneration": _parse_whisper,
+    "BertModel": _parse_bert,
+}
+
+
+def _activation(fields: ConfigFields, name: str) -> str:
+    written = fields.text(name, "gelu")
+    return ACTIVATION_NAMES.get(written, written)
+
+
+def with_generation_config(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
+    """An encoder-decoder model's config, with what its generation_config.json says about decoding if it has one."""
+    if config.encoder is None or not raw:
+        return config
+    fields = ConfigFields(raw, source)
+    start = fields.token_id("decoder_start_token_id")
+    if start is not None:
+        config = replace(config, decoder_start_token_id=start)
+    return _with_decoding_fields(config, fields)
+
+
+def _with_decoding_fields(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    """Both files have the same names for them."""
+    suppressed = dict.fromkeys((*fields.token_ids("suppress_tokens"), *_bad_words(fields, config.eos_token_ids)))
+    return replace(
+        config,
+        forced_bos_token_id=fields.token_id("forced_bos_token_id"),
+        suppressed_token_ids=_known(suppressed, config.vocab_size),
+        suppressed_first_token_ids=_known(fields.token_ids("begin_suppress_tokens"), config.vocab_size),
+    )
+
+
+def _bad_words(fields: ConfigFields, eos_token_ids: tuple[int, ...]) -> list[int]:
+    """Those of one token: so Marian says that padding is never generated. Longer ones are a matter of the request."""
+    found = fields.raw.get("bad_words_ids") or []
+    single = [word[0] for word in found if isinstance(word, list) and len(word) == 1]
+    return [token for token in single if token not in eos_token_ids]
+
+
+def _known(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
+    """Lists are copied from model to model, and may name tokens that this one has not."""
+    return tuple(token for token in token_ids if token < vocab_size)

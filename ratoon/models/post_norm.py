@@ -1,0 +1,86 @@
+"""Layers whose norms come behind what they add, as in BERT and BART: the stream itself is what a norm has made.
+
+They are called as pre-norm layers are, and leave the stream finished: nothing is to be added behind them, and no norm
+follows the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ratoon.layers.attention import StepContext
+from ratoon.layers.norm import LayerNorm
+from ratoon.models.cross import CrossAttention
+from ratoon.models.decoder import SelfAttention
+
+Tensor = torch.Tensor
+
+
+class PostNormLayer:
+    """Attention and feed-forward, each added to the residual stream, which is then normed."""
+
+    __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
+
+    def __init__(
+        self,
+        attention_norm: LayerNorm,
+        attention: SelfAttention,
+        mlp_norm: LayerNorm,
+        mlp: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> None:
+        """[T, H] in place; `update` is None, as that of the layer before."""
+        self.finish(self.attend(stream, update, positions, step), stream)
+
+    def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
+        """The first half, in which rows look at each other: → [T, heads · head_dim]."""
+        return self.attention(stream, positions, step)
+
+    def finish(self, attended: Tensor, stream: Tensor) -> None:
+        """The second half, in which every row is on its own."""
+        x = self.attention_norm(self.attention.output(attended), stream)
+        stream.copy_(self.mlp_norm(self.mlp(x), x))
+
+
+class PostNormCrossLayer:
+    """The same with cross-attention between the two, its norm behind it too."""
+
+    __slots__ = ("attention", "attention_norm", "cross", "cross_norm", "mlp", "mlp_norm")
+
+    def __init__(
+        self,
+        attention_norm: LayerNorm,
+        attention: SelfAttention,
+        cross_norm: LayerNorm,
+        cross: CrossAttention,
+        mlp_norm: LayerNorm,
+        mlp: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.cross_norm = cross_norm
+        self.cross = cross
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> None:
+        """[T, H] in place; `update` is None, as that of the layer before."""
+        self.finish(self.attend(stream, update, positions, step), stream)
+
+    def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
+        """All in which a row looks at others: → what cross-attention found [T, heads · head_dim]."""
+        attended = self.attention(stream, positions, step)
+        stream.copy_(self.attention_norm(self.attention.output(attended), stream))
+        return self.cross(stream, step)
+
+    def finish(self, attended: Tensor, stream: Tensor) -> None:
+        """The rest, in which every row is on its own."""
+        x = self.cross_norm(self.cross.output(attended), stream)
+        stream.copy_(self.mlp_norm(self.mlp(x), x))

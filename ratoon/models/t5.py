@@ -1,0 +1,101 @@
+"""T5 and Flan-T5: RMS norms, and no positions but a bias on scores by distance, which all layers of a stack share.
+
+Scores are not scaled. The older form has a plain feed-forward half and a tied head behind a scaling; the newer one a
+gate and a head of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ratoon.core.config import ModelConfig
+from ratoon.layers.attention import AttentionLayer
+from ratoon.layers.embedding import LMHead
+from ratoon.layers.linear import Linear, MergedLinear, QKVLinear
+from ratoon.layers.mlp import MLP, GatedMLP
+from ratoon.layers.norm import RMSNorm
+from ratoon.layers.relative_positions import relative_bias
+from ratoon.layers.weights import Weights
+from ratoon.models.cross import CrossAttention, PreNormCrossLayer
+from ratoon.models.decoder import PreNormLayer, SelfAttention
+from ratoon.models.encoder_decoder import Encoder, EncoderDecoderLM
+from ratoon.models.text_input import TextInput, shared_embedding
+
+Tensor = torch.Tensor
+
+TABLE = "block.0.layer.0.SelfAttention.relative_attention_bias"
+
+
+class T5ForConditionalGeneration(EncoderDecoderLM):
+    def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
+        super().__init__(config)
+        names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
+        self.embed = shared_embedding(weights, names, config.vocab_size, config.hidden_size)
+        self.encoder = self.build_encoder(weights / "encoder")
+        decoder = weights / "decoder"
+        # Some files have a second table, which never did anything.
+        decoder.ignore("block.0.layer.1.EncDecAttention.relative_attention_bias.weight")
+        bias = self.build_bias(decoder, config.num_heads, max_position, both_ways=False)
+        self.attention_layers = [replace(layer, scale=1.0, bias=bias) for layer in self.attention_layers]
+        self.cross_layers = [replace(layer, scale=1.0) for layer in self.cross_layers]
+        self.layers = [
+            self.build_layer(decoder / "block" / index / "layer", index) for index in range(config.num_layers)
+        ]
+        self.final_norm = self.build_norm(decoder / "final_layer_norm")
+        self.logits_scale = config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0
+        tied = config.tie_word_embeddings or not weights.has("lm_head.weight")
+        self.lm_head = LMHead(weights / "lm_head", self.embed, tied)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden * self.logits_scale)
+
+    def build_encoder(self, weights: Weights) -> Encoder:
+        encoder = self.encoder_config
+        bias = self.build_bias(weights, encoder.num_heads, encoder.max_position, both_ways=True)
+        unscaled = [replace(layer, scale=1.0, bias=bias) for layer in self.encoder_attention_layers]
+        self.encoder_attention_layers = unscaled
+        layers = []
+        for layer in unscaled:
+            below = weights / "block" / layer.index / "layer"
+            attention = self.build_attention(below / 0 / "SelfAttention", layer)
+            mlp = self.build_mlp(below / 1 / "DenseReluDense", encoder.intermediate_size)
+            norms = [self.build_norm(below / part / "layer_norm") for part in range(2)]
+            layers.append(PreNormLayer(norms[0], attention, norms[1], mlp))
+        norm = self.build_norm(weights / "final_layer_norm")
+        return Encoder(unscaled, TextInput(self.embed).of_batch, layers, norm)
+
+    def build_layer(self, weights: Weights, index: int) -> PreNormCrossLayer:
+        attention = self.build_attention(weights / 0 / "SelfAttention", self.attention_layers[index])
+        cross = self.build_cross_attention(weights / 1 / "EncDecAttention", index)
+        mlp = self.build_mlp(weights / 2 / "DenseReluDense", self.config.intermediate_size)
+        norms = [self.build_norm(weights / part / "layer_norm") for part in range(3)]
+        return PreNormCrossLayer(norms[0], attention, norms[1], cross, norms[2], mlp)
+
+    def build_attention(self, weights: Weights, layer: AttentionLayer) -> SelfAttention:
+        hidden, heads = self.config.hidden_size, layer.num_heads
+        qkv = QKVLinear(weights, ("q", "k", "v"), hidden, heads, heads, layer.head_dim)
+        return SelfAttention(layer, qkv, Linear(weights / "o", heads * layer.head_dim, hidden))
+
+    def build_cross_attention(self, weights: Weights, index: int) -> CrossAttention:
+        hidden, layer = self.config.hidden_size, self.cross_layers[index]
+        width = layer.num_heads * layer.head_dim
+        key_value = MergedLinear(weights, ("k", "v"), hidden, (width, width))
+        return CrossAttention(
+            layer, Linear(weights / "q", hidden, width), key_value, Linear(weights / "o", width, hidden)
+        )
+
+    def build_mlp(self, weights: Weights, size: int) -> Callable[[Tensor], Tensor]:
+        hidden, activation = self.config.hidden_size, self.config.activation
+        if self.config.gated_mlp:
+            return GatedMLP(weights, hidden, size, activation=activation, names=("wi_0", "wi_1", "wo"))
+        return MLP(Linear(weights / "wi", hidden, size), Linear(weights / "wo", size, hidden), weights.ops, activation)
+
+    def build_norm(self, weights: Weights) -> RMSNorm:
+        return RMSNorm(weights, self.config.hidden_size, self.config.norm_eps)
+
+    def build_bias(self, weights: Weights, num_heads: int, max_position: int, both_ways: bool) -> Tensor:
+        assert self.config.relative_positions is not None
+        return relative_bias(weights / TABLE, self.config.relative_positions, num_heads, max_position, both_ways)

@@ -1,0 +1,54 @@
+"""What tokens become before the first layer of encoders, of their decoders, and of BERT. Neither layers nor heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ratoon.layers.embedding import Embedding
+from ratoon.layers.norm import LayerNorm
+from ratoon.layers.weights import Weights
+from ratoon.models.encoder_decoder import EncoderBatch
+
+Tensor = torch.Tensor
+
+
+class TextInput:
+    """Rows of the token table, scaled; then, where a family has them, those of the positions, and a norm."""
+
+    __slots__ = ("norm", "positions", "scale", "tokens")
+
+    def __init__(
+        self,
+        tokens: Embedding,
+        positions: Callable[[Tensor], Tensor] | None = None,
+        norm: LayerNorm | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self.tokens = tokens
+        self.positions = positions
+        self.norm = norm
+        self.scale = scale
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """[T], [T] → [T, H], in new memory."""
+        stream = self.tokens(input_ids)
+        if self.scale != 1.0:
+            stream.mul_(self.scale)
+        if self.positions is not None:
+            stream.add_(self.positions(positions))
+        return stream if self.norm is None else self.norm(stream)
+
+    def of_batch(self, batch: EncoderBatch) -> Tensor:
+        """What an encoder of text embeds its inputs with."""
+        assert batch.input_ids is not None, "this encoder reads tokens"
+        return self(batch.input_ids, batch.positions)
+
+
+def shared_embedding(weights: Weights, names: tuple[str, ...], count: int, size: int) -> Embedding:
+    """One token table that a file may hold under any of these names, or under several: then they are copies."""
+    found = next((name for name in names if weights.has(f"{name}.weight")), names[0])
+    for name in names:
+        (weights / name).ignore("weight")
+    return Embedding(weights / found, count, size)

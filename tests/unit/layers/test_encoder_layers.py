@@ -1,0 +1,58 @@
+"""What only encoders have: convolution over time as a product, and the bias by distance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ratoon.core.config import RelativePositions
+from ratoon.layers.conv import TimeConvolution
+from ratoon.layers.embedding import SinusoidalPositions
+from ratoon.layers.native_ops import NativeOps, native_ops_reasons
+from ratoon.layers.ops import Ops
+from ratoon.layers.relative_positions import bucket_of_distance, relative_bias
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.weights import Weights
+from tests.unit.layers.test_layers import RandomSource, weights_of
+
+CPU = torch.device("cpu")
+ALL_OPS: list[Ops] = [TorchOps()]
+if not native_ops_reasons(CPU, torch.float32):
+    ALL_OPS.append(NativeOps())
+
+
+@pytest.mark.parametrize("ops", ALL_OPS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize(("stride", "frames"), [(1, 10), (2, 10), (2, 7), (1, 1)])
+def test_a_convolution_over_time_is_that_of_torch_with_channels_last(ops: Ops, stride: int, frames: int) -> None:
+    source = RandomSource(weight=(6, 5, 3), bias=(6,))
+    convolution = TimeConvolution(Weights(source, ops, CPU, torch.float32), 5, 6, stride)
+    x = torch.randn(3, 5, frames)
+    expected = torch.conv1d(x, source.tensors["weight"], source.tensors["bias"], stride=stride, padding=1)
+    torch.testing.assert_close(convolution(x.transpose(1, 2)), expected.transpose(1, 2), atol=1e-5, rtol=0)
+
+
+def test_sinusoidal_positions_are_made_in_the_asked_dtype() -> None:
+    positions = SinusoidalPositions(weights_of(RandomSource(), torch.bfloat16), 6, 4)
+    rows = positions(torch.tensor([0, 3]))
+    assert rows.dtype == torch.bfloat16
+    assert rows[0].tolist() == [0, 0, 1, 1]
+    torch.testing.assert_close(rows[1].float(), torch.tensor([0.1411, 0.0300, -0.9900, 0.9996]), atol=5e-3, rtol=0)
+
+
+def test_buckets_are_single_distances_at_first_then_widen_and_end() -> None:
+    relative = RelativePositions(num_buckets=8, max_distance=16)
+    back = bucket_of_distance(-torch.arange(20), relative, both_ways=False).tolist()
+    assert back == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7]
+    both = bucket_of_distance(torch.tensor([-30, -2, -1, 0, 1, 2, 30]), relative, both_ways=True).tolist()
+    assert both == [3, 2, 1, 0, 5, 6, 7]
+
+
+def test_the_bias_of_a_distance_stands_as_far_from_the_middle_of_the_table() -> None:
+    source = RandomSource(weight=(8, 2))
+    relative = RelativePositions(num_buckets=8, max_distance=16)
+    bias = relative_bias(weights_of(source), relative, num_heads=2, max_position=5, both_ways=True)
+    table = source.tensors["weight"]
+    assert bias.shape == (2, 9)
+    assert torch.equal(bias[:, 4], table[0])  # the query's own key
+    assert torch.equal(bias[:, 3], table[1])  # the key before it
+    assert torch.equal(bias[:, 5], table[5])  # the key behind it
