@@ -23,9 +23,11 @@ MAX_LOGIT_BIAS = 4096
 MAX_BEAM_WIDTH = 2048
 MAX_BEAM_STOP_TOKENS = 16  # each costs a step `beam_width` more candidates
 MAX_LENGTH_PENALTY = 16.0  # either way: the longest text to this power is still far from where float64 ends
-POOLING_KINDS = ("last", "mean")
+POOLING_KINDS = ("last", "mean", "first")
 HIDDEN_STATES_DTYPES = ("float32", "bfloat16", "float16")
 HIDDEN_STATES_SCOPES = ("all", "prompt", "output")
+ENCODER = "encoder"
+HIDDEN_STATES_SIDES = ("decoder", ENCODER)
 MAX_DEADLINE = 86_400.0  # seconds
 MAX_HIDDEN_STATES_BYTES = 256 * 2**20  # of one request, unless the engine's config sets another limit
 LARGEST_FACTOR = 1e6  # of logits: far beyond all use, and far from where float32 ends
@@ -66,6 +68,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     return_hidden_states: HiddenStatesParams | None = None  # of every choice, with the last output
+    # Tokens that are never generated, and those that are not as the first. None: the model's own, []: none. Like all
+    # that forbids tokens they change what is chosen, and not the `logprobs`, which are those of the model.
+    suppressed_token_ids: list[int] | None = None
+    suppressed_first_token_ids: list[int] | None = None
+    timestamps: TimestampRules | None = None
 
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None
@@ -107,6 +114,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
             if value is not None:
                 _require_int(name, value, 0, max_logprobs)
         _verify_hidden_states(self.return_hidden_states)
+        _verify_rules(self)
         self._verify_lists()
 
     def _verify_lists(self) -> None:
@@ -156,6 +164,10 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
     # CUMULATIVE: after every step the best text so far, which may be another one than a step before. There is no DELTA.
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     return_hidden_states: HiddenStatesParams | None = None  # of every text that is returned
+    # As in SamplingParams. Tokens that stay possible keep the log-probabilities that they have among all.
+    suppressed_token_ids: list[int] | None = None
+    suppressed_first_token_ids: list[int] | None = None
+    timestamps: TimestampRules | None = None
 
     # Filled by the InputProcessor; a caller leaves it alone.
     all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
@@ -185,20 +197,45 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
                 "CUMULATIVE or FINAL_ONLY",
             )
         _verify_hidden_states(self.return_hidden_states)
+        _verify_rules(self)
 
 
 GenerationParams: TypeAlias = SamplingParams | BeamSearchParams
 
 
+class TimestampRules(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True, gc=False):
+    """Whisper's rules for texts with timestamps, each of which is a token of its own, from `first_token_id` on.
+
+    A text begins with a timestamp. Timestamps never go back, and come in pairs, the end of one part and the start of
+    the next, or alone before the end. If timestamps together are more probable than any other token, it will be one.
+    """
+
+    first_token_id: int  # 0.00 seconds; every id from here on is a timestamp
+    no_timestamps_token_id: int  # belongs to texts without them, and is never generated
+    end_token_id: int  # text tokens are below it
+    max_initial_index: int | None = None  # how far behind first_token_id a text may begin; None: anywhere
+
+    def verify(self) -> None:
+        _require_int("first_token_id", self.first_token_id, 2, None)
+        below = self.first_token_id - 1
+        hint = "below first_token_id"
+        _require_int("no_timestamps_token_id", self.no_timestamps_token_id, 0, below, hint)
+        _require_int("end_token_id", self.end_token_id, 1, below, hint)
+        if self.max_initial_index is not None:
+            _require_int("max_initial_index", self.max_initial_index, 0, 2**31 - 1)
+
+
 class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """How the hidden states of a prompt become one vector."""
 
-    pooling: str = "last"  # last: of the last token; mean: over all tokens
+    # last, first: the state of that token; mean: over all tokens. None: the way the model was made for, which the front
+    # end fills in.
+    pooling: str | None = None
     normalize: bool = True  # to length 1
     dimensions: int | None = None  # keep this many of the first; None: all
 
     def verify(self) -> None:
-        if self.pooling not in POOLING_KINDS:
+        if self.pooling is not None and self.pooling not in POOLING_KINDS:
             raise RequestError("pooling", f"{self.pooling!r} is unknown", " or ".join(POOLING_KINDS))
         if not isinstance(self.normalize, bool):
             raise RequestError("normalize", f"{self.normalize!r} is neither true nor false", "true or false")
@@ -220,9 +257,14 @@ class HiddenStatesParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fa
     layers: Any = None  # None: what the last layer leaves
     dtype: str = "float32"
     deadline: float | None = None  # seconds
+    side: str = "decoder"  # encoder: positions are those of the encoder's input, and layers the encoder's
 
     def verify(self) -> None:
         """Ranges and types; what the sequence and the model allow is checked where they are known."""
+        if self.side not in HIDDEN_STATES_SIDES:
+            raise RequestError("side", f"{self.side!r} is unknown", " or ".join(HIDDEN_STATES_SIDES))
+        if self.side == ENCODER and self.scope != "all":
+            raise RequestError("scope", f"{self.scope!r} is no part of an encoder's input", "all")
         if self.scope not in HIDDEN_STATES_SCOPES:
             raise RequestError("scope", f"{self.scope!r} is unknown", " or ".join(HIDDEN_STATES_SCOPES))
         if self.dtype not in HIDDEN_STATES_DTYPES:
@@ -249,6 +291,21 @@ def _verify_hidden_states(params: Any) -> None:
         params.verify()
     except RequestError as error:
         raise error.inside("return_hidden_states") from None
+
+
+def _verify_rules(params: GenerationParams) -> None:
+    """What is wrong with the tokens that may not be chosen."""
+    for name in ("suppressed_token_ids", "suppressed_first_token_ids"):
+        _require_list(name, getattr(params, name), int, None)
+    rules: Any = params.timestamps
+    if rules is None:
+        return
+    if not isinstance(rules, TimestampRules):
+        raise RequestError("timestamps", f"{type(rules).__name__} is not TimestampRules", "a TimestampRules")
+    try:
+        rules.verify()
+    except RequestError as error:
+        raise error.inside("timestamps") from None
 
 
 def _require_int(field: str, value: Any, low: int | None, high: int | None, hint: str = "") -> None:

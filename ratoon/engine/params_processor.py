@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ratoon.core.config import CacheConfig, ModelConfig
+from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError
 from ratoon.core.params import (
     MAX_BEAM_STOP_TOKENS,
@@ -58,6 +59,8 @@ class ParamsProcessor:
         self._block_size = block_size
         self._random = random.Random(seed)  # for the seeds of requests that bring none
         self.eos_token_ids = _collect_eos_ids(model_config, tokenizer, generation_defaults)
+        self._suppressed_token_ids = list(model_config.suppressed_token_ids) or None
+        self._suppressed_first_token_ids = list(model_config.suppressed_first_token_ids) or None
 
     # ---- checks ----
 
@@ -77,7 +80,12 @@ class ParamsProcessor:
         for name in SWITCHES:
             if not isinstance(getattr(params, name), bool):
                 raise RequestError(name, f"{getattr(params, name)!r} is neither true nor false", "true or false")
-        self._verify_vocabulary("stop_token_ids", params.stop_token_ids)
+        for name in ("stop_token_ids", "suppressed_token_ids", "suppressed_first_token_ids"):
+            self._verify_vocabulary(name, getattr(params, name))
+        if params.timestamps is not None:
+            with _inside("timestamps"):
+                # The other ids that they name are below this one.
+                self._verify_vocabulary("first_token_id", [params.timestamps.first_token_id])
         if isinstance(params, SamplingParams):
             self._verify_sampling(params)
         else:
@@ -100,15 +108,17 @@ class ParamsProcessor:
                 raise RequestError("bad_words", "words need a tokenizer, and none is loaded", "use logit_bias")
 
     def _verify_beams(self, params: BeamSearchParams) -> None:
-        num_stop_tokens = len(self._stop_token_ids(params))
+        stop_tokens = self._stop_token_ids(params)
+        num_stop_tokens = len(stop_tokens)
         if num_stop_tokens > MAX_BEAM_STOP_TOKENS:
             raise RequestError(
                 "stop_token_ids",
                 f"makes {num_stop_tokens} tokens that end a text, the model's own included",
                 f"{MAX_BEAM_STOP_TOKENS} at most in a beam search",
             )
-        # The first step begins a text with each token that ends none: so many there surely are.
-        num_texts = self._vocab_size - num_stop_tokens
+        # The first step begins a text with each token that may be the first and ends none: so many there surely are.
+        anywhere, first = self._suppressed(params)
+        num_texts = self._vocab_size - len({*stop_tokens, *(anywhere or ()), *(first or ())})
         if params.n > num_texts:
             raise RequestError("n", f"{params.n} is more texts than the vocabulary can begin", f"{num_texts} at most")
 
@@ -133,12 +143,12 @@ class ParamsProcessor:
     # ---- what is left open ----
 
     def complete(
-        self, params: GenerationParams, num_prompt_tokens: int
+        self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None = None
     ) -> tuple[SamplingParams, BeamSearchParams | None]:
         """Params that were verified, with every default filled in, as a request carries them: of a beam search both,
-        of which the first only says how many choices there are and how they are told."""
+        of which the first only says how many choices there are, how they are told, and which tokens are impossible."""
         params = params.clone()
-        params.max_tokens = self._max_tokens(params, num_prompt_tokens)
+        params.max_tokens = self._max_tokens(params, num_prompt_tokens, encoder_input)
         if params.return_hidden_states is not None:
             with _inside("return_hidden_states"):
                 self._selector.verify_longest(
@@ -146,6 +156,7 @@ class ParamsProcessor:
                 )
             params.return_hidden_states = self._selector.in_plain_lists(params.return_hidden_states)
         params.all_stop_token_ids = self._stop_token_ids(params)
+        params.suppressed_token_ids, params.suppressed_first_token_ids = self._suppressed(params)
         if isinstance(params, SamplingParams):
             self._complete_sampling(params)
             return params, None
@@ -175,14 +186,17 @@ class ParamsProcessor:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             output_kind=params.output_kind,
             return_hidden_states=params.return_hidden_states,
+            suppressed_token_ids=params.suppressed_token_ids,
+            suppressed_first_token_ids=params.suppressed_first_token_ids,
+            timestamps=params.timestamps,
         )
 
-    def _max_tokens(self, params: GenerationParams, num_prompt_tokens: int) -> int:
+    def _max_tokens(self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None) -> int:
         """As many as were asked for and fit. Not asked for: as many as there is room for, in the KV cache too."""
         room = self._max_model_len - num_prompt_tokens
         asked = params.max_tokens
         if asked is None:
-            asked = max(1, self._room_in_cache(params, num_prompt_tokens))
+            asked = max(1, self._room_in_cache(params, num_prompt_tokens, encoder_input))
         max_tokens = min(asked, room)
         if params.min_tokens > max_tokens:
             raise RequestError(
@@ -192,18 +206,31 @@ class ParamsProcessor:
             )
         return max_tokens
 
-    def _room_in_cache(self, params: GenerationParams, num_prompt_tokens: int) -> int:
-        if isinstance(params, SamplingParams):
-            return self._kv_capacity - num_prompt_tokens
-        # The beams share the prompt, and each has blocks of its own from the one on that the prompt ends in.
+    def _room_in_cache(
+        self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None
+    ) -> int:
         size = self._block_size
-        num_left = self._kv_capacity // size - -(-num_prompt_tokens // size)
+        capacity = self._kv_capacity
+        if encoder_input is not None:
+            capacity -= -(-encoder_input.num_positions // size) * size
+        if isinstance(params, SamplingParams):
+            return capacity - num_prompt_tokens
+        # The beams share the prompt, and each has blocks of its own from the one on that the prompt ends in.
+        num_left = capacity // size - -(-num_prompt_tokens // size)
         return (num_left // params.beam_width + num_prompt_tokens // size) * size - num_prompt_tokens
 
     def _stop_token_ids(self, params: GenerationParams) -> list[int]:
         """All that end a text."""
         ends = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
         return list(dict.fromkeys(ends))
+
+    def _suppressed(self, params: GenerationParams) -> tuple[list[int] | None, list[int] | None]:
+        """Tokens that are never generated, and those that are not as the first: the caller's, or else the model's."""
+        anywhere, first = params.suppressed_token_ids, params.suppressed_first_token_ids
+        return (
+            self._suppressed_token_ids if anywhere is None else anywhere,
+            self._suppressed_first_token_ids if first is None else first,
+        )
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is written at the start of a text and in the middle of one."""

@@ -5,10 +5,14 @@ The arithmetic is in layers/beams.py; what becomes of candidates is not known he
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
-from ratoon.core.plan import SchedulerOutput
+from ratoon.core.plan import BeamStep, SchedulerOutput
+from ratoon.execution.beam_rows import BeamRows
+from ratoon.execution.sampling_rows import RowEdits, SamplingRows
+from ratoon.execution.timestamps import TextSoFar, keep_to_timestamp_rules
 from ratoon.layers.beams import SearchRows, best_candidates_of_searches
 
 NO_CANDIDATES = "the model's logits hold no usable number (NaN or all tokens forbidden)"
@@ -27,16 +31,35 @@ def beam_rows_of(plan: SchedulerOutput, last_token: dict[str, int], beam_last_to
     return wanted
 
 
-def choose_candidates(plan: SchedulerOutput, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
-    """From the logits [B, V] of the rows that `beam_rows_of` named. They are changed."""
+def choose_candidates(
+    plan: SchedulerOutput,
+    logits: torch.Tensor,
+    output: ModelRunnerOutput,
+    beam_rows: BeamRows,
+    sampling_rows: SamplingRows,
+) -> None:
+    """From the logits [B, V] of the rows that `beam_rows_of` named. They are changed. Which tokens a search may not
+    choose is known from its trunk's params."""
     steps = [step for step in plan.beam_steps if step.num_candidates]
     searches: list[SearchRows] = []
     scores: list[float] = []
+    timed: list[int] = []  # rows with timestamps
+    texts: list[TextSoFar] = []
     for step in steps:
+        edits = sampling_rows.edits[beam_rows.trunk_row(step.req_id)]
         start = len(scores)
         scores += step.scores
-        searches.append(SearchRows(start, len(scores), step.num_candidates, step.held_back))
-    found = best_candidates_of_searches(logits, torch.tensor(scores, device=logits.device), searches)
+        searches.append(SearchRows(start, len(scores), step.num_candidates, _held_back(step, edits)))
+        if edits.text is not None:
+            timed += range(start, len(scores))
+            texts += beam_rows.texts_of(step.req_id) or [edits.text]
+
+    def keep_to_rules(logits: torch.Tensor) -> None:
+        keep_to_timestamp_rules(logits, np.array(timed), texts)
+
+    found = best_candidates_of_searches(
+        logits, torch.tensor(scores, device=logits.device), searches, keep_to_rules if timed else None
+    )
     for step, candidates in zip(steps, found, strict=True):
         if candidates is None:
             output.errors[step.req_id] = NO_CANDIDATES
@@ -44,3 +67,13 @@ def choose_candidates(plan: SchedulerOutput, logits: torch.Tensor, output: Model
             output.candidates[step.req_id] = BeamCandidates(
                 candidates.scores.tolist(), candidates.beams.tolist(), candidates.tokens.tolist()
             )
+
+
+def _held_back(step: BeamStep, edits: RowEdits) -> list[int]:
+    """The tokens that are impossible now for all beams of a search."""
+    held_back = list(step.held_back)
+    if edits.suppressed is not None:
+        held_back += edits.suppressed.tolist()
+    if edits.suppressed_first is not None and step.num_tokens == 0:  # there are no beams yet, so there is no token
+        held_back += edits.suppressed_first.tolist()
+    return held_back

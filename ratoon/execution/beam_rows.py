@@ -6,11 +6,13 @@ It moves rows as a plan says. Which beams live on is not known here, nor what th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 import numpy as np
 
 from ratoon.core.plan import BeamStep
 from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.timestamps import TextSoFar
 
 
 class BeamRows:
@@ -19,6 +21,7 @@ class BeamRows:
     def __init__(self, rows: BranchRows) -> None:
         self._rows = rows
         self._of_search: dict[str, np.ndarray] = {}  # [B] rows, by the trunk's id
+        self._texts: dict[str, list[TextSoFar]] = {}  # of the beams of searches with timestamps
 
     def __len__(self) -> int:
         return len(self._of_search)
@@ -28,12 +31,20 @@ class BeamRows:
         beams = self._of_search.get(req_id)
         return np.array([self._rows.row_of[req_id]]) if beams is None else beams
 
+    def trunk_row(self, req_id: str) -> int:
+        return self._rows.row_of[req_id]
+
+    def texts_of(self, req_id: str) -> list[TextSoFar]:
+        """Of the beams of a search with timestamps; none of those that do not exist yet."""
+        return self._texts.get(req_id, [])
+
     def drop(self, req_ids: Iterable[str]) -> None:
         """Give rows back. The trunk's own goes the way of all branches."""
         for req_id in req_ids:
             beams = self._of_search.pop(req_id, None)
             if beams is not None:
                 self._rows.give_back(beams[1:])
+                self._texts.pop(req_id, None)
 
     def apply(self, step: BeamStep) -> None:
         """Bring a search's rows to where the step begins."""
@@ -61,6 +72,9 @@ class BeamRows:
             behind = table[parents, first:num_columns]  # a copy
             table[beams[len(old) :], :first] = table[old[0], :first]
             table[beams, first:num_columns] = behind
+        if rows.cross_tables is not None:
+            rows.cross_tables[beams[len(old) :]] = rows.cross_tables[old[0]]
+            rows.encoder_lens[beams] = rows.encoder_lens[old[0]]
         # Of the tokens only those are read that are not computed yet.
         new_tokens = np.array(step.token_ids).reshape(len(beams), -1)  # [B, N]
         end = step.num_computed_tokens + new_tokens.shape[1]
@@ -68,6 +82,12 @@ class BeamRows:
         rows.num_tokens[beams] = end
         rows.num_prompt[beams] = rows.num_prompt[old[0]]
         self._of_search[step.req_id] = beams
+        params = rows.params[old[0]]
+        if params is not None and params.timestamps is not None:
+            before = self.texts_of(step.req_id) or [TextSoFar(params.timestamps)]
+            # Tokens that are not computed are new: a search that lost what was computed has lost its texts with it.
+            moves = zip(step.parents, new_tokens.tolist(), strict=True)
+            self._texts[step.req_id] = [reduce(TextSoFar.after, tokens, before[parent]) for parent, tokens in moves]
 
     def _resize(self, old: np.ndarray, count: int) -> np.ndarray:
         if count <= len(old):

@@ -23,7 +23,7 @@ class PooledBranch:
     """A pooling branch that the runner knows."""
 
     num_tokens: int
-    is_mean: bool
+    kind: str | None  # mean, first; anything else is the last
     total: Tensor | None = None  # float64 [H]: the sum over its rows so far, of a mean
 
 
@@ -48,26 +48,30 @@ class PoolingBranches:
 
     def add(self, new: NewRequestData) -> None:
         assert new.pooling_params is not None
-        is_mean = new.pooling_params.pooling == "mean"
-        if is_mean and new.num_computed_tokens:
+        kind = new.pooling_params.pooling
+        if kind in ("mean", "first") and new.num_computed_tokens:
             raise ValueError(
-                f"branch {new.req_id!r} is a mean, and its first {new.num_computed_tokens} rows are missing"
+                f"the vector of branch {new.req_id!r} needs its first {new.num_computed_tokens} rows, which are missing"
             )
-        self._branches[new.req_id] = PooledBranch(len(new.token_ids), is_mean)
+        self._branches[new.req_id] = PooledBranch(len(new.token_ids), kind)
 
     def drop(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
             self._branches.pop(req_id, None)
 
     def spans(self, plan: SchedulerOutput, last_token: dict[str, int]) -> list[PoolingSpan]:
-        """The rows of this step that are needed: of a mean all, else the very last. `last_token`: row by branch."""
+        """The rows of this step that are needed: of a mean all, else one. `last_token`: row by branch."""
         ends = set(plan.pooled_req_ids)
         spans = []
         for req_id, branch in self._branches.items():
             scheduled = plan.num_scheduled_tokens.get(req_id, 0)
-            count = scheduled if branch.is_mean else min(scheduled, int(req_id in ends))
-            if count:
-                spans.append(PoolingSpan(req_id, last_token[req_id] + 1 - count, count, req_id in ends))
+            is_end = req_id in ends
+            if not scheduled or (branch.kind != "mean" and not is_end):
+                continue
+            if branch.kind == "first" and scheduled < branch.num_tokens:
+                raise ValueError(f"the first row of branch {req_id!r} is not in the step of its last")
+            first = last_token[req_id] + 1 - (1 if branch.kind in (None, "last") else scheduled)
+            spans.append(PoolingSpan(req_id, first, scheduled if branch.kind == "mean" else 1, is_end))
         return spans
 
     def pool(self, spans: list[PoolingSpan], hidden: Tensor, output: ModelRunnerOutput) -> None:
@@ -82,7 +86,7 @@ class PoolingBranches:
             rows = hidden[offset : offset + span.count]
             offset += span.count
             branch = self._branches[span.req_id]
-            if branch.is_mean:
+            if branch.kind == "mean":
                 branch.total = add_rows(branch.total, rows)
             if span.is_end:
                 due.append(span.req_id)

@@ -6,7 +6,7 @@ and a search's result does not depend on the searches beside it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,9 +62,11 @@ def best_candidates_of_searches(
     logits: Tensor,  # [R, V] float32; tokens held back become -inf in it
     scores: Tensor,  # [R] float32, of the beams
     searches: Sequence[SearchRows],
+    forbid: Callable[[Tensor], None] | None = None,  # sets more of the logits to -inf
 ) -> list[Candidates | None]:
     """For each search the best of all its beams' continuations: `num_candidates` of them, or all there are.
 
+    `forbid` comes after the tokens that are held back. The others keep their probabilities in either case.
     None for a search with a row of NaN or infinite logits, or with no token left.
     """
     offsets = _Offsets(*_normalizers(logits), scores)
@@ -73,6 +75,8 @@ def best_candidates_of_searches(
         if search.held_back:
             columns = torch.tensor(sorted(search.held_back), device=logits.device)
             logits[search.start : search.stop].index_fill_(1, columns, -torch.inf)
+    if forbid is not None:
+        forbid(logits)
     maxima = offsets.apply(chunk_maxima(logits))  # [R, C]
     found: list[Candidates | None] = []
     for search in searches:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers.generation import GenerationConfig, GenerationMode
+from transformers.generation import GenerationConfig, GenerationMode, LogitsProcessorList
 
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams
@@ -40,7 +40,11 @@ def texts_of(output: RequestOutput) -> list[Text]:
 
 @torch.inference_mode()
 def oracle_search(
-    oracle: Any, prompt: Sequence[int], params: BeamSearchParams, stop_token_ids: list[int] | None
+    oracle: Any,
+    prompt: Sequence[int],
+    params: BeamSearchParams,
+    stop_token_ids: list[int] | None,
+    logits_processor: LogitsProcessorList | None = None,
 ) -> list[Text]:
     with pytest.MonkeyPatch.context() as patch:
         # It would take a width of 1 for a greedy search, which has no scores.
@@ -50,7 +54,7 @@ def oracle_search(
             num_beams=params.beam_width, num_return_sequences=params.n, max_new_tokens=params.max_tokens,
             min_new_tokens=params.min_tokens or None, length_penalty=params.length_penalty,
             early_stopping=params.early_stopping, eos_token_id=stop_token_ids, pad_token_id=0,
-            return_dict_in_generate=True, output_scores=True,
+            return_dict_in_generate=True, output_scores=True, logits_processor=logits_processor,
         )  # fmt: skip
     lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
     return [

@@ -474,7 +474,7 @@ def test_everything_that_the_model_reads_is_put_on_the_device() -> None:
     step = InputPreparation(rows, 64, 4, torch.device("meta")).prepare(np.array([0]), np.array([21]))
     tensors = [step.input_ids, step.positions]
     for group in step.groups:
-        tensors += [group.slot_mapping, group.positions, group.block_table_device, group.seq_lens_device]
+        tensors += [group.slot_mapping, group.block_table_device, group.seq_lens_device]
         tensors.append(group.query_start_loc_device)
         assert (group.seq_lens.tolist(), group.query_start_loc.tolist()) == ([37], [0, 21])
     assert {tensor.device.type for tensor in tensors} == {"meta"}

@@ -12,6 +12,7 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import CachedRequestData, NewRequestData
 from ratoon.execution.pooling import add_rows
+from tests.golden.tiny_encoder_models import tiny_bert
 from tests.golden.tiny_models import TinyModel
 from tests.unit.execution.test_model_runner import (
     BACKENDS,
@@ -45,7 +46,7 @@ def vector(output: ModelRunnerOutput, req_id: str = "p") -> np.ndarray:
 @torch.inference_mode()
 def oracle_vector(tiny: TinyModel, token_ids: list[int], kind: str) -> np.ndarray:
     states = tiny.oracle.base_model(torch.tensor([token_ids]), use_cache=False).last_hidden_state[0]
-    return (states[-1] if kind == "last" else states.mean(dim=0)).numpy()
+    return {"last": states[-1], "first": states[0], "mean": states.mean(dim=0)}[kind].numpy()
 
 
 def whole(driver: Driver, kind: str, prompt: list[int] = PROMPT) -> np.ndarray:
@@ -135,6 +136,26 @@ def test_a_mean_without_its_first_rows_is_refused() -> None:
     driver = Driver()
     with pytest.raises(ValueError, match="first 16 rows"):
         driver.step(new=[pooled_branch(driver, "p", PROMPT, 1, "mean", computed=16)], sampled=[], pooled_req_ids=["p"])
+
+
+def test_the_state_of_the_first_token_is_read_where_all_tokens_are_in_one_step() -> None:
+    bert = tiny_bert()
+    driver = Driver(bert)
+    output = driver.step(
+        new=[
+            pooled_branch(driver, "p", PROMPT, 1, "first"),
+            pooled_branch(driver, "m", OTHER, 7, "mean"),
+            pooled_branch(driver, "q", OTHER, 13, "first"),
+        ],
+        sampled=[],
+        pooled_req_ids=["p", "m", "q"],
+    )
+    np.testing.assert_allclose(vector(output), oracle_vector(bert, PROMPT, "first"), atol=1e-4)
+    np.testing.assert_allclose(vector(output, "q"), oracle_vector(bert, OTHER, "first"), atol=1e-4)
+    with pytest.raises(ValueError, match="not in the step of its last"):
+        in_chunks(Driver(bert), "first", [20, 17])
+    with pytest.raises(ValueError, match="first 16 rows"):
+        driver.step(new=[pooled_branch(driver, "r", PROMPT, 1, "first", computed=16)], sampled=[], pooled_req_ids=["r"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

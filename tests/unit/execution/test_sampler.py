@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ratoon.core.params import SamplingParams
-from ratoon.execution.sampler import SampledTokens, Sampler, SamplingRows, prompt_logprobs
+from ratoon.execution.sampler import SampledTokens, Sampler, prompt_logprobs
+from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.layers import sampling
 
 EVERY_KIND = [

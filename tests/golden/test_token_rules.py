@@ -1,0 +1,126 @@
+"""Suppressed tokens and timestamps through the engine give the texts of transformers with its own processors."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ratoon import BeamSearchParams, RequestOutput
+from ratoon.core.params import TimestampRules
+from tests.golden.beam_oracle import assert_same_texts, oracle_search, texts_of
+from tests.golden.engines import engine, greedy, oracle_tokens, run, tiny_model, tokens_of
+from tests.golden.pressure import step_without_free_memory
+from tests.golden.tiny_models import VOCAB_SIZE, random_token_ids
+from tests.unit.execution.test_token_rules import oracle
+
+FAMILY = "llama with grouped heads"
+# Of the tiny vocabulary, the last fifth are timestamps.
+TIMESTAMPS = TimestampRules(first_token_id=78, no_timestamps_token_id=77, end_token_id=60, max_initial_index=12)
+MAX_TOKENS = 14
+
+Search = tuple[list[int], BeamSearchParams, dict[str, Any]]
+
+
+def some_rules(chance: random.Random) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "suppressed_token_ids": chance.sample(range(VOCAB_SIZE), 12),
+        "suppressed_first_token_ids": chance.sample(range(VOCAB_SIZE), 3),
+        "timestamps": TIMESTAMPS,
+    }
+    for name in chance.sample(list(fields), chance.randint(0, 1)):
+        del fields[name]
+    return fields
+
+
+def greedy_by_transformers(prompt: list[int], fields: dict[str, Any]) -> list[int]:
+    with torch.inference_mode():
+        generated = tiny_model(FAMILY).oracle.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+            max_new_tokens=MAX_TOKENS, pad_token_id=0, logits_processor=oracle(fields, len(prompt)),
+        )  # fmt: skip
+    found: list[int] = generated[0, len(prompt) :].tolist()
+    return found
+
+
+def some_search(chance: random.Random) -> Search:
+    prompt = random_token_ids(chance.choice([1, 5, 15, 16, 17, 30]), seed=chance.randrange(8))
+    fields = some_rules(chance)
+    width = chance.choice([1, 2, 4, 5])
+    params = BeamSearchParams(
+        beam_width=width,
+        n=width,
+        max_tokens=MAX_TOKENS,
+        min_tokens=chance.choice([0, 3]),
+        stop_token_ids=[60],
+        ignore_eos=True,
+        **fields,
+    )
+    return prompt, params, fields
+
+
+def check_search(search: Search, output: RequestOutput) -> None:
+    prompt, params, fields = search
+    theirs = oracle_search(tiny_model(FAMILY).oracle, prompt, params, [60], oracle(fields, len(prompt)))
+    assert_same_texts(texts_of(output), theirs, (prompt, fields))
+
+
+def test_greedy_texts_are_those_of_transformers_and_others_beside_them_their_own() -> None:
+    chance = random.Random(1)
+    prompts = [random_token_ids(length, seed=length) for length in (1, 4, 15, 16, 17, 30, 33, 40)]
+    kinds: list[dict[str, Any]] = [{} if place % 4 == 3 else some_rules(chance) for place in range(len(prompts))]
+    with engine(FAMILY) as llm:
+        found = tokens_of(run(llm, prompts, [greedy(MAX_TOKENS, **fields) for fields in kinds]))
+    for prompt, fields, tokens in zip(prompts, kinds, found):
+        assert tokens == greedy_by_transformers(prompt, fields), fields
+        if not fields:
+            assert tokens == oracle_tokens(FAMILY, prompt, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_beams_are_those_of_transformers(seed: int) -> None:
+    chance = random.Random(seed)
+    searches = [some_search(chance) for _ in range(5)]
+    with engine(FAMILY) as llm:
+        prompts, params = [prompt for prompt, _, _ in searches], [params for _, params, _ in searches]
+        for search, output in zip(searches, llm.beam_search(prompts, params, progress=False), strict=True):
+            check_search(search, output)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 9])
+def test_beams_that_lose_their_memory_keep_the_rules(num_tokens: int) -> None:
+    chance = random.Random(num_tokens)
+    prompt, params, fields = some_search(chance)
+    params = msgspec.structs.replace(params, timestamps=TIMESTAMPS, min_tokens=MAX_TOKENS)
+    fields = {**fields, "timestamps": TIMESTAMPS}
+    with engine(FAMILY, max_num_batched_tokens=16) as llm:
+        stream = llm.stream(prompt, params)
+        outputs = [next(stream) for _ in range(num_tokens)]
+        assert step_without_free_memory(llm)
+        outputs += stream
+    check_search((prompt, params, fields), outputs[-1])
+
+
+def test_a_branch_that_loses_its_memory_keeps_the_rules() -> None:
+    prompt, fields = random_token_ids(15, seed=1), {"timestamps": TIMESTAMPS}
+    with engine(FAMILY) as llm:
+        stream = llm.stream(prompt, greedy(MAX_TOKENS, **fields))
+        outputs = [next(stream) for _ in range(2)]
+        assert step_without_free_memory(llm)
+        outputs += stream
+    found = [token for output in outputs for token in output.outputs[0].token_ids]
+    assert found == greedy_by_transformers(prompt, fields)
+
+
+def test_a_continuation_has_a_first_token_of_its_own() -> None:
+    prompt = random_token_ids(9, seed=2)
+    with engine(FAMILY) as llm:
+        [parent] = run(llm, [prompt], greedy(4))
+        text = [*prompt, *parent.outputs[0].token_ids]
+        [next_token] = oracle_tokens(FAMILY, text, 1)
+        fields: dict[str, Any] = {"suppressed_first_token_ids": [next_token]}
+        output = llm.continue_from(parent, [], greedy(MAX_TOKENS, **fields))
+    assert list(output.outputs[0].token_ids) == greedy_by_transformers(text, fields)
