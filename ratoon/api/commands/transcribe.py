@@ -1,0 +1,138 @@
+"""`ratoon transcribe MODEL AUDIO…`: write down what recordings say, as text, JSON or subtitles."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
+from ratoon.api.transcription.formats import FORMATS, SUBTITLES, SUFFIXES, as_dict, as_verbose_dict, render
+from ratoon.api.transcription.options import TEMPERATURES, TranscriptionOptions
+from ratoon.api.transcription.vocabulary import TASKS
+from ratoon.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ratoon.api.transcription.results import Transcription
+
+DESCRIPTION = """Write down what recordings say, with a speech model (Whisper).
+
+Recordings may be of any length, and are read together. What they say is printed, or written to files in --output-dir,
+each named after its recording. The recording "-" is read from standard input. Containers and codecs other than plain
+WAV files at 16 kHz need PyAV: pip install "ratoon[audio]"."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "transcribe",
+        help="write down what recordings say",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
+    parser.add_argument("prompts", metavar="AUDIO", nargs="*", help="a recording's file; - reads standard input")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="default text")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write a file there for each recording")
+    add_speech_options(parser)
+    add_engine_options(parser)
+    add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_speech_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("speech")
+    group.add_argument("--language", metavar="NAME", help="a code or a name, such as en; default: found out")
+    group.add_argument("--task", choices=TASKS, default="transcribe", help="translate: to English")
+    group.add_argument("--prompt", metavar="TEXT", help="text before the recording: names to spell right, a style")
+    group.add_argument("--beam-size", type=int, metavar="N", help="search with so many beams; default: greedy")
+    group.add_argument(
+        "--temperature", type=float, metavar="X", help="default 0, and more of it where a text is no good"
+    )
+    group.add_argument(
+        "--no-timestamps", action="store_true", help="windows of 30 seconds, all at once: faster, but may cut words"
+    )
+    group.add_argument(
+        "--condition-on-previous-text", action="store_true", help="a window reads what the one before said"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    options = transcription_options(args)
+    options.verify()  # before anyone waits for the model to load
+    check_outputs(args)
+    recordings = [read_recording(argument) for argument in args.prompts]
+    with open_llm(args) as llm:
+        transcriptions = llm.transcribe(recordings, **{name: getattr(options, name) for name in GIVEN})
+    assert isinstance(transcriptions, list)
+    failed = 0
+    for name, transcription in zip(args.prompts, transcriptions):
+        if transcription.error is not None:
+            failed += 1
+            print(f"error: {name}: {transcription.error}", file=sys.stderr)
+        elif args.output_dir is not None:
+            path = output_path(args, name)
+            path.write_text(render(transcription, args.format), encoding="utf-8")
+            print(path)
+        else:
+            print_transcription(transcription, name, args.format, heading=len(transcriptions) > 1)
+    return 1 if failed else 0
+
+
+GIVEN = ("language", "task", "timestamps", "prompt", "temperature", "beam_size", "condition_on_previous_text")
+
+
+def transcription_options(args: argparse.Namespace) -> TranscriptionOptions:
+    return TranscriptionOptions(
+        language=args.language,
+        task=args.task,
+        timestamps=not args.no_timestamps,
+        prompt=args.prompt,
+        temperature=args.temperature or TEMPERATURES,
+        beam_size=args.beam_size,
+        condition_on_previous_text=args.condition_on_previous_text,
+    )
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """RequestError for what could not be printed or written in the end."""
+    if not args.prompts:
+        raise RequestError("AUDIO", "is missing", "a recording's file, or - to read standard input")
+    if args.format in SUBTITLES and args.no_timestamps:
+        raise RequestError("--no-timestamps", f"leaves {args.format} without times", "leave it out")
+    if args.output_dir is None:
+        if args.format in SUBTITLES and len(args.prompts) > 1:
+            raise RequestError("--format", f"{args.format} is of one recording", "add --output-dir")
+        return
+    if not args.output_dir.is_dir():
+        raise RequestError("--output-dir", f"there is no folder {args.output_dir}", "one that exists")
+    paths = Counter(output_path(args, name) for name in args.prompts)
+    twice = next((path for path, count in paths.items() if count > 1), None)
+    if twice is not None:
+        raise RequestError("--output-dir", f"two recordings would be written to {twice}", "one after the other")
+
+
+def output_path(args: argparse.Namespace, name: str) -> Path:
+    stem = "stdin" if name == "-" else Path(name).stem
+    folder: Path = args.output_dir
+    return folder / f"{stem}.{SUFFIXES[args.format]}"
+
+
+def read_recording(argument: str) -> str | bytes:
+    if argument == "-":
+        return sys.stdin.buffer.read()
+    if not Path(argument).is_file():
+        raise RequestError("AUDIO", f"there is no file {argument}", "a recording's file")
+    return argument
+
+
+def print_transcription(transcription: Transcription, name: str, format: str, heading: bool) -> None:
+    if format in ("json", "verbose_json"):
+        told: dict[str, Any] = (as_verbose_dict if format == "verbose_json" else as_dict)(transcription)
+        print(json.dumps({"file": name, **told}, ensure_ascii=False))
+        return
+    if heading:
+        print(f"=== {name}")
+    print(render(transcription, format), end="")

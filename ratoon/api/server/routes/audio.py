@@ -1,0 +1,134 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.errors import refused
+from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.form_body import read_form
+from ratoon.api.server.generation import make_id
+from ratoon.api.server.protocol.audio import (
+    TranscriptionAnswer,
+    TranscriptionEvent,
+    TranscriptionRequest,
+    TranslationRequest,
+)
+from ratoon.api.server.responses import json_response
+from ratoon.api.server.routes.documented import WITH_BODY, answers, form
+from ratoon.api.server.sse import EventStream, event
+from ratoon.api.transcription.formats import MEDIA_TYPES, SUBTITLES, as_dict, as_verbose_dict, render
+from ratoon.api.transcription.options import TEMPERATURES, Task, TranscriptionOptions
+
+if TYPE_CHECKING:
+    from ratoon.api.transcription.results import Transcription
+    from ratoon.api.transcription.transcriber import Transcriber
+
+router = APIRouter(tags=["OpenAI"])
+ANSWERS = answers(
+    TranscriptionAnswer,
+    *(*WITH_BODY, 403, 404, 429),
+    stream_of=TranscriptionEvent,
+    files=[kind.split(";")[0] for kind in MEDIA_TYPES.values()],
+)
+
+
+@router.post(
+    "/v1/audio/transcriptions",
+    summary="Write down what a recording says",
+    responses=ANSWERS,
+    openapi_extra=form(TranscriptionRequest),
+    response_model=None,
+)
+async def create_transcription(request: Request) -> Response:
+    asked = await read_form(request, TranscriptionRequest)
+    if "word" in (asked.timestamp_granularities or ()):
+        raise refused("timestamp_granularities", "the times of single words are not found out here", "only segment")
+    return await _answer(request, asked, "transcribe")
+
+
+@router.post(
+    "/v1/audio/translations",
+    summary="Write down in English what a recording says",
+    responses=ANSWERS,
+    openapi_extra=form(TranslationRequest),
+    response_model=None,
+)
+async def create_translation(request: Request) -> Response:
+    return await _answer(request, await read_form(request, TranslationRequest), "translate")
+
+
+async def _answer(request: Request, asked: TranslationRequest, task: Task) -> Response:
+    context = context_of(request)
+    context.check_model(asked.model)
+    options = _options(asked, task)
+    transcriber = _transcriber(context, asked, exchange_of(request.scope).tenant)
+    if asked.stream:
+        if asked.response_format in (*SUBTITLES, "verbose_json"):
+            raise refused("response_format", f"{asked.response_format} is not streamed", "json or text")
+        events = _events(context, transcriber, asked.file, options)
+        first = await anext(events, b"")  # what is refused until then is refused with a status
+        return EventStream(first, events, exchange_of(request.scope).headers())
+    with context.admit(1):
+        transcription = await transcriber.transcribe(asked.file, options)
+    return _whole(request, transcription, asked.response_format)
+
+
+def _options(asked: TranslationRequest, task: Task) -> TranscriptionOptions:
+    options = TranscriptionOptions(
+        language=asked.language,
+        task=task,
+        prompt=asked.prompt,
+        temperature=asked.temperature or TEMPERATURES,
+        beam_size=asked.beam_size,
+    )
+    options.verify()
+    return options
+
+
+def _transcriber(context: ServerContext, asked: TranslationRequest, owner: str | None) -> Transcriber:
+    from ratoon.api.transcription.asynchronous import async_transcriber  # with numpy, which others do without
+    from ratoon.api.transcription.sources import AudioLimits
+
+    settings = context.settings
+    return async_transcriber(
+        context.llm,
+        limits=AudioLimits(max_seconds=settings.max_audio_seconds, max_bytes=settings.max_audio),
+        request_id=make_id("trsc", asked.request_id),
+        priority=asked.priority or 0,
+        cache_salt=asked.cache_salt,
+        owner=owner,
+    )
+
+
+def _whole(request: Request, transcription: Transcription, format: str) -> Response:
+    if format in MEDIA_TYPES:
+        headers = exchange_of(request.scope).headers()
+        return Response(render(transcription, format), headers=headers, media_type=MEDIA_TYPES[format])
+    return json_response(request, (as_verbose_dict if format == "verbose_json" else as_dict)(transcription))
+
+
+async def _events(
+    context: ServerContext, transcriber: Transcriber, audio: bytes, options: TranscriptionOptions
+) -> AsyncGenerator[bytes, None]:
+    """A delta for each segment. A window's are sent when its text is settled: what was sent is not taken back."""
+    transcription: Transcription | None = None
+    with context.admit(1):
+        async with aclosing(transcriber.follow(audio, options)) as news:
+            async for progress in news:
+                transcription = progress.transcription
+                begins = len(transcription.segments) == len(progress.segments)
+                texts = [segment.text for segment in progress.segments]
+                if texts and begins:
+                    texts[0] = texts[0].lstrip()
+                if body := b"".join(event({"type": "transcript.text.delta", "delta": text}) for text in texts):
+                    yield body
+    assert transcription is not None
+    yield event({"type": "transcript.text.done", **as_dict(transcription)})

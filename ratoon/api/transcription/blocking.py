@@ -1,0 +1,155 @@
+"""Transcription with an LLM: its engine runs a step at a time, in this process, while the call lasts.
+
+Recordings are still many at a time. An event loop of its own carries them, and the engine steps whenever somebody waits
+for it; files are decoded on threads meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ratoon.api.transcription.options import TranscriptionOptions
+from ratoon.api.transcription.progress import audio_progress
+from ratoon.api.transcription.results import Follow, Transcription
+from ratoon.api.transcription.sources import Audio, name_of
+from ratoon.api.transcription.transcriber import Transcriber
+from ratoon.api.transcription.windows import checked_output, window_prompt
+from ratoon.core.errors import EngineDeadError, RatoonError
+from ratoon.core.outputs import RequestOutput
+from ratoon.core.params import GenerationParams
+
+MAX_RECORDINGS = 32  # under way at a time: each is in memory as a spectrogram
+
+T = TypeVar("T")
+Inbox = deque[RequestOutput]
+
+
+@dataclass(slots=True)
+class SteppedEngine:
+    """`Generate` for an engine that only runs while somebody calls `step`."""
+
+    begin: Callable[[Any, GenerationParams, Inbox], str]  # a prompt's request, whose output goes to the inbox; its id
+    step: Callable[[], None]
+    end: Callable[[str], None]  # take a request back, or forget it
+    _waiting: dict[str, tuple[Inbox, asyncio.Future[RequestOutput]]] = field(default_factory=dict)
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(
+        self, features: np.ndarray, prompt_token_ids: list[int], params: GenerationParams
+    ) -> RequestOutput:
+        inbox: Inbox = deque()
+        request_id = self.begin(window_prompt(features, prompt_token_ids), params, inbox)
+        try:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting[request_id] = (inbox, future)
+            self._asked.set()
+            return checked_output(await future)
+        finally:
+            self._waiting.pop(request_id, None)
+            self.end(request_id)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Step the engine for as long as the work needs it."""
+        stepping = asyncio.create_task(self._keep_stepping())
+        try:
+            return await work
+        finally:
+            stepping.cancel()
+            await asyncio.gather(stepping, return_exceptions=True)
+
+    async def _keep_stepping(self) -> None:
+        while True:
+            await self._asked.wait()
+            error: Exception | None = None
+            if not any(inbox for inbox, _ in self._waiting.values()):
+                try:
+                    self.step()
+                except Exception as failure:  # those who wait get it
+                    error = failure
+            self._deliver(error)
+            await asyncio.sleep(0)  # who got something may ask for more before the next step
+
+    def _deliver(self, error: Exception | None) -> None:
+        for request_id, (inbox, future) in list(self._waiting.items()):
+            if error is None and not inbox:
+                continue
+            del self._waiting[request_id]
+            if future.done():  # given up
+                continue
+            if inbox:
+                future.set_result(inbox.popleft())
+            elif error is not None:
+                future.set_exception(error)
+        if not self._waiting:
+            self._asked.clear()
+
+
+def transcribe_recordings(
+    engine: SteppedEngine,
+    transcriber: Transcriber,
+    recordings: Sequence[Audio],
+    options: TranscriptionOptions,
+    *,
+    progress: bool,
+    single: bool,
+) -> list[Transcription]:
+    names = [name_of(audio, index) for index, audio in enumerate(recordings)]
+    with audio_progress(names, progress) as follow:
+        return run_blocking(lambda: engine.run(transcribe_many(transcriber, recordings, options, follow, single)))
+
+
+async def transcribe_many(
+    transcriber: Transcriber,
+    recordings: Sequence[Audio],
+    options: TranscriptionOptions,
+    follow: Follow,
+    single: bool = False,
+) -> list[Transcription]:
+    """In order. One that fails has `error` set, and the others go on; a single one raises."""
+    transcriber.check(options)  # what is wrong with them is wrong for all
+    room = asyncio.Semaphore(MAX_RECORDINGS)
+
+    async def transcribe(index: int, audio: Audio) -> Transcription:
+        transcription = Transcription(options.task)
+        try:
+            async with room, aclosing(transcriber.follow(audio, options)) as news:
+                async for progress in news:
+                    transcription = progress.transcription
+                    follow(index, progress)
+        except EngineDeadError:
+            raise
+        except RatoonError as error:
+            if single:
+                raise
+            transcription.error = str(error)
+        return transcription
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(transcribe(index, audio)) for index, audio in enumerate(recordings)]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def run_blocking(make_work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """On an event loop of its own; where one runs already on this thread (a notebook has one), on another thread."""
+
+    def run() -> T:
+        with asyncio.Runner() as runner:
+            return runner.run(make_work())
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        return threads.submit(run).result()

@@ -1,0 +1,97 @@
+"""Transcriptions as people want to have them: plain text, JSON in two sizes, subtitles (SRT and WebVTT)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ratoon.api.transcription.languages import name_of
+from ratoon.api.transcription.results import Segment, Transcription
+
+FORMATS = ("text", "json", "verbose_json", "srt", "vtt")
+SUFFIXES = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
+MEDIA_TYPES = {
+    "text": "text/plain; charset=utf-8",
+    "srt": "application/x-subrip; charset=utf-8",
+    "vtt": "text/vtt; charset=utf-8",
+}
+SUBTITLES = ("srt", "vtt")
+
+
+def render(transcription: Transcription, format: str) -> str:
+    """The whole file, a line break at its end."""
+    writers: dict[str, Callable[[Transcription], str]] = {
+        "text": lambda transcription: transcription.text + "\n",
+        "json": lambda transcription: json.dumps(as_dict(transcription), ensure_ascii=False) + "\n",
+        "verbose_json": lambda transcription: json.dumps(as_verbose_dict(transcription), ensure_ascii=False) + "\n",
+        "srt": as_srt,
+        "vtt": as_vtt,
+    }
+    return writers[format](transcription)
+
+
+def as_dict(transcription: Transcription) -> dict[str, Any]:
+    """OpenAI's `json`. What is paid for is seconds, of which one that was begun counts."""
+    usage = {"type": "duration", "seconds": math.ceil(transcription.duration)}
+    return {"text": transcription.text, "usage": usage}
+
+
+def as_verbose_dict(transcription: Transcription) -> dict[str, Any]:
+    """OpenAI's `verbose_json`."""
+    language = transcription.language
+    return {
+        "task": transcription.task,
+        "language": None if language is None else name_of(language),
+        "duration": round(transcription.duration, 3),
+        **as_dict(transcription),
+        "segments": [_segment_as_dict(index, segment) for index, segment in enumerate(transcription.segments)],
+    }
+
+
+def _segment_as_dict(index: int, segment: Segment) -> dict[str, Any]:
+    return {
+        "id": index,
+        "seek": segment.seek,
+        "start": round(segment.start, 3),
+        "end": round(segment.end, 3),
+        "text": segment.text,
+        "tokens": segment.tokens,
+        "temperature": segment.temperature,
+        "avg_logprob": segment.avg_logprob,
+        "compression_ratio": segment.compression_ratio,
+        "no_speech_prob": segment.no_speech_prob,
+    }
+
+
+def as_srt(transcription: Transcription) -> str:
+    return "".join(
+        f"{number}\n{_time(segment.start, ',')} --> {_time(segment.end, ',')}\n{_line(segment.text)}\n\n"
+        for number, segment in enumerate(transcription.segments, start=1)
+    )
+
+
+def as_vtt(transcription: Transcription) -> str:
+    cues = (
+        f"{_time(segment.start, '.')} --> {_time(segment.end, '.')}\n{_without_markup(_line(segment.text))}\n\n"
+        for segment in transcription.segments
+    )
+    return "WEBVTT\n\n" + "".join(cues)
+
+
+def _time(seconds: float, point: str) -> str:
+    milliseconds = round(seconds * 1000)
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    seconds, milliseconds = divmod(milliseconds, 1000)
+    return f"{hours:02d}:{minutes:02d}:{seconds:02d}{point}{milliseconds:03d}"
+
+
+def _line(text: str) -> str:
+    """One line, without what would look like times to a player."""
+    return " ".join(text.split()).replace("-->", "->")
+
+
+def _without_markup(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

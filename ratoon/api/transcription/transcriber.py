@@ -1,0 +1,145 @@
+"""A recording of any length to its text, window by window. What a window says is found out in windows.py.
+
+With timestamps, a window begins where the last segment of the one before has ended, so they are read one after the
+other. Without, they lie side by side and are read together. Either way many recordings can be under way at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from ratoon.api.transcription.options import TranscriptionOptions
+from ratoon.api.transcription.recordings import read_recording
+from ratoon.api.transcription.results import Progress, Segment, Transcription
+from ratoon.api.transcription.segments import Span, split_window
+from ratoon.api.transcription.sources import Audio, AudioLimits
+from ratoon.api.transcription.vocabulary import SpeechVocabulary
+from ratoon.api.transcription.windows import Generate, WindowReader, WindowText
+from ratoon.models.log_mel import FRAMES_PER_SECOND, WINDOW_FRAMES, Spectrogram
+
+MAX_WINDOWS = 32  # of one recording, in the engine at a time
+HIGHEST_TEMPERATURE_TO_TRUST = 0.5  # a text that took more of it says nothing to the next window
+
+
+@dataclass(frozen=True, slots=True)
+class Transcriber:
+    generate: Generate
+    vocabulary: SpeechVocabulary
+    num_mel_bins: int
+    limits: AudioLimits = field(default_factory=AudioLimits)
+
+    async def transcribe(self, audio: Audio, options: TranscriptionOptions) -> Transcription:
+        """RequestError: the recording can't be read, or the options make no sense; EngineError: it failed."""
+        transcription: Transcription | None = None
+        async with aclosing(self.follow(audio, options)) as news:
+            async for progress in news:
+                transcription = progress.transcription
+        assert transcription is not None
+        return transcription
+
+    async def follow(self, audio: Audio, options: TranscriptionOptions) -> AsyncGenerator[Progress, None]:
+        """The same with news: at first that it was decoded, then after each window. The last has all of it."""
+        language, prompt = self.check(options)
+        recording = await read_recording(audio, self.num_mel_bins, self.limits)
+        transcription = Transcription(options.task, duration=recording.duration)
+        yield Progress(transcription, [], 0.0)
+
+        reader = WindowReader(self.generate, self.vocabulary, options)
+        if language is None:
+            language, transcription.language_probability = await self._language(reader, recording)
+        transcription.language = language
+        read = _one_by_one if options.timestamps else _all_at_once
+        async with aclosing(read(reader, recording, language, prompt)) as windows:
+            async for segments, num_frames_done in windows:
+                transcription.segments += segments
+                seconds_done = min(num_frames_done / FRAMES_PER_SECOND, recording.duration)
+                yield Progress(transcription, segments, seconds_done)
+
+    def check(self, options: TranscriptionOptions) -> tuple[str | None, list[int]]:
+        """The language, if one is given, and the tokens of the prompt. RequestError: the options make no sense."""
+        options.verify()
+        self.vocabulary.verify_task(options.task)
+        language = None if options.language is None else self.vocabulary.language_code(options.language)
+        return language, self.vocabulary.encode_text(options.prompt or "")
+
+    async def _language(self, reader: WindowReader, recording: Spectrogram) -> tuple[str, float | None]:
+        if not self.vocabulary.is_multilingual:
+            return "en", None
+        return await reader.detect_language(recording.window(0))
+
+
+Windows = AsyncGenerator[tuple[list[Segment], int], None]  # of each window its segments, and the frames done so far
+
+
+async def _one_by_one(reader: WindowReader, recording: Spectrogram, language: str, prompt: list[int]) -> Windows:
+    said: list[int] = []  # the tokens that the next window is to know of
+    seek = 0
+    while seek < _num_frames(recording):
+        num_frames = min(WINDOW_FRAMES, _num_frames(recording) - seek)
+        text = await reader.read(recording.window(seek), language, prompt + said)
+        segments: list[Segment] = []
+        num_done = num_frames
+        if not text.is_silence(reader.options):
+            spans, num_done = split_window(text.tokens, reader.vocabulary, num_frames)
+            segments = _segments(spans, seek, text, reader.vocabulary, recording)
+        if not reader.options.condition_on_previous_text or text.temperature > HIGHEST_TEMPERATURE_TO_TRUST:
+            said = []
+        else:
+            said += [token for segment in segments for token in segment.tokens]
+        seek += num_done
+        yield segments, seek
+
+
+async def _all_at_once(reader: WindowReader, recording: Spectrogram, language: str, prompt: list[int]) -> Windows:
+    room = asyncio.Semaphore(MAX_WINDOWS)
+
+    async def read(seek: int) -> WindowText:
+        async with room:
+            return await reader.read(recording.window(seek), language, prompt)
+
+    starts = range(0, _num_frames(recording), WINDOW_FRAMES)
+    tasks = [asyncio.create_task(read(seek)) for seek in starts]
+    try:
+        for seek, task in zip(starts, tasks):
+            text = await task
+            num_frames = min(WINDOW_FRAMES, _num_frames(recording) - seek)
+            spans = [] if text.is_silence(reader.options) else [Span(0.0, num_frames / FRAMES_PER_SECOND, text.tokens)]
+            yield _segments(spans, seek, text, reader.vocabulary, recording), seek + num_frames
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _num_frames(recording: Spectrogram) -> int:
+    """A recording shorter than a frame is one, too."""
+    return max(recording.num_frames, 1)
+
+
+def _segments(
+    spans: list[Span], seek: int, text: WindowText, vocabulary: SpeechVocabulary, recording: Spectrogram
+) -> list[Segment]:
+    """Without those that say nothing, or that lie behind the recording's end."""
+    offset = seek / FRAMES_PER_SECOND
+    segments = []
+    for span in spans:
+        said = vocabulary.decode_text(span.tokens)
+        start, end = offset + span.start, min(offset + span.end, recording.duration)
+        if said.strip() and start < end:
+            segments.append(
+                Segment(
+                    start=start,
+                    end=end,
+                    text=said,
+                    tokens=span.tokens,
+                    seek=seek,
+                    temperature=text.temperature,
+                    avg_logprob=text.avg_logprob,
+                    compression_ratio=text.compression_ratio,
+                    no_speech_prob=text.no_speech_prob,
+                )
+            )
+    return segments

@@ -1,0 +1,145 @@
+"""Whisper's special tokens by their names, and the decoder prompts that they make up. Nothing here runs a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ratoon.api.transcription.languages import code_of
+from ratoon.core.config import ModelConfig
+from ratoon.core.errors import RequestError
+from ratoon.core.params import TimestampRules
+
+if TYPE_CHECKING:
+    from ratoon.models.tokenizer import Tokenizer
+
+TASKS = ("transcribe", "translate")
+# English-only models have tokens of languages in their files, and were never taught what they mean. They are known by
+# their vocabulary, which is one token smaller than that of the others.
+ENGLISH_ONLY_VOCAB_SIZE = 51864
+MAX_INITIAL_INDEX = 50  # a window's first timestamp is at one second at the latest, unless the model's files say else
+SECONDS_OF_TIMESTAMP = 0.02
+LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+NO_SPEECH_NAMES = ("<|nospeech|>", "<|nocaptions|>")
+
+
+@dataclass(frozen=True)
+class SpeechVocabulary:
+    """The tokens that matter. None: the model has no such token."""
+
+    tokenizer: Tokenizer = field(repr=False)
+    max_length: int  # of the decoder: prompt and text
+    start: int
+    end: int  # ids below it are text
+    no_timestamps: int  # ids above it are timestamps
+    previous: int | None  # stands before text that came earlier
+    no_speech: int | None
+    tasks: Mapping[str, int]  # empty for a model that only knows English
+    languages: Mapping[str, int]  # by code; empty as well
+    max_initial_index: int = MAX_INITIAL_INDEX
+
+    @property
+    def first_timestamp(self) -> int:
+        return self.no_timestamps + 1
+
+    @property
+    def is_multilingual(self) -> bool:
+        return bool(self.languages)
+
+    @property
+    def max_text_tokens(self) -> int:
+        """Of a window. Half of what the decoder can hold, as in openai-whisper: more is never speech."""
+        return self.max_length // 2
+
+    @cached_property
+    def timestamp_rules(self) -> TimestampRules:
+        return TimestampRules(
+            first_token_id=self.first_timestamp,
+            no_timestamps_token_id=self.no_timestamps,
+            end_token_id=self.end,
+            max_initial_index=self.max_initial_index,
+        )
+
+    def language_code(self, language: str) -> str:
+        """RequestError for one that the model does not know."""
+        code = code_of(language)
+        if code in self.languages or (not self.is_multilingual and code == "en"):
+            return code
+        known = ", ".join(self.languages) or "en: the model knows no other"
+        raise RequestError("language", f"{language[:64]!r} is none that the model knows", f"one of {known}")
+
+    def verify_task(self, task: str) -> None:
+        if task not in TASKS:
+            raise RequestError("task", f"{task!r} is unknown", " or ".join(TASKS))
+        if task == "translate" and task not in self.tasks:
+            raise RequestError("task", "the model only knows English, and can't translate", "transcribe")
+
+    def prompt(self, language: str, task: str, timestamps: bool, previous: Sequence[int] = ()) -> list[int]:
+        """What the decoder begins with. Of the text that came before, the end is what fits."""
+        prompt = [*self.before_start(previous), self.start]
+        if self.is_multilingual:
+            prompt += [self.languages[language], self.tasks[task]]
+        return prompt if timestamps else [*prompt, self.no_timestamps]
+
+    def before_start(self, previous: Sequence[int]) -> list[int]:
+        if not previous or self.previous is None:
+            return []
+        return [self.previous, *previous[-(self.max_length // 2 - 1) :]]
+
+    def encode_text(self, text: str) -> list[int]:
+        """A caller's prompt as text that came before."""
+        token_ids = self.tokenizer.encode(" " + text.strip(), add_special_tokens=False) if text.strip() else []
+        if any(token_id >= self.end for token_id in token_ids):
+            raise RequestError("prompt", "has a special token in it", "plain text")
+        return token_ids
+
+    def decode_text(self, token_ids: Sequence[int]) -> str:
+        """Without timestamps and other special tokens."""
+        return self.tokenizer.decode([token_id for token_id in token_ids if token_id < self.end])
+
+
+def find_vocabulary(
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    generation_config: Mapping[str, Any],  # what the model's file of this name holds
+    max_model_len: int | None = None,  # of the engine; None: the model's
+) -> SpeechVocabulary:
+    """RequestError: the tokens are not Whisper's."""
+
+    def find(*names: str) -> int | None:
+        ids = (tokenizer.backend.token_to_id(name) for name in names)
+        return next((token_id for token_id in ids if token_id is not None), None)
+
+    start, end, no_timestamps = find("<|startoftranscript|>"), find("<|endoftext|>"), find("<|notimestamps|>")
+    if start is None or end is None or no_timestamps is None:
+        raise RequestError("model", "reads audio, but has other tokens than Whisper", "one of the Whisper family")
+    tasks = {task: token_id for task in TASKS if (token_id := find(f"<|{task}|>")) is not None}
+    languages = _find_languages(tokenizer, start, no_timestamps)
+    if config.vocab_size == ENGLISH_ONLY_VOCAB_SIZE or len(tasks) < len(TASKS):
+        tasks, languages = {}, {}
+    index = generation_config.get("max_initial_timestamp_index")
+    return SpeechVocabulary(
+        tokenizer=tokenizer,
+        max_length=config.max_position if max_model_len is None else max_model_len,
+        start=start,
+        end=end,
+        no_timestamps=no_timestamps,
+        previous=find("<|startofprev|>"),
+        no_speech=find(*NO_SPEECH_NAMES),
+        tasks=tasks if languages else {},
+        languages=languages,
+        max_initial_index=index if isinstance(index, int) and index >= 0 else MAX_INITIAL_INDEX,
+    )
+
+
+def _find_languages(tokenizer: Tokenizer, start: int, no_timestamps: int) -> dict[str, int]:
+    """By code, in the order of their tokens, which stand between the start token and the timestamps."""
+    found = {}
+    for token_id in range(start + 1, no_timestamps):
+        match = LANGUAGE.fullmatch(tokenizer.id_to_token(token_id) or "")
+        if match:
+            found[match[1]] = token_id
+    return found

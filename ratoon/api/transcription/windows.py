@@ -1,0 +1,181 @@
+"""One window of a recording to its tokens: the requests for it, and another temperature where a text is no good.
+
+The engine is behind `Generate`: whoever has one passes how to ask it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ratoon.api.transcription.options import TranscriptionOptions
+from ratoon.api.transcription.vocabulary import SpeechVocabulary
+from ratoon.core.errors import EngineError
+from ratoon.core.outputs import CompletionOutput, RequestOutput
+from ratoon.core.params import BeamSearchParams, GenerationParams, RequestOutputKind, SamplingParams
+
+
+class Generate(Protocol):
+    """An engine: features [mel bins, 3000] for its encoder and a decoder prompt in, the final output back.
+
+    Raises RequestError or EngineError; cancelled, it takes the request back. Many may wait at a time.
+    """
+
+    async def __call__(
+        self, features: np.ndarray, prompt_token_ids: list[int], params: GenerationParams
+    ) -> RequestOutput: ...
+
+
+@dataclass(slots=True)
+class WindowText:
+    tokens: list[int]  # timestamps among them, the end token not
+    text: str
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float | None
+
+    def is_silence(self, options: TranscriptionOptions) -> bool:
+        """Probably no speech, and what was made of it is improbable."""
+        if options.no_speech_threshold is None or self.no_speech_prob is None:
+            return False
+        return self.no_speech_prob > options.no_speech_threshold and (
+            options.logprob_threshold is None or self.avg_logprob <= options.logprob_threshold
+        )
+
+    def is_good(self, options: TranscriptionOptions) -> bool:
+        """Neither repeats itself nor is improbable. Silence is good as it is: no temperature finds words in it."""
+        highest_ratio, lowest_logprob = options.compression_ratio_threshold, options.logprob_threshold
+        if lowest_logprob is not None and self.is_silence(options):
+            return True
+        if highest_ratio is not None and self.compression_ratio > highest_ratio:
+            return False
+        return lowest_logprob is None or self.avg_logprob >= lowest_logprob
+
+
+@dataclass(frozen=True, slots=True)
+class WindowReader:
+    generate: Generate
+    vocabulary: SpeechVocabulary
+    options: TranscriptionOptions
+
+    async def detect_language(self, features: np.ndarray) -> tuple[str, float]:
+        """The likeliest language's code, and its probability."""
+        languages = self.vocabulary.languages
+        params = _one_token(list(languages.values()))
+        choice = _choice(await self.generate(features, [self.vocabulary.start], params))
+        token = choice.token_ids[0]
+        code = next(code for code, token_id in languages.items() if token_id == token)
+        return code, math.exp(_logprobs(choice)[0])
+
+    async def read(self, features: np.ndarray, language: str, previous: list[int]) -> WindowText:
+        """The text of the first temperature that makes a good one, or of the last."""
+        reading = asyncio.create_task(self._no_speech_prob(features, previous))
+        try:
+            prompt = self.vocabulary.prompt(language, self.options.task, self.options.timestamps, previous)
+            for temperature in self.options.temperatures:
+                choice = _choice(await self.generate(features, prompt, self._params(temperature)))
+                text = self._judge(choice, temperature, await reading)
+                if text.is_good(self.options):
+                    break
+            return text
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _no_speech_prob(self, features: np.ndarray, previous: list[int]) -> float | None:
+        """The probability that at the start token the model says: no speech."""
+        token = self.vocabulary.no_speech
+        if token is None or self.options.no_speech_threshold is None:
+            return None
+        prompt = [*self.vocabulary.before_start(previous), self.vocabulary.start]
+        choice = _choice(await self.generate(features, prompt, _one_token([token])))
+        return math.exp(_logprobs(choice)[0])
+
+    def _params(self, temperature: float) -> GenerationParams:
+        """What the model's files forbid is forbidden without our doing."""
+        rules = self.vocabulary.timestamp_rules if self.options.timestamps else None
+        max_tokens = self.vocabulary.max_text_tokens
+        if temperature == 0 and self.options.beam_size is not None:
+            return BeamSearchParams(
+                beam_width=self.options.beam_size, max_tokens=max_tokens, timestamps=rules, detokenize=False
+            )
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            timestamps=rules,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _judge(self, choice: CompletionOutput, temperature: float, no_speech_prob: float | None) -> WindowText:
+        tokens = [token for token in choice.token_ids if token != self.vocabulary.end]
+        text = self.vocabulary.decode_text(tokens).strip()
+        return WindowText(
+            tokens=tokens,
+            text=text,
+            temperature=temperature,
+            avg_logprob=self._sum_of_logprobs(choice) / (len(tokens) + 1),
+            compression_ratio=compression_ratio(text),
+            no_speech_prob=no_speech_prob,
+        )
+
+    def _sum_of_logprobs(self, choice: CompletionOutput) -> float:
+        """The engine's are those of the model, before rules forbid anything. Rules leave the first token of a text with
+        timestamps hardly a choice, so what the model would rather have said there is no fault of the text."""
+        if choice.logprobs is None:  # of beams there is only the sum
+            return choice.cumulative_logprob or 0.0
+        return sum(_logprobs(choice)[1 if self.options.timestamps else 0 :])
+
+
+def compression_ratio(text: str) -> float:
+    data = text.encode("utf-8")
+    return len(data) / len(zlib.compress(data))
+
+
+def _one_token(allowed: list[int]) -> SamplingParams:
+    """The likeliest of these, with its probability among all tokens."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        allowed_token_ids=allowed,
+        suppressed_token_ids=[],
+        suppressed_first_token_ids=[],
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _choice(output: RequestOutput) -> CompletionOutput:
+    return output.outputs[0]
+
+
+def _logprobs(choice: CompletionOutput) -> list[float]:
+    """Of the tokens that were chosen."""
+    assert choice.logprobs is not None
+    return [alternatives[token].logprob for token, alternatives in zip(choice.token_ids, choice.logprobs)]
+
+
+def window_prompt(features: np.ndarray, prompt_token_ids: list[int]) -> dict[str, Any]:
+    """As engines take it."""
+    return {"encoder_prompt": {"features": features}, "decoder_prompt": {"prompt_token_ids": prompt_token_ids}}
+
+
+def checked_output(output: RequestOutput | None) -> RequestOutput:
+    """The output of a request that ended well."""
+    if output is None:
+        raise EngineError("the engine gave no output")
+    if output.refusal is not None:
+        raise output.refusal
+    if output.error is not None:
+        raise EngineError(output.error)
+    if any(choice.finish_reason == "abort" for choice in output.outputs):
+        raise EngineError("the request was aborted")
+    return output

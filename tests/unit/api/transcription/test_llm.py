@@ -1,0 +1,268 @@
+"""LLM.transcribe and `ratoon transcribe`, on an engine that plays a script."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+import time
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from ratoon.api.cli import main
+from ratoon.api.llm import LLM
+from ratoon.core.errors import EngineError, RequestError
+from ratoon.core.params import SamplingParams
+from tests.unit.api.transcription.engines import SpeechClient, speech_source
+from tests.unit.api.transcription.speech import ENGLISH, PREVIOUS, RATE, START, TRANSCRIBE, tone, wav
+from tests.unit.engine.fakes import model_config
+
+TONE = wav(tone(1))
+
+
+def two_windows(request) -> str:
+    """Of a recording of 40 seconds; behind its end, its second window has zeros."""
+    features = np.frombuffer(request.encoder_input.features.data, np.float32).reshape(80, 3000)
+    return "<0.00> second<9.00>" if not features[:, 1000:].any() else "<0.00> first<30.00><30.00>"
+
+
+@pytest.fixture
+def source():
+    return speech_source()
+
+
+@pytest.fixture
+def client(monkeypatch, source) -> SpeechClient:
+    made = SpeechClient(lambda request: "<0.00> Hello.<1.00>")
+    models, clients = ModuleType("ratoon.models.source"), ModuleType("ratoon.engine.client")
+    models.resolve_model = lambda name: source
+    clients.make_client = lambda config, source, timer, process: made
+    monkeypatch.setitem(sys.modules, "ratoon.models.source", models)
+    monkeypatch.setitem(sys.modules, "ratoon.engine.client", clients)
+    return made
+
+
+@pytest.fixture
+def llm(client) -> LLM:
+    return LLM("tiny")
+
+
+def test_one_recording_is_one_transcription(llm, client):
+    found = llm.transcribe(TONE)
+    assert (found.text, found.language, found.duration) == ("Hello.", "en", 1.0)
+    assert found.language_probability == pytest.approx(0.75)
+    (window,) = client.windows
+    assert window.prompt_token_ids == [START, ENGLISH, TRANSCRIBE]
+    assert window.encoder_input.features.shape == (80, 3000)
+    assert window.encoder_input.num_positions == 1500
+    assert window.sampling_params.timestamps is not None
+    assert llm.engine.num_unfinished_requests() == 0
+
+
+def test_all_questions_about_a_window_are_about_the_same_encoder_input(llm, client):
+    llm.transcribe(TONE)
+    assert len(client.added) == 3
+    assert len({request.encoder_input.content_hash for request in client.added}) == 1
+
+
+def test_several_recordings_run_together_and_come_back_in_order(llm, client):
+    most = 0
+
+    def watch():
+        nonlocal most
+        most = max(most, llm.engine.num_unfinished_requests())
+        time.sleep(0.01)  # others are decoded meanwhile
+
+    client.on_step = watch
+    client.texts = two_windows
+    found = llm.transcribe([TONE, wav(tone(40)), (tone(1)[:, 0] / 32768, RATE)], no_speech_threshold=None)
+    assert [one.text for one in found] == ["first", "first second", "first"]
+    assert [one.duration for one in found] == [1, 40, 1]
+    assert most >= 2
+    assert llm.transcribe([]) == []
+
+
+def test_one_that_fails_does_not_disturb_the_others(llm, client):
+    found = llm.transcribe([b"", TONE, b"nonsense"])
+    assert [one.text for one in found] == ["", "Hello.", ""]
+    assert found[0].error == "file: is empty; a recording"
+    assert found[1].error is None
+    assert found[2].error.startswith("file: can't be read as a recording")
+    with pytest.raises(RequestError, match="file: is empty"):
+        llm.transcribe(b"")
+
+
+def test_what_is_wrong_for_all_is_said_once(llm, client):
+    with pytest.raises(RequestError, match="language: 'xx' is none that the model knows"):
+        llm.transcribe([TONE, TONE], language="xx")
+    assert not client.added
+
+
+def test_options_reach_the_engine(llm, client):
+    found = llm.transcribe(
+        TONE, language="german", task="translate", timestamps=False, prompt="Names", temperature=0.3, beam_size=4
+    )
+    assert found.language == "de"
+    (window,) = client.windows
+    assert window.prompt_token_ids[:7] == [PREVIOUS, *b" Names"]
+    assert window.sampling_params.temperature == 0.3
+    assert window.sampling_params.timestamps is None
+    assert window.beam_params is None
+    llm.transcribe(TONE, beam_size=4, condition_on_previous_text=True)
+    assert client.windows[-1].beam_params.beam_width == 4
+    with pytest.raises(RequestError, match="beam_size"):
+        llm.transcribe(TONE, beam_size=0)
+    with pytest.raises(TypeError, match="beans"):
+        llm.transcribe(TONE, beans=4)
+
+
+def test_a_model_that_does_not_read_audio_says_so(llm, source):
+    source.config = model_config()
+    with pytest.raises(RequestError, match="model: does not read audio"):
+        llm.transcribe(TONE)
+
+
+def test_an_engine_that_refuses_or_fails_is_heard_of(llm, client):
+    client.refuse = lambda request: RequestError("encoder_prompt", "is too much")
+    with pytest.raises(RequestError, match="is too much"):
+        llm.transcribe(TONE)
+    client.refuse = lambda request: None
+
+    def fail():
+        raise EngineError("out of order")
+
+    client.on_step = fail
+    with pytest.raises(EngineError, match="out of order"):
+        llm.transcribe(TONE)
+    client.on_step = lambda: None
+    assert llm.transcribe(TONE).text == "Hello."
+
+
+def test_windows_are_not_kept_to_be_continued(llm):
+    llm.transcribe(TONE)
+    assert len(llm.engine.output_processor.roots) == 0
+
+
+def test_a_stream_that_is_open_gets_its_own_outputs(llm, client):
+    client.texts = lambda request: (
+        " one two three four" if request.sampling_params.timestamps is None else "<0.00> x<1.00>"
+    )
+    features = np.zeros((80, 3000), np.float32)
+    prompt = {"encoder_prompt": {"features": features}, "decoder_prompt": {"prompt_token_ids": [START]}}
+    stream = llm.stream(prompt, SamplingParams(max_tokens=100))
+    pieces = [next(stream).outputs[0].text]
+    assert llm.transcribe(TONE).text == "x"
+    pieces += [output.outputs[0].text for output in stream]
+    assert "".join(pieces) == " one two three four"
+
+
+def test_it_works_where_an_event_loop_runs_already(llm):
+    async def in_a_notebook():
+        return llm.transcribe(TONE)
+
+    assert asyncio.run(in_a_notebook()).text == "Hello."
+
+
+def test_an_interrupt_takes_everything_back(llm, client):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    client.on_step = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        llm.transcribe([TONE, TONE])
+    client.on_step = lambda: None
+    assert llm.engine.num_unfinished_requests() == 0
+    assert llm.transcribe(TONE).text == "Hello."
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def recording(tmp_path):
+    path = tmp_path / "talk.wav"
+    path.write_bytes(TONE)
+    return path
+
+
+def test_the_command_prints_the_text(client, recording, capsys):
+    assert main(["transcribe", "tiny", str(recording)]) == 0
+    assert capsys.readouterr().out == "Hello.\n"
+
+
+def test_several_recordings_are_printed_with_their_names(client, recording, tmp_path, capsys):
+    other = tmp_path / "other.wav"
+    other.write_bytes(wav(tone(2, 8000), 8000))
+    assert main(["transcribe", "tiny", str(recording), "--language", "en", str(other)]) == 0
+    assert capsys.readouterr().out == f"=== {recording}\nHello.\n=== {other}\nHello.\n"
+    assert main(["transcribe", "tiny", str(recording), str(other), "--format", "json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["file"], line["text"]) for line in lines] == [(str(recording), "Hello."), (str(other), "Hello.")]
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "content"),
+    [
+        ("text", "talk.txt", "Hello.\n"),
+        ("srt", "talk.srt", "1\n00:00:00,000 --> 00:00:01,000\nHello.\n\n"),
+        ("vtt", "talk.vtt", "WEBVTT\n\n00:00:00.000 --> 00:00:01.000\nHello.\n\n"),
+        ("json", "talk.json", '{"text": "Hello.", "usage": {"type": "duration", "seconds": 1}}\n'),
+    ],
+)
+def test_files_are_written_to_a_folder(client, recording, tmp_path, capsys, form, name, content):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert main(["transcribe", "tiny", str(recording), "--format", form, "--output-dir", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / name}\n"
+    assert (folder / name).read_text() == content
+
+
+def test_a_recording_may_come_from_standard_input(client, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TONE)))
+    assert main(["transcribe", "tiny", "-", "--format", "srt"]) == 0
+    assert capsys.readouterr().out.endswith("Hello.\n\n")
+
+
+def test_a_recording_that_can_not_be_read_is_named(client, recording, tmp_path, capsys):
+    broken = tmp_path / "broken.mp3"
+    broken.write_bytes(b"nonsense")
+    assert main(["transcribe", "tiny", str(broken), str(recording)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {broken}: file: can't be read as a recording")
+    assert printed.out == f"=== {recording}\nHello.\n"
+    assert main(["transcribe", "tiny", str(broken)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "AUDIO: is missing"),
+        (["/nowhere.wav"], "AUDIO: there is no file /nowhere.wav"),
+        (["A", "--beam-size", "0"], "beam_size: 0 is out of range"),
+        (["A", "--temperature", "-1"], "temperature: -1.0 is out of range"),
+        (["A", "--format", "srt", "--no-timestamps"], "--no-timestamps: leaves srt without times"),
+        (["A", "A", "--format", "vtt"], "--format: vtt is of one recording"),
+        (["A", "--output-dir", "/nowhere"], "--output-dir: there is no folder /nowhere"),
+        (["A", "A", "--output-dir", "."], "--output-dir: two recordings would be written to talk.txt"),
+        (["A", "--no-timestamps", "--condition-on-previous-text"], "condition_on_previous_text: without timestamps"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_model_is_loaded(client, recording, capsys, arguments, problem):
+    arguments = [str(recording) if argument == "A" else argument for argument in arguments]
+    assert main(["transcribe", "tiny", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {problem}")
+    assert not client.added
+
+
+def test_a_bar_shows_seconds_on_a_terminal(client, recording, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    LLM("tiny").transcribe([recording, TONE])
+    assert "1/1 s" in terminal.getvalue() or "2/2 s" in terminal.getvalue()
