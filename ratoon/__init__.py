@@ -12,6 +12,9 @@ from ratoon.version import __version__
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
+    from ratoon.api.transcription.asynchronous import async_transcriber
+    from ratoon.api.transcription.options import TranscriptionOptions
+    from ratoon.api.transcription.results import Transcription
     from ratoon.core.errors import (
         ConfigError,
         DeadlineError,
@@ -38,16 +41,26 @@ if TYPE_CHECKING:
         PoolingParams,
         RequestOutputKind,
         SamplingParams,
+        TimestampRules,
     )
     from ratoon.engine.async_llm import AsyncLLM
+    from ratoon.engine.prompts import AudioPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "TextPrompt",
+    "TokensPrompt",
+    "AudioPrompt",
+    "ExplicitEncoderDecoderPrompt",
     "SamplingParams",
     "BeamSearchParams",
     "PoolingParams",
     "HiddenStatesParams",
+    "TimestampRules",
+    "TranscriptionOptions",
+    "Transcription",
+    "async_transcriber",
     "RequestOutputKind",
     "RequestOutput",
     "CompletionOutput",
@@ -71,10 +84,18 @@ __all__ = [
 _HOMES = {
     "LLM": "ratoon.api.llm",
     "AsyncLLM": "ratoon.engine.async_llm",
+    "TextPrompt": "ratoon.engine.prompts",
+    "TokensPrompt": "ratoon.engine.prompts",
+    "AudioPrompt": "ratoon.engine.prompts",
+    "ExplicitEncoderDecoderPrompt": "ratoon.engine.prompts",
     "SamplingParams": "ratoon.core.params",
     "BeamSearchParams": "ratoon.core.params",
     "PoolingParams": "ratoon.core.params",
     "HiddenStatesParams": "ratoon.core.params",
+    "TimestampRules": "ratoon.core.params",
+    "TranscriptionOptions": "ratoon.api.transcription.options",
+    "Transcription": "ratoon.api.transcription.results",
+    "async_transcriber": "ratoon.api.transcription.asynchronous",
     "RequestOutputKind": "ratoon.core.params",
     "RequestOutput": "ratoon.core.outputs",
     "CompletionOutput": "ratoon.core.outputs",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, overload
 
@@ -21,8 +22,9 @@ from ratoon.api.arguments import (
 )
 from ratoon.api.interrupts import interrupts_held_back
 from ratoon.api.progress import request_progress
+from ratoon.api.transcription.options import TEMPERATURES, Task, TranscriptionOptions
 from ratoon.core.config import EngineConfig, SchedulingPolicy, resolve_max_model_len
-from ratoon.core.errors import RequestError
+from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
 from ratoon.core.params import (
     BeamSearchParams,
@@ -36,15 +38,18 @@ from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.hidden_states import Selection
-from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, split_prompt
+from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.llm_engine import LLMEngine
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.params_processor import default_sampling_params
+from ratoon.engine.prompts import Prompt, Suffix, texts_of
 from ratoon.engine.roots import Root
 from ratoon.engine.torch_tensors import with_torch_tensors
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
+    from ratoon.api.transcription.results import Transcription
+    from ratoon.api.transcription.sources import Audio
     from ratoon.models.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -60,6 +65,7 @@ class Checked(NamedTuple):
     request: EngineCoreRequest
     prompt: str | None = None  # its text, where it has one
     selection: Selection | None = None  # of hidden states
+    encoder_prompt: str | None = None  # the other text, of an encoder-decoder model
 
     @property
     def external_id(self) -> str:
@@ -120,6 +126,7 @@ class LLM:
             block_size=config.cache.block_size,
             max_lease_seconds=config.cache.max_lease_seconds,
             max_hidden_states_bytes=config.max_hidden_states_bytes,
+            pooling=self.source.pooling,
         )
         output_processor = OutputProcessor(self._tokenizer, selector=input_processor.selector)
         self.engine = LLMEngine(self._client, input_processor, output_processor)
@@ -140,9 +147,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts, and return their outputs in the same order.
 
-        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. Params and priority are
-        one for all, or a list with one for each. Every prompt is checked before the first is started: a bad one raises
-        RequestError with its index. A request of a batch that fails later has `error` set and the finish reason
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. An encoder-decoder model
+        reads it with its encoder; {"encoder_prompt": prompt, "decoder_prompt": prompt} begins the answer as well. An
+        encoder that hears reads {"audio": floats, "sampling_rate": 16000}. Params and priority are one for all, or a
+        list with one for each. Every prompt is checked before the first is started: a bad one raises RequestError with
+        its index. A request of a batch that fails later has `error` set and the finish reason
         "error", and the others go on; one that is alone, and that the engine refuses, raises. With BeamSearchParams the
         choices of an output are the best texts that a beam search found, the best first.
         """
@@ -323,6 +332,45 @@ class LLM:
         in_order = [outputs[one.external_id] for one in checked]
         return in_order[0] if single else in_order
 
+    def transcribe(
+        self,
+        audio: Audio | list[Audio],
+        *,
+        language: str | None = None,  # a code or a name; None: found out
+        task: Task = "transcribe",  # or translate: to English
+        timestamps: bool = True,
+        prompt: str | None = None,  # text before the recording: names to spell right, a style
+        temperature: float | Sequence[float] = TEMPERATURES,  # tried one after the other, until a text is good
+        beam_size: int | None = None,  # None: greedy
+        progress: bool = True,
+        **further: Any,  # of TranscriptionOptions
+    ) -> Transcription | list[Transcription]:
+        """What a recording of any length says, or of a list each, in the same order; all of them run together.
+
+        A recording is a path, the bytes of a file, an open file, or (samples, sampling rate). One that can't be read,
+        or that fails, raises; in a list it has `error` set, and the others go on. RequestError: the model is none for
+        speech, or an option has no meaning.
+        """
+        from ratoon.api.transcription.blocking import SteppedEngine, transcribe_recordings
+        from ratoon.api.transcription.model import make_transcriber
+
+        self._verify_open()
+        options = TranscriptionOptions(
+            language=language,
+            task=task,
+            timestamps=timestamps,
+            prompt=prompt,
+            temperature=temperature,
+            beam_size=beam_size,
+            **further,
+        )
+        engine = SteppedEngine(self._begin, self._step, self._end)
+        transcriber = make_transcriber(self.source, self.get_tokenizer(), engine, self.config.max_model_len)
+        single = not isinstance(audio, list)
+        recordings = [audio] if single else audio
+        found = transcribe_recordings(engine, transcriber, recordings, options, progress=progress, single=single)
+        return found[0] if single else found
+
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> dict[str, Any]:
         """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
         tokenizer = self.get_tokenizer()
@@ -380,9 +428,9 @@ class LLM:
     ) -> list[Checked]:
         """All prompts as requests to generate, or RequestError; nothing is started."""
         processor = self.engine.input_processor
-        if isinstance(params, (SamplingParams, BeamSearchParams)):
+        if params is None or isinstance(params, (SamplingParams, BeamSearchParams)):
             # Shared by all: no prompt's index belongs to the error.
-            processor.verify_params(with_output_kind(params, output_kind))
+            processor.verify_params(with_output_kind(params or self._default_params, output_kind))
 
         def make_request(request_id: str, prompt: Prompt, one_params: Any, one_priority: int) -> EngineCoreRequest:
             one_params = with_output_kind(one_params, output_kind)
@@ -401,8 +449,8 @@ class LLM:
     ) -> list[Checked]:
         """The same for vectors."""
         processor = self.engine.input_processor
-        if isinstance(params, PoolingParams):
-            processor.verify_pooling_params(params)
+        if params is None or isinstance(params, PoolingParams):
+            processor.verify_pooling_params(params or PoolingParams())
 
         def make_request(request_id: str, prompt: Prompt, one_params: Any, one_priority: int) -> EngineCoreRequest:
             return processor.process_pooling(
@@ -479,7 +527,8 @@ class LLM:
                 request = make_request(str(self._num_requests + index), prompt, one_params, one_priority)
             except RequestError as error:
                 raise error if single else with_index(error, index) from None
-            checked.append(Checked(request, split_prompt(prompt)[0]))
+            text, encoder_text = texts_of(prompt, request.encoder_input is not None)
+            checked.append(Checked(request, text, encoder_prompt=encoder_text))
         self._num_requests += len(checked)
         return checked
 
@@ -515,6 +564,20 @@ class LLM:
             self.engine.submit(*one)
         except RequestError as error:
             inbox.append(self.engine.refuse(*one, error=error))
+
+    def _begin(self, prompt: Prompt, params: GenerationParams, inbox: deque[Any]) -> str:
+        """Start a request on its own, whose one output goes to the inbox; its id. It ends with `_end`."""
+        (checked,) = self._check(prompt, params, None, None, RequestOutputKind.FINAL_ONLY)
+        self._submit(checked, inbox)
+        return checked.external_id
+
+    def _end(self, request_id: str) -> None:
+        """Take a request back, or forget it if it has ended."""
+        with interrupts_held_back():
+            self.engine.abort_request([request_id])
+        self._inboxes.pop(request_id, None)
+        with suppress(UnknownParentError):
+            self.engine.output_processor.roots.remove(request_id)
 
     def _step(self) -> None:
         """One engine step. Its outputs go to those who wait for them: a stream may be open while another call runs."""

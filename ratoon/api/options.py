@@ -21,9 +21,9 @@ Subparsers = Any  # argparse has no public name for what add_subparsers returns
 
 # Option → keyword of LLM. Those left out on the command line are left to the LLM's own defaults.
 ENGINE_OPTIONS = (
-    "device", "dtype", "max_model_len", "block_size", "num_blocks", "kv_memory", "max_num_batched_tokens",
-    "max_num_seqs", "policy", "num_threads", "attention_backend", "load_format", "lease_fraction", "max_lease_seconds",
-    "max_hidden_states_bytes", "executor",
+    "device", "dtype", "max_model_len", "block_size", "num_blocks", "kv_memory", "swap_memory",
+    "max_num_batched_tokens", "max_num_encoder_tokens", "max_num_seqs", "policy", "num_threads", "attention_backend",
+    "load_format", "lease_fraction", "max_lease_seconds", "max_hidden_states_bytes", "executor",
 )  # fmt: skip
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -44,6 +44,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the KV cache")
     group.add_argument("--kv-memory", metavar="SIZE", help="memory for the KV cache, such as 512MiB or 2GiB")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
+    group.add_argument(
+        "--swap-memory", metavar="SIZE", help="host memory for what requests hold that must give way; 0: none"
+    )
+    group.add_argument("--max-num-encoder-tokens", type=int, metavar="N", help="budget of a step for encoder inputs")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in a step")
     group.add_argument("--policy", metavar="NAME", help="fcfs or priority")
     group.add_argument("--no-prefix-caching", action="store_true", help="compute shared prefixes again")

@@ -5,6 +5,7 @@ Each takes in what the engine sends for it, and makes what the caller gets. Requ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ratoon.core.errors import EngineError
@@ -54,8 +55,10 @@ class VectorAnswer:
 
 
 class HiddenStatesAnswer:
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, selection: Selection, token_ids: Sequence[int]) -> None:
+        """`token_ids` are what the positions count in; none: it is audio."""
         self._selection = selection
+        self._token_ids = token_ids
         self.assembly = HiddenStatesAssembly(selection)
         self.source: str | None = None
         self.num_rows_run = 0
@@ -75,7 +78,7 @@ class HiddenStatesAnswer:
             dtype=self._selection.extraction.dtype,
             layers=self._selection.layers,
             positions=self._selection.positions,
-            token_ids=[request.prompt_token_ids[position] for position in self._selection.positions],
+            token_ids=[self._token_ids[position] for position in self._selection.positions if self._token_ids],
             computed_tokens=self.num_rows_run,
             num_cached_tokens=request.num_cached_tokens or 0,
             source=self.source,

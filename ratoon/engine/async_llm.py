@@ -28,11 +28,12 @@ from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.client_interface import AsyncEngineClient
 from ratoon.engine.hidden_states import Selection
-from ratoon.engine.input_processor import InputProcessor, Prompt, Suffix, split_prompt
+from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_handler import OutputHandler
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.params_processor import default_sampling_params
+from ratoon.engine.prompts import Prompt, PromptPair, Suffix, parse_prompt, texts_of
 from ratoon.engine.request_state import Output
 from ratoon.engine.roots import Root
 from ratoon.models.tokenizer import LONG_TEXT, Tokenizer
@@ -137,6 +138,7 @@ class AsyncLLM:
             block_size=client.ready.block_size,
             max_lease_seconds=self.config.cache.max_lease_seconds,
             max_hidden_states_bytes=self.config.max_hidden_states_bytes,
+            pooling=self.source.pooling,
         )
         output_processor = OutputProcessor(
             self._tokenizer, metrics=self.metrics, selector=self._input_processor.selector
@@ -392,16 +394,16 @@ class AsyncLLM:
         """Check a request and hand it over. Whatever is raised, nothing of it is left behind."""
         try:
             self._verify_placement(priority, data_parallel_rank)
-            text, token_ids = (None, None) if prompt is None else split_prompt(prompt)
-            written = suffix if prompt is None else text
-            if token_ids is None and isinstance(written, str) and len(written) > LONG_TEXT:
+            if _takes_long(suffix) if prompt is None else _takes_long_to_read(prompt):
                 made = await asyncio.to_thread(process)  # the event loop has others to serve
             else:
                 made = process()
             request, selection = made if isinstance(made, tuple) else (made, None)
             request.data_parallel_rank = data_parallel_rank
             handler = self._running()  # asked again: much may have happened in a thread
-            return request, handler.submit(request, text, selection)
+            has_encoder = request.encoder_input is not None
+            text, encoder_text = (None, None) if prompt is None else texts_of(prompt, has_encoder)
+            return request, handler.submit(request, text, selection, encoder_text)
         except RequestError:
             if self.metrics is not None:
                 self.metrics.record_refused()
@@ -428,6 +430,10 @@ class AsyncLLM:
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer is not None and self.source.chat_template is not None
+
+    def verify_generates(self) -> None:
+        """RequestError: the model is for vectors alone."""
+        self._input_processor.verify_generates()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without params uses: the model's generation defaults over ours."""
@@ -506,6 +512,20 @@ async def _only_output_of(handler: OutputHandler, request: EngineCoreRequest, co
     if output.error is not None:
         raise EngineError(output.error)
     return output
+
+
+def _takes_long_to_read(prompt: Prompt) -> bool:
+    parsed = parse_prompt(prompt)
+    parts = [parsed.encoder, parsed.decoder] if isinstance(parsed, PromptPair) else [parsed]
+    return any(
+        part.audio is not None or (part.token_ids is None and _takes_long(part.text))
+        for part in parts
+        if part is not None
+    )
+
+
+def _takes_long(text: Any) -> bool:
+    return isinstance(text, str) and len(text) > LONG_TEXT
 
 
 def _request_id(asked: str | None) -> str:

@@ -15,7 +15,7 @@ import msgspec
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError, TooLargeError
-from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, HiddenStatesParams
+from ratoon.core.params import ENCODER, MAX_HIDDEN_STATES_BYTES, HiddenStatesParams
 from ratoon.core.request import Extraction
 from ratoon.core.sizes import format_size
 
@@ -27,6 +27,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 POSITIONS_EXPECTED = 'a whole number, a list of them and of pairs [start, stop], or "all"'
 LAYERS_EXPECTED = 'a whole number, "norm", a list of these, or "all"'
 SCOPE_NAMES = {"all": "sequence", "prompt": "prompt", "output": "output"}
+ENCODER_INPUT = "encoder's input"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,14 @@ class Selection:
 
     positions: list[int]
     layers: list[int | str]
-    extraction: Extraction  # what the engine has to do for it: each of them once, in rising order
+    extraction: Extraction  # what the engine has to do for it: each of them at least, once, in rising order
     row_order: list[int]  # for each position, which of the extraction's it is
     layer_order: list[int]
 
 
 class HiddenStatesSelector:
     def __init__(self, model_config: ModelConfig, max_bytes: int = MAX_HIDDEN_STATES_BYTES) -> None:
-        self._num_layers = model_config.num_layers
+        self._model_config = model_config
         self._hidden_size = model_config.hidden_size
         self._max_bytes = max_bytes
 
@@ -52,26 +53,28 @@ class HiddenStatesSelector:
             raise RequestError("params", f"{type(params).__name__} is not HiddenStatesParams", "a HiddenStatesParams")
         params.verify()
         parse_positions(params.positions)
-        resolve_layers(params.layers, self._num_layers)
+        self._layers(params)
 
     def in_plain_lists(self, params: HiddenStatesParams) -> HiddenStatesParams:
         """The same, positions and layers written so that they can travel."""
         positions = [piece if isinstance(piece, int) else list(piece) for piece in parse_positions(params.positions)]
-        layers = self._names(resolve_layers(params.layers, self._num_layers))
-        return msgspec.structs.replace(params, positions=positions, layers=layers)
+        return msgspec.structs.replace(params, positions=positions, layers=self._layer_names(params))
 
     def select(self, params: HiddenStatesParams, num_prompt_tokens: int, num_output_tokens: int) -> Selection:
-        """Params that were verified, for a sequence of so many tokens."""
-        layers = resolve_layers(params.layers, self._num_layers)
+        """Params that were verified, for a sequence of so many tokens; of the encoder, for so many positions."""
+        layers = self._layers(params)
         runs = self._runs(params, num_prompt_tokens, num_output_tokens)
         self._verify_size(runs, len(layers), params.dtype)
         positions = [position for run in runs for position in run]
         rows, row_order = _each_once(positions)
         planes, layer_order = _each_once(layers)
+        last = num_prompt_tokens + num_output_tokens - 1
+        if not self._model_config.causal and rows[-1] != last:
+            rows.append(last)  # the rows depend on all tokens, so all are run; nobody gets to see this one
         return Selection(
             positions,
-            self._names(layers),
-            Extraction(rows, planes, params.dtype, params.deadline),
+            self._layer_names(params),
+            Extraction(rows, planes, params.dtype, params.deadline, of_encoder=params.side == ENCODER),
             row_order,
             layer_order,
         )
@@ -79,18 +82,32 @@ class HiddenStatesSelector:
     def verify_longest(
         self, params: HiddenStatesParams, num_prompt_tokens: int, max_output_tokens: int, num_choices: int
     ) -> None:
-        """RequestError for what even the longest answer would not have; TooLargeError where it would be too much."""
+        """Of the states that come with an answer: RequestError for what even the longest one would not have;
+        TooLargeError where it would be too much."""
+        if params.side == ENCODER:
+            raise RequestError("side", "an answer has no encoder states", "a request of its own for hidden states")
         runs = self._runs(params, num_prompt_tokens, max_output_tokens)
-        layers = resolve_layers(params.layers, self._num_layers)
-        self._verify_size(runs * num_choices, len(layers), params.dtype)
+        self._verify_size(runs * num_choices, len(self._layers(params)), params.dtype)
 
-    def _names(self, layers: list[int]) -> list[int | str]:
-        return [NORM if layer > self._num_layers else layer for layer in layers]
+    def _num_layers(self, side: str) -> int:
+        if side != ENCODER:
+            return self._model_config.num_layers
+        if self._model_config.encoder is None:
+            raise RequestError("side", "the model has no encoder beside a decoder", "leave it out")
+        return self._model_config.encoder.num_layers
+
+    def _layers(self, params: HiddenStatesParams) -> list[int]:
+        return resolve_layers(params.layers, self._num_layers(params.side))
+
+    def _layer_names(self, params: HiddenStatesParams) -> list[int | str]:
+        num_layers = self._num_layers(params.side)
+        return [NORM if layer > num_layers else layer for layer in self._layers(params)]
 
     def _runs(self, params: HiddenStatesParams, num_prompt_tokens: int, num_output_tokens: int) -> list[range]:
         first = num_prompt_tokens if params.scope == "output" else 0
         last = num_prompt_tokens if params.scope == "prompt" else num_prompt_tokens + num_output_tokens
-        runs = place_positions(parse_positions(params.positions), last - first, SCOPE_NAMES[params.scope])
+        name = ENCODER_INPUT if params.side == ENCODER else SCOPE_NAMES[params.scope]
+        runs = place_positions(parse_positions(params.positions), last - first, name)
         return [range(run.start + first, run.stop + first) for run in runs]
 
     def _verify_size(self, runs: list[range], num_layers: int, dtype: str) -> None:

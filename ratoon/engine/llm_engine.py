@@ -13,8 +13,9 @@ from ratoon.core.params import GenerationParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.client_interface import EngineClient
 from ratoon.engine.hidden_states import Selection
-from ratoon.engine.input_processor import InputProcessor, Prompt, split_prompt
+from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.output_processor import OutputProcessor
+from ratoon.engine.prompts import Prompt, texts_of
 from ratoon.engine.request_state import Output
 
 
@@ -40,13 +41,20 @@ class LLMEngine:
         request = self.input_processor.process(
             request_id, prompt, params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt
         )
-        self.submit(request, split_prompt(prompt)[0])
+        text, encoder_text = texts_of(prompt, request.encoder_input is not None)
+        self.submit(request, text, encoder_prompt=encoder_text)
 
-    def submit(self, request: EngineCoreRequest, prompt: str | None, selection: Selection | None = None) -> None:
+    def submit(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        selection: Selection | None = None,
+        encoder_prompt: str | None = None,
+    ) -> None:
         """Hand over a request that was processed before. RequestError: the engine refused it. An engine in another
         process refuses it later: a step then brings an output with `refusal`. `selection` comes with a request for
         hidden states."""
-        self.output_processor.add_request(request, prompt, selection)
+        self.output_processor.add_request(request, prompt, selection, encoder_prompt)
         try:
             self.client.add_request(request)
         except Exception as error:
@@ -54,10 +62,16 @@ class LLMEngine:
             raise
 
     def refuse(
-        self, request: EngineCoreRequest, prompt: str | None, selection: Selection | None = None, *, error: RequestError
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        selection: Selection | None = None,
+        encoder_prompt: str | None = None,
+        *,
+        error: RequestError,
     ) -> Output:
         """The output of a request that the engine did not take, as if a step had brought it."""
-        self.output_processor.add_request(request, prompt, selection)
+        self.output_processor.add_request(request, prompt, selection, encoder_prompt)
         output = self.output_processor.fail_request(request.external_id or request.request_id, error, request.owner)
         assert output is not None
         return output

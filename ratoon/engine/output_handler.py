@@ -52,12 +52,16 @@ class OutputHandler:
     # ---- callers ----
 
     def submit(
-        self, request: EngineCoreRequest, text: str | None, selection: Selection | None = None
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        selection: Selection | None = None,
+        encoder_prompt: str | None = None,
     ) -> OutputCollector:
         """Hand a request over. Whatever is raised, nothing of it is left behind."""
         has_text = request.pooling_params is None and request.extraction is None
         collector = OutputCollector(request.sampling_params.output_kind if has_text else RequestOutputKind.FINAL_ONLY)
-        self.output_processor.add_request(request, text, selection)
+        self.output_processor.add_request(request, prompt, selection, encoder_prompt)
         owner, external_id = key = _key(request)
         try:
             self._client.add_request(request)

@@ -75,9 +75,16 @@ class OutputProcessor:
         self._readers: set[str] = set()  # in the engine, by internal id
         self.roots = RootTable()  # what has ended and can be continued
 
-    def add_request(self, request: EngineCoreRequest, prompt: str | None, selection: Selection | None = None) -> None:
-        """Before it is handed to the engine. `selection` comes with a request for hidden states."""
-        state = make_request_state(request, prompt, self._tokenizer, selection)
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        selection: Selection | None = None,
+        encoder_prompt: str | None = None,
+    ) -> None:
+        """Before it is handed to the engine. `selection` comes with a request for hidden states; the prompts are texts,
+        for reading."""
+        state = make_request_state(request, prompt, self._tokenizer, selection, encoder_prompt)
         if self.is_running(state.external_id, state.owner):
             raise RequestError("request_id", f"{state.external_id!r} is in use", "an id that no unfinished request has")
         if request.sampling_params.return_hidden_states is not None and request.retain_kv is None:

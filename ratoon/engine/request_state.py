@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import (
     CompletionOutput,
@@ -47,6 +48,8 @@ class RequestState:
     metrics: RequestMetrics
     choices: list[ChoiceState]
     prompt_logprobs: PromptLogprobsCollector | None
+    encoder_prompt: str | None = None  # of an encoder-decoder model, as is the next; `prompt` is then the decoder's
+    encoder_input: EncoderInput | None = None
     answer: Answer | None = None  # set: it ends with something that is no text; its one choice gets no token
     reading: Reading | None = None  # set once it has ended, where it asked for hidden states
     reads: tuple[RequestState, int] | None = None  # set: this is read for a choice of another request
@@ -203,6 +206,8 @@ class RequestState:
             refusal=self.refusal,
             continuation=self.continuation,
             hidden_states=self._hidden_states() if finished else None,
+            encoder_prompt=self.encoder_prompt,
+            encoder_prompt_token_ids=None if self.encoder_input is None else self.encoder_input.token_ids,
             owner=self.owner,
         )
 
@@ -222,6 +227,7 @@ class RequestState:
             internal_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
             choices=[list(choice.detokenizer.token_ids) for choice in self.choices],
+            encoder_input=self.encoder_input,
             cache_salt=self.cache_salt,
             adapter=self.adapter,
             owner=self.owner,
@@ -232,15 +238,19 @@ class RequestState:
 
 
 def make_request_state(
-    request: EngineCoreRequest, prompt: str | None, tokenizer: Any | None, selection: Selection | None = None
+    request: EngineCoreRequest,
+    prompt: str | None,
+    tokenizer: Any | None,
+    selection: Selection | None = None,
+    encoder_prompt: str | None = None,
 ) -> RequestState:
-    """`selection` is what an extraction was made from."""
+    """`selection` is what an extraction was made from; the prompts are texts, for reading."""
     params = request.sampling_params
     answer: Answer | None = None
     if request.pooling_params is not None:
         answer = VectorAnswer(request.pooling_params)
     elif selection is not None:
-        answer = HiddenStatesAnswer(selection)
+        answer = HiddenStatesAnswer(selection, _sequence_read(request))
     return RequestState(
         request_id=request.request_id,
         external_id=request.external_id if request.external_id is not None else request.request_id,
@@ -250,6 +260,8 @@ def make_request_state(
         metrics=RequestMetrics(arrival_time=request.arrival_time),
         choices=make_choices(request, tokenizer),
         prompt_logprobs=None if params.prompt_logprobs is None else PromptLogprobsCollector(tokenizer),
+        encoder_prompt=encoder_prompt,
+        encoder_input=request.encoder_input,
         answer=answer,
         beam_search=request.beam_params is not None,
         owner=request.owner,
@@ -258,3 +270,11 @@ def make_request_state(
         adapter=request.adapter,
         parent_id=request.parent_id,
     )
+
+
+def _sequence_read(request: EngineCoreRequest) -> list[int]:
+    """The tokens that an extraction's positions count in. Audio has none."""
+    if request.extraction is None or not request.extraction.of_encoder:
+        return request.prompt_token_ids
+    assert request.encoder_input is not None
+    return request.encoder_input.token_ids or []

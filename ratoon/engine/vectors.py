@@ -1,11 +1,34 @@
-"""A pooled hidden state, as the engine sends it, to the vector that a caller asked for."""
+"""Vectors on the caller's side: which states of a model they are made of, and the last touch to what the engine sends.
+
+The states are pooled in the engine, not here.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.errors import RequestError
 from ratoon.core.params import PoolingParams
 from ratoon.core.wire import WireTensor
+
+
+def own_pooling(model: ModelConfig, declared: str | None) -> str:
+    """How vectors of a model are made if the caller does not say: as its makers declared it. Where they did not, of the
+    one token that has seen all others; if each has, of all."""
+    return declared or ("last" if model.causal else "mean")
+
+
+def with_pooling(params: PoolingParams, pooling: str) -> PoolingParams:
+    """The same, with this pooling if they leave it open."""
+    return params if params.pooling is not None else msgspec.structs.replace(params, pooling=pooling)
+
+
+def verify_pooling(pooling: str, model: ModelConfig) -> None:
+    if pooling == "first" and model.causal:
+        raise RequestError("pooling", "the first token of this model sees no other", "last or mean")
 
 
 def finish_vector(pooled: WireTensor, params: PoolingParams) -> Any:

@@ -11,7 +11,14 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ratoon.api.commands.generate import choice_heading, choose_streaming, read_prompts, shorten
+from ratoon.api.commands.generate import (
+    add_decoder_prompt_option,
+    check_decoder_prompt,
+    choice_heading,
+    choose_streaming,
+    read_prompts,
+    shorten,
+)
 from ratoon.api.options import Subparsers, add_answer_options, add_common_options, check_generation_options
 from ratoon.api.remote.errors import RemoteError
 from ratoon.api.remote.options import add_remote_options, choose_model, generation_fields, open_client
@@ -41,6 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_remote_options(parser, required=True)
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    add_decoder_prompt_option(parser)
     add_answer_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -48,6 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_generation_options(args)
+    check_decoder_prompt(args)
     texts = read_prompts(args.prompts)
     if args.logprobs is not None and not args.json:
         raise RequestError("--logprobs", "has no plain form", "add --json")
@@ -109,6 +118,8 @@ def make_request(model: str, text: str, args: argparse.Namespace) -> tuple[str, 
 
     fields = {"model": model, **generation_fields(args, args.chat)}
     if not args.chat:
+        if args.decoder_prompt is not None:
+            fields["decoder_prompt"] = args.decoder_prompt
         return COMPLETIONS, {**fields, "prompt": text}
     messages = [{"role": "user", "content": text}]
     if args.system is not None:

@@ -31,7 +31,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
     parser.add_argument("prompts", metavar="TEXT", nargs="*", help="a text; - reads standard input, a text a line")
     parser.add_argument(
-        "--pooling", choices=POOLING_KINDS, default="last", help="the last token's state, or the mean over all tokens"
+        "--pooling",
+        choices=POOLING_KINDS,
+        help="the last token's state, the mean over all tokens, or the first's; left out: what the model was made for",
     )
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of a vector")
     parser.add_argument("--no-normalize", action="store_true", help="do not bring vectors to length 1")

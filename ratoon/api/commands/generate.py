@@ -44,14 +44,22 @@ def add_parser(subparsers: Subparsers) -> None:
     form.add_argument("--chat", action="store_true", help="apply the chat template; an error if there is none")
     form.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message, where the chat template is applied")
+    add_decoder_prompt_option(parser)
     add_answer_options(parser)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
 
 
+def add_decoder_prompt_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--decoder-prompt", metavar="TEXT", help="how answers begin (encoder-decoder models: PROMPT is the encoder's)"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     check_generation_options(args)
+    check_decoder_prompt(args)
     texts = read_prompts(args.prompts)
     stream = choose_streaming(args, len(texts))
     if args.logprobs is not None and not args.json:
@@ -74,6 +82,12 @@ def run(args: argparse.Namespace) -> int:
             failed += 1
             print(f"error: prompts[{index}]: {output.error}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def check_decoder_prompt(args: argparse.Namespace) -> None:
+    for option in ("chat", "system"):
+        if args.decoder_prompt is not None and getattr(args, option):
+            raise RequestError("--decoder-prompt", f"has no place beside --{option}", "leave out one of them")
 
 
 def read_prompts(arguments: list[str]) -> list[str]:
@@ -105,6 +119,10 @@ def choose_streaming(args: argparse.Namespace, num_prompts: int) -> bool:
 
 
 def make_prompt(llm: LLM, text: str, args: argparse.Namespace) -> str | dict[str, Any]:
+    if args.decoder_prompt is not None:
+        if llm.source.config.encoder is None:
+            raise RequestError("--decoder-prompt", "the model has no encoder", "put it behind the PROMPT")
+        return {"encoder_prompt": text, "decoder_prompt": args.decoder_prompt}
     if args.raw or not (args.chat or llm.has_chat_template):
         if args.system is not None:
             raise RequestError("--system", "needs a chat template, and this model has none", "put it into the prompt")
@@ -150,9 +168,11 @@ def shorten(text: str, length: int = 70) -> str:
 
 def output_as_dict(output: RequestOutput, text: str) -> dict[str, Any]:
     metrics = output.metrics
+    encoder_ids = output.encoder_prompt_token_ids
     return {
         "prompt": text,
         "num_prompt_tokens": len(output.prompt_token_ids or ()),
+        **({} if encoder_ids is None else {"num_encoder_tokens": len(encoder_ids)}),
         "num_cached_tokens": output.num_cached_tokens,
         "time_to_first_token": None if metrics is None else metrics.time_to_first_token,
         "outputs": [_choice_as_dict(choice) for choice in output.outputs],

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from ratoon.api.hidden_states import as_safetensors, facts, raw_bytes, read_head
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
 from ratoon.api.remote.options import add_remote_options, choose_model, open_client, refuse_engine_options
 from ratoon.core.errors import EngineError, RequestError
-from ratoon.core.params import HIDDEN_STATES_DTYPES, HIDDEN_STATES_SCOPES, HiddenStatesParams
+from ratoon.core.params import HIDDEN_STATES_DTYPES, HIDDEN_STATES_SCOPES, HIDDEN_STATES_SIDES, HiddenStatesParams
 
 if TYPE_CHECKING:
     from ratoon.api.remote.client import RemoteClient
@@ -31,7 +32,7 @@ They are printed, one JSON object a line for each layer and position, or written
 taken as it is, without a chat template; - reads standard input. With --url a server does it, and there is no MODEL."""
 PATH = "/v1/hidden_states"
 FILE_TYPE = "application/octet-stream"
-FIELDS = ("positions", "scope", "layers", "dtype", "deadline")
+FIELDS = ("positions", "scope", "layers", "dtype", "deadline", "side")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -48,6 +49,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--layers", metavar="LIST", help="such as all, 0,15 or norm; 0 is the embeddings; default: the last layer"
+    )
+    parser.add_argument(
+        "--side", default="decoder", choices=HIDDEN_STATES_SIDES, help="of an encoder-decoder model; default decoder"
     )
     parser.add_argument("--states-dtype", default="float32", choices=HIDDEN_STATES_DTYPES, help="default float32")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a safetensors file")
@@ -135,6 +139,7 @@ def make_params(args: argparse.Namespace) -> HiddenStatesParams:
         scope=args.scope,
         layers=None if args.layers is None else parse_layers(args.layers),
         dtype=args.states_dtype,
+        side=args.side,
     )
 
 
@@ -169,7 +174,7 @@ def _number(option: str, text: str) -> int:
 def print_states(told: dict[str, Any], data: memoryview) -> None:
     numbers = to_numbers(data, told["dtype"], told["shape"])
     for layer, rows in zip(told["layers"], numbers):
-        for position, token_id, row in zip(told["positions"], told["token_ids"], rows):
+        for position, token_id, row in zip(told["positions"], told["token_ids"] or repeat(None), rows):
             # Through their text, numbers get the few digits that they have, and not the many that a float64 shows.
             state = [float(str(number)) for number in row]
             print(json.dumps({"layer": layer, "position": position, "token_id": token_id, "hidden_state": state}))

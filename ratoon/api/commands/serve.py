@@ -60,6 +60,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 def add_limit_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
     group.add_argument("--max-body", default="16MiB", metavar="SIZE", help="largest body; default 16MiB")
+    group.add_argument("--max-audio", default="64MiB", metavar="SIZE", help="largest recording; default 64MiB")
+    group.add_argument(
+        "--max-audio-seconds", type=float, default=7200.0, metavar="X", help="longest recording; default 7200"
+    )
     group.add_argument("--max-batch", type=int, default=256, metavar="N", help="prompts in a request; default 256")
     group.add_argument(
         "--max-request-tokens", type=int, default=2**20, metavar="N", help="prompts × n × max_tokens; default 1048576"
@@ -127,6 +131,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         api_keys=tuple(api_keys(args)),
         cors_origins=tuple(args.cors_origin or ()),
         max_body=parse_size("max_body", args.max_body),
+        max_audio=parse_size("max_audio", args.max_audio),
+        max_audio_seconds=args.max_audio_seconds,
         max_batch=args.max_batch,
         max_request_tokens=args.max_request_tokens,
         max_queue=args.max_queue,

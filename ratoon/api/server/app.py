@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.server.auth import OPEN_PATHS, KeyRing, RequireKey
-from ratoon.api.server.body import BoundedBody
+from ratoon.api.server.body import BodyLimit, BoundedBody
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.disconnect import CancelOnDisconnect
 from ratoon.api.server.draining import RefuseWhileDraining
@@ -30,7 +31,18 @@ from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_d
 from ratoon.api.server.exchange import AsgiApp, Exchange, ExchangeLayer, Scope
 from ratoon.api.server.openapi import build_document
 from ratoon.api.server.responses import error_response
-from ratoon.api.server.routes import admin, chat, completions, embeddings, hidden_states, models, roots, service, tokens
+from ratoon.api.server.routes import (
+    admin,
+    audio,
+    chat,
+    completions,
+    embeddings,
+    hidden_states,
+    models,
+    roots,
+    service,
+    tokens,
+)
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import EngineDeadError, EngineError, RequestError
 from ratoon.observe.logging import get_logger
@@ -43,6 +55,7 @@ ROUTERS = (
     completions.router,
     roots.router,
     embeddings.router,
+    audio.router,
     hidden_states.router,
     models.router,
     tokens.router,
@@ -62,7 +75,13 @@ def build_app(context: ServerContext) -> AsgiApp:
     settings = context.settings
     app: AsgiApp = _routes(context)
     app = CancelOnDisconnect(app)
-    app = BoundedBody(app, settings.max_body, settings.body_timeout)
+    audio_limit = BodyLimit(settings.max_audio, "--max-audio")
+    app = BoundedBody(
+        app,
+        BodyLimit(settings.max_body, "--max-body"),
+        settings.body_timeout,
+        {route.path: audio_limit for route in audio.router.routes if isinstance(route, APIRoute)},
+    )
     if settings.api_keys:
         app = RequireKey(app, KeyRing(settings.api_keys))
     app = RefuseWhileDraining(app, context)

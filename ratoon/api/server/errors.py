@@ -25,6 +25,8 @@ SERVER_ERROR = "server_error"
 # How the engine calls what a request's body calls otherwise.
 BODY_FIELDS = {
     "prompt_token_ids": "prompt",
+    "encoder_prompt_token_ids": "encoder_prompt",
+    "decoder_prompt_token_ids": "decoder_prompt",
     "sampling_params": "body",
     "pooling_params": "body",
 }
@@ -64,10 +66,11 @@ def refused(param: str, problem: str, expected: str = "", code: str | None = Non
     return ApiError(400, message, param=param, code=code)
 
 
-def context_length_exceeded(param: str, num_tokens: int, max_model_len: int) -> ApiError:
+def context_length_exceeded(param: str, num_tokens: int, max_model_len: int, num_places: int = 1) -> ApiError:
+    """`num_places`: what must be left for an answer, if there is one."""
     message = (
-        f"{param}: has {num_tokens} tokens, and the model's context is {max_model_len} tokens, answer included; "
-        f"shorten it to {max_model_len - 1} tokens at most"
+        f"{param}: has {num_tokens} tokens, and the model's context is {max_model_len} tokens"
+        f"{', answer included' if num_places else ''}; shorten it to {max_model_len - num_places} tokens at most"
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")
 

@@ -22,6 +22,8 @@ from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
 
 CONTINUATION_FIELDS = {"choice": "continuation_choice", "at": "continuation_at"}  # as the engine and the body call them
+# What the engine calls the one prompt that the body has: of an encoder-decoder model it is the encoder's.
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "encoder_prompt", "encoder_prompt_token_ids")
 
 T = TypeVar("T")
 Numbered = tuple[int, RequestOutput]  # the prompt's place in the request, and what is new for it
@@ -195,6 +197,6 @@ def _drop_answer(output: RequestOutput) -> None:
 def _as_in_body(error: RequestError, batch: Batch, index: int) -> RequestError:
     """An error about the prompt, or about what is continued, names it as the body does."""
     name = CONTINUATION_FIELDS.get(error.field) if batch.origin is not None else None
-    if error.field.partition("[")[0] in ("prompt", "prompt_token_ids"):
+    if error.field.partition("[")[0] in PROMPT_FIELDS:
         name = batch.param if len(batch.prompts) == 1 else f"{batch.param}[{index}]"
     return error if name is None else type(error)(name, error.problem, error.expected)

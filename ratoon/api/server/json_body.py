@@ -28,9 +28,12 @@ PROBLEMS = {
     "missing": "is missing",
     "string_type": "is not text",
     "int_type": "is not a whole number",
+    "int_parsing": "is not a whole number",  # from text, as forms have it
     "float_type": "is not a number",
+    "float_parsing": "is not a number",
     "finite_number": "is not a finite number",
     "bool_type": "is neither true nor false",
+    "bool_parsing": "is neither true nor false",
     "list_type": "is not a list",
     "dict_type": "is not an object",
     "model_type": "is not an object",
@@ -44,11 +47,11 @@ def read_body(request: Request, model: type[Model]) -> Model:
     body = decode_json(exchange_of(request.scope).body)
     if not isinstance(body, dict):
         raise ApiError(400, "The body is not a JSON object", code="invalid_json")
-    body = _check_fields(body, model, context_of(request).settings.lenient)
+    body = check_fields(body, model, context_of(request).settings.lenient)
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise _as_api_error(error) from None
+        raise explain(error) from None
 
 
 def decode_json(body: bytes) -> Any:
@@ -81,14 +84,14 @@ def _check_content_type(scope: Scope) -> None:
         raise ApiError(415, "The body must not be compressed")
 
 
-def _check_fields(body: dict[str, Any], model: type[RequestModel], lenient: bool, path: str = "") -> dict[str, Any]:
+def check_fields(body: dict[str, Any], model: type[RequestModel], lenient: bool, path: str = "") -> dict[str, Any]:
     """The fields that the model has. The others are refused, each kind in its own words."""
     known = {}
     for name, value in body.items():
         if name in model.model_fields:
             inner = model.INNER.get(name)
             if inner is not None and isinstance(value, dict):
-                value = _check_fields(value, inner, lenient, f"{name}.")
+                value = check_fields(value, inner, lenient, f"{name}.")
             known[name] = value
         elif name in model.UNSUPPORTED:
             if value is not None:  # null means "left out"
@@ -105,7 +108,8 @@ def _unknown_field(path: str, name: str, model: type[RequestModel]) -> ApiError:
     return refused(shown, "is not a field of this request", expected, code="unknown_parameter")
 
 
-def _as_api_error(error: ValidationError) -> ApiError:
+def explain(error: ValidationError) -> ApiError:
+    """What pydantic found wrong first, with its place."""
     problem = error.errors(include_url=False, include_input=False)[0]
     path = _path(problem["loc"])
     cause = problem.get("ctx", {}).get("error")

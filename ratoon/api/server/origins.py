@@ -38,12 +38,13 @@ class Origin:
 
 async def completion_origin(context: ServerContext, asked: CompletionRequest) -> Origin | None:
     """None: it is a prompt that goes on."""
-    if (asked.prompt is None) == (asked.continuation_of is None):
+    has_prompt = asked.prompt is not None or asked.encoder_prompt is not None
+    if has_prompt == (asked.continuation_of is not None):
         raise refused("prompt", "one of prompt and continuation_of is needed", "either of them, not both")
     if asked.continuation_of is None:
         _refuse_companions(asked)
         return None
-    for name in ("echo", "add_special_tokens"):
+    for name in ("echo", "add_special_tokens", "decoder_prompt"):
         if getattr(asked, name):
             raise refused(name, "has no meaning in a continuation, which has no prompt of its own", "leave it out")
     _refuse_rank(asked)

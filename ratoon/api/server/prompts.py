@@ -25,32 +25,48 @@ _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
+    """Of an encoder-decoder model, what its encoder reads. Its decoder's prompt is the engine's to complete."""
+
     text: str | None  # None: it came as token ids
     token_ids: list[int]
+    decoder_prompt: str | list[int] | None = None
 
     def as_prompt(self) -> dict[str, Any]:
-        return {"prompt": self.text, "prompt_token_ids": self.token_ids}
+        prompt = {"prompt": self.text, "prompt_token_ids": self.token_ids}
+        if self.decoder_prompt is None:
+            return prompt
+        return {"encoder_prompt": prompt, "decoder_prompt": self.decoder_prompt}
 
 
 UNKNOWN_PROMPT = EncodedPrompt(None, [])  # a continuation's: known when its parent is found
 
 
 async def encode_prompts(
-    context: ServerContext, param: str, prompts: Sequence[str | list[int]], add_special_tokens: bool, num_places: int
+    context: ServerContext,
+    param: str,
+    prompts: Sequence[str | list[int]],
+    add_special_tokens: bool,
+    num_places: int,
+    decoder_prompt: str | list[int] | None = None,
 ) -> list[EncodedPrompt]:
-    """All prompts of a request, each short enough to leave `num_places` tokens of the model's length."""
+    """All prompts of a request, each short enough to leave `num_places` tokens of the model's length. An encoder has a
+    length of its own; `decoder_prompt` is then what all answers begin with."""
+    if decoder_prompt is not None and context.llm.source.config.encoder is None:
+        raise refused("decoder_prompt", "the model has no encoder, and all of a prompt is its decoder's", "prompt")
     if len(prompts) > context.settings.batch_limit:
         raise refused(param, f"has {len(prompts)} prompts", f"{context.settings.batch_limit} at most in a request")
     encoded = []
     for index, prompt in enumerate(prompts):
         name = param if len(prompts) == 1 else f"{param}[{index}]"
-        encoded.append(await _encode(context, name, prompt, add_special_tokens, num_places))
+        text, token_ids = await _encode(context, name, prompt, add_special_tokens)
+        _verify_length(context, name, len(token_ids), num_places)
+        encoded.append(EncodedPrompt(text, token_ids, decoder_prompt))
     return encoded
 
 
 async def _encode(
-    context: ServerContext, name: str, prompt: str | list[int], add_special_tokens: bool, num_places: int
-) -> EncodedPrompt:
+    context: ServerContext, name: str, prompt: str | list[int], add_special_tokens: bool
+) -> tuple[str | None, list[int]]:
     if isinstance(prompt, list):
         text, token_ids = None, prompt
         vocab_size = context.llm.source.config.vocab_size
@@ -64,9 +80,19 @@ async def _encode(
         token_ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
     if not token_ids:
         raise refused(name, "is empty", "at least one token")
-    if len(token_ids) + num_places > context.max_model_len:
-        raise context_length_exceeded(name, len(token_ids), context.max_model_len)
-    return EncodedPrompt(text, token_ids)
+    return text, token_ids
+
+
+def _verify_length(context: ServerContext, name: str, num_tokens: int, num_places: int) -> None:
+    encoder = context.llm.source.config.encoder
+    if encoder is None:
+        if num_tokens + num_places > context.max_model_len:
+            raise context_length_exceeded(name, num_tokens, context.max_model_len, num_places)
+    elif encoder.num_mel_bins is not None:
+        raise refused(name, "is text, and the model's encoder reads audio", "/v1/audio/transcriptions takes audio")
+    elif num_tokens > encoder.max_position:
+        problem = f"has {num_tokens} tokens, and the model's encoder has {encoder.max_position} positions"
+        raise refused(name, problem, f"at most {encoder.max_position} tokens", code="context_length_exceeded")
 
 
 async def encode_chat(

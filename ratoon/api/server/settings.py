@@ -25,6 +25,8 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
 
     max_body: int = 16 * MEBIBYTE  # bytes
+    max_audio: int = 64 * MEBIBYTE  # the same of requests that bring a recording
+    max_audio_seconds: float = 2 * 3600.0  # of a recording
     body_timeout: float = 60.0  # seconds until a body must be here in full
     max_batch: int = 256  # prompts in a request
     max_request_tokens: int = 2**20  # prompts × choices × tokens that a request may ask for
@@ -37,10 +39,10 @@ class ServerSettings:
         """ConfigError for what has no meaning, before anything is loaded."""
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is out of range", "0 to 65535")
-        for name in ("max_body", "max_batch", "max_request_tokens", "max_queue"):
+        for name in ("max_body", "max_audio", "max_batch", "max_request_tokens", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"{getattr(self, name)} is out of range", "at least 1")
-        for name in ("drain_seconds", "body_timeout"):
+        for name in ("drain_seconds", "body_timeout", "max_audio_seconds"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(name, f"{getattr(self, name)} is out of range", "a number of seconds")
         if any(not key or not key.isprintable() or key != key.strip() for key in self.api_keys):

@@ -23,6 +23,7 @@ def source() -> FakeSource:
         format="fake",
         config=model_config(),
         generation_defaults={"temperature": 0.5},
+        pooling=None,
         chat_template="{{ messages }}",
     )
 

@@ -75,11 +75,11 @@ def test_without_params_vectors_are_whole_and_have_length_one(llm, engine):
         isinstance(output, EmbeddingOutput) and output.prompt == "aabb" and output.prompt_token_ids == [97, 97, 98, 98]
     )
     np.testing.assert_allclose(output.embedding, [0.5**0.5] * 2 + [0] * 6, rtol=1e-6)
-    assert engine.added[0].pooling_params == PoolingParams() and engine.added[0].sampling_params.n == 1
+    assert engine.added[0].pooling_params == PoolingParams(pooling="last") and engine.added[0].sampling_params.n == 1
 
 
 def test_params_are_one_for_all_or_one_for_each(llm, engine):
-    one, two = PoolingParams(pooling="mean", dimensions=1), PoolingParams(dimensions=2)
+    one, two = PoolingParams(pooling="mean", dimensions=1), PoolingParams(pooling="last", dimensions=2)
     assert [len(vector) for vector in shown(llm, ["a", "b"], [one, two])] == [1, 2]
     assert [request.pooling_params for request in engine.added] == [one, two]
     with pytest.raises(RequestError, match="pooling_params"):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
-from ratoon.core.config import ModelConfig
+from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import (
@@ -22,7 +22,8 @@ from ratoon.core.stats import SchedulerStats
 from ratoon.core.wire import WireTensor
 from ratoon.engine.faults import fault_of
 
-END = 256  # the special token of ByteTokenizer
+END = 256  # the special tokens of the byte tokenizer
+OTHER = 257
 VOCAB_SIZE = 258
 HIDDEN_SIZE = 8
 NUM_LAYERS = 3
@@ -65,6 +66,14 @@ def byte_tokenizer() -> FakeTokenizer:
     return FakeTokenizer(backend, "<|end|>")
 
 
+def framing_tokenizer() -> FakeTokenizer:
+    """The same, with a special token before and behind a text, as BART and BERT expect it."""
+    tokenizer = byte_tokenizer()
+    frame = [("<|other|>", OTHER), ("<|end|>", END)]
+    tokenizer.backend.post_processor = processors.TemplateProcessing("<|other|> $A <|end|>", None, frame)
+    return tokenizer
+
+
 def sentencepiece_tokenizer() -> FakeTokenizer:
     """Words with a leading-space mark, and bytes for what has no word: as Llama-2 and Mistral do it."""
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
@@ -101,6 +110,21 @@ def model_config(**changes: object) -> ModelConfig:
         "eos_token_ids": (END,),
     }
     return ModelConfig(**(fields | changes))
+
+
+ENCODER_POSITIONS = 32
+ENCODER_LAYERS = 5
+NUM_MEL_BINS = 4
+AUDIO_POSITIONS = 1500  # of 30 s
+DECODER_START = [END, OTHER]  # what the decoder's prompt is where nobody says otherwise
+
+
+def encoder_decoder_config(num_mel_bins: int | None = None, **changes: object) -> ModelConfig:
+    """As BART's, in which the end token also starts the decoder; with mel bins it hears."""
+    max_position = ENCODER_POSITIONS if num_mel_bins is None else AUDIO_POSITIONS
+    encoder = EncoderConfig(ENCODER_LAYERS, 2, 4, 16, max_position, num_mel_bins)
+    start = {"decoder_start_token_id": END, "forced_bos_token_id": OTHER}
+    return model_config(**{"encoder": encoder, **start, **changes})
 
 
 Script = Callable[[EngineCoreRequest, int], list[int]]  # (request, choice) → the tokens it will get

@@ -117,6 +117,7 @@ def fake_source() -> FakeSource:
         name="fake",
         config=model_config(),
         generation_defaults={"temperature": 0.5},
+        pooling=None,
         chat_template="{{ messages }}",
         tokenizer=byte_tokenizer(),
     )

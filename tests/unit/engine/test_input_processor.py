@@ -219,6 +219,7 @@ def test_a_pooling_request_generates_nothing_and_may_fill_the_whole_length():
         ([], PoolingParams(), "prompt_token_ids"),
         ([VOCAB_SIZE], PoolingParams(), "prompt_token_ids[0]"),
         ("x", PoolingParams(pooling="max"), "pooling"),
+        ("x", PoolingParams(pooling="first"), "pooling"),  # the first token has seen nothing
         ("x", PoolingParams(normalize="yes"), "normalize"),
         ("x", PoolingParams(dimensions=0), "dimensions"),
         ("x", PoolingParams(dimensions=9), "dimensions"),  # the model's states have 8
@@ -230,6 +231,17 @@ def test_what_can_have_no_vector_is_refused_with_the_fields_name(prompt, params,
     with pytest.raises(RequestError) as caught:
         processor().process_pooling("r", prompt, params)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("causal", "declared", "expected"),
+    [(True, None, "last"), (True, "mean", "mean"), (False, None, "mean"), (False, "first", "first")],
+)
+def test_the_way_to_make_a_vector_is_the_model_s_unless_the_caller_has_one(causal, declared, expected):
+    model = processor(config=replace(model_config(), causal=causal), pooling=declared)
+    for asked in (None, "last", "mean"):
+        request = model.process_pooling("r", "x", PoolingParams(pooling=asked, dimensions=3))
+        assert request.pooling_params == PoolingParams(pooling=asked or expected, dimensions=3)
 
 
 def test_a_pooling_request_arrives_before_it_is_tokenised():

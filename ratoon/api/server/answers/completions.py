@@ -48,11 +48,11 @@ class CompletionRenderer(Renderer):
         place = self._place(index, choice)
         first = place not in self._begun
         self._begun.add(place)
-        echoed = self._prompt_text(index) if first and self._echo else ""
+        echoed = self._prompt_text(output) if first and self._echo else ""
         body: dict[str, Any] = {
             "index": place,
             "text": echoed + choice.text,
-            "logprobs": self._choice_logprobs(place, index, output, choice, first) if self._logprobs else None,
+            "logprobs": self._choice_logprobs(place, output, choice, first) if self._logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **figures(choice),
@@ -63,10 +63,12 @@ class CompletionRenderer(Renderer):
             body["token_ids"] = choice.token_ids
             if first:
                 body["prompt_token_ids"] = output.prompt_token_ids
+                if output.encoder_prompt_token_ids is not None:
+                    body["encoder_prompt_token_ids"] = output.encoder_prompt_token_ids
         return body
 
     def _choice_logprobs(
-        self, place: int, index: int, output: RequestOutput, choice: CompletionOutput, first: bool
+        self, place: int, output: RequestOutput, choice: CompletionOutput, first: bool
     ) -> dict[str, list[Any]]:
         builder = self._builders.get(place)
         if builder is None:
@@ -75,13 +77,12 @@ class CompletionRenderer(Renderer):
         answer = (choice.token_ids, choice.logprobs or [])
         if not (first and self._echo):
             return builder.build(*answer)
-        prompt = builder.build(self.batch.prompts[index].token_ids, output.prompt_logprobs or [])
-        builder.end_prompt(self._prompt_text(index))
+        prompt = builder.build(output.prompt_token_ids or [], output.prompt_logprobs or [])
+        builder.end_prompt(self._prompt_text(output))
         generated = builder.build(*answer)
         return {name: prompt[name] + generated[name] for name in prompt}
 
-    def _prompt_text(self, index: int) -> str:
-        prompt = self.batch.prompts[index]
-        if prompt.text is not None:
-            return prompt.text
-        return self.context.llm.get_tokenizer().decode(prompt.token_ids, self._skip_special_tokens)
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self.context.llm.get_tokenizer().decode(output.prompt_token_ids or [], self._skip_special_tokens)

@@ -18,7 +18,9 @@ class UsageCounter:
     def add(self, index: int, output: RequestOutput) -> None:
         """Count what an output brought that is new."""
         self._num_cached_tokens[index] = output.num_cached_tokens or 0
-        self._num_prompt_tokens[index] = len(output.prompt_token_ids or ())  # of a continuation, known only now
+        # Of a continuation, and of what a decoder begins with, known only now.
+        prompts = (output.prompt_token_ids, output.encoder_prompt_token_ids)
+        self._num_prompt_tokens[index] = sum(len(token_ids or ()) for token_ids in prompts)
         for choice in output.outputs:
             self.num_completion_tokens += len(choice.token_ids)
 

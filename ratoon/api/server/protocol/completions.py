@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChunkChoice, PromptLogprobs, Usage
-from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts, Suffix
+from ratoon.api.server.protocol.base import AnswerModel, Int, Prompt, Prompts, Suffix
 from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields
 
@@ -22,14 +22,21 @@ class CompletionRequest(SamplingFields):
     }
 
     prompt: Prompts | None = Field(
-        None, description="Text, token ids, or a list of either; needed unless there is continuation_of"
+        None,
+        description="Text, token ids, or a list of either; needed unless there is encoder_prompt or continuation_of",
+    )
+    encoder_prompt: Prompt | None = Field(
+        None, description="Of an encoder-decoder model: text or token ids, in the place of prompt"
+    )
+    decoder_prompt: Prompt | None = Field(
+        None, description="Of an encoder-decoder model: text or token ids that its decoder begins with"
     )
     continuation_suffix: Suffix | None = Field(None, description="Text or token ids behind what is continued")
     continuation_at: Int | None = Field(
         None, description="Go on behind so many of its tokens, prompt and answer together; all where it is left out"
     )
     logprobs: Int | None = Field(None, description="Alternatives for each token of the answer")
-    echo: bool | None = Field(None, description="Begin the answer with the prompt")
+    echo: bool | None = Field(None, description="Begin the answer with the prompt, the decoder's where there are two")
     best_of: Int | None = Field(None, description="Accepted where it equals n; of a beam search, the width")
 
 
@@ -50,6 +57,9 @@ class CompletionChoice(FoundChunkChoice):
     stop_reason: int | str | None = Field(None, description="The stop token or text that ended it")
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    encoder_prompt_token_ids: list[int] | None = Field(
+        None, description="Of an encoder-decoder model; prompt_token_ids are then its decoder's"
+    )
     token_ids: list[int] | None = None
     hidden_states: ChoiceHiddenStates | None = Field(None, description="Of a stream, in the choice's last chunk")
 

@@ -18,7 +18,10 @@ class EmbeddingRequest(RequestModel):
     dimensions: Int | None = Field(None, description="Keep so many of the first numbers")
 
     # Extensions
-    pooling: Literal["last", "mean"] | None = Field(None, description="The last token's state, or the mean of all")
+    pooling: Literal["last", "mean", "first"] | None = Field(
+        None,
+        description="The last token's state, the mean of all, or the first's; left out: what the model was made for",
+    )
     normalize: bool | None = Field(None, description="To length 1; true where it is left out")
     add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")

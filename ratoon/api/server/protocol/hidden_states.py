@@ -10,7 +10,7 @@ from ratoon.api.server.protocol.answers import ErrorDetail
 from ratoon.api.server.protocol.base import AnswerModel, Prompt, RequestModel, Size
 from ratoon.core.params import HiddenStatesParams
 
-NAMES = ("positions", "scope", "layers", "dtype", "deadline")  # here and in HiddenStatesParams
+NAMES = ("positions", "scope", "layers", "dtype", "deadline", "side")  # here and in HiddenStatesParams
 LARGEST = 2**63
 
 
@@ -88,6 +88,9 @@ class HiddenStatesFields(RequestModel):
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="float32 where it is left out")
     deadline: float | None = Field(None, description="Give up after so many seconds")
+    side: Literal["decoder", "encoder"] | None = Field(
+        None, description="encoder: positions of its input, and its layers; decoder where it is left out"
+    )
 
     def hidden_states_params(self) -> HiddenStatesParams:
         return HiddenStatesParams(**{name: value for name in NAMES if (value := getattr(self, name)) is not None})
@@ -104,6 +107,9 @@ class HiddenStatesRequest(HiddenStatesFields):
 
     model: str = Field(min_length=1, description="The served model's name")
     prompt: Prompt | None = Field(None, description="Text or token ids; needed unless there is original_request_id")
+    decoder_prompt: Prompt | None = Field(
+        None, description="Of an encoder-decoder model, whose encoder reads prompt: what its decoder begins with"
+    )
     original_request_id: str | None = Field(None, description="The id of an answer: read out its states")
     choice: Size | None = Field(None, description="Which of its choices; the first where it is left out")
     add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
@@ -119,7 +125,7 @@ class HiddenStatesContent(AnswerModel):
     shape: list[int] = Field(description="Layers, positions, the model's width")
     layers: list[int | Literal["norm"]]
     positions: list[int] = Field(description="In the whole sequence, prompt and output")
-    token_ids: list[int] = Field(description="At these positions")
+    token_ids: list[int] = Field(description="At these positions; none where the encoder read audio")
     computed_tokens: int = Field(description="Tokens that were run for it")
     cached_tokens: int = Field(description="Tokens whose keys and values were there")
     source: Literal["lease", "prefix_cache", "recomputed"] | None = Field(

@@ -39,6 +39,7 @@ async def create_chat_completion(request: Request) -> Response:
 async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_size: int, owner: str | None) -> Batch:
     """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
     context.check_model(asked.model)
+    context.llm.verify_generates()
     check_support(context, asked)
     params = asked.generation_params(
         context.llm.get_default_sampling_params(),

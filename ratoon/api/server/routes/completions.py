@@ -38,6 +38,7 @@ async def create_completion(request: Request) -> Response:
 async def make_batch(context: ServerContext, asked: CompletionRequest, owner: str | None) -> Batch:
     """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
     context.check_model(asked.model)
+    context.llm.verify_generates()
     asked.check_stream_options()
     if asked.best_of not in (None, asked.num_choices()) and not asked.use_beam_search:
         raise refused("best_of", f"{asked.best_of} is not n ({asked.num_choices()})", "leave it out, and use n")
@@ -60,11 +61,12 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, owner: st
         asked.logprobs if asked.echo and asked.logprobs is not None else asked.prompt_logprobs,
     )
     origin = await completion_origin(context, asked)
-    check_token_limit(context, 1 if asked.prompt is None else len(asked.prompt), params, max_tokens)
+    param, given = find_prompts(context, asked)
+    check_token_limit(context, len(given) or 1, params, max_tokens)
     prompts = [UNKNOWN_PROMPT]
-    if asked.prompt is not None:
+    if given:
         add_special_tokens = asked.add_special_tokens is not False
-        prompts = await encode_prompts(context, "prompt", asked.prompt, add_special_tokens, num_places=1)
+        prompts = await encode_prompts(context, param, given, add_special_tokens, 1, asked.decoder_prompt)
     return Batch(
         id=make_id("cmpl", asked.request_id),
         prompts=prompts,
@@ -72,8 +74,20 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, owner: st
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
         data_parallel_rank=asked.data_parallel_rank,
+        param=param,
         owner=owner,
         retain_kv=asked.retain_kv,
         origin=origin,
         only_prompt=max_tokens == 0,
     )
+
+
+def find_prompts(context: ServerContext, asked: CompletionRequest) -> tuple[str, list[str | list[int]]]:
+    """The field that they stand in, and the prompts; of a continuation there are none."""
+    if asked.encoder_prompt is None:
+        return "prompt", asked.prompt or []
+    if asked.prompt is not None:
+        raise refused("encoder_prompt", "says what prompt says", "one of the two")
+    if context.llm.source.config.encoder is None:
+        raise refused("encoder_prompt", "the model has no encoder", "prompt")
+    return "encoder_prompt", [asked.encoder_prompt]

@@ -16,11 +16,12 @@ Answers = dict[int | str, dict[str, Any]]
 DESCRIPTIONS = {
     400: "The request is wrong; the message says where and what would be right",
     401: "No API key, or one that is not known",
+    403: "A web page of another origin asks",
     404: "No such model, no such request, or no such path",
     405: "Not with this method",
     408: "The body did not arrive in time",
     413: "The body is too large, or what is asked for would be",
-    415: "The body is not JSON",
+    415: "The body is of the wrong type, which is named",
     429: "Too many unfinished requests; try again later",
     500: "The server or the engine failed",
     503: "The server is shutting down, or its engine is not there",
@@ -34,12 +35,13 @@ def answers(
     model: type[BaseModel], *errors: int, stream_of: type[BaseModel] | None = None, files: Sequence[str] = ()
 ) -> Answers:
     """The answer in order, and the errors that may come in its place (beside those that always may). `files` are the
-    types of binary forms that the answer has, too."""
+    types of other forms that the answer has, too."""
     documented: Answers = {200: {"model": model, "description": "The answer"}}
+    others = {name: {"schema": {"type": "string", "format": "binary"}} for name in files}
     if stream_of is not None:
-        documented[200]["content"] = {EVENT_STREAM: {"schema": _event(stream_of)}}
-    if files:
-        documented[200]["content"] = {name: {"schema": {"type": "string", "format": "binary"}} for name in files}
+        others[EVENT_STREAM] = {"schema": _event(stream_of)}
+    if others:
+        documented[200]["content"] = others
     for status in sorted({*ALWAYS, *errors}):
         documented[status] = {"model": ErrorAnswer, "description": DESCRIPTIONS[status]}
     return documented
@@ -48,6 +50,11 @@ def answers(
 def body(model: type[RequestModel]) -> dict[str, Any]:
     """The document's part for a body."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(model)}}}}
+
+
+def form(model: type[RequestModel]) -> dict[str, Any]:
+    """The same for a form with files."""
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _schema(model)}}}}
 
 
 def _event(model: type[BaseModel]) -> dict[str, Any]:

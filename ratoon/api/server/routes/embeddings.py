@@ -52,9 +52,7 @@ async def embed_all(
     context: ServerContext, asked: EmbeddingRequest, answer_id: str, owner: str | None
 ) -> list[EmbeddingOutput]:
     """A vector for each input, in order."""
-    params = PoolingParams(
-        pooling=asked.pooling or "last", normalize=asked.normalize is not False, dimensions=asked.dimensions
-    )
+    params = PoolingParams(pooling=asked.pooling, normalize=asked.normalize is not False, dimensions=asked.dimensions)
     params.verify()
     prompts = await encode_prompts(context, "input", asked.input, asked.add_special_tokens is not False, num_places=0)
     with context.admit(len(prompts)):

@@ -54,8 +54,9 @@ def check_source(asked: HiddenStatesRequest) -> None:
         raise refused("prompt", "one of prompt and original_request_id is needed", "either of them, not both")
     if asked.original_request_id is None and asked.choice is not None:
         raise refused("choice", "has no meaning without original_request_id", "leave it out")
-    if asked.original_request_id is not None and asked.add_special_tokens is not None:
-        raise refused("add_special_tokens", "has no meaning without a prompt", "leave it out")
+    for name in ("add_special_tokens", "decoder_prompt"):
+        if asked.original_request_id is not None and getattr(asked, name) is not None:
+            raise refused(name, "has no meaning without a prompt", "leave it out")
 
 
 async def extract(
@@ -65,7 +66,7 @@ async def extract(
     params.verify()
     if asked.prompt is not None:
         add_special_tokens = asked.add_special_tokens is not False
-        (prompt,) = await encode_prompts(context, "prompt", [asked.prompt], add_special_tokens, num_places=0)
+        (prompt,) = await encode_prompts(context, "prompt", [asked.prompt], add_special_tokens, 0, asked.decoder_prompt)
         with context.admit(1):
             return await context.llm.extract_hidden_states(
                 prompt.as_prompt(), params, answer_id, cache_salt=asked.cache_salt, owner=owner

@@ -21,6 +21,7 @@ from ratoon.api.server.app import build_app
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.token_texts import byte_level_alphabet
+from ratoon.core.config import ModelConfig
 from ratoon.core.messages import EngineReady
 from ratoon.engine.async_llm import AsyncLLM
 from ratoon.models.tokenizer import Tokenizer
@@ -170,6 +171,8 @@ async def scripted(
     template: str | None = TEMPLATE,
     defaults: dict[str, Any] | None = None,
     policy: str = "fcfs",
+    config: ModelConfig | None = None,
+    tokenizer: Any = None,
     **settings: Any,
 ) -> AsyncIterator[Client]:
     """A server whose engine plays a script. `settings` are the server's."""
@@ -177,10 +180,11 @@ async def scripted(
     engine.ready = EngineReady({"device": "fake"}, MAX_MODEL_LEN, 16)
     source = FakeSource(
         name=MODEL,
-        config=model_config(max_position=MAX_MODEL_LEN),
+        config=config or model_config(max_position=MAX_MODEL_LEN),
         generation_defaults=defaults or {},
+        pooling=None,
         chat_template=template,
-        tokenizer=byte_tokenizer(template),
+        tokenizer=tokenizer or byte_tokenizer(template),
     )
     llm = AsyncLLM(MODEL, client=engine, metrics=EngineMetrics(MODEL), policy=policy)
     with mock.patch("ratoon.models.source.resolve_model", return_value=source):

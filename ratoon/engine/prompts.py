@@ -1,0 +1,145 @@
+"""The forms that a prompt may have, brought into one: parts with text, token ids or audio, alone or as a pair.
+
+Nothing here knows a model or a tokenizer. Whether a model has an encoder to read a part, and what it reads of it, is
+worked out in prompt_processor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypeAlias, TypedDict
+
+from ratoon.core.errors import RequestError
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str | None]  # what the ids were made of: it is shown in outputs, and read by nobody
+
+
+class AudioPrompt(TypedDict):
+    """For an encoder that reads audio: at most 30 s of it."""
+
+    audio: Any  # one channel: floats from -1 to 1, in whatever numpy can make an array of
+    sampling_rate: int
+
+
+class FeaturesPrompt(TypedDict):
+    """For the same encoder, where the features of 30 s were made elsewhere."""
+
+    features: Any  # [mel bins, frames]
+
+
+SingletonPrompt: TypeAlias = (
+    str | Sequence[int] | TextPrompt | TokensPrompt | AudioPrompt | FeaturesPrompt | Mapping[str, Any]
+)
+
+
+class ExplicitEncoderDecoderPrompt(TypedDict):
+    """For an encoder-decoder model. A single prompt is its encoder's alone."""
+
+    encoder_prompt: SingletonPrompt
+    decoder_prompt: NotRequired[SingletonPrompt | None]  # None: the model's default
+
+
+Prompt: TypeAlias = SingletonPrompt | ExplicitEncoderDecoderPrompt
+Suffix: TypeAlias = str | Sequence[int]
+
+TEXT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+AUDIO_FORMS = '{"audio": floats, "sampling_rate": 16000} or {"features": floats}'
+PAIR_FORM = '{"encoder_prompt": …, "decoder_prompt": …}'
+_TEXT_KEYS = {"prompt", "prompt_token_ids"}
+_AUDIO_KEYS = {"audio", "sampling_rate", "features"}
+_PAIR_KEYS = {"encoder_prompt", "decoder_prompt"}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What one half of a model reads. With both text and ids (a rendered chat, say) the ids count."""
+
+    name: str  # as the caller knows it: prompt, encoder_prompt or decoder_prompt
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    audio: Mapping[str, Any] | None = None  # set: there are neither; the keys are AudioPrompt's or FeaturesPrompt's
+
+    @property
+    def field(self) -> str:
+        """Where an error about the tokens is."""
+        return self.name if self.token_ids is None else f"{self.name}_token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPair:
+    encoder: PromptPart
+    decoder: PromptPart | None
+
+
+def parse_prompt(prompt: Any) -> PromptPart | PromptPair:
+    """RequestError for what has none of the forms."""
+    if not isinstance(prompt, Mapping) or not _PAIR_KEYS & prompt.keys():
+        return _parse_part("prompt", prompt)
+    unknown = _first_unknown(prompt, _PAIR_KEYS)
+    if unknown is not None:
+        raise RequestError("prompt", f"a mapping with {unknown!r} beside an encoder or decoder prompt", PAIR_FORM)
+    encoder, decoder = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
+    if encoder is None:
+        raise RequestError("encoder_prompt", "is missing", f"{TEXT_FORMS}; of audio, {AUDIO_FORMS}")
+    return PromptPair(
+        _parse_part("encoder_prompt", encoder), None if decoder is None else _parse_part("decoder_prompt", decoder)
+    )
+
+
+def texts_of(prompt: Prompt, has_encoder: bool) -> tuple[str | None, str | None]:
+    """The texts that outputs show: the decoder's, and the encoder's where the model has one."""
+    parsed = parse_prompt(prompt)
+    if isinstance(parsed, PromptPair):
+        return None if parsed.decoder is None else parsed.decoder.text, parsed.encoder.text
+    return (None, parsed.text) if has_encoder else (parsed.text, None)
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _parse_part(name: str, prompt: Any) -> PromptPart:
+    if isinstance(prompt, str):
+        return PromptPart(name, text=prompt)
+    if is_list(prompt):
+        return PromptPart(name, token_ids=prompt)
+    if not isinstance(prompt, Mapping):
+        raise RequestError(name, f"{type(prompt).__name__} is not a prompt", TEXT_FORMS)
+    if _PAIR_KEYS & prompt.keys():
+        raise RequestError(name, "is itself a pair of an encoder and a decoder prompt", TEXT_FORMS)
+    if _AUDIO_KEYS & prompt.keys():
+        return _parse_audio(name, prompt)
+    unknown = _first_unknown(prompt, _TEXT_KEYS)
+    if unknown is not None:
+        raise RequestError(name, f"a mapping with {unknown!r}", TEXT_FORMS)
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(name, f"{type(text).__name__} is not text", TEXT_FORMS)
+    if token_ids is not None and not is_list(token_ids):
+        raise RequestError(f"{name}_token_ids", f"{type(token_ids).__name__} is not a list", "a list of token ids")
+    if text is None and token_ids is None:
+        raise RequestError(name, "is missing", TEXT_FORMS)
+    return PromptPart(name, text, token_ids)
+
+
+def _parse_audio(name: str, prompt: Mapping[str, Any]) -> PromptPart:
+    keys = {"features"} if "features" in prompt else {"audio", "sampling_rate"}
+    unknown = _first_unknown(prompt, keys)
+    if unknown is not None:
+        raise RequestError(name, f"a mapping with {unknown!r} beside {' and '.join(sorted(keys))}", AUDIO_FORMS)
+    for key in sorted(keys):
+        if prompt.get(key) is None:
+            raise RequestError(f"{name}.{key}", "is missing", AUDIO_FORMS)
+    return PromptPart(name, audio=prompt)
+
+
+def _first_unknown(prompt: Mapping[str, Any], known: set[str]) -> str | None:
+    return min((str(key) for key in prompt if key not in known), default=None)
