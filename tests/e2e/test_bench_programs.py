@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import wave
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
-from tests.golden.engines import model_folder
+from tests.golden.engines import model_folder, write_word_tokenizer
+from tests.golden.tiny_encoder_models import BART_SIZES, NUM_MEL_BINS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -66,3 +71,53 @@ def test_hidden_states_are_measured_in_all_four_parts(tmp_path: Path) -> None:
     assert parts["prefill"]["ratios"].keys() == {"one_layer", "all_layers", "peer_one", "peer_all"}
     assert parts["idle"]["ratios"].keys() == {"step", "planning", "forward"}
     assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_beams_behind_an_encoder_are_measured_and_are_those_of_the_peer(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    shown = run_program("encoder_beams.py", "--quick", "--threads", "1", "--parts", "t5", *files)
+    assert "the aim is at most 2" in shown
+    (result,) = json.loads((tmp_path / "out.json").read_text())["parts"].values()
+    assert result["same"] == {"transformers, greedy": [1.0], "transformers, beams": [1.0]}
+    assert result["growth"].keys() == {"ratoon", "transformers"}
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_speech_is_measured_whole_and_in_pieces(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ("--model", str(small_whisper(tmp_path / "model")), "--recording", str(noise(tmp_path / "noise.wav")))
+    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    run_program("speech.py", "--quick", "--threads", "1", *options, *files)
+    parts = json.loads((tmp_path / "out.json").read_text())["parts"]
+    assert parts["transcription"]["same"] == {"transformers": [1.0] * 4}  # two clips, from samples and from features
+    assert parts["transcription"]["ratios"].keys() == {"whole", "ready"}
+    assert parts["pieces"]["ratios"].keys() == {"features", "encoder", "first", "step"}
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def small_whisper(folder: Path) -> Path:
+    """One that reads 30 seconds, and has the tokens of a language and a task."""
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(**BART_SIZES, num_mel_bins=NUM_MEL_BINS, begin_suppress_tokens=None)
+    model = transformers.WhisperForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.decoder.layer_norm.weight, std=3.0)  # some tokens are clearly more probable
+    model.generation_config = transformers.GenerationConfig(
+        **{name: value for name, value in BART_SIZES.items() if name.endswith("token_id")},
+        is_multilingual=True, lang_to_id={"<|en|>": 5}, task_to_id={"transcribe": 6}, no_timestamps_token_id=90,
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    transformers.WhisperFeatureExtractor(feature_size=NUM_MEL_BINS).save_pretrained(folder)
+    write_word_tokenizer(folder)
+    return folder
+
+
+def noise(path: Path) -> Path:
+    """Five seconds."""
+    samples = np.random.default_rng(0).normal(0, 3000, 5 * 16_000).astype(np.int16)
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 16_000, len(samples), "NONE", ""))
+        file.writeframes(samples.tobytes())
+    return path

@@ -26,10 +26,11 @@ pytestmark = pytest.mark.slow
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 NUM_EXAMPLES = 50  # for each operation, of requests that keep to the document and of those that do not
-REQUIRED = ("model", "prompt", "messages", "input", "tokens")
+REQUIRED = ("model", "prompt", "messages", "input", "tokens", "file")
 NUM_OPTIONAL = 3
 WITH_INPUT = [
     *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings", "hidden_states")),
+    *(("post", f"/v1/audio/{name}") for name in ("transcriptions", "translations")),
     *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep"), ("get", "/v1/requests")),
 ]
 WHATEVER_INPUT = [  # none, or a name, with which nothing can be wrong

@@ -12,7 +12,7 @@ from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.observe.startup import StartupTimer
-from tests.golden import tiny_models
+from tests.golden import encoder_engines, tiny_models
 from tests.golden.tiny_models import random_token_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -127,6 +127,48 @@ def test_hidden_states_on_cuda_are_those_of_the_cpu(make):
     assert on_cuda.keys() == on_cpu.keys()
     for name in on_cpu:
         torch.testing.assert_close(on_cuda[name], on_cpu[name], atol=1e-4, rtol=1e-4)
+
+
+def texts_over_encoders(family, device, num_blocks, **cache):
+    """Several encoder inputs, one of them twice, sampled from and searched with beams. Also whether anybody swapped."""
+    tiny = encoder_engines.tiny_model(family)
+    config = EngineConfig(
+        model="tiny",
+        device=device,
+        dtype="float32",
+        cache=CacheConfig(num_blocks=num_blocks, **cache),
+        scheduler=SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=8, max_num_encoder_tokens=40),
+    )
+    core = EngineCore(config, UniProcExecutor(config, tiny.config, tiny.source, StartupTimer()))
+    for index, length in enumerate((3, 33, 17, 33, 30)):
+        beams = BeamSearchParams(beam_width=3, n=2, max_tokens=10, ignore_eos=True) if index == 4 else None
+        request = EngineCoreRequest(
+            str(index),
+            encoder_engines.decoder_prompt(2 + 9 * index),
+            SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, n=1 if beams is None else 2),
+            beam_params=beams,
+            encoder_input=encoder_engines.source_of(family, length).for_engine(),
+        )
+        core.add_request(request)
+    swapped = []
+    schedule = core.scheduler.schedule
+
+    def watch():
+        plan = schedule()
+        swapped.extend(plan.swapped_in)
+        return plan
+
+    core.scheduler.schedule = watch
+    return run_to_the_end(core), bool(swapped)
+
+
+@pytest.mark.parametrize("family", encoder_engines.FAMILIES)
+def test_encoder_decoder_models_on_cuda_give_the_texts_of_the_cpu(family):
+    on_cpu, _ = texts_over_encoders(family, "cpu", 100)
+    assert texts_over_encoders(family, "cuda", 100)[0] == on_cpu
+    on_cuda, swapped = texts_over_encoders(family, "cuda", 13, swap_bytes=2**22)
+    assert on_cuda == on_cpu
+    assert swapped, "there was memory enough: this tests nothing"
 
 
 def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():

