@@ -57,12 +57,13 @@ class EngineProcess:
         log: Path,
         max_model_len: int = MAX_MODEL_LEN,
         checkout: Path | None = None,  # whose package runs in the place of the installed one
+        worker: str | None = None,  # the module in this package that runs, if it is not the engine's first
     ) -> None:
         self.engine = engine
         self.log = log
         self.versions: dict[str, str] = {}
         self.foreign_shares: list[float] = []  # of the longer calls
-        self._command = [python, "-m", f"peers.{engine}_worker", str(model.resolve())]
+        self._command = [python, "-m", f"peers.{worker or f'{engine}_worker'}", str(model.resolve())]
         self._command += ["--threads", str(threads), "--max-model-len", str(max_model_len)]
         self._environment = engine_environment(engine, threads)
         if checkout is not None:
@@ -71,6 +72,10 @@ class EngineProcess:
 
     def start(self, prompt: list[int]) -> float:
         """Seconds from the start of the process to the first token of its answer to this prompt."""
+        return self.start_with("generate", prompts=[prompt], num_tokens=1)
+
+    def start_with(self, name: str, **arguments: Any) -> float:
+        """The same to the answer to any first call."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         begin = time.perf_counter()
         with self.log.open("wb") as log:
@@ -84,7 +89,7 @@ class EngineProcess:
                 text=True,
                 start_new_session=True,
             )
-        answer = self._ask("generate", {"prompts": [prompt], "num_tokens": 1})
+        answer = self._ask(name, arguments)
         seconds = time.perf_counter() - begin
         self.versions = answer["versions"]
         self._signal_all(signal.SIGSTOP)

@@ -16,6 +16,8 @@ every engine has the first two, and those that can keep something between two re
     search_behind(suffix, width, num_tokens)    the same as beam_search, behind what was prepared and a suffix
     hidden_states(prompt)                       {"seconds": …, "last": of the last token, "mean": over all}, all layers
                                                 being read; ratoon_states.py has more
+
+Those of the workers for speech are in speech.py.
 """
 
 from __future__ import annotations

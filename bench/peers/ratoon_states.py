@@ -86,9 +86,9 @@ def state_calls(llm: Any, known: Known) -> Calls:
         model = core.executor._worker.runner.model
         llm.reset_prefix_cache()
         with ExitStack() as stack:
-            planning = stack.enter_context(_timed(core.scheduler, "schedule"))
-            forward = stack.enter_context(_timed(model, "forward"))
-            reading = stack.enter_context(_timed(model, "forward_and_read"))
+            planning = stack.enter_context(timed(core.scheduler, "schedule"))
+            forward = stack.enter_context(timed(model, "forward"))
+            reading = stack.enter_context(timed(model, "forward_and_read"))
             arrivals = [time.perf_counter() for _ in llm.stream(prompt, _greedy(num_tokens))]
         return {
             "step": statistics.median(later - earlier for earlier, later in pairwise(arrivals)),
@@ -110,7 +110,7 @@ def _greedy(num_tokens: int, **others: Any) -> Any:
 
 
 @contextmanager
-def _timed(owner: Any, name: str) -> Iterator[list[float]]:
+def timed(owner: Any, name: str) -> Iterator[list[float]]:
     """How long each call of a method took. A method that is not there is not called."""
     method = getattr(owner, name, None)
     seconds: list[float] = []

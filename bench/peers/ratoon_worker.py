@@ -6,6 +6,7 @@ Hidden states are in ratoon_states.py.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from peers.protocol import Calls, TokenIds, serve
@@ -24,6 +25,7 @@ def load(args: argparse.Namespace) -> Calls:
         num_threads=args.threads,
         max_model_len=args.max_model_len,
         kv_memory="2GiB",  # what vLLM gets
+        skip_tokenizer=not (Path(args.model) / "tokenizer.json").exists(),  # random weights have none
     )
 
     def generate(prompts: TokenIds, num_tokens: int) -> TokenIds:
@@ -60,6 +62,9 @@ def _searches(llm: Any, known: Known) -> Calls:
             "inherited_tokens": None if continuation is None else continuation.inherited_tokens,
         }
 
+    def decode(prompt: list[int], num_tokens: int) -> dict[str, Any]:
+        return run(Send(prompt, greedy(num_tokens)))
+
     def beam_search(prompt: list[int], width: int, num_tokens: int) -> dict[str, Any]:
         return run(Send(prompt, search_params(width, num_tokens)))
 
@@ -77,6 +82,7 @@ def _searches(llm: Any, known: Known) -> Calls:
         return run(Send(suffix, greedy(num_tokens), parent=known.parent))
 
     return {
+        "decode": decode,
         "beam_search": beam_search,
         "prepare": prepare,
         "search_behind": search_behind,

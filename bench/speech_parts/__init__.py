@@ -1,0 +1,1 @@
+"""What speech.py measures, a module for each part, and the picture of the results."""
