@@ -83,9 +83,6 @@ class KVCacheManager:
         missing = self.num_groups * columns + (0 if hit_blocks is None else self._count_free(hit_blocks))
         return min(missing, self.required_blocks(num_tokens, max_step_tokens))
 
-    def can_ever_fit(self, num_tokens: int, max_step_tokens: int | None = None) -> bool:
-        return self.required_blocks(num_tokens, max_step_tokens) <= self.num_usable_blocks
-
     # ---- prefix cache ----
 
     @property

@@ -22,11 +22,11 @@ from tests.golden.encoder_engines import (
     beams,
     core_of,
     decoder_prompt,
-    exact_on_cpu,
     greedy,
     sampled,
     source_of,
 )
+from tests.golden.marks import exact_on_cpu
 from tests.golden.tiny_encoder_models import tiny_t5
 from tests.golden.tiny_models import VOCAB_SIZE, TinyModel, random_token_ids
 

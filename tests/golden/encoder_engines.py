@@ -29,7 +29,6 @@ from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
 from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
-from ratoon.layers.native_ops import native_ops_reasons
 from ratoon.observe.startup import StartupTimer
 from tests.golden import tiny_encoder_models as tiny_encoders
 from tests.golden.beam_oracle import Text
@@ -71,10 +70,6 @@ def bart_with_other_heads() -> TinyModel:
 # Shapes that matter only to an engine
 OTHER_SHAPES = {"bart with other heads": bart_with_other_heads}
 TEXT_FAMILIES = [family for family in FAMILIES if family != "whisper"]
-
-exact_on_cpu = pytest.mark.skipif(
-    bool(native_ops_reasons(torch.device("cpu"), torch.float32)), reason="torch's products depend on the batch"
-)
 
 
 # ---- models ----

@@ -14,11 +14,11 @@ from ratoon.api.llm import LLM
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
 from ratoon.core.params import PoolingParams, SamplingParams
-from ratoon.layers.native_ops import native_ops_reasons
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.planner import StepPlanner
 from ratoon.scheduling.step_draft import StepDraft
 from tests.golden.engines import ENGINE_FAMILIES, engine, greedy, model_folder, scheduler_of, tiny_model
+from tests.golden.marks import exact_on_cpu
 from tests.golden.tiny_models import MAX_POSITION, random_token_ids
 
 TOLERANCE = 1e-4
@@ -32,10 +32,6 @@ PROMPTS = [random_token_ids(length, seed=length) for length in (1, 2, 15, 16, 17
 PROMPTS += [[*SHARED[:length], 3] for length in (59, 40, 16)]
 PROMPTS += [random_token_ids(MAX_POSITION, seed=9)]
 KINDS = [LAST, MEAN]
-
-exact_on_cpu = pytest.mark.skipif(
-    bool(native_ops_reasons(torch.device("cpu"), torch.float32)), reason="torch's products depend on the batch"
-)
 
 
 @cache

@@ -18,12 +18,12 @@ from tests.golden.encoder_engines import (
     beams,
     core_of,
     decoder_prompt,
-    exact_on_cpu,
     greedy,
     oracle_beams,
     sampled,
     source_of,
 )
+from tests.golden.marks import exact_on_cpu
 
 LEASE = {"retain_kv": 60.0}
 SUFFIX = [9, 4, 11]

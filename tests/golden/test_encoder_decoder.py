@@ -23,7 +23,6 @@ from tests.golden.encoder_engines import (
     beams,
     core_of,
     decoder_prompt,
-    exact_on_cpu,
     generate,
     greedy,
     oracle_beams,
@@ -31,6 +30,7 @@ from tests.golden.encoder_engines import (
     sampled,
     source_of,
 )
+from tests.golden.marks import exact_on_cpu
 from tests.golden.tiny_models import MAX_POSITION, VOCAB_SIZE
 
 ENCODER_LENGTHS = [1, 3, 16, 17, 33, 60, 90, MAX_POSITION]

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ratoon import LLM, HiddenStatesParams, PoolingParams, RequestError
-from ratoon.layers.native_ops import native_ops_reasons
 from tests.golden.engines import check_nothing_left
+from tests.golden.marks import exact_on_cpu
 from tests.golden.tiny_encoder_models import tiny_bert
 from tests.golden.tiny_models import MAX_POSITION, TinyModel, random_token_ids
 
@@ -24,10 +24,6 @@ KINDS = ["last", "mean", "first"]
 # Around the borders of blocks; some that begin alike, and one twice; and the longest that there can be.
 PROMPTS = [random_token_ids(length, seed=length) for length in (1, 2, 15, 16, 17, 33, 70)]
 PROMPTS += [[*PROMPTS[6][:32], token] for token in (3, 4)] + [PROMPTS[6], random_token_ids(MAX_POSITION, seed=9)]
-
-exact_on_cpu = pytest.mark.skipif(
-    bool(native_ops_reasons(torch.device("cpu"), torch.float32)), reason="torch's products depend on the batch"
-)
 
 
 @functools.cache

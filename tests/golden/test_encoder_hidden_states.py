@@ -23,13 +23,13 @@ from tests.golden.encoder_engines import (
     beams,
     core_of,
     decoder_prompt,
-    exact_on_cpu,
     greedy,
     sampled,
     source_of,
     tiny_model,
 )
 from tests.golden.hidden_oracle import extraction_of
+from tests.golden.marks import exact_on_cpu
 from tests.golden.test_encoder_models import by_transformers
 from tests.golden.tiny_encoder_models import tiny_bert
 from tests.golden.tiny_models import MAX_POSITION, TinyModel, random_token_ids

@@ -18,11 +18,11 @@ from tests.golden.encoder_engines import (
     beams,
     core_of,
     decoder_prompt,
-    exact_on_cpu,
     greedy,
     sampled,
     source_of,
 )
+from tests.golden.marks import exact_on_cpu
 from tests.golden.test_encoder_decoder import assert_same_numbers
 from tests.golden.tiny_models import VOCAB_SIZE
 

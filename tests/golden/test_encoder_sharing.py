@@ -13,11 +13,11 @@ from tests.golden.encoder_engines import (
     beams,
     core_of,
     decoder_prompt,
-    exact_on_cpu,
     greedy,
     sampled,
     source_of,
 )
+from tests.golden.marks import exact_on_cpu
 
 FAMILY = "bart"
 PROMPT = decoder_prompt(40)  # two full blocks, and a part of a third
