@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from ratoon.api.commands import bench, chat, complete, demo, embed, generate, hidden_states, info, serve, transcribe
+from ratoon.api.parser import CommandParser
 from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestError
 from ratoon.observe.logging import configure_logging
 from ratoon.version import __version__
@@ -24,7 +25,7 @@ EXIT_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ratoon", description="An inference engine for language models.")
+    parser = CommandParser(prog="ratoon", description="An inference engine for language models.")
     parser.add_argument("--version", action="version", version=f"ratoon {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
@@ -36,9 +37,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """As argparse does, except that prompts may stand behind options, where it gives them up as unknown."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
-    options = [word for word in rest if word.startswith("-") and word != "-"]
-    if rest and (options or not hasattr(args, "prompts")):
-        parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
+    if rest and not hasattr(args, "prompts"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.prompts += rest
     return args

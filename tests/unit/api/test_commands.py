@@ -337,3 +337,31 @@ def test_words_that_mean_nothing_are_refused(client, capsys, arguments):
         main(arguments)
     assert caught.value.code == 2
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "fake", "hi", "--temprature", "0"], "--temprature; did you mean --temperature?"),
+        (["serve", "fake", "--max-modle-len=5"], "--max-modle-len=5; did you mean --max-model-len?"),
+        (["sevre", "fake"], "did you mean serve?"),
+        (["bench", "latncy", "fake"], "did you mean latency?"),
+        (["transcribe", "fake", "a.wav", "--format", "sr"], "(choose from"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_option_or_command_is_told_what_it_may_have_been(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["generate", "fake", "hi", "--dance"], ["dance"]])
+def test_what_is_like_nothing_gets_no_suggestion(words, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_no_swap_memory_can_be_asked_for(client, capsys):
+    assert main(["generate", "fake", "abc", "--raw", "--swap-memory", "0"]) == 0

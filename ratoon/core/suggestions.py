@@ -1,0 +1,53 @@
+"""What a mistyped name may have meant. Only near misses: a wrong suggestion costs more than none.
+
+"min_tokens" is not meant by "max_tokens", so the measure is the number of typing errors and not a share of letters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LONGEST_NAME = 64  # more of a name is not looked at: what is longer is no typing error
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that differs by a typing error or two, the nearest first; None if there is none."""
+    typed = _plain(name)
+    if not typed or len(name) > LONGEST_NAME:
+        return None
+    allowed = 1 if len(typed) < 12 else 2
+    best: tuple[int, str] | None = None
+    for candidate in known:
+        distance = _typing_errors(typed, _plain(candidate), allowed)
+        if distance <= allowed and (best is None or distance < best[0]):
+            best = (distance, candidate)
+    # Of a name with one or two letters every other one is a typing error away.
+    return None if best is None or (len(typed) < 3 and best[0] > 0) else best[1]
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A question for the end of an error message, or `otherwise` where nothing is near."""
+    near = nearest_name(name, known)
+    return otherwise if near is None else f"did you mean {near}?"
+
+
+def _plain(name: str) -> str:
+    """maxTokens, max-tokens and max_tokens are the same."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _typing_errors(left: str, right: str, allowed: int) -> int:
+    """Letters that are wrong, missing or too many, and neighbours that changed places; above `allowed` any number that
+    is above it."""
+    if abs(len(left) - len(right)) > allowed:
+        return allowed + 1
+    before: list[int] = []
+    row = list(range(len(right) + 1))
+    for i, letter in enumerate(left, 1):
+        above_before, before, row = before, row, [i]
+        for j, other in enumerate(right, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == right[j - 2] and left[i - 2] == other:
+                cost = min(cost, above_before[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
