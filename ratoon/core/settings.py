@@ -53,7 +53,7 @@ def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfi
         raise TypeError(f"there is no engine setting {unknown[0]!r}")
     for name in ("kv_memory", "swap_memory", "max_hidden_states_bytes"):
         if given.get(name) is not None:
-            given[name] = parse_size(name, given[name])
+            given[name] = parse_size(name, given[name], least=0 if name == "swap_memory" else 1)
     if "policy" in given:
         given["policy"] = _parse_policy(given["policy"])
     cache = CacheConfig(**{_CACHE_NAMES[name]: given.pop(name) for name in list(given) if name in _CACHE_NAMES})

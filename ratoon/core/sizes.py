@@ -24,15 +24,15 @@ UNITS = {
 }
 
 
-def parse_size(field: str, value: int | str) -> int:
-    """Bytes, from a number or from text such as 2GiB, 512M or 1.5GB."""
+def parse_size(field: str, value: int | str, least: int = 1) -> int:
+    """Bytes, from a number or from text such as 2GiB, 512M or 1.5GB. `least` is 0 where none at all is a choice."""
     expected = "a number of bytes, or text such as 512MiB or 2GiB"
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in UNITS:
             raise ConfigError(field, f"{value!r} is not a size", expected)
         value = int(float(match[1]) * UNITS[match[2].upper()])
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(field, f"{value!r} is not a size", expected)
     return value
 

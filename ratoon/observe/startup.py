@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+OTHER = "other"
+
 
 @dataclass(slots=True)
 class Phase:
@@ -38,8 +40,9 @@ class StartupTimer:
             entry.seconds = self._clock() - begin
 
     def include(self, phases: Iterable[tuple[str, int, float]]) -> None:
-        """Phases that another process measured (name, depth, seconds), as parts of the one that is under way here."""
-        self.phases += [Phase(name, self._depth + depth, seconds) for name, depth, seconds in phases]
+        """Phases that another process measured (name, depth, seconds), as parts of the one that is under way here. What
+        none of its phases accounts for is part of that one as well."""
+        self.phases += [Phase(name, self._depth + depth, seconds) for name, depth, seconds in phases if name != OTHER]
 
     def finish(self) -> None:
         """Start-up is over: the total stands still from here on."""
@@ -51,9 +54,19 @@ class StartupTimer:
         return (self._clock() if self._end is None else self._end) - self._begin
 
     def rows(self) -> list[Phase]:
-        """The phases, and what no outer phase accounts for."""
+        """The phases, each once, and what no outer phase accounts for."""
         named = sum(phase.seconds for phase in self.phases if phase.depth == 0)
-        return [*self.phases, Phase("other", 0, max(self.total_seconds - named, 0.0))]
+        return [*self._merged(), Phase(OTHER, 0, max(self.total_seconds - named, 0.0))]
+
+    def _merged(self) -> list[Phase]:
+        """A phase that was entered several times inside the same outer one is one row, where it began first."""
+        rows: dict[tuple[str, ...], Phase] = {}
+        path: list[str] = []
+        for phase in self.phases:
+            path[phase.depth :] = [phase.name]
+            row = rows.setdefault(tuple(path), Phase(phase.name, phase.depth))
+            row.seconds += phase.seconds
+        return _in_tree_order(rows)
 
     def as_dict(self) -> dict[str, float]:
         """Seconds by phase; a phase inside another is named `outer / inner`."""
@@ -61,8 +74,7 @@ class StartupTimer:
         path: list[str] = []
         for phase in self.rows():
             path[phase.depth :] = [phase.name]
-            name = " / ".join(path)
-            seconds[name] = seconds.get(name, 0.0) + phase.seconds
+            seconds[" / ".join(path)] = phase.seconds
         seconds["total"] = self.total_seconds
         return seconds
 
@@ -75,3 +87,13 @@ class StartupTimer:
             share = seconds / total if total > 0 else 0.0
             lines.append(f"{name:<{width}}  {seconds:8.3f} s  {share:4.0%}")
         return "\n".join(lines)
+
+
+def _in_tree_order(rows: dict[tuple[str, ...], Phase]) -> list[Phase]:
+    """Rows below their outer one, where a phase that came back may have brought new ones inside it."""
+
+    def below(outer: tuple[str, ...]) -> list[Phase]:
+        inner = [path for path in rows if path[:-1] == outer]
+        return [phase for path in inner for phase in (rows[path], *below(path))]
+
+    return below(())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ratoon.core.errors import ConfigError
+from ratoon.core.settings import engine_config
 from ratoon.core.sizes import format_size, parse_size
 
 
@@ -23,3 +24,8 @@ def test_what_is_no_size_is_refused_by_name(written):
 
 def test_sizes_are_shown_in_the_unit_that_fits():
     assert [format_size(size) for size in (5, 2048, 3 * 2**20, 2**31)] == ["5 B", "2.0 KiB", "3.0 MiB", "2.0 GiB"]
+
+
+@pytest.mark.parametrize("none", [0, "0", "0GiB"])
+def test_no_swap_memory_is_a_choice(none):
+    assert engine_config("x", swap_memory=none).cache.swap_bytes == 0

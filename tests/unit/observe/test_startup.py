@@ -56,3 +56,30 @@ def test_the_table_shows_shares_and_nesting():
     assert [line.split()[0] for line in lines] == ["outer", "inner", "other", "total"]
     assert lines[1].startswith("  inner")
     assert "50%" in lines[0] and "100%" in lines[-1]
+
+
+def test_a_phase_that_is_entered_twice_is_one_row():
+    clock = Clock()
+    timer = StartupTimer(clock)
+    with timer.phase("start"):
+        for name in ("import torch", "load", "import torch"):
+            with timer.phase(name):
+                clock.spend(1)
+    with timer.phase("start"), timer.phase("more"):
+        clock.spend(1)
+    timer.finish()
+    names = [line[: len("  import torch")].rstrip() for line in timer.table().splitlines()]
+    assert names == ["start", "  import torch", "  load", "  more", "other", "total"]
+    assert timer.as_dict()["start / import torch"] == 2
+
+
+def test_what_another_process_spent_elsewhere_is_not_a_second_other():
+    clock = Clock()
+    timer = StartupTimer(clock)
+    with timer.phase("start the engine"):
+        clock.spend(3)
+        timer.include([("load weights", 0, 2.0), ("other", 0, 1.0)])
+    timer.finish()
+    assert timer.as_dict() == {
+        "start the engine": 3, "start the engine / load weights": 2, "other": 0, "total": 3
+    }  # fmt: skip
