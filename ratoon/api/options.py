@@ -153,5 +153,7 @@ def status(text: str) -> Iterator[None]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(text):
+    from ratoon.observe.logging import live_display
+
+    with live_display(), Console(stderr=True).status(text):
         yield

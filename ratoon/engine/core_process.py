@@ -53,7 +53,7 @@ from ratoon.engine.core import EngineCore
 from ratoon.engine.faults import fault_of
 from ratoon.engine.placement import place_engine
 from ratoon.engine.utilities import EngineUtilities
-from ratoon.observe.logging import configure_logging, get_logger
+from ratoon.observe.logging import configure_logging, forget_live_display, get_logger
 from ratoon.observe.startup import StartupTimer
 
 logger = get_logger(__name__)
@@ -102,6 +102,7 @@ class EngineCoreProcess:
         timer.finish()
         phases = [(phase.name, phase.depth, phase.seconds) for phase in timer.rows()]
         ready = EngineReady(describe(core), core.executor.facts.max_model_len, kv_config.block_size, phases)
+        forget_live_display()  # it showed that the engine starts
         self._send(EngineMessageType.READY, ready)
         self._loop(core, EngineUtilities(core))
         self._finish_sending()

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 from ratoon.core.errors import ConfigError
@@ -18,6 +19,8 @@ ROOT = "ratoon"
 VARIABLE = "RATOON_LOG"
 FILE_VARIABLE = "RATOON_LOG_FILE"
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
+LIVE_VARIABLE = "RATOON_LIVE_DISPLAY"  # set for child processes: the id of the one that draws on their terminal
+ERASE_LINE = "\r\x1b[2K"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -27,6 +30,28 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Where another process has a spinner on the line, the message takes its place; the spinner draws itself again
+        on the next line. What draws in this process moves messages out of its way by itself."""
+        text = super().format(record)
+        drawing = os.environ.get(LIVE_VARIABLE)
+        return ERASE_LINE + text if drawing and drawing != str(os.getpid()) and sys.stderr.isatty() else text
+
+
+@contextlib.contextmanager
+def live_display() -> Iterator[None]:
+    """A spinner or a bar is on the terminal inside the block: processes that are started here write around it."""
+    os.environ[LIVE_VARIABLE] = str(os.getpid())
+    try:
+        yield
+    finally:
+        forget_live_display()
+
+
+def forget_live_display() -> None:
+    """For a child process, when it knows that the display is over."""
+    os.environ.pop(LIVE_VARIABLE, None)
 
 
 class FileLog(logging.Handler):
