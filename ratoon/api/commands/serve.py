@@ -113,7 +113,19 @@ def run(args: argparse.Namespace) -> int:
 
     with loading:
         loading.enter_context(status(f"loading {args.model}"))
-        return run_server(llm, settings, bound, on_ready)
+        return run_server(llm, settings, bound, on_ready, lambda num_prompts: say_what_is_waited_for(num_prompts, args))
+
+
+def say_what_is_waited_for(num_prompts: int, args: argparse.Namespace) -> None:
+    """Printed when the server was asked to end, so that Ctrl-C is never met by silence."""
+    if sys.stderr.isatty():
+        print(file=sys.stderr)  # the terminal's ^C stands on this line
+    if num_prompts == 0:
+        print("ending: nothing is under way", file=sys.stderr)
+        return
+    running = f"{num_prompts} request{'s' if num_prompts > 1 else ''} running"
+    waiting = f"ending: waiting up to {args.drain_seconds:g} s for {running}"
+    print(f"{waiting}; a second Ctrl-C ends it at once", file=sys.stderr)
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:

@@ -37,10 +37,17 @@ KEEP_ALIVE = 75  # seconds that a connection may idle; more than clients' pools 
 logger = get_logger(__name__)
 
 
-def run_server(llm: AsyncLLM, settings: ServerSettings, bound: socket.socket, on_ready: Callable[[], None]) -> int:
-    """Serve until the end, on a loop of its own; the exit code. What keeps the engine from starting is raised."""
+def run_server(
+    llm: AsyncLLM,
+    settings: ServerSettings,
+    bound: socket.socket,
+    on_ready: Callable[[], None],
+    on_drain: Callable[[int], None] = lambda num_prompts: None,
+) -> int:
+    """Serve until the end, on a loop of its own; the exit code. What keeps the engine from starting is raised.
+    `on_drain` is told how many prompts are under way when the server was asked to end."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(ServerRunner(llm, settings, bound).run(on_ready))
+        return runner.run(ServerRunner(llm, settings, bound, on_drain).run(on_ready))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -89,8 +96,15 @@ class HttpServer(uvicorn.Server):
 
 
 class ServerRunner:
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings, bound: socket.socket) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        settings: ServerSettings,
+        bound: socket.socket,
+        on_drain: Callable[[int], None] = lambda num_prompts: None,
+    ) -> None:
         self._llm = llm
+        self._on_drain = on_drain
         self._context = ServerContext(llm, settings)
         self._bound = bound
         self._signals: list[int] = []
@@ -132,6 +146,7 @@ class ServerRunner:
         """The engine waits for its requests and aborts the rest; their clients get what there is to say."""
         self._context.draining = True
         seconds = self._context.settings.drain_seconds
+        self._on_drain(self._context.num_unfinished)
         logger.info("shutting down; %d prompts have %g seconds", self._context.num_unfinished, seconds)
         if await self._unless(self._signalled_again, self._llm.shutdown(seconds)):
             return EXIT_DONE

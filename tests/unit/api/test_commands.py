@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from ratoon.api.cli import main
+from ratoon.api.cli import main, parse_arguments
+from ratoon.api.commands.serve import say_what_is_waited_for
 from ratoon.core.errors import EngineError, ModelError, RequestError
 
 
@@ -365,3 +366,16 @@ def test_what_is_like_nothing_gets_no_suggestion(words, capsys):
 
 def test_no_swap_memory_can_be_asked_for(client, capsys):
     assert main(["generate", "fake", "abc", "--raw", "--swap-memory", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "ending: nothing is under way\n"),
+        (1, "ending: waiting up to 30 s for 1 request running; a second Ctrl-C ends it at once\n"),
+        (3, "ending: waiting up to 30 s for 3 requests running; a second Ctrl-C ends it at once\n"),
+    ],
+)
+def test_serve_says_what_it_waits_for_when_it_is_asked_to_end(count, said, capsys):
+    say_what_is_waited_for(count, parse_arguments(["serve", "fake"]))
+    assert capsys.readouterr().err == said

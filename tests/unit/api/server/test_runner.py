@@ -29,8 +29,16 @@ BODY = {"model": MODEL, "prompt": "x", "stream": True}
 class Running:
     """A server on a free port, and a client session to it."""
 
-    def __init__(self, runner: ServerRunner, engine: FakeAsyncClient, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        runner: ServerRunner,
+        engine: FakeAsyncClient,
+        url: str,
+        session: aiohttp.ClientSession,
+        drained: list[int],
+    ) -> None:
         self.runner = runner
+        self.drained = drained
         self.engine = engine
         self.url = url
         self.session = session
@@ -54,9 +62,10 @@ async def running(**settings) -> AsyncIterator[Running]:
         bound = bind(chosen)
         llm = client.context.llm
         ready = asyncio.Event()
-        server = ServerRunner(llm, chosen, bound)
+        drained: list[int] = []
+        server = ServerRunner(llm, chosen, bound, drained.append)
         async with aiohttp.ClientSession() as session:
-            found = Running(server, client.engine, address(bound), session)
+            found = Running(server, client.engine, address(bound), session, drained)
             found.exit_code = asyncio.create_task(server.run(ready.set))
             await ready.wait()
             yield found
@@ -104,6 +113,7 @@ async def test_a_second_signal_ends_it_at_once():
         stream = await server.open_stream()
         send_signal()
         await asyncio.sleep(0.05)
+        assert server.drained == [1]  # the number of prompts that it waits for
         send_signal()
         async with asyncio.timeout(5):
             assert await server.exit_code == 128 + signal.SIGTERM
