@@ -63,19 +63,28 @@ def run(args: argparse.Namespace) -> int:
     options = transcription_options(args)
     options.verify()  # before anyone waits for the model to load
     check_outputs(args)
-    recordings = [read_recording(argument) for argument in args.prompts]
+    found = [name for name in args.prompts if name == "-" or Path(name).is_file()]
+    failed = len(args.prompts) - len(found)
+    for name in args.prompts:
+        if name not in found:
+            print(f"error: {name}: there is no such file", file=sys.stderr)
+    if not found:
+        return 2  # as for other input that is not there, before a model is loaded for nothing
+    if args.output_dir is not None:
+        make_folder(args.output_dir)
+    recordings = [sys.stdin.buffer.read() if name == "-" else name for name in found]
     with open_llm(args) as llm:
         transcriptions = llm.transcribe(recordings, **{name: getattr(options, name) for name in GIVEN})
     assert isinstance(transcriptions, list)
-    failed = 0
-    for name, transcription in zip(args.prompts, transcriptions):
-        if transcription.error is not None:
+    for name, transcription in zip(found, transcriptions):
+        problem = transcription.error
+        if problem is None and args.output_dir is not None:
+            problem = write_transcription(transcription, output_path(args, name), args.format)
+        if problem is not None:
             failed += 1
-            print(f"error: {name}: {transcription.error}", file=sys.stderr)
+            print(f"error: {name}: {problem}", file=sys.stderr)
         elif args.output_dir is not None:
-            path = output_path(args, name)
-            path.write_text(render(transcription, args.format), encoding="utf-8")
-            print(path)
+            print(output_path(args, name))
         else:
             print_transcription(transcription, name, args.format, heading=len(transcriptions) > 1)
     return 1 if failed else 0
@@ -106,8 +115,6 @@ def check_outputs(args: argparse.Namespace) -> None:
         if args.format in SUBTITLES and len(args.prompts) > 1:
             raise RequestError("--format", f"{args.format} is of one recording", "add --output-dir")
         return
-    if not args.output_dir.is_dir():
-        raise RequestError("--output-dir", f"there is no folder {args.output_dir}", "one that exists")
     paths = Counter(output_path(args, name) for name in args.prompts)
     twice = next((path for path, count in paths.items() if count > 1), None)
     if twice is not None:
@@ -120,12 +127,21 @@ def output_path(args: argparse.Namespace, name: str) -> Path:
     return folder / f"{stem}.{SUFFIXES[args.format]}"
 
 
-def read_recording(argument: str) -> str | bytes:
-    if argument == "-":
-        return sys.stdin.buffer.read()
-    if not Path(argument).is_file():
-        raise RequestError("AUDIO", f"there is no file {argument}", "a recording's file")
-    return argument
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"can't make the folder {folder}: {error.strerror}"
+        raise RequestError("--output-dir", problem, "a folder that can be written to") from None
+
+
+def write_transcription(transcription: Transcription, path: Path, format: str) -> str | None:
+    """What kept it from being written, if anything did."""
+    try:
+        path.write_text(render(transcription, format), encoding="utf-8")
+    except OSError as error:
+        return f"can't write {path}: {error.strerror}"
+    return None
 
 
 def print_transcription(transcription: Transcription, name: str, format: str, heading: bool) -> None:

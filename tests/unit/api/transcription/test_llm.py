@@ -213,8 +213,7 @@ def test_several_recordings_are_printed_with_their_names(client, recording, tmp_
     ],
 )
 def test_files_are_written_to_a_folder(client, recording, tmp_path, capsys, form, name, content):
-    folder = tmp_path / "out"
-    folder.mkdir()
+    folder = tmp_path / "out" / "of it"  # made where it is not there
     assert main(["transcribe", "tiny", str(recording), "--format", form, "--output-dir", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / name}\n"
     assert (folder / name).read_text() == content
@@ -236,16 +235,31 @@ def test_a_recording_that_can_not_be_read_is_named(client, recording, tmp_path, 
     assert main(["transcribe", "tiny", str(broken)]) == 1
 
 
+def test_what_is_missing_or_can_not_be_written_does_not_stop_the_others(client, recording, tmp_path, capsys):
+    other = tmp_path / "other.wav"
+    other.write_bytes(TONE)
+    missing = tmp_path / "missing.wav"
+    folder = tmp_path / "out"
+    (folder / "other.txt").mkdir(parents=True)
+    names = [str(missing), str(recording), str(other)]
+    assert main(["transcribe", "tiny", *names, "--output-dir", str(folder)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"{folder / 'talk.txt'}\n"
+    first, second = printed.err.splitlines()
+    assert first == f"error: {missing}: there is no such file"
+    assert second.startswith(f"error: {other}: can't write {folder / 'other.txt'}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         ([], "AUDIO: is missing"),
-        (["/nowhere.wav"], "AUDIO: there is no file /nowhere.wav"),
+        (["/nowhere.wav"], "/nowhere.wav: there is no such file"),
         (["A", "--beam-size", "0"], "beam_size: 0 is out of range"),
         (["A", "--temperature", "-1"], "temperature: -1.0 is out of range"),
         (["A", "--format", "srt", "--no-timestamps"], "--no-timestamps: leaves srt without times"),
         (["A", "A", "--format", "vtt"], "--format: vtt is of one recording"),
-        (["A", "--output-dir", "/nowhere"], "--output-dir: there is no folder /nowhere"),
+        (["A", "--output-dir", "/dev/null/x"], "--output-dir: can't make the folder /dev/null/x"),
         (["A", "A", "--output-dir", "."], "--output-dir: two recordings would be written to talk.txt"),
         (["A", "--no-timestamps", "--condition-on-previous-text"], "condition_on_previous_text: without timestamps"),
     ],
