@@ -47,6 +47,7 @@ class Request:
         "num_choices",
         "num_inheritable_tokens",
         "num_prompt_tokens",
+        "owner",
         "params",
         "params_without_prompt",
         "pooling_params",
@@ -71,6 +72,7 @@ class Request:
         self.continuation_of = request.continuation_of
         self.num_inheritable_tokens = self.num_prompt_tokens - len(request.continuation_token_ids or ())
         self.retain_kv = request.retain_kv
+        self.owner = request.owner
         self.priority = request.priority
         self.arrival_time = request.arrival_time
         self.sequence_number = sequence_number

@@ -7,13 +7,14 @@ are read out in passing. Who runs when is the planner's.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ratoon.core.errors import QueueFullError
 from ratoon.core.plan import BlockIds, CaptureStep, EncoderStep
 from ratoon.core.request import Extraction
+from ratoon.core.shares import has_room
 
 if TYPE_CHECKING:
     from ratoon.scheduling.branch import Branch
@@ -37,6 +38,10 @@ class ExtractionState:
         self.num_captured = 0
         self.num_passed_by = 0  # times that others came first since it last gave something
         self.num_rows_run = 0
+
+    @property
+    def owner(self) -> str | None:
+        return self.branch.request.owner
 
     @property
     def done(self) -> bool:
@@ -115,7 +120,8 @@ class ExtractionState:
 
 
 class ExtractionQueue:
-    """Those who have not begun, first come, first served, and those who have."""
+    """Those who have not begun, and those who have. Waiting owners take turns; an owner's own are served first come,
+    first served."""
 
     def __init__(self) -> None:
         self.running: list[ExtractionState] = []  # hold blocks
@@ -147,13 +153,26 @@ class ExtractionQueue:
         return first if first is not None and first.num_passed_by >= PATIENCE else None
 
     def add(self, state: ExtractionState, now: float) -> None:
-        if len(self._waiting) >= MAX_WAITING:
+        waiting = Counter(other.owner for other in self._waiting) if len(self._waiting) >= MAX_WAITING else {}
+        if not has_room(waiting, state.owner, 1, MAX_WAITING):
             raise QueueFullError(
                 "hidden_states", f"{len(self._waiting)} extractions are waiting already", "try again in a moment"
             )
         if state.extraction.deadline is not None:
             state.deadline = now + state.extraction.deadline
-        self._waiting.append(state)
+        self._waiting.insert(self._place_for(state), state)
+
+    def _place_for(self, state: ExtractionState) -> int:
+        """Behind as many of each other owner's as there are of its own."""
+        if not self._waiting or self._waiting[-1].owner == state.owner:
+            return len(self._waiting)  # without owners, always
+        num_own = sum(other.owner == state.owner for other in self._waiting)
+        seen: Counter[str | None] = Counter()
+        for place, other in enumerate(self._waiting):
+            if seen[other.owner] > num_own:
+                return place
+            seen[other.owner] += 1
+        return len(self._waiting)
 
     def begin(self, state: ExtractionState) -> None:
         self._waiting.remove(state)

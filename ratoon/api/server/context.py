@@ -14,6 +14,7 @@ from starlette.requests import Request
 from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.token_texts import TokenTexts
+from ratoon.core.shares import SharedLimit
 
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
@@ -25,7 +26,15 @@ class ServerContext:
     settings: ServerSettings
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # set at shutdown: nothing new is taken
-    num_unfinished: int = 0  # prompts of all requests
+    queue: SharedLimit = field(init=False)  # unfinished prompts of all requests, which API keys share
+
+    def __post_init__(self) -> None:
+        self.queue = SharedLimit(self.settings.max_queue)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Prompts of all requests."""
+        return self.queue.total
 
     @cached_property
     def served_names(self) -> tuple[str, ...]:
@@ -46,18 +55,26 @@ class ServerContext:
             raise model_not_found(name, self.served_names)
 
     @contextmanager
-    def admit(self, count: int) -> Iterator[None]:
-        """Room for so many prompts while the block lasts, or a 429."""
-        if self.num_unfinished + count > self.settings.max_queue:
-            raise queue_full(
-                f"{self.num_unfinished} prompts are unfinished, and {self.settings.max_queue} is the limit; "
-                "try again in a moment"
-            )
-        self.num_unfinished += count
+    def admit(self, count: int, tenant: str | None) -> Iterator[None]:
+        """Room for so many prompts while the block lasts, or a 429. A tenant is refused for what others have in the
+        queue only where it has its own share of it already."""
+        if not self.queue.take(tenant, count):
+            raise queue_full(self._why_full(tenant))
         try:
             yield
         finally:
-            self.num_unfinished -= count
+            self.queue.give_back(tenant, count)
+
+    def _why_full(self, tenant: str | None) -> str:
+        limit = self.settings.max_queue
+        own = self.queue.held_by(tenant)
+        if own == self.queue.total:
+            return f"{own} prompts are unfinished, and {limit} is the limit; try again in a moment"
+        num_tenants = self.queue.num_owners + (0 if own else 1)
+        return (
+            f"{own} prompts of this API key are unfinished, and {limit // num_tenants} is its share of the queue, "
+            f"which {num_tenants} keys use; try again in a moment"
+        )
 
 
 def context_of(request: Request) -> ServerContext:

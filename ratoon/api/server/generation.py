@@ -72,7 +72,7 @@ def check_token_limit(context: ServerContext, num_prompts: int, params: Generati
 
 async def collect(context: ServerContext, batch: Batch) -> list[RequestOutput]:
     """The final output of every prompt, in order. If one fails, the others are taken back."""
-    with context.admit(len(batch.prompts)):
+    with context.admit(len(batch.prompts), batch.owner):
         return await all_or_none([_final_output(context, batch, index) for index in range(len(batch.prompts))])
 
 
@@ -102,7 +102,7 @@ async def _final_output(context: ServerContext, batch: Batch, index: int) -> Req
 
 async def stream(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbered, None]:
     """What is new, as it comes, of whichever prompt."""
-    with context.admit(len(batch.prompts)):
+    with context.admit(len(batch.prompts), batch.owner):
         if len(batch.prompts) == 1:
             async with aclosing(_generate(context, batch, 0)) as outputs:
                 async for output in outputs:

@@ -32,6 +32,7 @@ def request_of(
     priority: int = 0,
     arrival: float = 0.0,
     salt: str | None = None,
+    owner: str | None = None,
     **params: Any,
 ) -> EngineCoreRequest:
     """A number for a prompt means that many tokens that no other request has."""
@@ -39,7 +40,13 @@ def request_of(
         prompt = [1000 + 100 * (sum(map(ord, request_id)) % 1000) + index for index in range(prompt)]
     params.setdefault("max_tokens", 50)
     return EngineCoreRequest(
-        request_id, prompt, SamplingParams(**params), priority=priority, arrival_time=arrival, cache_salt=salt
+        request_id,
+        prompt,
+        SamplingParams(**params),
+        priority=priority,
+        arrival_time=arrival,
+        cache_salt=salt,
+        owner=owner,
     )
 
 

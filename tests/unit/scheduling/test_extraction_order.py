@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ratoon.core.errors import QueueFullError
 from ratoon.core.plan import CaptureStep, SchedulerOutput
 from ratoon.core.request import FinishReason
 from ratoon.scheduling.extraction import AGED_SHARE, PATIENCE
@@ -231,3 +232,33 @@ def test_in_steps_of_one_token_the_aged_one_does_not_wait_for_a_prompt_that_wait
         assert plan.req_ids == ["a"]
     received = finish(scheduler)
     assert received["x"][-1].finished and received["a"][-1].finished
+
+
+# ---- several owners ----
+
+
+def test_owners_that_wait_take_turns() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=4)
+    for number in range(4):
+        read(scheduler, f"a{number}", 4, [3], owner="ada")
+    for number in range(2):
+        read(scheduler, f"b{number}", 4, [3], owner="bob")
+    order = []
+    while scheduler.has_unfinished_requests():
+        plan, _ = step(scheduler)
+        order += captures_of(plan)
+    assert order == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+def test_a_queue_that_one_owner_has_filled_has_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ratoon.scheduling.extraction.MAX_WAITING", 6)
+    scheduler = scheduler_of()
+    for number in range(6):
+        read(scheduler, f"a{number}", 4, [3], owner="ada")
+    with pytest.raises(QueueFullError):
+        read(scheduler, "a6", 4, [3], owner="ada")
+    for number in range(3):
+        read(scheduler, f"b{number}", 4, [3], owner="bob")
+    with pytest.raises(QueueFullError):
+        read(scheduler, "b3", 4, [3], owner="bob")
+    finish(scheduler)

@@ -69,14 +69,15 @@ async def _answer(request: Request, asked: TranslationRequest, task: Task) -> Re
     context = context_of(request)
     context.check_model(asked.model)
     options = _options(asked, task)
-    transcriber = _transcriber(context, asked, exchange_of(request.scope).tenant)
+    tenant = exchange_of(request.scope).tenant
+    transcriber = _transcriber(context, asked, tenant)
     if asked.stream:
         if asked.response_format in (*SUBTITLES, "verbose_json"):
             raise refused("response_format", f"{asked.response_format} is not streamed", "json or text")
-        events = _events(context, transcriber, asked.file, options)
+        events = _events(context, transcriber, asked.file, options, tenant)
         first = await anext(events, b"")  # what is refused until then is refused with a status
         return EventStream(first, events, exchange_of(request.scope).headers())
-    with context.admit(1):
+    with context.admit(1, tenant):
         transcription = await transcriber.transcribe(asked.file, options)
     return _whole(request, transcription, asked.response_format)
 
@@ -116,11 +117,15 @@ def _whole(request: Request, transcription: Transcription, format: str) -> Respo
 
 
 async def _events(
-    context: ServerContext, transcriber: Transcriber, audio: bytes, options: TranscriptionOptions
+    context: ServerContext,
+    transcriber: Transcriber,
+    audio: bytes,
+    options: TranscriptionOptions,
+    tenant: str | None,
 ) -> AsyncGenerator[bytes, None]:
     """A delta for each segment. A window's are sent when its text is settled: what was sent is not taken back."""
     transcription: Transcription | None = None
-    with context.admit(1):
+    with context.admit(1, tenant):
         async with aclosing(transcriber.follow(audio, options)) as news:
             async for progress in news:
                 transcription = progress.transcription

@@ -67,7 +67,7 @@ async def extract(
     if asked.prompt is not None:
         add_special_tokens = asked.add_special_tokens is not False
         (prompt,) = await encode_prompts(context, "prompt", [asked.prompt], add_special_tokens, 0, asked.decoder_prompt)
-        with context.admit(1):
+        with context.admit(1, owner):
             return await context.llm.extract_hidden_states(
                 prompt.as_prompt(), params, answer_id, cache_salt=asked.cache_salt, owner=owner
             )
@@ -77,7 +77,7 @@ async def extract(
         root = await context.llm.find_parent(original, wait=False, owner=owner)
         if root.cache_salt != asked.cache_salt:  # another salt is another tenant
             raise request_not_found(original, "original_request_id")
-        with context.admit(1):
+        with context.admit(1, owner):
             return await context.llm.extract_hidden_states(
                 None, params, answer_id, original_request_id=original, choice=asked.choice or 0, owner=owner
             )

@@ -106,3 +106,32 @@ async def test_a_full_queue_says_when_to_come_back():
         assert client.context.num_unfinished == 0
         larger_than_the_queue = await client.complete(prompt=["a"] * 4)
         assert larger_than_the_queue.status == 400
+
+
+def _bearing(key: str) -> dict[str, str]:
+    return {**JSON, "authorization": f"Bearer {key}"}
+
+
+@on_event_loop
+async def test_one_key_can_not_fill_the_queue_for_another():
+    async with scripted(say("x"), by_hand=True, max_queue=8, api_keys=("sk-a", "sk-b")) as client:
+
+        async def ask(key: str, num_prompts: int, before: int):
+            body = {"model": MODEL, "prompt": ["p"] * num_prompts}
+            request = client.open("POST", "/v1/completions", body, headers=_bearing(key))
+            while client.context.num_unfinished < before + num_prompts and not request.task.done():
+                await asyncio.sleep(0.001)
+            return request
+
+        first = await ask("sk-a", 8, 0)
+        assert not first.task.done(), "a key alone may use all of it"
+        assert (await (await ask("sk-a", 1, 8)).answer()).status == 429
+        second = await ask("sk-b", 4, 8)
+        assert not second.task.done(), "another key has its share nevertheless"
+        for key in ("sk-a", "sk-b"):
+            answer = await (await ask(key, 1, 12)).answer()
+            assert (answer.status, answer.error["code"]) == (429, "queue_full")
+            assert "its share of the queue" in answer.error["message"]
+        client.engine.step(10)
+        assert [(await request.answer()).status for request in (first, second)] == [200, 200]
+        assert client.context.num_unfinished == 0
