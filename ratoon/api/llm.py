@@ -128,7 +128,9 @@ class LLM:
             max_hidden_states_bytes=config.max_hidden_states_bytes,
             pooling=self.source.pooling,
         )
-        output_processor = OutputProcessor(self._tokenizer, selector=input_processor.selector)
+        output_processor = OutputProcessor(
+            self._tokenizer, selector=input_processor.selector, max_roots=config.max_roots
+        )
         self.engine = LLMEngine(self._client, input_processor, output_processor)
         self._num_requests = 0
         self._inboxes: dict[str, deque[Any]] = {}  # by request id: whose outputs these are

@@ -23,7 +23,7 @@ Subparsers = Any  # argparse has no public name for what add_subparsers returns
 ENGINE_OPTIONS = (
     "device", "dtype", "max_model_len", "block_size", "num_blocks", "kv_memory", "swap_memory",
     "max_num_batched_tokens", "max_num_encoder_tokens", "max_num_seqs", "policy", "num_threads", "attention_backend",
-    "load_format", "lease_fraction", "max_lease_seconds", "max_hidden_states_bytes", "executor",
+    "load_format", "lease_fraction", "max_lease_seconds", "max_hidden_states_bytes", "max_roots", "executor",
 )  # fmt: skip
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -53,6 +53,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-prefix-caching", action="store_true", help="compute shared prefixes again")
     group.add_argument("--lease-fraction", type=float, metavar="X", help="of the KV cache for continuations, at most")
     group.add_argument("--max-lease-seconds", type=float, metavar="X", help="the longest that a request may ask for")
+    group.add_argument("--max-roots", type=int, metavar="N", help="ended requests that can be continued; default 1024")
     group.add_argument("--threads", type=int, metavar="N", dest="num_threads", help="CPU threads")
     group.add_argument("--attention-backend", metavar="NAME", help="auto, or a backend's name")
     group.add_argument("--load-format", metavar="NAME", help="auto, or dummy: random weights of the right shape")

@@ -9,6 +9,8 @@ from typing import Any
 from ratoon.core.errors import ConfigError
 from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, MAX_LOGPROBS
 
+MAX_ROOTS = 1024  # ended requests that can be continued, unless the engine's config sets another limit
+
 
 class SchedulingPolicy(enum.StrEnum):
     FCFS = "fcfs"
@@ -135,6 +137,7 @@ class EngineConfig:
     seed: int = 0
     max_logprobs: int = MAX_LOGPROBS
     max_hidden_states_bytes: int = MAX_HIDDEN_STATES_BYTES  # that a request may ask for
+    max_roots: int = MAX_ROOTS  # ended requests that can be continued
     load_format: str = "auto"  # auto, or dummy: random weights of the right shape
     executor: str = "uniproc"  # uniproc: one worker in the engine's process; or "module:Class" with the same interface
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -196,6 +199,7 @@ def verify_engine_config(config: EngineConfig) -> None:
     if not cache.max_lease_seconds > 0:
         raise ConfigError("max_lease_seconds", f"{cache.max_lease_seconds} is out of range", "more than 0")
     _at_least("max_hidden_states_bytes", config.max_hidden_states_bytes, 1)
+    _at_least("max_roots", config.max_roots, 0)
     if config.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError("dtype", f"{config.dtype!r} is unknown", "auto, float32, bfloat16 or float16")
     if config.load_format not in ("auto", "dummy"):

@@ -33,6 +33,7 @@ class EngineSettings(TypedDict, total=False):
     attention_backend: str
     max_logprobs: int
     max_hidden_states_bytes: int | str  # that a request may ask for
+    max_roots: int  # ended requests that can be continued; of the owner with most of them the oldest are forgotten
     load_format: str  # auto, or dummy: random weights of the right shape
     executor: str  # uniproc, or "module:Class"
 

@@ -141,7 +141,10 @@ class AsyncLLM:
             pooling=self.source.pooling,
         )
         output_processor = OutputProcessor(
-            self._tokenizer, metrics=self.metrics, selector=self._input_processor.selector
+            self._tokenizer,
+            metrics=self.metrics,
+            selector=self._input_processor.selector,
+            max_roots=self.config.max_roots,
         )
         self._handler = OutputHandler(client, output_processor, self.metrics)
         if self.metrics is not None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ratoon.core.config import MAX_ROOTS
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import HiddenStatesOutput
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -64,6 +65,7 @@ class OutputProcessor:
         clock: Callable[[], float] = time.monotonic,
         metrics: EngineMetrics | None = None,
         selector: HiddenStatesSelector | None = None,  # needed where requests ask for hidden states
+        max_roots: int = MAX_ROOTS,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
@@ -73,7 +75,7 @@ class OutputProcessor:
         self._internal_ids: dict[tuple[str | None, str], str] = {}  # by owner and the caller's id
         self._readers_waiting: deque[EngineCoreRequest] = deque()
         self._readers: set[str] = set()  # in the engine, by internal id
-        self.roots = RootTable()  # what has ended and can be continued
+        self.roots = RootTable(max_roots)  # what has ended and can be continued
 
     def add_request(
         self,

@@ -1,7 +1,8 @@
 """Requests that have ended, as roots: the tokens of each choice, by the caller's id, so that they can be continued.
 
-Bounded in number and in bytes: the ones that nobody asked for longest are forgotten. Kept on this side of the engine,
-so that a root outlives the process that computed it; whether its keys and values are still there, the engine knows.
+Bounded in number and in bytes: of the owner that has most of them, the one that was not asked for longest is forgotten.
+Kept on this side of the engine, so that a root outlives the process that computed it; whether its keys and values are
+still there, the engine knows.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from ratoon.core.config import MAX_ROOTS
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError, UnknownParentError
 
-MAX_ROOTS = 1024
 MAX_FEATURE_BYTES = 256 * 2**20  # of the audio features of all roots together; tokens are few beside them
 
 
@@ -58,46 +59,68 @@ class Root:
             raise RequestError("choice", f"{choice!r} is not one of the parent's", f"0 to {len(self.choices) - 1}")
 
 
+@dataclass(slots=True)
+class _OwnersRoots:
+    roots: OrderedDict[str, Root] = field(default_factory=OrderedDict)  # by id; asked for longest ago first
+    feature_bytes: int = 0
+
+
 class RootTable:
     def __init__(self, max_roots: int = MAX_ROOTS, max_feature_bytes: int = MAX_FEATURE_BYTES) -> None:
         self._max_roots = max_roots
         self._max_feature_bytes = max_feature_bytes
         self._feature_bytes = 0  # of all that are here
-        # By owner and id: an id that one owner chose is not taken from, or told to, another.
-        self._roots: OrderedDict[tuple[str | None, str], Root] = OrderedDict()
+        self._num_roots = 0
+        # An id that one owner chose is not taken from, or told to, another.
+        self._by_owner: dict[str | None, _OwnersRoots] = {}
 
     def __len__(self) -> int:
-        return len(self._roots)
+        return self._num_roots
 
     def add(self, root: Root) -> None:
-        key = (root.owner, root.request_id)
-        if key in self._roots:
-            self._drop(key)
-        self._roots[key] = root
+        own = self._by_owner.setdefault(root.owner, _OwnersRoots())
+        if root.request_id in own.roots:
+            self._drop(own, root.request_id)
+        own.roots[root.request_id] = root
+        own.feature_bytes += root.feature_bytes
+        self._by_owner[root.owner] = own
+        self._num_roots += 1
         self._feature_bytes += root.feature_bytes
-        while len(self._roots) > self._max_roots or self._feature_bytes > self._max_feature_bytes:
-            self._drop(next(iter(self._roots)))
+        while self._num_roots > self._max_roots:
+            self._drop_oldest(max(self._by_owner.values(), key=lambda held: len(held.roots)))
+        while self._feature_bytes > self._max_feature_bytes:
+            self._drop_oldest(max(self._by_owner.values(), key=lambda held: held.feature_bytes))
 
     def find(self, request_id: str, owner: str | None = None) -> Root:
         """UnknownParentError, the same for an id that never was and for one that is somebody else's."""
-        root = self._roots.get((owner, request_id)) if isinstance(request_id, str) else None
+        own = self._by_owner.get(owner)
+        root = own.roots.get(request_id) if own is not None and isinstance(request_id, str) else None
         if root is None:
             raise UnknownParentError(
                 "continuation_of", f"there is no request {request_id!r} to continue", "the id of one that has ended"
             )
-        self._roots.move_to_end((owner, request_id))
+        assert own is not None
+        own.roots.move_to_end(request_id)
         return root
 
     def remove(self, request_id: str, owner: str | None = None) -> Root:
         self.find(request_id, owner)
-        return self._drop((owner, request_id))
+        return self._drop(self._by_owner[owner], request_id)
 
-    def _drop(self, key: tuple[str | None, str]) -> Root:
-        root = self._roots.pop(key)
+    def _drop_oldest(self, own: _OwnersRoots) -> None:
+        self._drop(own, next(iter(own.roots)))
+
+    def _drop(self, own: _OwnersRoots, request_id: str) -> Root:
+        root = own.roots.pop(request_id)
+        own.feature_bytes -= root.feature_bytes
+        self._num_roots -= 1
         self._feature_bytes -= root.feature_bytes
+        if not own.roots:
+            del self._by_owner[root.owner]
         return root
 
     def list(self, owner: str | None = None) -> list[Root]:
         """This owner's, the newest first."""
-        own = (root for root in self._roots.values() if root.owner == owner)
-        return sorted(own, key=lambda root: root.ended_at, reverse=True)
+        own = self._by_owner.get(owner)
+        roots = () if own is None else own.roots.values()
+        return sorted(roots, key=lambda root: root.ended_at, reverse=True)
