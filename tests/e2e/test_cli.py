@@ -39,13 +39,20 @@ def ratoon(*arguments: str, text: str | None = None) -> subprocess.CompletedProc
     )
 
 
+# A pseudo-terminal does not say where its cursor is.
+TERMINAL = {"TERM": "xterm", "COLUMNS": "100", "PROMPT_TOOLKIT_NO_CPR": "1"}
+
+
 class Terminal:
     """A command on a terminal of its own."""
+
+    PROMPT = r"\x1b\[\?2004h"  # the chat's editor asks for marks around what is pasted, and is ready to read
+    FIRST_WORD = r"\x1b\[2K\w+"  # where the spinner was
 
     def __init__(self, *arguments: str) -> None:
         self.pid, self._descriptor = pty.fork()
         if self.pid == 0:
-            os.execvpe(COMMAND[0], [*COMMAND, *arguments], {**os.environ, "TERM": "xterm", "COLUMNS": "100"})
+            os.execvpe(COMMAND[0], [*COMMAND, *arguments], {**os.environ, **TERMINAL})
         self._received = b""
         self._num_seen = 0
         self._ended = False
@@ -188,15 +195,16 @@ def test_chat_on_a_terminal_ctrl_c_stops_the_answer_and_the_next_turn_uses_the_c
     shape = ["--ignore-eos", "--max-tokens", "60", "--system", "You tell stories. " * 8]
     terminal = Terminal("chat", MODEL, *shape, *ENGINE)
     try:
-        terminal.wait_for("\n> ")
+        terminal.wait_for(Terminal.PROMPT)
         terminal.send("Tell me a story.\n")
-        terminal.wait_for(r"story\.\r\n\w+")
+        terminal.wait_for("waiting for the first token")
+        terminal.wait_for(Terminal.FIRST_WORD)
         terminal.send("\x03")
         terminal.wait_for(r"\(stopped; \d+ tokens")
-        terminal.wait_for("\n> ")
+        terminal.wait_for(Terminal.PROMPT)
         terminal.send("And then?\n")
         terminal.wait_for(r"\d+ tokens, [\d.]+ tok/s, [1-9]\d* of \d+ prompt tokens cached")
-        terminal.wait_for("\n> ")  # a Ctrl-D that comes before the prompt is lost
+        terminal.wait_for(Terminal.PROMPT)  # a Ctrl-D that comes before the prompt is lost
         terminal.send("\x04")
         assert terminal.exit_code() == 0
     finally:

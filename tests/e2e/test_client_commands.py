@@ -272,18 +272,18 @@ def test_chat_ctrl_c_stops_the_answer_closes_the_connection_and_the_conversation
     with fake_server(Script(seconds_per_token=0.02)) as (url, script):
         terminal = Terminal("chat", "--url", url, "--max-tokens", "500")
         try:
-            terminal.wait_for("\n> ")
+            terminal.wait_for(Terminal.PROMPT)
             terminal.send("Tell me a story.\n")
             terminal.wait_for(" w3")
             terminal.send("\x03")
             terminal.wait_for(r"\(stopped; \d+ tokens")
             wait_until(lambda: script.num_left == 1)
-            terminal.wait_for("\n> ")
+            terminal.wait_for(Terminal.PROMPT)
             terminal.send("And then?\n")
             terminal.wait_for(" w3")
             assert " w0 w1 w2" in script.received[1]["messages"][1]["content"]
             terminal.send("\x03")
-            terminal.wait_for("\n> ")
+            terminal.wait_for(Terminal.PROMPT)
             terminal.send("\x04")
             assert terminal.exit_code() == 0
         finally:

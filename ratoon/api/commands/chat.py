@@ -1,6 +1,6 @@
 """`ratoon chat MODEL` or `ratoon chat --url URL`: a conversation on the terminal.
 
-Ctrl-C stops the answer, Ctrl-D or /exit leaves. Who answers is in chat_answerers.py.
+Ctrl-C stops the answer, Ctrl-D or /exit leaves. Who answers is in chat_answerers.py, what is read in chat_input.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from ratoon.api.commands.chat_answerers import Answer, Answerer, LocalAnswerer, Message, RemoteAnswerer
+from ratoon.api.commands.chat_input import Entry, read_entry, read_lines, terminal_reader
 from ratoon.api.options import (
     Subparsers,
     add_common_options,
@@ -25,14 +27,15 @@ from ratoon.api.options import (
 from ratoon.api.remote.errors import RemoteError
 from ratoon.api.remote.options import add_remote_options, generation_fields, open_client, refuse_engine_options
 from ratoon.core.errors import RequestError
+from ratoon.core.suggestions import did_you_mean
 
+COMMANDS = ("/reset", "/stats", "/help", "/exit")
 HELP = """\
 /reset   forget the conversation
 /stats   tokens so far, and how full the cache is
 /help    this
 /exit    leave (Ctrl-D does too)
-Ctrl-C stops an answer."""
-PROMPT = "> "
+Enter sends, Alt-Enter begins a new line; so does Enter between \"\"\" and \"\"\". Ctrl-C stops an answer."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -50,17 +53,15 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     check_generation_options(args)
     check_where(args)
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # gives input() a history and line editing
     with open_answerer(args) as answerer:
         conversation = Conversation(answerer, args.system)
         if sys.stdout.isatty():
             print(f"{answerer.name}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-        while (line := read_line()) is not None:
-            if line == "/exit":
+        read_text = terminal_reader() if sys.stdin.isatty() and sys.stdout.isatty() else read_lines
+        while (entry := read_entry(read_text)) is not None:
+            if entry.is_command and entry.text == "/exit":
                 break
-            if line:
-                conversation.handle(line)
+            conversation.handle(entry)
     return 0
 
 
@@ -90,19 +91,6 @@ def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
         yield LocalAnswerer(llm, generation_params(args, llm))
 
 
-def read_line() -> str | None:
-    """What the user typed; None at the end of input. Ctrl-C gives up the line, not the program."""
-    try:
-        return input(PROMPT if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        if sys.stdin.isatty():
-            print()
-        return None
-    except KeyboardInterrupt:
-        print("\n(Ctrl-D or /exit leaves)")
-        return ""
-
-
 class Conversation:
     def __init__(self, answerer: Answerer, system: str | None) -> None:
         self._answerer = answerer
@@ -111,33 +99,47 @@ class Conversation:
         self._num_prompt_tokens = self._num_answer_tokens = 0
         self._num_cached_tokens: int | None = None  # None: nobody said
 
-    def handle(self, line: str) -> None:
-        if line == "/help":
+    def handle(self, entry: Entry) -> None:
+        if entry.is_command:
+            self.obey(entry.text.split()[0])
+        elif entry.text:
+            self.answer(entry.text)
+
+    def obey(self, command: str) -> None:
+        if command == "/help":
             print(HELP)
-        elif line == "/reset":
+        elif command == "/reset":
             self._messages = list(self._opening)
             print("(forgotten)")
-        elif line == "/stats":
+        elif command == "/stats":
             self.print_stats()
-        elif line.startswith("/"):
-            print(f"{line.split()[0]} is no command; /help lists them")
         else:
-            self.answer(line)
+            print(f"{command} is no command; {did_you_mean(command, COMMANDS, '/help lists them')}")
 
-    def answer(self, line: str) -> None:
-        """Print the answer as it comes. What there was when it was stopped or broke off is the answer then."""
-        self._messages.append({"role": "user", "content": line})
-        answer = Answer()
+    def answer(self, text: str) -> None:
+        """Print the answer as it comes. What there was when it was stopped or broke off is the answer then; if that is
+        nothing, the conversation stays as it was before the message."""
+        self._messages.append({"role": "user", "content": text})
         begin = time.monotonic()
-        try:
-            self._answerer.answer(self._messages, answer)
-        except KeyboardInterrupt:
-            answer.note = "stopped"
-        except (RequestError, RemoteError) as error:
-            if not answer.text:
-                self._take_back(error)
-                return
-            answer.note = str(error)
+        with ExitStack() as waiting:
+            if sys.stdout.isatty():
+                waiting.enter_context(status("waiting for the first token"))
+            answer = Answer(on_first=waiting.close)
+            try:
+                self._answerer.answer(self._messages, answer)
+            except KeyboardInterrupt:
+                answer.note = "stopped"
+                if not answer.text:
+                    waiting.close()
+                    self._messages.pop()
+                    print_dim("the message is taken back", "stopped before the first token")
+                    return
+            except (RequestError, RemoteError) as error:
+                if not answer.text:
+                    waiting.close()
+                    self._take_back(error)
+                    return
+                answer.note = str(error)
         print()
         self._messages.append({"role": "assistant", "content": answer.text})
         self._count(answer, time.monotonic() - begin)

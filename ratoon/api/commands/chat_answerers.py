@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,9 +21,10 @@ Message = dict[str, str]
 
 
 class Answer:
-    """An answer as it comes: printed at once, and kept."""
+    """An answer as it comes: printed at once, and kept. `on_first` is called before its first text is printed."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
+        self._on_first = on_first
         self._pieces: list[str] = []
         self.num_tokens = 0
         self.num_prompt_tokens: int | None = None  # None: unknown, as is what was cached
@@ -31,6 +32,10 @@ class Answer:
         self.note = ""  # what must be said about it, such as why it ended early
 
     def add(self, text: str) -> None:
+        if not text:
+            return
+        if not self._pieces:
+            self._on_first()
         self._pieces.append(text)
         sys.stdout.write(text)
         sys.stdout.flush()

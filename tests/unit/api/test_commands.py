@@ -248,6 +248,36 @@ def test_chat_ctrl_c_stops_the_answer_and_not_the_program(client, monkeypatch, c
     assert "stopped" in captured.err
 
 
+def test_chat_does_not_keep_an_answer_that_was_stopped_before_its_first_token(client, monkeypatch, capsys):
+    client.script = lambda request, choice: [*b"ok", 256]
+    steps = []
+
+    def interrupt_the_first_step() -> None:
+        steps.append(True)
+        if len(steps) == 1:
+            raise KeyboardInterrupt
+
+    client.on_step = interrupt_the_first_step
+    assert chat(monkeypatch, ["one", "two", "/stats"]) == 0
+    assert bytes(client.added[1].prompt_token_ids).decode() == "[user]two\n[assistant]"
+    captured = capsys.readouterr()
+    assert "stopped before the first token; the message is taken back" in captured.err
+    assert "messages       2" in captured.out
+
+
+def test_chat_shows_that_it_waits_for_the_first_token(client, monkeypatch):
+    client.script = lambda request, choice: [*b"ok", 256]
+    monkeypatch.setenv("TERM", "xterm")
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    seen = []
+    client.on_step = lambda: seen.append("waiting for the first token" in err.getvalue() and "ok" not in out.getvalue())
+    assert chat(monkeypatch, ["one"]) == 0
+    assert seen[0]
+    assert "ok" in out.getvalue()
+
+
 def test_chat_ctrl_c_at_the_prompt_gives_up_the_line_alone(client, monkeypatch, capsys):
     client.script = lambda request, choice: [*b"ok", 256]
     assert chat(monkeypatch, [KeyboardInterrupt(), "one"]) == 0
