@@ -8,8 +8,8 @@ import msgspec
 class PrefixCacheStats(msgspec.Struct, gc=False):
     """Counted since the engine started (or since the cache was reset)."""
 
-    queries: int = 0  # prompt tokens looked up
-    hits: int = 0  # of them, found
+    queries: int = 0  # prompt tokens looked up, those of continuations included
+    hits: int = 0  # of them, found, or inherited from the parent of a continuation
 
     @property
     def hit_rate(self) -> float:

@@ -8,9 +8,12 @@ import enum
 
 from ratoon.core.request import InheritedFrom
 from ratoon.memory.kv_cache_manager import GroupBlocks
+from ratoon.observe.logging import get_logger
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.roster import Roster
 from ratoon.scheduling.step_draft import StepDraft
+
+logger = get_logger(__name__)
 
 
 class Admission(enum.Enum):
@@ -51,6 +54,14 @@ class Beginnings:
         else:
             source = InheritedFrom.PREFIX_CACHE if branch.num_cached_tokens else InheritedFrom.RECOMPUTED
         self._roster.inherited[request.request_id] = source
+        logger.debug(
+            "%s continues %s: inherited %d of %d prompt tokens (%s)",
+            request.request_id,
+            request.continuation_of,
+            branch.num_cached_tokens,
+            branch.num_tokens,
+            source,
+        )
 
     def find_prefix(self, branch: Branch) -> tuple[GroupBlocks | None, int]:
         # Log-probabilities of the prompt and means over it need every prompt row computed: there is nothing to look up.

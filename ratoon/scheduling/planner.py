@@ -239,7 +239,7 @@ class StepPlanner:
         self._roster.running.append(branch)
         if branch.status == BranchStatus.WAITING:  # its first time; what a resumed branch finds is its own work
             branch.num_cached_tokens = num_hit_tokens
-            if hit_blocks is not None:
+            if hit_blocks is not None or num_inherited:  # what a parent left saves as much as what a hash finds
                 self._roster.kv_cache.count_lookup(branch.num_tokens, num_hit_tokens)
             self._beginnings.note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING

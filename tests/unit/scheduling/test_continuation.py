@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from ratoon.core.config import CacheConfig, SchedulerConfig
@@ -83,6 +85,28 @@ def test_the_tail_is_copied_and_what_the_parent_left_is_not_written():
     assert len({tables["a"][3], tables["b"][3], before[3]}) == 3
     run(scheduler)
     assert [block.block_id for block in kept.block_tables[0]] == before
+
+
+@pytest.mark.parametrize(("retain_kv", "num_inherited"), [(60.0, 14), (None, 12)], ids=["lease", "prefix cache"])
+def test_inherited_tokens_are_prefix_cache_hits(retain_kv, num_inherited):
+    scheduler = make()
+    tokens = finished_parent(scheduler, 10, 5, retain_kv=retain_kv)
+    before = scheduler.stats().prefix_cache
+    scheduler.add_request(continuation("child", "parent", tokens, [1, 2, 3]))
+    step(scheduler)
+    after = scheduler.stats().prefix_cache
+    assert (after.queries - before.queries, after.hits - before.hits) == (len(tokens) + 3, num_inherited)
+
+
+def test_inheritance_is_logged_for_who_looks_for_it(caplog):
+    scheduler = make()
+    tokens = finished_parent(scheduler, 10, 5)
+    with caplog.at_level(logging.DEBUG, logger="ratoon.scheduling"):
+        scheduler.add_request(continuation("child", "parent", tokens, [1, 2, 3]))
+        step(scheduler)
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert record.getMessage() == "child continues parent: inherited 14 of 18 prompt tokens (lease)"
 
 
 def test_an_empty_suffix_goes_on_where_the_parent_stopped():
