@@ -191,31 +191,41 @@ class LLM:
         at: int | None = None,
         wait: bool = True,
         retain_kv: float | None = None,
+        prompt: Prompt | None = None,  # the whole of it, suffix included, in case the parent is forgotten
+        cache_salt: str | None = None,  # of that prompt; a parent has its own
     ) -> RequestOutput:
         """Go on from a request that has ended: behind its tokens, then `suffix` (text or token ids), a new answer.
 
         Nothing that is still there of the parent is computed again. With `retain_kv` on the parent that is all of it;
         the output's `continuation` says how it was. `choice` names one of several, `at` a place in the parent: so many
         of its tokens, prompt and answer together. A parent that still runs is waited for, or with `wait=False` forked
-        where it is; a beam search can only be waited for. UnknownParentError: there is no such request, or it is too
-        long ago.
+        where it is; a beam search can only be waited for. Where there is no such request, or it is too long ago,
+        `prompt` is answered like any other, and the output's `continuation` says so; without one, UnknownParentError.
         """
+        self._verify_open()
         parent_id = parent.request_id if isinstance(parent, RequestOutput) else parent
         processor = self.engine.output_processor
         while wait and isinstance(parent_id, str) and processor.is_running(parent_id):
             self._step()
         params = self._default_params if sampling_params is None else sampling_params
-        request = self.engine.input_processor.process_continuation(
-            str(self._num_requests),
-            processor.find_root(parent_id),
-            suffix,
-            with_output_kind(params, RequestOutputKind.FINAL_ONLY),
-            choice=choice,
-            at=at,
-            retain_kv=retain_kv,
-        )
+        params = with_output_kind(params, RequestOutputKind.FINAL_ONLY)
+        request_id, inputs = str(self._num_requests), self.engine.input_processor
+        texts: tuple[str | None, str | None] = (None, None)
+        try:
+            root = processor.find_root(parent_id)
+        except UnknownParentError:
+            if prompt is None:
+                raise
+            request = inputs.process(
+                request_id, prompt, params, cache_salt=cache_salt, retain_kv=retain_kv, in_place_of=str(parent_id)
+            )
+            texts = texts_of(prompt, request.encoder_input is not None)
+        else:
+            request = inputs.process_continuation(
+                request_id, root, suffix, params, choice=choice, at=at, retain_kv=retain_kv
+            )
         self._num_requests += 1
-        (output,) = self._run([Checked(request)])
+        (output,) = self._run([Checked(request, texts[0], encoder_prompt=texts[1])])
         assert isinstance(output, RequestOutput)
         return output
 

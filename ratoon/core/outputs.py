@@ -152,6 +152,7 @@ class Continuation:
     inherited_tokens: int  # of its prompt, that were not computed again
     computed_tokens: int  # of its prompt, that were
     source: str  # "lease", "prefix_cache" or "recomputed"
+    fallback: bool = False  # the parent is forgotten: the prompt that came along was used in its place
 
 
 @dataclass(slots=True)

@@ -85,7 +85,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     # Set: the prompt begins with the tokens of this branch, which has ended or still runs, and ends with these tokens.
     continuation_of: str | None = None
     continuation_token_ids: list[int] | None = None
-    parent_id: str | None = None  # what the caller calls that request
+    parent_id: str | None = None  # what the caller calls that request; without continuation_of, one that is forgotten
     preferred_rank: int | None = None  # the engine that has the parent's memory; another one will do
     owner: str | None = None
     retain_kv: float | None = None  # seconds that its memory is kept for continuations once it has ended

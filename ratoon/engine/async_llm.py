@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 import msgspec
 
 from ratoon.core.config import SchedulingPolicy
-from ratoon.core.errors import ConfigError, DeadlineError, EngineAwayError, EngineDeadError, EngineError, RequestError
+from ratoon.core.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineAwayError,
+    EngineDeadError,
+    EngineError,
+    RequestError,
+    UnknownParentError,
+)
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
 from ratoon.core.params import GenerationParams, HiddenStatesParams, PoolingParams, SamplingParams
@@ -37,6 +45,7 @@ from ratoon.engine.prompts import Prompt, PromptPair, Suffix, parse_prompt, text
 from ratoon.engine.request_state import Output
 from ratoon.engine.roots import Root
 from ratoon.models.tokenizer import LONG_TEXT, Tokenizer
+from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
@@ -44,6 +53,8 @@ if TYPE_CHECKING:
     from ratoon.observe.metrics import EngineMetrics
 
 __all__ = ["AsyncEngineClient", "AsyncLLM"]
+
+logger = get_logger(__name__)
 
 DRAIN_POLL = 0.02  # seconds
 DEADLINE_GRACE = 0.5  # seconds that an engine has to say that a deadline is over
@@ -191,6 +202,7 @@ class AsyncLLM:
         arrival_time: float | None = None,  # on the clock of time.monotonic
         retain_kv: float | None = None,  # seconds that the memory is kept for continuations, once the answer has ended
         owner: str | None = None,  # only for the same owner it can be continued
+        in_place_of: str | None = None,  # the id of a forgotten parent: the output's `continuation` tells of it
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield outputs as the params' `output_kind` asks until one is `finished`.
 
@@ -212,6 +224,7 @@ class AsyncLLM:
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             retain_kv=retain_kv,
             owner=owner,
+            in_place_of=in_place_of,
         )
         request, collector = await self._begin(process, priority, data_parallel_rank, prompt=prompt)
         async with aclosing(_outputs_of(handler, request, collector)) as outputs:
@@ -229,20 +242,45 @@ class AsyncLLM:
         at: int | None = None,
         wait: bool = True,
         priority: int = 0,
+        data_parallel_rank: int | None = None,  # None: where the parent ran, whose memory is there
         retain_kv: float | None = None,
         owner: str | None = None,
+        prompt: Prompt | None = None,  # the whole of it, suffix included, in case the parent is forgotten
+        cache_salt: str | None = None,  # of that prompt; a parent has its own
     ) -> AsyncGenerator[RequestOutput, None]:
         """Go on from a request that has ended: behind its tokens, then `suffix` (text or token ids), a new answer.
 
         Nothing that is still there of the parent is computed again; with `retain_kv` on the parent that is all of it.
         `choice` names one of several, `at` a place in the parent: so many of its tokens, prompt and answer together. A
         parent that still runs is waited for, or with `wait=False` forked where it is; a beam search can only be waited
-        for. UnknownParentError: there is no such request, it is too long ago, or another owner's. The rest is as in
+        for. Where there is no such request, because it is too long ago or another owner's, `prompt` is answered like
+        any other, and the output's `continuation` says so; without one, UnknownParentError. The rest is as in
         `generate`.
         """
         handler = self._running()
         arrival_time = time.monotonic()
-        parent = await self.find_parent(parent_request_id, wait=wait, owner=owner)
+        try:
+            parent = await self.find_parent(parent_request_id, wait=wait, owner=owner)
+        except UnknownParentError:
+            if prompt is None:
+                raise
+            logger.debug("there is no request %s to continue: the prompt is used in its place", parent_request_id)
+            ordinary = self.generate(
+                prompt,
+                sampling_params,
+                request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+                data_parallel_rank=data_parallel_rank,
+                arrival_time=arrival_time,
+                retain_kv=retain_kv,
+                owner=owner,
+                in_place_of=parent_request_id,
+            )
+            async with aclosing(ordinary) as outputs:
+                async for output in outputs:
+                    yield output
+            return
         process = partial(
             self._input_processor.process_continuation,
             _request_id(request_id),
@@ -255,7 +293,7 @@ class AsyncLLM:
             arrival_time=arrival_time,
             retain_kv=retain_kv,
         )
-        request, collector = await self._begin(process, priority, suffix=suffix)
+        request, collector = await self._begin(process, priority, data_parallel_rank, suffix=suffix)
         async with aclosing(_outputs_of(handler, request, collector)) as outputs:
             async for output in outputs:
                 yield output
@@ -380,7 +418,8 @@ class AsyncLLM:
                 "has no meaning first come, first served",
                 'start the engine with policy="priority" (--policy priority)',
             )
-        if data_parallel_rank is not None and data_parallel_rank not in range(self._num_replicas):
+        is_number = isinstance(data_parallel_rank, int) and not isinstance(data_parallel_rank, bool)
+        if data_parallel_rank is not None and not (is_number and 0 <= data_parallel_rank < self._num_replicas):
             raise RequestError(
                 "data_parallel_rank", f"{data_parallel_rank!r} is no engine", f"from 0 to {self._num_replicas - 1}"
             )

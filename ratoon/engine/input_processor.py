@@ -107,6 +107,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         retain_kv: float | None = None,
         owner: str | None = None,
+        in_place_of: str | None = None,  # the id of a parent that is forgotten: what it continues is in the prompt
     ) -> EngineCoreRequest:
         if arrival_time is None:
             arrival_time = self._clock()
@@ -126,6 +127,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             external_id=request_id,
+            parent_id=in_place_of,
             retain_kv=retain_kv,
             owner=owner,
         )

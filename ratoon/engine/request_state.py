@@ -19,7 +19,7 @@ from ratoon.core.outputs import (
     RequestOutput,
 )
 from ratoon.core.params import RequestOutputKind, SamplingParams
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, InheritedFrom
 from ratoon.engine.answers import Answer, HiddenStatesAnswer, VectorAnswer
 from ratoon.engine.choice_state import ChoiceState, make_choices
 from ratoon.engine.faults import refusal_of
@@ -63,6 +63,7 @@ class RequestState:
     cache_salt: str | None = None
     adapter: str | None = None
     parent_id: str | None = None  # of the request that it continues
+    is_fallback: bool = False  # that request is forgotten, and the prompt stands in its place
     continuation: Continuation | None = None
     engine: int | None = None  # where it runs
     last_token_time: float | None = None
@@ -91,10 +92,8 @@ class RequestState:
         """Take in what a step brought for one choice that has not ended."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
-        if output.inherited_from is not None and self.parent_id is not None and self.continuation is None:
-            inherited = output.num_cached_tokens
-            num_computed = len(self.prompt_token_ids) - inherited
-            self.continuation = Continuation(self.parent_id, inherited, num_computed, str(output.inherited_from))
+        if self.parent_id is not None and self.continuation is None:
+            self.continuation = self._how_it_began(self.parent_id, output)
         if output.prompt_logprobs and self.prompt_logprobs is not None:
             self.prompt_logprobs.add(output.prompt_logprobs)
         if output.refusal is not None:
@@ -110,6 +109,16 @@ class RequestState:
             choice.finish(output.finish_reason)
         if output.new_token_ids or choice.finished:
             self.changed.add(choice.index)
+
+    def _how_it_began(self, parent_id: str, output: EngineCoreOutput) -> Continuation | None:
+        """Known with the first token."""
+        inherited, source = output.num_cached_tokens, output.inherited_from
+        if self.is_fallback and output.new_token_ids:
+            source = InheritedFrom.PREFIX_CACHE if inherited else InheritedFrom.RECOMPUTED
+        if source is None:
+            return None
+        num_computed = len(self.prompt_token_ids) - inherited
+        return Continuation(parent_id, inherited, num_computed, str(source), self.is_fallback)
 
     def _take_tokens(self, choice: ChoiceState, output: EngineCoreOutput, now: float) -> None:
         self.got_tokens = True
@@ -269,6 +278,7 @@ def make_request_state(
         cache_salt=request.cache_salt,
         adapter=request.adapter,
         parent_id=request.parent_id,
+        is_fallback=request.parent_id is not None and request.continuation_of is None,
     )
 
 

@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from ratoon.api.llm import LLM
-from ratoon.core.errors import ConfigError, RequestError
+from ratoon.core.errors import ConfigError, RequestError, UnknownParentError
+from ratoon.core.outputs import Continuation
 from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
@@ -295,6 +296,17 @@ def test_a_beam_search_under_way_is_waited_for_and_not_forked(searching):
     child = searching.continue_from(first, "", SamplingParams(max_tokens=1))
     assert child.prompt_token_ids == [*b"aaxyz", 256]
     assert [output.finished for output in stream][-1]
+
+
+def test_a_prompt_stands_in_for_a_forgotten_parent(llm, client):
+    (parent,) = llm.generate("abc", SamplingParams(max_tokens=3))
+    known = llm.continue_from(parent, "!", SamplingParams(max_tokens=1), prompt="ignored")
+    assert bytes(known.prompt_token_ids) == b"abccba!" and not (known.continuation and known.continuation.fallback)
+    child = llm.continue_from("gone", "!", SamplingParams(max_tokens=3), prompt="abc", cache_salt="s")
+    assert (child.outputs[0].text, child.prompt, client.added[-1].cache_salt) == ("cba", "abc", "s")
+    assert child.continuation == Continuation("gone", 0, 3, "recomputed", fallback=True)
+    with pytest.raises(UnknownParentError):
+        llm.continue_from("gone", "!")
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), None, {"beam_width": 4}, [BeamSearchParams(beam_width=1), None]])

@@ -260,9 +260,15 @@ class FakeClient:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 del self._left[key]
+            continues = given == 1 and self._requests[key[0]].continuation_of is not None
             outputs.append(
                 EngineCoreOutput(
-                    request_id=key[0], new_token_ids=[token], choice=key[1], finish_reason=reason, stop_reason=stop
+                    request_id=key[0],
+                    new_token_ids=[token],
+                    choice=key[1],
+                    finish_reason=reason,
+                    stop_reason=stop,
+                    inherited_from=InheritedFrom.LEASE if continues else None,
                 )
             )
         return EngineCoreOutputs(outputs=outputs)
