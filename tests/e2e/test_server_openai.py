@@ -177,6 +177,33 @@ def test_continuations(server: Server, client: openai.OpenAI) -> None:
     assert stats(server)["engines"][0]["leases"]["num_active"] == 0
 
 
+def test_two_stages_as_a_client_that_names_its_requests_sends_them(client: openai.OpenAI) -> None:
+    """The parent is named by its X-Request-Id, the prompt is empty; with a prompt, a forgotten parent is no error."""
+    fields = {"model": MODEL, "max_tokens": 6}
+    asked = {"retain_kv": 60, "return_token_ids": True, "ignore_eos": True}
+    first = client.completions.create(
+        **fields, prompt="think about it", temperature=0, extra_body=asked, extra_headers={"X-Request-Id": "stage-1"}
+    )
+    search = {"n": 3, "temperature": 0.0}
+    beams = {"use_beam_search": True, "continuation_suffix": "!", "return_token_ids": True}
+    second = client.completions.create(
+        **fields, **search, prompt="", extra_body={**beams, "continuation_of": "stage-1"}
+    )
+    about = second.model_extra["continuation"]
+    assert (about["parent"], about["source"], about["fallback"]) == (first.id, "lease", False)
+    tokens = first.choices[0].model_extra["prompt_token_ids"] + first.choices[0].model_extra["token_ids"]
+    whole = [*tokens, *b"!"]
+    assert second.choices[0].model_extra["prompt_token_ids"] == whole
+    fallen_back = client.completions.create(
+        **fields, **search, prompt=whole, extra_body={**beams, "continuation_of": "forgotten"}
+    )
+    about = fallen_back.model_extra["continuation"]
+    assert (about["source"], about["fallback"]) == ("prefix_cache", True) and about["inherited_tokens"] > 0
+    assert [one.text for one in fallen_back.choices] == [one.text for one in second.choices]
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(**fields, prompt="", extra_body={"continuation_of": "forgotten"})
+
+
 def test_embeddings(client: openai.OpenAI) -> None:
     """The client asks for base64 by itself, and turns it into numbers."""
     answer = client.embeddings.create(model=MODEL, input=["one", "two"], dimensions=8)

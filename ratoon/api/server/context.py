@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from ratoon.api.server.errors import model_not_found, queue_full
+from ratoon.api.server.names import RequestNames
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.token_texts import TokenTexts
 from ratoon.core.shares import SharedLimit
@@ -39,6 +40,11 @@ class ServerContext:
     @cached_property
     def served_names(self) -> tuple[str, ...]:
         return self.settings.served_names or (self.llm.source.name,)
+
+    @cached_property
+    def names(self) -> RequestNames:
+        """What clients call the requests that run or can be continued: two names each, for every key."""
+        return RequestNames(2 * (self.llm.config.max_roots + self.settings.max_queue))
 
     @cached_property
     def max_model_len(self) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ratoon.api.server.context import ServerContext
-from ratoon.api.server.errors import generation_failed, refused, shutting_down
+from ratoon.api.server.errors import generation_failed, refused, request_not_found, shutting_down
+from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.origins import Origin, find_place
 from ratoon.api.server.prompts import EncodedPrompt
 from ratoon.core.errors import RequestError, UnknownParentError
@@ -43,15 +44,25 @@ class Batch:
     owner: str | None = None  # only for the same owner the answers can be continued
     retain_kv: float | None = None
     origin: Origin | None = None  # set: a continuation, and its one prompt is the engine's to know
+    fallback: Callable[[], Awaitable[EncodedPrompt]] | None = None  # its prompt where the parent is forgotten
+    names: tuple[str, ...] = ()  # what the client calls the request, beside the id
     only_prompt: bool = False  # score the prompt: the engine makes one token nevertheless, and nobody gets to see it
 
     def request_id(self, index: int) -> str:
         """A single prompt's engine request has the answer's id."""
         return self.id if len(self.prompts) == 1 else f"{self.id}-{index}"
 
+    def names_of(self, index: int) -> list[str]:
+        return [name if len(self.prompts) == 1 else f"{name}-{index}" for name in self.names]
+
 
 def make_id(prefix: str, asked: str | None) -> str:
     return f"{prefix}-{asked or secrets.token_hex(16)}"
+
+
+def names_of(request_id: str | None, exchange: Exchange) -> tuple[str, ...]:
+    """By which a client may find the answer again: its own id, and what stands in the header X-Request-Id."""
+    return (exchange.request_id,) if request_id is None else (request_id, exchange.request_id)
 
 
 def check_token_limit(context: ServerContext, num_prompts: int, params: GenerationParams, max_tokens: int) -> None:
@@ -161,29 +172,44 @@ async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGe
 
 
 async def _begin(context: ServerContext, batch: Batch, index: int) -> AsyncGenerator[RequestOutput, None]:
+    for name in batch.names_of(index):
+        context.names.note(batch.owner, name, batch.request_id(index))
     if batch.origin is None:
-        return context.llm.generate(
-            batch.prompts[index].as_prompt(),
-            batch.params,
-            batch.request_id(index),
-            priority=batch.priority,
-            cache_salt=batch.cache_salt,
-            data_parallel_rank=batch.data_parallel_rank,
-            retain_kv=batch.retain_kv,
-            owner=batch.owner,
-        )
-    at, suffix = await find_place(context, batch.origin, batch.owner)
+        return _answer(context, batch, index, batch.prompts[index])
+    place = await find_place(context, batch.origin, batch.owner)
+    if place is None:
+        if batch.fallback is None:
+            raise request_not_found(batch.origin.parent, "continuation_of")
+        return _answer(context, batch, index, await batch.fallback(), in_place_of=batch.origin.parent)
     return context.llm.generate_continuation(
-        batch.origin.parent,
-        suffix,
+        place.parent_id,
+        place.suffix,
         batch.params,
         batch.request_id(index),
         choice=batch.origin.choice,
-        at=at,
+        at=place.at,
         wait=batch.origin.wait,
         priority=batch.priority,
+        data_parallel_rank=batch.data_parallel_rank,
         retain_kv=batch.retain_kv,
         owner=batch.owner,
+    )
+
+
+def _answer(
+    context: ServerContext, batch: Batch, index: int, prompt: EncodedPrompt, in_place_of: str | None = None
+) -> AsyncGenerator[RequestOutput, None]:
+    """An ordinary prompt, or one `in_place_of` a parent that is forgotten."""
+    return context.llm.generate(
+        prompt.as_prompt(),
+        batch.params,
+        batch.request_id(index),
+        priority=batch.priority,
+        cache_salt=batch.cache_salt,
+        data_parallel_rank=batch.data_parallel_rank,
+        retain_kv=batch.retain_kv,
+        owner=batch.owner,
+        in_place_of=in_place_of,
     )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ratoon.api.server.context import ServerContext
-from ratoon.api.server.errors import context_length_exceeded, refused, request_not_found
+from ratoon.api.server.errors import context_length_exceeded, refused
 from ratoon.api.server.prompts import off_loop, render_chat
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
@@ -21,7 +21,13 @@ from ratoon.core.errors import UnknownParentError
 if TYPE_CHECKING:
     from ratoon.engine.roots import Root
 
-COMPANIONS = ("continuation_suffix", "continuation_choice", "continuation_at", "continuation_wait")
+COMPANIONS = (
+    "continuation_suffix",
+    "continuation_choice",
+    "continuation_at",
+    "continuation_wait",
+    "fallback_messages",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +42,27 @@ class Origin:
     new_turn: bool = False  # the suffix begins with the end of the parent's turn
 
 
+class Place(NamedTuple):
+    """What a continuation is, once its parent is found."""
+
+    parent_id: str
+    at: int | None  # so many of the parent's tokens count; None: all
+    suffix: list[int]  # behind them
+
+
 async def completion_origin(context: ServerContext, asked: CompletionRequest) -> Origin | None:
     """None: it is a prompt that goes on."""
     has_prompt = asked.prompt is not None or asked.encoder_prompt is not None
-    if has_prompt == (asked.continuation_of is not None):
-        raise refused("prompt", "one of prompt and continuation_of is needed", "either of them, not both")
     if asked.continuation_of is None:
+        if not has_prompt:
+            raise refused("prompt", "one of prompt and continuation_of is needed", "either of them")
         _refuse_companions(asked)
         return None
-    for name in ("echo", "add_special_tokens", "decoder_prompt"):
-        if getattr(asked, name):
-            raise refused(name, "has no meaning in a continuation, which has no prompt of its own", "leave it out")
-    _refuse_rank(asked)
+    if asked.echo:
+        raise refused("echo", "has no meaning in a continuation, which begins behind its parent", "leave it out")
+    for name in ("add_special_tokens", "decoder_prompt"):
+        if getattr(asked, name) and not has_prompt:
+            raise refused(name, "has no meaning in a continuation without a prompt of its own", "leave it out")
     suffix = asked.continuation_suffix or []
     if isinstance(suffix, str):
         text, tokenizer = suffix, context.llm.get_tokenizer()
@@ -68,8 +83,7 @@ async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body
     if asked.continuation_of is None:
         _refuse_companions(asked)
         return None
-    _refuse_rank(asked)
-    if asked.add_special_tokens:
+    if asked.add_special_tokens and asked.fallback_messages is None:
         raise refused("add_special_tokens", "has no meaning in a continuation", "leave it out")
     # The template sees a conversation whose answer can be found again, and what it writes behind that is the suffix.
     marker = f"answer-{secrets.token_hex(16)}"
@@ -99,22 +113,23 @@ async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body
     )
 
 
-async def find_place(context: ServerContext, origin: Origin, owner: str | None) -> tuple[int | None, list[int]]:
-    """How many of the parent's tokens count (None: all), and the tokens behind them. Waits for a parent that runs, if
-    that is what was asked for. ApiError: there is no such parent for this owner, or it leaves no room."""
+async def find_place(context: ServerContext, origin: Origin, owner: str | None) -> Place | None:
+    """Waits for a parent that runs, if that is what was asked for. None: there is no such parent for this owner;
+    ApiError: it leaves no room."""
+    parent_id = await context.names.resolve(context.llm, origin.parent, owner)
     try:
-        root = await context.llm.find_parent(origin.parent, wait=False, owner=owner)
+        root = await context.llm.find_parent(parent_id, wait=False, owner=owner)
         if root.cache_salt != origin.cache_salt:  # another salt is another tenant, who does not even wait
-            raise request_not_found(origin.parent, "continuation_of")
+            return None
         if origin.wait:
-            root = await context.llm.find_parent(origin.parent, owner=owner)
+            root = await context.llm.find_parent(parent_id, owner=owner)
     except UnknownParentError:
-        raise request_not_found(origin.parent, "continuation_of") from None
+        return None
     at, suffix = _join(context, origin, root)
     num_tokens = len(root.tokens(origin.choice, at)) + len(suffix)
     if num_tokens + 1 > context.max_model_len:
         raise context_length_exceeded(origin.param, num_tokens, context.max_model_len)
-    return at, suffix
+    return Place(parent_id, at, suffix)
 
 
 def _join(context: ServerContext, origin: Origin, root: Root) -> tuple[int | None, list[int]]:
@@ -137,8 +152,3 @@ def _refuse_companions(asked: SamplingFields) -> None:
     for name in COMPANIONS:
         if getattr(asked, name, None) is not None:
             raise refused(name, "has no meaning without continuation_of", "leave it out")
-
-
-def _refuse_rank(asked: SamplingFields) -> None:
-    if asked.data_parallel_rank is not None:
-        raise refused("data_parallel_rank", "a continuation runs where its parent ran", "leave it out")

@@ -99,6 +99,7 @@ async def encode_chat(
     context: ServerContext,
     messages: Sequence[Message],
     *,
+    param: str = "messages",  # where in the body they stand
     size: int,  # of all that goes into the template, in characters or so
     tools: Sequence[Tool] | None = None,
     add_generation_prompt: bool = True,
@@ -111,6 +112,7 @@ async def encode_chat(
     text = await render_chat(
         context,
         messages,
+        param=param,
         size=size,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
@@ -121,9 +123,9 @@ async def encode_chat(
     # The template writes the special tokens itself.
     token_ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
     if not token_ids:
-        raise refused("messages", "the chat template makes an empty prompt of them")
+        raise refused(param, "the chat template makes an empty prompt of them")
     if num_places is not None and len(token_ids) + num_places > context.max_model_len:
-        raise context_length_exceeded("messages", len(token_ids), context.max_model_len)
+        raise context_length_exceeded(param, len(token_ids), context.max_model_len)
     return EncodedPrompt(text, token_ids)
 
 
@@ -132,6 +134,7 @@ async def render_chat(
     messages: Sequence[Message],
     *,
     size: int,
+    param: str = "messages",
     earlier: Sequence[dict[str, Any]] = (),  # messages that stand before those of the request
     tools: Sequence[Tool] | None = None,
     add_generation_prompt: bool = True,
@@ -147,7 +150,7 @@ async def render_chat(
     template = template or context.settings.chat_template
     if template is None and not context.llm.has_chat_template:
         raise refused("messages", "the model has no chat template", "use /v1/completions with a prompt")
-    plain = [*earlier, *(_plain_message(index, message) for index, message in enumerate(messages))]
+    plain = [*earlier, *(_plain_message(f"{param}[{index}]", message) for index, message in enumerate(messages))]
     tokenizer = context.llm.get_tokenizer()
 
     def render() -> str:
@@ -162,7 +165,7 @@ async def render_chat(
     try:
         return await off_loop(size, render)
     except RecursionError:
-        raise refused("messages", "are nested too deeply for the chat template") from None
+        raise refused(param, "are nested too deeply for the chat template") from None
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -172,7 +175,7 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
-def _plain_message(index: int, message: Message) -> dict[str, Any]:
+def _plain_message(name: str, message: Message) -> dict[str, Any]:
     """As templates expect messages: a tool call's arguments are an object there, and JSON text in the protocol."""
     plain = message.model_dump(exclude_unset=True)
     plain.setdefault("content", None)
@@ -183,6 +186,6 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError):
-                name = f"messages[{index}].tool_calls[{number}].function.arguments"
-                raise refused(name, "is not JSON", "an object as JSON text") from None
+                where = f"{name}.tool_calls[{number}].function.arguments"
+                raise refused(where, "is not JSON", "an object as JSON text") from None
     return plain

@@ -40,6 +40,7 @@ class ContinuationAnswer(AnswerModel):
     source: Literal["lease", "prefix_cache", "recomputed"] = Field(
         description="What it began with: memory kept for it (or of a parent that runs), cached blocks, or nothing"
     )
+    fallback: bool = Field(description="The parent is forgotten: the request's own prompt was used in its place")
 
 
 class PromptLogprob(AnswerModel):

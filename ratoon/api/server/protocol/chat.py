@@ -94,6 +94,11 @@ class ChatCompletionRequest(SamplingFields):
     }
 
     messages: list[Message] = Field(min_length=1, description="With continuation_of: the new ones alone")
+    fallback_messages: list[Message] | None = Field(
+        None,
+        min_length=1,
+        description="With continuation_of: the whole conversation, used where the earlier answer is forgotten",
+    )
     max_completion_tokens: Size | None = Field(None, description="The same as max_tokens, and goes before it")
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens")
     top_logprobs: Size | None = Field(None, description="Alternatives for each token; needs logprobs")

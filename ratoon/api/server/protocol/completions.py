@@ -23,7 +23,8 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts | None = Field(
         None,
-        description="Text, token ids, or a list of either; needed unless there is encoder_prompt or continuation_of",
+        description="Text, token ids, or a list of either; needed unless there is encoder_prompt or continuation_of, "
+        "beside which it is the whole prompt, used only where the earlier answer is forgotten",
     )
     encoder_prompt: Prompt | None = Field(
         None, description="Of an encoder-decoder model: text or token ids, in the place of prompt"

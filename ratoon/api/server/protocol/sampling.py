@@ -66,7 +66,9 @@ class SamplingFields(BeamFields):
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
     request_id: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="What the answer's id is made of"
+        None,
+        pattern=r"^[A-Za-z0-9._:-]{1,128}$",
+        description="What the answer's id is made of; later requests may call the answer by it",
     )
     add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
     data_parallel_rank: Size | None = Field(None, description="Which of several engines answers")
@@ -77,7 +79,9 @@ class SamplingFields(BeamFields):
 
     # Extensions: going on from what has ended
     retain_kv: float | None = Field(None, description="Keep the answer's memory for continuations, so many seconds")
-    continuation_of: str | None = Field(None, description="The id of an answer: go on from it")
+    continuation_of: str | None = Field(
+        None, description="The id of an answer, or the request_id or X-Request-Id of its request: go on from it"
+    )
     continuation_choice: Size | None = Field(None, description="Which of its choices; the first where it is left out")
     continuation_wait: bool | None = Field(
         None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,12 +12,12 @@ from ratoon.api.server.answers.chat import ChatRenderer
 from ratoon.api.server.answers.flow import answer_stream, answer_whole
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
-from ratoon.api.server.exchange import exchange_of
-from ratoon.api.server.generation import Batch, check_token_limit, make_id
+from ratoon.api.server.exchange import Exchange, exchange_of
+from ratoon.api.server.generation import Batch, check_token_limit, make_id, names_of
 from ratoon.api.server.json_body import read_body
 from ratoon.api.server.origins import chat_origin
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat
-from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, Message
 from ratoon.api.server.routes.documented import WITH_BODY, answers, body
 
 router = APIRouter(tags=["OpenAI"])
@@ -32,11 +34,11 @@ async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     asked = read_body(request, ChatCompletionRequest)
     exchange = exchange_of(request.scope)
-    renderer = ChatRenderer(context, asked, await make_batch(context, asked, len(exchange.body), exchange.tenant))
+    renderer = ChatRenderer(context, asked, await make_batch(context, asked, exchange))
     return await (answer_stream if asked.stream else answer_whole)(request, renderer)
 
 
-async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_size: int, owner: str | None) -> Batch:
+async def make_batch(context: ServerContext, asked: ChatCompletionRequest, exchange: Exchange) -> Batch:
     """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
     context.check_model(asked.model)
     context.llm.verify_generates()
@@ -47,8 +49,14 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_
         (asked.top_logprobs or 0) if asked.logprobs else None,
         asked.prompt_logprobs,
     )
-    origin = await chat_origin(context, asked, body_size)
-    prompt = UNKNOWN_PROMPT if origin is not None else await encode_conversation(context, asked, body_size)
+    size = len(exchange.body)
+    origin = await chat_origin(context, asked, size)
+    prompt, fallback = UNKNOWN_PROMPT, None
+    if origin is None:
+        prompt = await encode_conversation(context, asked, size, "messages", asked.messages)
+    elif asked.fallback_messages is not None:
+        messages = asked.fallback_messages
+        fallback = partial(encode_conversation, context, asked, size, "fallback_messages", messages)
     room = context.max_model_len - len(prompt.token_ids)
     check_token_limit(context, 1, params, room if params.max_tokens is None else min(params.max_tokens, room))
     return Batch(
@@ -59,17 +67,23 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, body_
         cache_salt=asked.cache_salt,
         data_parallel_rank=asked.data_parallel_rank,
         param="messages",
-        owner=owner,
+        owner=exchange.tenant,
         retain_kv=asked.retain_kv,
         origin=origin,
+        fallback=fallback,
+        names=names_of(asked.request_id, exchange),
     )
 
 
-async def encode_conversation(context: ServerContext, asked: ChatCompletionRequest, body_size: int) -> EncodedPrompt:
+async def encode_conversation(
+    context: ServerContext, asked: ChatCompletionRequest, size: int, param: str, messages: list[Message]
+) -> EncodedPrompt:
+    """`param` is where in the body the messages stand."""
     return await encode_chat(
         context,
-        asked.messages,
-        size=body_size,
+        messages,
+        param=param,
+        size=size,
         tools=None if asked.tool_choice == "none" else asked.tools,
         add_generation_prompt=asked.add_generation_prompt is not False,
         add_special_tokens=bool(asked.add_special_tokens),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,11 +12,11 @@ from ratoon.api.server.answers.completions import CompletionRenderer
 from ratoon.api.server.answers.flow import answer_stream, answer_whole
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
-from ratoon.api.server.exchange import exchange_of
-from ratoon.api.server.generation import Batch, check_token_limit, make_id
+from ratoon.api.server.exchange import Exchange, exchange_of
+from ratoon.api.server.generation import Batch, check_token_limit, make_id, names_of
 from ratoon.api.server.json_body import read_body
 from ratoon.api.server.origins import completion_origin
-from ratoon.api.server.prompts import UNKNOWN_PROMPT, encode_prompts
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_prompts
 from ratoon.api.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from ratoon.api.server.routes.documented import WITH_BODY, answers, body
 
@@ -31,11 +33,11 @@ router = APIRouter(tags=["OpenAI"])
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
     asked = read_body(request, CompletionRequest)
-    renderer = CompletionRenderer(context, asked, await make_batch(context, asked, exchange_of(request.scope).tenant))
+    renderer = CompletionRenderer(context, asked, await make_batch(context, asked, exchange_of(request.scope)))
     return await (answer_stream if asked.stream else answer_whole)(request, renderer)
 
 
-async def make_batch(context: ServerContext, asked: CompletionRequest, owner: str | None) -> Batch:
+async def make_batch(context: ServerContext, asked: CompletionRequest, exchange: Exchange) -> Batch:
     """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
     context.check_model(asked.model)
     context.llm.verify_generates()
@@ -61,12 +63,14 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, owner: st
         asked.logprobs if asked.echo and asked.logprobs is not None else asked.prompt_logprobs,
     )
     origin = await completion_origin(context, asked)
-    param, given = find_prompts(context, asked)
-    check_token_limit(context, len(given) or 1, params, max_tokens)
-    prompts = [UNKNOWN_PROMPT]
-    if given:
-        add_special_tokens = asked.add_special_tokens is not False
-        prompts = await encode_prompts(context, param, given, add_special_tokens, 1, asked.decoder_prompt)
+    prompts, fallback = [UNKNOWN_PROMPT], None
+    if origin is not None:
+        check_token_limit(context, 1, params, max_tokens)
+        fallback = partial(encode_fallback, context, asked) if has_text(asked) else None
+    else:
+        param, given = find_prompts(context, asked)
+        check_token_limit(context, len(given), params, max_tokens)
+        prompts = await encode_given(context, asked, param, given)
     return Batch(
         id=make_id("cmpl", asked.request_id),
         prompts=prompts,
@@ -74,16 +78,39 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, owner: st
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
         data_parallel_rank=asked.data_parallel_rank,
-        param=param,
-        owner=owner,
+        param="prompt" if asked.encoder_prompt is None else "encoder_prompt",
+        owner=exchange.tenant,
         retain_kv=asked.retain_kv,
         origin=origin,
+        fallback=fallback,
+        names=names_of(asked.request_id, exchange),
         only_prompt=max_tokens == 0,
     )
 
 
+async def encode_given(
+    context: ServerContext, asked: CompletionRequest, param: str, given: list[str | list[int]]
+) -> list[EncodedPrompt]:
+    add_special_tokens = asked.add_special_tokens is not False
+    return await encode_prompts(context, param, given, add_special_tokens, 1, asked.decoder_prompt)
+
+
+def has_text(asked: CompletionRequest) -> bool:
+    """Whether a prompt came along that says something; beside continuation_of an empty one is usual."""
+    return bool(asked.encoder_prompt) or any(asked.prompt or ())
+
+
+async def encode_fallback(context: ServerContext, asked: CompletionRequest) -> EncodedPrompt:
+    """The prompt of a continuation whose parent is forgotten."""
+    param, given = find_prompts(context, asked)
+    if len(given) != 1:
+        raise refused(param, f"has {len(given)} prompts, and a continuation goes on from one", "one prompt")
+    (prompt,) = await encode_given(context, asked, param, given)
+    return prompt
+
+
 def find_prompts(context: ServerContext, asked: CompletionRequest) -> tuple[str, list[str | list[int]]]:
-    """The field that they stand in, and the prompts; of a continuation there are none."""
+    """The field that they stand in, and the prompts."""
     if asked.encoder_prompt is None:
         return "prompt", asked.prompt or []
     if asked.prompt is not None:

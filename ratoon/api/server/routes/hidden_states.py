@@ -73,13 +73,14 @@ async def extract(
             )
     original = asked.original_request_id
     assert original is not None, "one of the two is there"
+    original_id = await context.names.resolve(context.llm, original, owner)
     try:
-        root = await context.llm.find_parent(original, wait=False, owner=owner)
+        root = await context.llm.find_parent(original_id, wait=False, owner=owner)
         if root.cache_salt != asked.cache_salt:  # another salt is another tenant
             raise request_not_found(original, "original_request_id")
         with context.admit(1, owner):
             return await context.llm.extract_hidden_states(
-                None, params, answer_id, original_request_id=original, choice=asked.choice or 0, owner=owner
+                None, params, answer_id, original_request_id=original_id, choice=asked.choice or 0, owner=owner
             )
     except UnknownParentError:
         raise request_not_found(original, "original_request_id") from None

@@ -39,11 +39,13 @@ async def list_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1
     response_model=None,
 )
 async def forget_request(request: Request, request_id: str) -> Response:
+    context, owner = context_of(request), exchange_of(request.scope).tenant
+    found_id = await context.names.resolve(context.llm, request_id, owner)
     try:
-        await context_of(request).llm.forget(request_id, exchange_of(request.scope).tenant)
+        await context.llm.forget(found_id, owner)
     except UnknownParentError:
         raise request_not_found(request_id, "request_id") from None
-    return json_response(request, {"id": request_id, "object": "request.deleted", "deleted": True})
+    return json_response(request, {"id": found_id, "object": "request.deleted", "deleted": True})
 
 
 def describe_root(root: Root) -> dict[str, Any]:

@@ -331,6 +331,7 @@ async def test_a_model_searches_the_same_whole_streamed_and_behind_a_parent(fold
             "inherited_tokens": len(PROMPT) + 5,
             "computed_tokens": 5,
             "source": "lease",
+            "fallback": False,
         }
         tokens = child["choices"][0]["prompt_token_ids"]
         afresh = (await client.complete(prompt=tokens, cache_salt="another", **fields)).json()

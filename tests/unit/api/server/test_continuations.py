@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from ratoon.api.server.context import ServerContext
+from ratoon.api.server.names import RequestNames
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk
 from ratoon.api.server.protocol.completions import Completion
 from ratoon.api.server.protocol.roots import EndedRequests, ForgottenRequest
@@ -60,6 +61,7 @@ async def test_a_leased_answer_goes_on_and_says_how(folder):
             "inherited_tokens": len(PROMPT) + 5,
             "computed_tokens": 5,
             "source": "lease",
+            "fallback": False,
         }
         assert child["usage"]["prompt_tokens"] == len(PROMPT) + 6 + 4
         assert child["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) + 5
@@ -127,11 +129,10 @@ async def test_a_running_parent_is_waited_for_or_forked():
 @pytest.mark.parametrize(
     ("fields", "param", "status"),
     [
-        ({"prompt": "x"}, "prompt", 400),
         ({"continuation_of": None}, "prompt", 400),
         ({"echo": True}, "echo", 400),
         ({"add_special_tokens": True}, "add_special_tokens", 400),
-        ({"data_parallel_rank": 0}, "data_parallel_rank", 400),
+        ({"data_parallel_rank": 1}, "data_parallel_rank", 400),
         ({"continuation_suffix": 5}, "continuation_suffix", 400),
         ({"continuation_suffix": [1, -1]}, "continuation_suffix", 400),
         ({"continuation_suffix": [["nested"]]}, "continuation_suffix", 400),
@@ -145,6 +146,11 @@ async def test_a_running_parent_is_waited_for_or_forked():
         ({"retain_kv": 1e9}, "retain_kv", 400),
         ({"continuation_of": "cmpl-never"}, "continuation_of", 404),
         ({"continuation_of": "x" * 10_000}, "continuation_of", 404),
+        ({"continuation_of": "cmpl-never", "prompt": ""}, "continuation_of", 404),
+        ({"continuation_of": "cmpl-never", "prompt": ["", ""]}, "continuation_of", 404),
+        ({"continuation_of": "cmpl-never", "prompt": ["a", "b"]}, "prompt", 400),
+        ({"continuation_of": "cmpl-never", "prompt": [1, 9999]}, "prompt", 400),
+        ({"continuation_of": "cmpl-never", "prompt": "x" * 600}, "prompt", 400),
         ({"continuation_of": 7}, "continuation_of", 400),
         ({"cache_salt": "mine"}, "continuation_of", 404),
     ],
@@ -162,11 +168,10 @@ async def test_what_is_wrong_is_named(fields, param, status):
 
 
 @on_event_loop
-async def test_both_and_neither_are_refused_by_both_names():
+async def test_neither_is_refused_by_both_names():
     async with scripted() as client:
-        for fields in ({}, {"prompt": "x", "continuation_of": "cmpl-x"}):
-            message = (await client.complete(**fields)).error["message"]
-            assert "prompt" in message and "continuation_of" in message
+        message = (await client.complete()).error["message"]
+        assert "prompt" in message and "continuation_of" in message
         for name in ("continuation_suffix", "continuation_choice", "continuation_at", "continuation_wait"):
             value = {"continuation_suffix": "x", "continuation_wait": False}.get(name, 1)
             assert (await client.complete(prompt="x", **{name: value})).error["param"] == name
@@ -190,6 +195,124 @@ async def test_a_prompt_that_was_only_scored_is_no_parent():
         assert (await client.complete(continuation_of="cmpl-x")).status == 404
         refused = await client.complete(prompt="scored", echo=True, max_tokens=0, retain_kv=10)
         assert (refused.status, refused.error["param"]) == (400, "retain_kv")
+
+
+# ---- prompts beside a parent ----
+
+
+@on_event_loop
+async def test_a_prompt_beside_a_known_parent_is_ignored():
+    async with scripted(say("fine")) as client:
+        await client.complete(prompt="parent", request_id="x")
+        for prompt in ("", "another", ["a", "b"], [1, 9999], "x" * 600):
+            fields = {"prompt": prompt, "continuation_of": "cmpl-x", "continuation_suffix": "!"}
+            answer = (await client.complete(return_token_ids=True, **fields)).json()
+            assert answer["choices"][0]["prompt_token_ids"] == [*b"parentfine", END, *b"!"]
+            assert answer["continuation"]["fallback"] is False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_event_loop
+async def test_a_prompt_stands_in_for_a_forgotten_parent_and_the_answer_says_so(folder, stream):
+    async with serving(folder) as client:
+        before = (await client.complete(prompt=PROMPT, **GREEDY)).json()
+        fields = {"prompt": PROMPT, "continuation_of": "cmpl-gone", "continuation_suffix": "ignored", **GREEDY}
+        answer = await client.complete(**fields, stream=stream)
+        assert answer.status == 200
+        first = answer.events()[0] if stream else answer.json()
+        Completion.model_validate(first)
+        cached = len(PROMPT) // 16 * 16
+        assert first["continuation"] == {
+            "parent": "cmpl-gone",
+            "inherited_tokens": cached,
+            "computed_tokens": len(PROMPT) - cached,
+            "source": "prefix_cache",
+            "fallback": True,
+        }
+        if not stream:
+            assert first["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
+            assert first["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+@on_event_loop
+async def test_another_salt_gets_its_own_prompt_and_not_the_parent():
+    async with scripted(say("fine")) as client:
+        await client.complete(prompt="secret", request_id="x", cache_salt="mine")
+        fields = {"continuation_of": "cmpl-x", "prompt": "open", "cache_salt": "yours", "return_token_ids": True}
+        answer = (await client.complete(**fields)).json()
+        assert answer["choices"][0]["prompt_token_ids"] == [*b"open"] and answer["continuation"]["fallback"] is True
+        assert client.engine.core.added[-1].cache_salt == "yours"
+
+
+@on_event_loop
+async def test_a_chat_brings_the_whole_conversation_for_a_forgotten_parent():
+    async with scripted(say("Fine.")) as client:
+        whole = [
+            {"role": "user", "content": "How are you?"},
+            {"role": "assistant", "content": "Fine."},
+            {"role": "user", "content": "And now?"},
+        ]
+        fields = {"fallback_messages": whole, "return_token_ids": True}
+        fresh = await client.post("/v1/chat/completions", {"model": MODEL, "messages": whole, "return_token_ids": True})
+        answer = (await client.chat("And now?", continuation_of="chatcmpl-gone", **fields)).json()
+        ChatCompletion.model_validate(answer)
+        assert answer["prompt_token_ids"] == fresh.json()["prompt_token_ids"]
+        assert answer["continuation"]["fallback"] is True
+        parent = (await client.chat("Hello?", return_token_ids=True)).json()
+        known = (await client.chat("And now?", continuation_of=parent["id"], **fields)).json()
+        assert known["continuation"]["fallback"] is False
+        assert known["prompt_token_ids"][: len(parent["prompt_token_ids"])] == parent["prompt_token_ids"]
+        assert (await client.chat("x", fallback_messages=whole)).error["param"] == "fallback_messages"
+        for wrong in ([], [{"role": "user", "content": "x" * 600}]):
+            refused = await client.chat("x", continuation_of="chatcmpl-gone", fallback_messages=wrong)
+            assert (refused.status, refused.error["param"]) == (400, "fallback_messages")
+
+
+# ---- what clients call their requests ----
+
+
+@on_event_loop
+async def test_a_clients_own_id_names_its_answer_as_it_is():
+    async with scripted(say("fine")) as client:
+        body = {"model": MODEL, "prompt": "by field", "request_id": "mine"}
+        assert (await client.post("/v1/completions", body)).json()["id"] == "cmpl-mine"
+        headers = {"content-type": "application/json", "x-request-id": "trace/7"}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "by header"}]}
+        by_header = (await client.post("/v1/chat/completions", body, headers=headers)).json()
+        for name, parent in (("mine", "cmpl-mine"), ("cmpl-mine", "cmpl-mine"), ("trace/7", by_header["id"])):
+            child = (await client.complete(continuation_of=name)).json()
+            assert child["continuation"]["parent"] == parent
+        states = {"model": MODEL, "original_request_id": "mine", "positions": [0]}
+        assert (await client.post("/v1/hidden_states", states)).status == 200
+        gone = await client.open("DELETE", "/v1/requests/mine").answer()
+        assert (gone.status, gone.json()["id"]) == (200, "cmpl-mine")
+        assert (await client.complete(continuation_of="mine")).error["message"].count("'mine'") == 1
+
+
+@on_event_loop
+async def test_a_name_that_is_used_again_is_the_newest_and_every_prompt_of_a_batch_has_its_own():
+    async with scripted(say("fine")) as client:
+        headers = {"content-type": "application/json", "x-request-id": "same"}
+        for prompt in ("one", "two", ["three", "four"]):
+            await client.post("/v1/completions", {"model": MODEL, "prompt": prompt}, headers=headers)
+        for name, prompt in (("same", b"two"), ("same-0", b"three"), ("same-1", b"four")):
+            child = (await client.complete(continuation_of=name, return_token_ids=True)).json()
+            assert bytes(child["choices"][0]["prompt_token_ids"][: len(prompt)]) == prompt
+
+
+@on_event_loop
+async def test_names_are_an_owners_own_and_bounded():
+    async with scripted(say("fine"), api_keys=("mine", "yours")) as client:
+        client.context.names = RequestNames(4)
+        body = {"model": MODEL, "prompt": "secret", "request_id": "x"}
+        await client.post("/v1/completions", body, headers=with_key("mine"))
+        for number in range(5):
+            body = {"model": MODEL, "prompt": "other", "request_id": f"y{number}"}
+            await client.post("/v1/completions", body, headers=with_key("yours"))
+        for name, key, status in (("x", "mine", 200), ("x", "yours", 404), ("y4", "yours", 200), ("y0", "yours", 404)):
+            child = {"model": MODEL, "continuation_of": name}
+            answer = await client.post("/v1/completions", child, headers=with_key(key))
+            assert answer.status == status, (name, key)
 
 
 # ---- chat ----

@@ -99,7 +99,6 @@ TOO_LONG = "a" * (ENCODER_POSITIONS + 1)
         ({"prompt": "ab", "encoder_prompt": "ab"}, "encoder_prompt", "says what prompt says"),
         ({"decoder_prompt": "x"}, "prompt", "needed"),
         ({}, "prompt", "needed"),
-        ({"continuation_of": "cmpl-x", "encoder_prompt": "ab"}, "prompt", "not both"),
         ({"continuation_of": "cmpl-x", "decoder_prompt": "x"}, "decoder_prompt", "continuation"),
         ({"prompt": TOO_LONG}, "prompt", f"{ENCODER_POSITIONS} positions"),
         ({"encoder_prompt": TOO_LONG}, "encoder_prompt", f"{ENCODER_POSITIONS + 1} tokens"),
