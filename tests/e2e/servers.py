@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TINY_OPTIONS = ("--load-format", "dummy", "--device", "cpu", "--threads", "1", "--num-blocks", "600")
+ADMIN_KEY = "key-of-the-administrator"
+AS_ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 START_SECONDS = 60.0
 END_SECONDS = 30.0
 

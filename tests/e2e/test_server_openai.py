@@ -15,7 +15,7 @@ import openai
 import pytest
 import requests
 
-from tests.e2e.servers import Server, serve_command, serving, wait_until
+from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serve_command, serving, wait_until
 from tests.unit.api.server.harness import MODEL, write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(folder, "--admin", RATOON_API_KEY=f"{KEY},another") as running:
+    with serving(folder, "--admin", RATOON_API_KEY=f"{KEY},another", RATOON_ADMIN_KEY=ADMIN_KEY) as running:
         yield running
 
 
@@ -42,8 +42,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def stats(server: Server) -> dict:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    return requests.get(f"{server.url}/admin/stats", headers=headers, timeout=10).json()
+    return requests.get(f"{server.url}/admin/stats", headers=AS_ADMIN, timeout=10).json()
 
 
 def is_idle(server: Server) -> bool:
@@ -309,11 +308,11 @@ def test_a_stream_under_way_finishes_before_the_server_does(folder: Path) -> Non
 
 
 def test_a_stream_that_takes_too_long_is_told_so(folder: Path) -> None:
-    with serving(folder, "--admin", "--drain-seconds", "1.5") as server:
+    with serving(folder, "--admin", "--drain-seconds", "1.5", RATOON_ADMIN_KEY=ADMIN_KEY) as server:
         client = openai.OpenAI(base_url=server.api, api_key="none", max_retries=0)
         stream = iter(client.completions.create(model=MODEL, prompt="x", max_tokens=500, stream=True, n=64))
         next(stream)
-        requests.post(f"{server.url}/admin/pause", timeout=10)
+        requests.post(f"{server.url}/admin/pause", headers=AS_ADMIN, timeout=10).raise_for_status()
         server.stop()
         wait_until("it says so", lambda: requests.get(f"{server.url}/health", timeout=10).status_code == 503)
         assert requests.get(f"{server.url}/health", timeout=10).json()["status"] == "shutting down"

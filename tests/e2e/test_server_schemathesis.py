@@ -28,6 +28,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 NUM_EXAMPLES = 50  # for each operation, of requests that keep to the document and of those that do not
 REQUIRED = ("model", "prompt", "messages", "input", "tokens", "file")
 NUM_OPTIONAL = 3
+ADMIN_KEY = "admin"
 WITH_INPUT = [
     *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings", "hidden_states")),
     *(("post", f"/v1/audio/{name}") for name in ("transcriptions", "translations")),
@@ -55,7 +56,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     # Short, so that a request for as much as possible is answered soon.
     llm = make_thread_engine(str(folder), **{**TINY_SETTINGS, "max_model_len": 64})
     on_loop(llm.start())
-    inner = create_app(llm, ServerSettings(admin=True, max_request_tokens=256, max_batch=4))
+    inner = create_app(llm, ServerSettings(admin=True, admin_keys=(ADMIN_KEY,), max_request_tokens=256, max_batch=4))
 
     async def app(scope, receive, send):
         async def call():
@@ -94,7 +95,7 @@ def test_no_answer_is_a_surprise(schema, method, path, mode):
     def ask(case):
         if isinstance(case.body, dict):
             lighten(case.body)
-        case.call_and_validate(checks=CHECKS)
+        case.call_and_validate(checks=CHECKS, headers={"Authorization": f"Bearer {ADMIN_KEY}"})
 
     ask()
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 import requests
 
-from tests.e2e.servers import Server, serving, wait_until
+from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serving, wait_until
 from tests.faults.processes import resident_bytes
 from tests.unit.api.server.harness import MODEL, write_tiny_model
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = write_tiny_model(tmp_path_factory.mktemp("models") / MODEL)
-    with serving(folder, "--admin") as running:
+    with serving(folder, "--admin", RATOON_ADMIN_KEY=ADMIN_KEY) as running:
         yield running
 
 
@@ -37,7 +37,7 @@ def engine_pid(server: Server) -> int | None:
 
 def is_idle(server: Server) -> bool:
     """Nothing under way, on either side of the border, and no block in use."""
-    answer = requests.get(f"{server.url}/admin/stats", timeout=10)
+    answer = requests.get(f"{server.url}/admin/stats", headers=AS_ADMIN, timeout=10)
     if answer.status_code != 200:
         return False
     stats = answer.json()

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from ratoon.api.server.settings import ServerSettings
 
 KEY_VARIABLE = "RATOON_API_KEY"
+ADMIN_KEY_VARIABLE = "RATOON_ADMIN_KEY"
 DESCRIPTION = f"""Serve a model over HTTP, in OpenAI's protocol.
 
 The server listens on this machine only, until --host says otherwise. API keys come from --api-key, --api-key-file and
 the variable {KEY_VARIABLE} (several with commas); without any, everybody who reaches the server may use it.
+--admin serves /admin/…, for an admin key of its own alone: --admin-key, --admin-key-file or {ADMIN_KEY_VARIABLE}.
 SIGTERM or Ctrl-C ends it once what is under way has finished; a second one ends it at once."""
 
 
@@ -47,13 +49,20 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, metavar="N", help="default 8000; 0 takes any free one")
     group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
     group.add_argument("--served-model-name", action="append", metavar="NAME", help="may be repeated; the first leads")
-    group.add_argument("--api-key", action="append", metavar="KEY", help="may be repeated; others see it in `ps`")
+    group.add_argument("--api-key", action="append", metavar="KEY", help="may be repeated; visible in the process list")
     group.add_argument("--api-key-file", metavar="FILE", help="a key on each line")
+    group.add_argument(
+        "--allow-host", action="append", metavar="NAME", help="take requests for this host name, too; may be repeated"
+    )
     group.add_argument("--cors-origin", action="append", metavar="ORIGIN", help="web pages of this origin may ask")
     group.add_argument("--chat-template", metavar="FILE", help="use this template instead of the model's own")
     group.add_argument("--allow-request-template", action="store_true", help="requests may bring a chat template")
     group.add_argument("--lenient", action="store_true", help="ignore unknown fields of requests")
-    group.add_argument("--admin", action="store_true", help="serve /admin/…")
+    group.add_argument("--admin", action="store_true", help="serve /admin/…, which needs a key of its own")
+    group.add_argument(
+        "--admin-key", action="append", metavar="KEY", help="may be repeated; visible in the process list"
+    )
+    group.add_argument("--admin-key-file", metavar="FILE", help="a key on each line")
     group.add_argument("--drain-seconds", type=float, default=30.0, metavar="X", help="time to finish at shutdown")
 
 
@@ -140,7 +149,9 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         allow_request_template=args.allow_request_template,
         lenient=args.lenient,
         admin=args.admin,
-        api_keys=tuple(api_keys(args)),
+        api_keys=tuple(find_keys("api_key_file", args.api_key, args.api_key_file, KEY_VARIABLE)),
+        admin_keys=tuple(admin_keys(args)),
+        allowed_hosts=tuple(args.allow_host or ()),
         cors_origins=tuple(args.cors_origin or ()),
         max_body=parse_size("max_body", args.max_body),
         max_audio=parse_size("max_audio", args.max_audio),
@@ -168,15 +179,22 @@ def read_template(path: str) -> str:
     return template
 
 
-def api_keys(args: argparse.Namespace) -> list[str]:
-    keys = list(args.api_key or ())
-    if args.api_key_file is not None:
-        found = [line.strip() for line in read_text("api_key_file", args.api_key_file).splitlines()]
+def admin_keys(args: argparse.Namespace) -> list[str]:
+    if not args.admin and (args.admin_key or args.admin_key_file):
+        raise ConfigError("admin_key", "opens nothing without --admin", "add --admin, or leave the key out")
+    return find_keys("admin_key_file", args.admin_key, args.admin_key_file, ADMIN_KEY_VARIABLE) if args.admin else []
+
+
+def find_keys(file_setting: str, given: list[str] | None, file: str | None, variable: str) -> list[str]:
+    """Keys of all three places: options, a file, and a variable of the environment."""
+    keys = list(given or ())
+    if file is not None:
+        found = [line.strip() for line in read_text(file_setting, file).splitlines()]
         found = [line for line in found if line and not line.startswith("#")]
         if not found:
-            raise ConfigError("api_key_file", f"{args.api_key_file} has no key", "a key on each line")
+            raise ConfigError(file_setting, f"{file} has no key", "a key on each line")
         keys += found
-    from_environment = os.environ.get(KEY_VARIABLE, "")
+    from_environment = os.environ.get(variable, "")
     keys += [key.strip() for key in from_environment.split(",") if key.strip()]
     return list(dict.fromkeys(keys))
 

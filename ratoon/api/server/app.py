@@ -1,9 +1,10 @@
 """The server as an ASGI application: the routes, and the layers that every request passes on its way to them.
 
 exchange     a place for what is learnt about the request; counts answers
+host         403 for names that are not the server's; only where no key is asked for
 CORS         only where origins were given
 draining     503 once the server shuts down
-key          401
+key          401, 403
 body         413, 408; from here on the body is in memory
 disconnect   cancels what is behind it when the client goes away
 routes       FastAPI
@@ -22,13 +23,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ratoon.api.server.auth import OPEN_PATHS, KeyRing, RequireKey
+from ratoon.api.server.auth import OPEN_PATHS, KeyRing, RequireKey, is_admin_path
 from ratoon.api.server.body import BodyLimit, BoundedBody
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.disconnect import CancelOnDisconnect
 from ratoon.api.server.draining import RefuseWhileDraining
 from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_down
 from ratoon.api.server.exchange import AsgiApp, Exchange, ExchangeLayer, Scope
+from ratoon.api.server.hosts import CheckHost
 from ratoon.api.server.openapi import build_document
 from ratoon.api.server.responses import error_response
 from ratoon.api.server.routes import (
@@ -62,6 +64,15 @@ ROUTERS = (
     service.router,
 )
 EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")
+# What web pages may send beside the headers that need no leave: ours, and those of OpenAI's JavaScript client.
+ALLOWED_HEADERS = (
+    "Authorization", "Content-Type", "X-Request-Id", "Traceparent", "Tracestate",
+    "OpenAI-Organization", "OpenAI-Project", "OpenAI-Beta", "Idempotency-Key",
+    *(f"X-Stainless-{name}" for name in (
+        "Arch", "Lang", "OS", "Package-Version", "Retry-Count", "Runtime", "Runtime-Version", "Timeout",
+        "Helper-Method", "Poll-Helper", "Custom-Poll-Interval",
+    )),
+)  # fmt: skip
 
 logger = get_logger(__name__)
 
@@ -82,17 +93,19 @@ def build_app(context: ServerContext) -> AsgiApp:
         settings.body_timeout,
         {route.path: audio_limit for route in audio.router.routes if isinstance(route, APIRoute)},
     )
-    if settings.api_keys:
-        app = RequireKey(app, KeyRing(settings.api_keys))
+    if settings.api_keys or settings.admin:
+        app = RequireKey(app, KeyRing(settings.api_keys), KeyRing(settings.admin_keys if settings.admin else ()))
     app = RefuseWhileDraining(app, context)
     if settings.cors_origins:
         app = CORSMiddleware(
             app,
             allow_origins=settings.cors_origins,
             allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("*",),  # clients in browsers send headers of their own; none of them opens anything
+            allow_headers=ALLOWED_HEADERS,
             expose_headers=EXPOSED_HEADERS,
         )
+    if context.allowed_hosts is not None:
+        app = CheckHost(app, context.allowed_hosts)
     return ExchangeLayer(app, _counter(context))
 
 
@@ -102,10 +115,11 @@ def _routes(context: ServerContext) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     if context.settings.admin:
+        assert context.settings.admin_keys, "administration needs a key of its own (ServerSettings.verify)"
         app.include_router(admin.router)
     for kind in (ApiError, RequestError, EngineError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    app.openapi = lambda: build_document(app, bool(context.settings.api_keys), OPEN_PATHS)  # type: ignore[method-assign]
+    app.openapi = lambda: build_document(app, bool(context.settings.api_keys), OPEN_PATHS, is_admin_path)  # type: ignore[method-assign]
     return app
 
 

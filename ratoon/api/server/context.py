@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from ratoon.api.server.errors import model_not_found, queue_full
+from ratoon.api.server.hosts import AllowedHosts
 from ratoon.api.server.names import RequestNames
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.token_texts import TokenTexts
@@ -27,6 +28,7 @@ class ServerContext:
     settings: ServerSettings
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # set at shutdown: nothing new is taken
+    allowed_hosts: AllowedHosts | None = None  # None: the name that a request calls the server by does not matter
     queue: SharedLimit = field(init=False)  # unfinished prompts of all requests, which API keys share
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ import socket
 import stat
 from contextlib import closing, suppress
 
+from ratoon.api.server.hosts import AllowedHosts
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError
 
@@ -37,6 +38,16 @@ def release(bound: socket.socket, settings: ServerSettings) -> None:
 def is_local(bound: socket.socket) -> bool:
     """Only this machine can reach it."""
     return bound.family == socket.AF_UNIX or ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+
+
+def allowed_hosts(bound: socket.socket, settings: ServerSettings) -> AllowedHosts | None:
+    """The names that requests may call the server by; None where that does not matter: a key tells who asks, a Unix
+    socket is out of a browser's reach, and an address for other machines has names that are not known here."""
+    if bound.family == socket.AF_UNIX:
+        return None
+    if settings.allowed_hosts or (is_local(bound) and not settings.api_keys):
+        return AllowedHosts((settings.host, *settings.allowed_hosts))
+    return None
 
 
 def _bind_port(host: str, port: int) -> socket.socket:

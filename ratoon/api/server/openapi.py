@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,25 +12,35 @@ from ratoon.version import __version__
 
 TITLE = "Ratoon"
 DESCRIPTION = "OpenAI's protocol and some extensions. Fields that OpenAI does not have are ordinary fields here."
-BEARER = {"type": "http", "scheme": "bearer", "description": "An API key of this server"}
+API_KEY = {"type": "http", "scheme": "bearer", "description": "An API key of this server"}
+ADMIN_KEY = {"type": "http", "scheme": "bearer", "description": "The admin key of this server"}
 
 
-def build_document(app: FastAPI, needs_key: bool, open_paths: frozenset[str]) -> dict[str, Any]:
+def build_document(
+    app: FastAPI, needs_key: bool, open_paths: frozenset[str], is_admin_path: Callable[[str], bool]
+) -> dict[str, Any]:
     document = get_openapi(title=TITLE, version=__version__, description=DESCRIPTION, routes=app.routes)
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
+    schemes: dict[str, Any] = {}
     for path, operations in document["paths"].items():
+        if is_admin_path(path):
+            scheme, schemes["adminKey"] = "adminKey", ADMIN_KEY
+        elif needs_key and path not in open_paths:
+            scheme, schemes["key"] = "key", API_KEY
+        else:
+            scheme = ""
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own way to say no, which never leaves this server
-            if needs_key and path not in open_paths:
-                operation["security"] = [{"key": []}]
+            if scheme:
+                operation["security"] = [{scheme: []}]
             for place in (operation.get("requestBody", {}), *operation["responses"].values()):
                 for content in place.get("content", {}).values():
                     content["schema"] = _move(content["schema"], schemas)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    if needs_key:
-        components["securitySchemes"] = {"key": BEARER}
+    if schemes:
+        components["securitySchemes"] = schemes
     return document
 
 

@@ -19,7 +19,7 @@ import uvicorn
 from ratoon.api.server.accepting import Acceptor
 from ratoon.api.server.app import build_app
 from ratoon.api.server.context import ServerContext
-from ratoon.api.server.listening import release
+from ratoon.api.server.listening import allowed_hosts, release
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.health import EngineState
 from ratoon.observe.logging import get_logger
@@ -105,7 +105,7 @@ class ServerRunner:
     ) -> None:
         self._llm = llm
         self._on_drain = on_drain
-        self._context = ServerContext(llm, settings)
+        self._context = ServerContext(llm, settings, allowed_hosts=allowed_hosts(bound, settings))
         self._bound = bound
         self._signals: list[int] = []
         self._signalled = asyncio.Event()

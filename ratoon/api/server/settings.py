@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ratoon.api.server.hosts import is_host_name
 from ratoon.core.errors import ConfigError
 
 MEBIBYTE = 2**20
@@ -22,6 +23,8 @@ class ServerSettings:
     admin: bool = False  # serve /admin/…
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # (): everybody is welcome
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)  # for /admin/…, and for nothing else
+    allowed_hosts: tuple[str, ...] = ()  # names that requests may call the server by, beside those of loopback
     cors_origins: tuple[str, ...] = ()
 
     max_body: int = 16 * MEBIBYTE  # bytes
@@ -45,8 +48,17 @@ class ServerSettings:
         for name in ("drain_seconds", "body_timeout", "max_audio_seconds"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(name, f"{getattr(self, name)} is out of range", "a number of seconds")
-        if any(not key or not key.isprintable() or key != key.strip() for key in self.api_keys):
-            raise ConfigError("api_key", "is empty, or has spaces around it", "printable characters")
+        for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
+            if any(not key or not key.isprintable() or key != key.strip() for key in keys):
+                raise ConfigError(name, "is empty, or has spaces around it", "printable characters")
+        if self.admin and not self.admin_keys:
+            raise ConfigError(
+                "admin", "needs a key of its own", "give --admin-key-file FILE, or set the variable RATOON_ADMIN_KEY"
+            )
+        if set(self.admin_keys) & set(self.api_keys):
+            raise ConfigError("admin_key", "is one of the API keys as well", "a key that opens /admin/… alone")
+        if any(not is_host_name(name) for name in self.allowed_hosts):
+            raise ConfigError("allow_host", "is no name of a host", "a name or an address, without scheme and port")
         if any(not name for name in self.served_names):
             raise ConfigError("served_model_name", "is empty", "at least one character")
 

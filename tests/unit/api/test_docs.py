@@ -65,7 +65,7 @@ def test_every_option_of_serve_is_documented_and_every_documented_one_exists():
 
 @on_event_loop
 async def test_every_endpoint_is_documented_and_every_documented_one_exists():
-    async with scripted(admin=True) as client:
+    async with scripted(admin=True, admin_keys=("admin",)) as client:
         document = (await client.get("/openapi.json")).json()
     existing = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
     documented = {quoted(cells[0])[0] for cells in rows(section("serving.md", "Endpoints"))}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 router = APIRouter(tags=["OpenAI"])
 ANSWERS = answers(
     TranscriptionAnswer,
-    *(*WITH_BODY, 403, 404, 429),
+    *(*WITH_BODY, 404, 429),
     stream_of=TranscriptionEvent,
     files=[kind.split(";")[0] for kind in MEDIA_TYPES.values()],
 )

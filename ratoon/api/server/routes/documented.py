@@ -16,7 +16,7 @@ Answers = dict[int | str, dict[str, Any]]
 DESCRIPTIONS = {
     400: "The request is wrong; the message says where and what would be right",
     401: "No API key, or one that is not known",
-    403: "A web page of another origin asks",
+    403: "The key is not for this path, or a web page asks that may not",
     404: "No such model, no such request, or no such path",
     405: "Not with this method",
     408: "The body did not arrive in time",
@@ -27,7 +27,7 @@ DESCRIPTIONS = {
     503: "The server is shutting down, or its engine is not there",
     504: "The request's own deadline has passed",
 }
-ALWAYS = (401, 500, 503)
+ALWAYS = (401, 403, 500, 503)
 WITH_BODY = (400, 408, 413, 415)
 
 

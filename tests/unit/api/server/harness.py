@@ -107,6 +107,7 @@ class Client:
         self.context = context
         self.engine = engine  # the script's player
         self.app = build_app(context)
+        self.headers: dict[str, str] = {}  # of requests that bring none of their own
 
     async def get(self, path: str, **options: Any) -> Answer:
         return await self.open("GET", path, **options).answer()
@@ -132,7 +133,7 @@ class Client:
         complete: bool = True,
     ) -> OpenRequest:
         """`body` is bytes, or goes as JSON. `pieces` replace it: a body that comes so, and ends if it is complete."""
-        given = {"content-type": "application/json"} if headers is None else dict(headers)
+        given = {"content-type": "application/json", **self.headers} if headers is None else dict(headers)
         path, _, query = path.partition("?")
         scope = {
             "type": "http",

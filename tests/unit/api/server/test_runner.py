@@ -24,6 +24,7 @@ from tests.unit.api.server.harness import MODEL, say, scripted
 from tests.unit.engine.fakes_async import FakeAsyncClient, on_event_loop
 
 BODY = {"model": MODEL, "prompt": "x", "stream": True}
+JSON_HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 
 
 class Running:
@@ -181,7 +182,7 @@ async def test_a_head_that_is_too_large_is_refused(head):
 async def test_a_head_that_never_ends_is_given_up(monkeypatch):
     monkeypatch.setattr("ratoon.api.server.http_protocol.HEAD_SECONDS", 0.05)
     async with running() as server:
-        for beginning in (b"", b"GET / HTTP/1.1\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET /ver"):
+        for beginning in (b"", b"GET / HTTP/1.1\r\n", b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /ver"):
             reader, writer = await say_over_socket(server, beginning)
             assert b"HTTP/1.1 408 " in await reader.read()
             writer.close()
@@ -192,7 +193,7 @@ async def test_a_head_that_never_ends_is_given_up(monkeypatch):
 async def test_a_large_body_is_no_large_head_and_takes_its_time(monkeypatch):
     monkeypatch.setattr("ratoon.api.server.http_protocol.HEAD_SECONDS", 0.05)
     async with running() as server:
-        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 200002\r\n\r\n"
+        head = b"POST /tokenize HTTP/1.1\r\n" + JSON_HEADERS + b"Content-Length: 200002\r\n\r\n"
         reader, writer = await say_over_socket(server, head + b'"' + b"x" * 200_000)
         await asyncio.sleep(0.1)
         writer.write(b'"')
@@ -205,9 +206,7 @@ async def test_a_large_body_is_no_large_head_and_takes_its_time(monkeypatch):
 async def test_requests_sent_ahead_end_with_their_client():
     async with running() as server:
         body = b'{"model": "tiny", "prompt": "x"}'
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        )
+        head = b"POST /v1/completions HTTP/1.1\r\n" + JSON_HEADERS + b"Content-Length: %d\r\n\r\n"
         _, writer = await say_over_socket(server, (head % len(body) + body) * 2)
         while not server.engine.core.added:
             await asyncio.sleep(0.001)

@@ -99,7 +99,8 @@ async def test_health_version_and_metrics():
 async def test_administration_exists_only_where_it_was_asked_for():
     async with scripted() as client:
         assert (await client.post("/admin/pause")).status == 404
-    async with scripted(admin=True) as client:
+    async with scripted(admin=True, admin_keys=("admin",)) as client:
+        client.headers = {"authorization": "Bearer admin"}
         client.engine.results.update(reset_prefix_cache=True, stop_profile="/tmp/trace.json", stats={})
         for path in ("pause", "resume", "reset_prefix_cache", "sleep?level=2", "wake_up", "profile/start"):
             answer = await client.post(f"/admin/{path}")
@@ -134,6 +135,12 @@ async def test_other_origins_are_strangers_unless_they_were_named():
         preflight = await client.open("OPTIONS", "/v1/completions", headers=asked).answer()
         assert preflight.status == 200
         assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+        named = {name.strip().lower() for name in preflight.headers["access-control-allow-headers"].split(",")}
+        assert {"authorization", "content-type", "x-request-id", "x-stainless-os"} <= named
+        asked["access-control-request-headers"] = "authorization, x-of-their-own"
+        preflight = await client.open("OPTIONS", "/v1/completions", headers=asked).answer()
+        assert preflight.status == 400
+        assert "x-of-their-own" not in preflight.headers["access-control-allow-headers"].lower()
         refused = await client.get("/v1/models", headers=ORIGIN)
         assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "https://page.example")
         body = {"model": MODEL, "prompt": "x", "stream": True}
@@ -146,7 +153,7 @@ async def test_other_origins_are_strangers_unless_they_were_named():
 
 @on_event_loop
 async def test_the_document_describes_every_route_and_every_answer():
-    async with scripted(admin=True, api_keys=("key",)) as client:
+    async with scripted(admin=True, admin_keys=("admin",), api_keys=("key",)) as client:
         answer = await client.get("/openapi.json", headers={"authorization": "Bearer key"})
         document = answer.json()
         assert (await client.get("/docs", headers={"authorization": "Bearer key"})).status == 200
@@ -159,12 +166,14 @@ async def test_the_document_describes_every_route_and_every_answer():
     for name in ("/v1/completions", "/v1/chat/completions"):
         operation = paths[name]["post"]
         assert set(operation["responses"]) == {
-            "200", "400", "401", "404", "408", "413", "415", "429", "500", "503",
+            "200", "400", "401", "403", "404", "408", "413", "415", "429", "500", "503",
         }  # fmt: skip
         assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
         assert "application/json" in operation["requestBody"]["content"]
-        assert operation["security"]
+        assert operation["security"] == [{"key": []}]
     assert "security" not in paths["/health"]["get"]
+    assert paths["/admin/stats"]["get"]["security"] == [{"adminKey": []}]
+    assert set(document["components"]["securitySchemes"]) == {"key", "adminKey"}
     for reference in text.split('"$ref": "#/components/schemas/')[1:]:
         assert reference.split('"')[0] in document["components"]["schemas"]
     fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
