@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import time
 
 import pytest
 
@@ -272,9 +273,16 @@ def test_chat_shows_that_it_waits_for_the_first_token(client, monkeypatch):
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr("sys.stderr", err)
     seen = []
-    client.on_step = lambda: seen.append("waiting for the first token" in err.getvalue() and "ok" not in out.getvalue())
+
+    def look() -> None:
+        deadline = time.monotonic() + 30
+        while not seen and "waiting for the first token" not in err.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)  # it is drawn by a thread
+        seen.append(err.getvalue())
+
+    client.on_step = look
     assert chat(monkeypatch, ["one"]) == 0
-    assert seen[0]
+    assert "waiting for the first token" in seen[0]
     assert "ok" in out.getvalue()
 
 
