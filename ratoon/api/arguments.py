@@ -40,6 +40,14 @@ def with_index(error: RequestError, index: int, field: str = "prompts") -> Reque
     return error.inside(f"{field}[{index}]")
 
 
+def in_conversation(error: RequestError, index: int) -> RequestError:
+    """The same error, of one of many conversations: `messages[2][0].role`."""
+    if not error.field.startswith("messages"):
+        return error
+    field = f"messages[{index}]" + error.field.removeprefix("messages")
+    return type(error)(field, error.problem, error.expected)
+
+
 def with_output_kind(params: Any, kind: RequestOutputKind) -> GenerationParams:
     """A copy that asks for outputs of this kind. A beam search tells the best text anew where others tell what is new.
     RequestError: these are no params."""

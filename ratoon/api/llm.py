@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, overload
 
 from ratoon.api.arguments import (
+    in_conversation,
     is_many,
     is_sequence,
     one_for_each,
@@ -254,12 +255,18 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
         progress: bool = True,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,  # None: unless continue_final_message is set
+        continue_final_message: bool = False,  # go on with the last message, which is the assistant's
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,  # further variables for the template
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template. The rest is as in `generate`."""
-        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, **(chat_template_kwargs or {})}
+        variables = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
         if not is_sequence(messages):
             raise RequestError("messages", f"{type(messages).__name__} is not a list", "a list of messages")
         if not messages or not is_sequence(messages[0]):
@@ -270,7 +277,7 @@ class LLM:
             try:
                 prompts.append(self.chat_prompt(conversation, **variables))  # type: ignore[arg-type]
             except RequestError as error:
-                raise with_index(error, index) from None
+                raise in_conversation(error, index) from None
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def embed(
@@ -386,10 +393,8 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> dict[str, Any]:
         """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
         tokenizer = self.get_tokenizer()
-        return {
-            "prompt": tokenizer.apply_chat_template(messages, **template_variables),
-            "prompt_token_ids": tokenizer.encode_chat(messages, **template_variables),
-        }
+        text = tokenizer.apply_chat_template(messages, **template_variables)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -1,81 +1,162 @@
 """Renders chat templates: the small Jinja programs that model files ship to turn messages into a prompt.
 
-They run in a sandbox with limits (chat_sandbox/), with the helpers that Hugging Face gives them, and nothing else.
-Choosing the template and tokenising the result is the tokenizer's business.
+They run in a sandbox with limits (chat_sandbox/), with the helpers that Hugging Face gives them, and nothing else. What
+a template does not know of tools is written into its messages (tool_rendering.py). Choosing the template and tokenising
+the result is the tokenizer's business.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ratoon.core.errors import RequestError
+from ratoon.models.conversation import Message, check_messages
+from ratoon.models.tool_rendering import TOOLS_MARK, with_calls_as_text, with_results_of_user, with_tools
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
     from ratoon.models.chat_sandbox.environment import GuardedEnvironment
+    from ratoon.models.chat_sandbox.words import TemplateWords
 
 MAX_DATE_FORMAT = 256
 MAX_ERROR_CHARACTERS = 500
-MESSAGE_FORM = 'expected a list of objects such as {"role": "user", "content": "Hello"}'
+PROBE = "c2f6a1e8-probe"  # a text that no template has of its own
+UNDEFINED = re.compile(r"'([^']*)' is undefined|has no (?:attribute|element) '?([^']*)'?")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    text: str
+    notes: tuple[str, ...] = ()  # what was written in another form, because the template does not know it
 
 
 def render_chat_template(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """The prompt. A template that is broken or goes over a limit is at fault itself, else the messages that feed it."""
+    """The prompt alone."""
+    return render_chat(template, messages, variables).text
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    continue_final_message: bool = False,
+) -> RenderedChat:
+    """The prompt. A template that is broken or goes over a limit is at fault itself, else the messages that feed it.
+
+    With `continue_final_message` the prompt ends right behind the text of the last message, which is the assistant's.
+    """
+    compiled, words = _compile(template)
+    checked = check_messages(messages, words.roles)
+    mark = ""
+    if continue_final_message:
+        mark = f"end-{secrets.token_hex(8)}"
+        checked[-1] = _with_mark(checked, mark)
+    fitted, notes = _fit_to_template(template, words, checked, variables)
+    text = _render_checked(compiled, fitted, variables)
+    if variables.get("tools") and "tools" not in words.read and TOOLS_MARK not in text:
+        raise RequestError("tools", "the chat template has no place for them", "leave them out")
+    return RenderedChat(_cut_behind_message(text, mark) if mark else text, notes)
+
+
+def _with_mark(messages: list[Message], mark: str) -> Message:
+    """The last message with a mark at its end. The blank behind it shows whether the template trims texts."""
+    last, name = messages[-1], f"messages[{len(messages) - 1}]"
+    if last["role"] != "assistant":
+        expected = "a last message of the role assistant"
+        raise RequestError(f"{name}.role", f"{last['role']!r} is not continued by continue_final_message", expected)
+    if last.get("tool_calls"):
+        raise RequestError(f"{name}.tool_calls", "is complete: there is no text to continue", "content alone")
+    return {**last, "content": f"{last['content']}{mark} "}
+
+
+def _cut_behind_message(text: str, mark: str) -> str:
+    """As transformers does it: where a template trims texts, so is the one that is continued."""
+    place = text.rfind(mark)
+    if place < 0:
+        problem = "the chat template does not write the last message as it is, so it can't be continued"
+        raise RequestError("continue_final_message", problem, "leave it out")
+    return text[:place] if text.startswith(f"{mark} ", place) else text[:place].rstrip()
+
+
+def _fit_to_template(
+    template: str, words: TemplateWords, messages: list[Message], variables: Mapping[str, Any]
+) -> tuple[list[Message], tuple[str, ...]]:
+    """The messages in a form that this template writes, and what had to be written otherwise."""
+    notes: list[str] = []
+    if "developer" not in words.roles:
+        messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+    if "tool_calls" not in words.read and any(one.get("tool_calls") for one in messages):
+        messages = with_calls_as_text(messages)
+        notes.append("the chat template does not know tool calls: they are written as text")
+    special = tuple((name, value) for name, value in variables.items() if name.endswith("_token"))
+    has_results = any(one["role"] == "tool" for one in messages)
+    if has_results and "tool" not in words.roles and not _writes_role(template, special, "tool"):
+        messages = with_results_of_user(messages)
+        notes.append("the chat template does not know the role tool: its messages are written as the user's")
+    tools = variables.get("tools")
+    if tools and "tools" not in words.read:
+        messages = with_tools(messages, tools, has_system=_writes_role(template, special, "system"))
+        notes.append("the chat template does not know tools: they are written into the system message")
+    return messages, tuple(notes)
+
+
+@lru_cache(maxsize=64)
+def _writes_role(template: str, special_tokens: tuple[tuple[str, Any], ...], role: str) -> bool:
+    """Whether what a message of this role says gets into the prompt; templates drop or refuse roles they don't know."""
+    message, user = {"role": role, "content": PROBE}, {"role": "user", "content": "Hello"}
+    chat = [message, user] if role == "system" else [user, {"role": "assistant", "content": "Hello"}, message]
+    try:
+        return PROBE in _render(_compile(template)[0], {**dict(special_tokens), "messages": chat})
+    except Exception:  # it refuses the role, or fails on it
+        return False
+
+
+def _render_checked(compiled: Template, messages: list[Message], variables: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError
+
     from ratoon.models.chat_sandbox.limits import LimitReached
 
-    checked = check_messages(messages)
-    compiled = _compile(template)
     try:
-        return _render(compiled, {**variables, "messages": checked})
+        return _render(compiled, {**variables, "messages": messages})
     except LimitReached as error:
         raise RequestError("chat_template", str(error)) from error
     except (RecursionError, MemoryError) as error:
         raise RequestError("chat_template", "calls itself too often, or needs too much memory") from error
     except Exception as error:  # a foreign program: it can raise anything, and that is nobody else's business
-        raise RequestError("messages", f"the chat template refuses them: {_shorten(error)}") from error
+        if any(message["content"] is None for message in messages):  # it knows tool calls, but takes text to be there
+            filled = [{**message, "content": message["content"] or ""} for message in messages]
+            return _render_checked(compiled, filled, variables)
+        if type(error) is TemplateError:  # by raise_exception: the words of the template's author
+            raise RequestError("messages", f"the chat template refuses them: {_shorten(str(error))}") from error
+        raise RequestError("messages", f"the chat template fails on them{_explain(error)}") from error
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as plain dicts with text content; a RequestError names the first that is wrong."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError("messages", f"{type(messages).__name__} is not a list", MESSAGE_FORM)
-    if not messages:
-        raise RequestError("messages", "is empty", MESSAGE_FORM)
-    return [_check_message(index, message) for index, message in enumerate(messages)]
+def _explain(error: Exception) -> str:
+    """Where and why, in words that do not take knowing how templates are run."""
+    from jinja2.exceptions import SecurityError, UndefinedError
 
-
-def _check_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(message, (dict, Mapping)):  # dict first: to ask for any Mapping is slow
-        raise _wrong_message(index, f" is of type {type(message).__name__}")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise _wrong_message(index, " has no role")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return {**message, "content": content}
-    if content is None:
-        raise _wrong_message(index, " has no content")
-    if not isinstance(content, Sequence):
-        raise _wrong_message(index, f".content is of type {type(content).__name__}", "expected text")
-    return {**message, "content": "\n".join(_part_text(index, part) for part in content)}
-
-
-def _part_text(index: int, part: Any) -> str:
-    """OpenAI's form of content in parts; templates of text models expect one string."""
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise _wrong_message(index, f".content has a part of type {kind!r}", "this model takes text parts only")
-
-
-def _wrong_message(index: int, problem: str, expected: str = MESSAGE_FORM) -> RequestError:
-    part, _, problem = problem.partition(" ")
-    return RequestError(f"messages[{index}]{part}", problem, expected)
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            place = f" in line {trace.tb_lineno}"
+        trace = trace.tb_next
+    if isinstance(error, UndefinedError):
+        found = UNDEFINED.search(str(error))
+        name = _shorten(found[1] or found[2]) if found else ""
+        return f"{place}: {name!r} is not there" if name else f"{place}: something is not there"
+    if isinstance(error, SecurityError):
+        return f"{place}: it does what a template may not do"
+    if isinstance(error, ZeroDivisionError):
+        return f"{place}: it divides by zero"
+    return f"{place}: it can't work with what they hold"
 
 
 def _render(template: Template, variables: dict[str, Any]) -> str:
@@ -89,7 +170,7 @@ def _render(template: Template, variables: dict[str, Any]) -> str:
 
 
 @lru_cache(maxsize=32)
-def _compile(text: str) -> Template:
+def _compile(text: str) -> tuple[Template, TemplateWords]:
     import jinja2
 
     from ratoon.models.chat_sandbox.limits import MAX_TEMPLATE_CHARACTERS, LimitReached
@@ -99,8 +180,11 @@ def _compile(text: str) -> Template:
         raise RequestError("chat_template", f"has {len(text)} characters", limit)
     try:
         return _environment().compile_template(text)
+    except jinja2.TemplateSyntaxError as error:
+        problem = f"is no valid template: line {error.lineno}: {_shorten(error.message or '')}"
+        raise RequestError("chat_template", problem, "Jinja, as model files have it") from error
     except (jinja2.TemplateError, SyntaxError, ValueError) as error:  # the latter two from Python, for what Jinja makes
-        raise RequestError("chat_template", f"is no valid Jinja: {_shorten(error)}") from error
+        raise RequestError("chat_template", "is no valid template", "Jinja, as model files have it") from error
     except LimitReached as error:
         raise RequestError("chat_template", str(error)) from error
     except (RecursionError, MemoryError) as error:
@@ -129,6 +213,5 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _shorten(error: Exception) -> str:
-    text = str(error)
+def _shorten(text: str) -> str:
     return text if len(text) <= MAX_ERROR_CHARACTERS else text[:MAX_ERROR_CHARACTERS] + "…"

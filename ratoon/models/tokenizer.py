@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import ModelError, RequestError
-from ratoon.models.chat_template import render_chat_template
+from ratoon.models.chat_template import RenderedChat, render_chat
+from ratoon.observe.logging import get_logger
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -22,6 +23,8 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"  # preferred where tools are passed, if the model has one of this name
 LONG_TEXT = 10_000  # characters; tokenising more takes so long that others should run meanwhile
+
+logger = get_logger(__name__)
 
 
 class Tokenizer:
@@ -40,6 +43,7 @@ class Tokenizer:
         self.bos_token_id = self._token_id(self.bos_token)
         self.eos_token_id = self._token_id(self.eos_token)
         self._token_texts: dict[int, str] = {}
+        self._logged_notes: set[str] = set()
 
     def _token_id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
@@ -97,22 +101,41 @@ class Tokenizer:
         ids = self.encode("a", add_special_tokens=False)
         return ids[-1] if ids else None
 
-    def apply_chat_template(
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt for these messages; takes what render_chat takes."""
+        return self.render_chat(messages, **options).text
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         **variables: Any,
-    ) -> str:
-        """The prompt for these messages. `chat_template`: another template, or the name of one of the model's own."""
+    ) -> RenderedChat:
+        """The prompt for these messages, and what the template does not know of them (it is also logged, once).
+
+        `add_generation_prompt` ends it where the answer begins, and is the default; `continue_final_message` ends it
+        behind the text of the last message, the assistant's, for the model to go on with. `chat_template`: another
+        template, or the name of one of the model's own.
+        """
+        if add_generation_prompt and continue_final_message:
+            problem = "contradicts continue_final_message: an answer begins or goes on"
+            raise RequestError("add_generation_prompt", problem, "set one of the two to false")
         template = self._choose_template(chat_template, bool(tools))
         known: dict[str, Any] = {**self.special_tokens, "documents": None, **variables}
         known["tools"] = list(tools) if tools else None
-        known["add_generation_prompt"] = add_generation_prompt
+        known["add_generation_prompt"] = (
+            not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        )
         known.pop("messages", None)
-        return render_chat_template(template, messages, known)
+        rendered = render_chat(template, messages, known, continue_final_message=continue_final_message)
+        for note in set(rendered.notes) - self._logged_notes:
+            self._logged_notes.add(note)
+            logger.warning("%s", note)
+        return rendered
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Takes what apply_chat_template takes. The template writes the special tokens, so none are added again."""

@@ -99,10 +99,23 @@ def compare(ours: Tokenizer, theirs: Any, chat: list[dict[str, str]], **options:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-def test_styles_render_like_transformers(style: str, chat: list, add_generation_prompt: bool, tools: Any) -> None:
+def test_styles_render_like_transformers(style: str, chat: list, add_generation_prompt: bool) -> None:
     ours, theirs = both(STYLES[style])
-    compare(ours, theirs, chat, add_generation_prompt=add_generation_prompt, tools=tools)
+    compare(ours, theirs, chat, add_generation_prompt=add_generation_prompt)
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_tools_reach_a_template_that_knows_them_as_in_transformers(chat: list) -> None:
+    ours, theirs = both(LLAMA3)
+    compare(ours, theirs, chat, add_generation_prompt=True, tools=TOOLS)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("begun", ["The answer", "Well,\n", " spaces  ", "</s>"])
+def test_a_message_is_continued_as_in_transformers(style: str, begun: str) -> None:
+    ours, theirs = both(STYLES[style])
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": begun}]
+    compare(ours, theirs, chat, continue_final_message=True)
 
 
 @pytest.mark.parametrize("chat", CHATS)

@@ -19,6 +19,7 @@ AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEY = "ratoon"
 REQUEST_ID_HEADER = b"x-request-id"
+NOTE_HEADER = "X-Ratoon-Note"
 CLIENTS_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -29,9 +30,11 @@ class Exchange:
     tenant: str | None = None  # stands for the API key; None where no keys are asked for
     body: bytes = b""
     status: int = 0  # 0: no answer was begun
+    notes: tuple[str, ...] = ()  # what the client should know about how its request was carried out
 
     def headers(self) -> dict[str, str]:
-        return {"X-Request-Id": self.request_id}
+        headers = {"X-Request-Id": self.request_id}
+        return {**headers, NOTE_HEADER: "; ".join(self.notes)} if self.notes else headers
 
 
 def exchange_of(scope: Scope) -> Exchange:

@@ -40,6 +40,7 @@ class Origin:
     wait: bool = True
     cache_salt: str | None = None
     new_turn: bool = False  # the suffix begins with the end of the parent's turn
+    notes: tuple[str, ...] = ()  # what the chat template does not know of the new messages
 
 
 class Place(NamedTuple):
@@ -87,17 +88,18 @@ async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body
         raise refused("add_special_tokens", "has no meaning in a continuation", "leave it out")
     # The template sees a conversation whose answer can be found again, and what it writes behind that is the suffix.
     marker = f"answer-{secrets.token_hex(16)}"
-    text = await render_chat(
+    rendered = await render_chat(
         context,
         asked.messages,
         earlier=[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": marker}],
         size=body_size,
         tools=None if asked.tool_choice == "none" else asked.tools,
-        add_generation_prompt=asked.add_generation_prompt is not False,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=bool(asked.continue_final_message),
         variables=asked.chat_template_kwargs,
         template=asked.chat_template,
     )
-    _, found, suffix = text.rpartition(marker)
+    _, found, suffix = rendered.text.rpartition(marker)
     if not found:
         problem = "the chat template drops earlier answers, so there is nothing to continue behind"
         raise refused("continuation_of", problem, "send the whole conversation")
@@ -110,6 +112,7 @@ async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body
         wait=asked.continuation_wait is not False,
         cache_salt=asked.cache_salt,
         new_turn=True,
+        notes=rendered.notes,
     )
 
 

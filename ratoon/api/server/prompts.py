@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,13 +12,19 @@ from typing import Any, TypeVar
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import context_length_exceeded, refused
 from ratoon.api.server.protocol.chat import Message, Tool
+from ratoon.core.errors import RequestError
+from ratoon.models.chat_template import RenderedChat
 
 T = TypeVar("T")
 
 LONG_TEXT = 2048  # characters: what is shorter is tokenised before a thread would have begun
 NUM_THREADS = 4
 # Variables of a template that have a field of their own in the request, or are nobody's to set.
-RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template", "self", "template", "variables")
+RESERVED_VARIABLES = (
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "self", "template",
+    "variables",
+)  # fmt: skip
+MESSAGES_FIELD = re.compile(r"messages(?:\[(\d+)\])?")
 
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
@@ -30,6 +36,7 @@ class EncodedPrompt:
     text: str | None  # None: it came as token ids
     token_ids: list[int]
     decoder_prompt: str | list[int] | None = None
+    notes: tuple[str, ...] = ()  # of a conversation: what the chat template does not know of it
 
     def as_prompt(self) -> dict[str, Any]:
         prompt = {"prompt": self.text, "prompt_token_ids": self.token_ids}
@@ -102,23 +109,26 @@ async def encode_chat(
     param: str = "messages",  # where in the body they stand
     size: int,  # of all that goes into the template, in characters or so
     tools: Sequence[Tool] | None = None,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
     add_special_tokens: bool = False,
     variables: dict[str, Any] | None = None,
     template: str | None = None,
     num_places: int | None = 1,  # of the model's length, to be left for the answer; None: any prompt will do
 ) -> EncodedPrompt:
     """A conversation as the chat template writes it, in token ids."""
-    text = await render_chat(
+    rendered = await render_chat(
         context,
         messages,
         param=param,
         size=size,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         variables=variables,
         template=template,
     )
+    text = rendered.text
     tokenizer = context.llm.get_tokenizer()
     # The template writes the special tokens itself.
     token_ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
@@ -126,7 +136,7 @@ async def encode_chat(
         raise refused(param, "the chat template makes an empty prompt of them")
     if num_places is not None and len(token_ids) + num_places > context.max_model_len:
         raise context_length_exceeded(param, len(token_ids), context.max_model_len)
-    return EncodedPrompt(text, token_ids)
+    return EncodedPrompt(text, token_ids, notes=rendered.notes)
 
 
 async def render_chat(
@@ -137,26 +147,29 @@ async def render_chat(
     param: str = "messages",
     earlier: Sequence[dict[str, Any]] = (),  # messages that stand before those of the request
     tools: Sequence[Tool] | None = None,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
     variables: dict[str, Any] | None = None,
     template: str | None = None,
-) -> str:
+) -> RenderedChat:
     """What the chat template writes: the request's, the server's or the model's own, in this order."""
     for name in variables or {}:
         if name in RESERVED_VARIABLES:
-            raise refused("chat_template_kwargs", f"{name} is not to be set here", "use the request's own fields")
+            problem = "is not to be set here"
+            raise refused(f"chat_template_kwargs.{name}", problem, "use the request's own fields")
     if template is not None:
         size = max(size, LONG_TEXT)  # a stranger's program: however short, it may take its time
     template = template or context.settings.chat_template
     if template is None and not context.llm.has_chat_template:
-        raise refused("messages", "the model has no chat template", "use /v1/completions with a prompt")
-    plain = [*earlier, *(_plain_message(f"{param}[{index}]", message) for index, message in enumerate(messages))]
+        raise refused(param, "the model has no chat template", "use /v1/completions with a prompt")
+    plain = [*earlier, *(message.model_dump(exclude_unset=True) for message in messages)]
     tokenizer = context.llm.get_tokenizer()
 
-    def render() -> str:
-        return tokenizer.apply_chat_template(
+    def render() -> RenderedChat:
+        return tokenizer.render_chat(
             plain,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=[tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
             chat_template=template,
             **(variables or {}),
@@ -166,6 +179,8 @@ async def render_chat(
         return await off_loop(size, render)
     except RecursionError:
         raise refused(param, "are nested too deeply for the chat template") from None
+    except RequestError as error:
+        raise _of_the_request(error, param, len(earlier)) from None
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -175,17 +190,10 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
-def _plain_message(name: str, message: Message) -> dict[str, Any]:
-    """As templates expect messages: a tool call's arguments are an object there, and JSON text in the protocol."""
-    plain = message.model_dump(exclude_unset=True)
-    plain.setdefault("content", None)
-    calls = plain.get("tool_calls")
-    for number, call in enumerate(calls if isinstance(calls, list) else ()):
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                where = f"{name}.tool_calls[{number}].function.arguments"
-                raise refused(where, "is not JSON", "an object as JSON text") from None
-    return plain
+def _of_the_request(error: RequestError, param: str, num_earlier: int) -> RequestError:
+    """The same error with the name and the index that the message has in the request."""
+    found = MESSAGES_FIELD.match(error.field)
+    if found is None:
+        return error
+    field = param if found[1] is None else f"{param}[{int(found[1]) - num_earlier}]"
+    return type(error)(field + error.field[found.end() :], error.problem, error.expected)

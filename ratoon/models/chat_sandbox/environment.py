@@ -27,6 +27,7 @@ from ratoon.models.chat_sandbox.operators import (
     guarded_test,
 )
 from ratoon.models.chat_sandbox.syntax import weave_guards
+from ratoon.models.chat_sandbox.words import TemplateWords, words_of
 
 
 class GenerationBlock(Extension):
@@ -74,13 +75,14 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         self.globals.update({"dict": make_dict, "namespace": make_namespace})
         del self.globals["lipsum"]
 
-    def compile_template(self, text: str) -> Template:
+    def compile_template(self, text: str) -> tuple[Template, TemplateWords]:
         for index, _ in enumerate(self.lex(text)):
             if index == MAX_TEMPLATE_TOKENS:
                 raise LimitReached(f"has more than {MAX_TEMPLATE_TOKENS} words and signs")
         tree = self.parse(text)
+        words = words_of(tree)  # the template's own, before guards are put in
         weave_guards(tree)
-        return self.from_string(tree)
+        return self.from_string(tree), words
 
     def concat(self, pieces: Iterable[str]) -> str:  # Jinja has "".join here
         return concatenate(pieces)

@@ -188,6 +188,23 @@ def test_many_conversations_come_back_in_order(llm):
     assert [output.prompt for output in outputs] == ["[user]a\n[assistant]", "[user]b\n[assistant]"]
 
 
+def test_a_conversation_is_read_as_the_server_reads_it(llm):
+    from tests.unit.api.server.harness import byte_tokenizer
+
+    template = "{% for m in messages %}{{ m.content or m.tool_calls[0].function.arguments.x }}{% endfor %}<end>"
+    llm._tokenizer = byte_tokenizer(template)
+    function = {"name": "f", "arguments": '{"x": "seen"}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    begun = {"role": "assistant", "content": "Well"}
+    one_token = SamplingParams(max_tokens=1)
+    assert llm.chat([call], one_token)[0].prompt == "seen<end>"
+    assert llm.chat([call, begun], one_token, continue_final_message=True)[0].prompt == "seenWell"
+    with pytest.raises(RequestError, match=r"messages\[1\]\[0\].role: 'usr' is no known role"):
+        llm.chat([[begun], [{"role": "usr", "content": "x"}]])
+    with pytest.raises(RequestError, match="add_generation_prompt: contradicts continue_final_message"):
+        llm.chat([begun], add_generation_prompt=True, continue_final_message=True)
+
+
 @pytest.mark.parametrize("messages", ["hi", 5, None])
 def test_bad_messages_are_refused(llm, messages):
     with pytest.raises(RequestError) as caught:

@@ -48,9 +48,9 @@ class FakeTokenizer:
     def token_text(self, token: int) -> str:
         return self.backend.decode([token], skip_special_tokens=False)
 
-    def apply_chat_template(self, messages: list[dict], *, add_generation_prompt: bool = True, tools=None, **_) -> str:
+    def apply_chat_template(self, messages: list[dict], *, add_generation_prompt=None, tools=None, **_) -> str:
         text = "".join(f"[{message['role']}]{message['content']}\n" for message in messages)
-        return text + ("[assistant]" if add_generation_prompt else "")
+        return text + ("" if add_generation_prompt is False else "[assistant]")
 
     def encode_chat(self, messages: list[dict], **variables) -> list[int]:
         return self.encode(self.apply_chat_template(messages, **variables))

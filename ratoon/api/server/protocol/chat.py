@@ -60,7 +60,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: str = Field(min_length=1, description="system, user, assistant, tool, or what the chat template knows")
+    role: str = Field(description="system, developer, user, assistant, tool, or one that the chat template names")
     content: Content = None
 
 
@@ -103,12 +103,19 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens")
     top_logprobs: Size | None = Field(None, description="Alternatives for each token; needs logprobs")
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(None, description="Passed to the chat template")
+    tools: list[Tool] | None = Field(
+        None, description="For the chat template; one that knows none has them in its system message"
+    )
     tool_choice: ToolChoice = Field(None, description="none or auto")
     modalities: list[str] | None = Field(None, description='["text"]')
 
     # Extensions: the chat template
-    add_generation_prompt: bool | None = Field(None, description="End the prompt where the answer begins")
+    add_generation_prompt: bool | None = Field(
+        None, description="End the prompt where the answer begins; true unless continue_final_message is"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message, the assistant's: the prompt ends right behind its content"
+    )
     chat_template: str | None = Field(None, description="Another template; needs --allow-request-template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
 

@@ -22,6 +22,7 @@ class TokenizeRequest(RequestModel):
         None, description="Add what the model expects around a text; default: to a prompt, not to messages"
     )
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = Field(None, description="The tokens as the vocabulary writes them, too")

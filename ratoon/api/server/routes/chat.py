@@ -34,7 +34,9 @@ async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     asked = read_body(request, ChatCompletionRequest)
     exchange = exchange_of(request.scope)
-    renderer = ChatRenderer(context, asked, await make_batch(context, asked, exchange))
+    batch = await make_batch(context, asked, exchange)
+    exchange.notes = batch.prompts[0].notes if batch.origin is None else batch.origin.notes
+    renderer = ChatRenderer(context, asked, batch)
     return await (answer_stream if asked.stream else answer_whole)(request, renderer)
 
 
@@ -85,7 +87,8 @@ async def encode_conversation(
         param=param,
         size=size,
         tools=None if asked.tool_choice == "none" else asked.tools,
-        add_generation_prompt=asked.add_generation_prompt is not False,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=bool(asked.continue_final_message),
         add_special_tokens=bool(asked.add_special_tokens),
         variables=asked.chat_template_kwargs,
         template=asked.chat_template,

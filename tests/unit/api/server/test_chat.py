@@ -99,6 +99,68 @@ async def test_the_arguments_of_a_tool_call_reach_the_template_as_an_object():
         assert refused.error["param"] == "messages[0].tool_calls[0].function.arguments"
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+CALLING = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "2"},
+]
+
+
+@on_event_loop
+async def test_a_call_without_content_is_text_where_the_template_knows_no_calls():
+    """OpenAI returns `content: null` beside tool calls, and clients send that back."""
+    template = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+    async with scripted(say("x"), template=template) as client:
+        answer = await client.post("/v1/chat/completions", {"model": MODEL, "messages": CALLING})
+        assert answer.status == 200, answer.body
+        call = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+        assert prompt_of(client) == f"<user>a<assistant>{call}<tool>2"
+        assert "tool calls" in answer.headers["x-ratoon-note"]
+
+
+@on_event_loop
+async def test_tools_that_the_template_does_not_know_are_written_and_the_answer_says_so():
+    template = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+    async with scripted(say("x"), template=template) as client:
+        for stream in (False, True):
+            answer = await client.chat("a", tools=[TOOL], stream=stream)
+            assert "does not know tools" in answer.headers["x-ratoon-note"]
+            assert prompt_of(client).startswith("<system># Tools")
+            assert '{"type": "function", "function": {"name": "add", "parameters": {}}}' in prompt_of(client)
+        assert "x-ratoon-note" not in (await client.chat("a", tools=[TOOL], tool_choice="none")).headers
+        assert prompt_of(client) == "<user>a"
+    async with scripted(template="fixed") as client:
+        assert (await client.chat("a", tools=[TOOL])).error["param"] == "tools"
+
+
+@on_event_loop
+async def test_the_last_message_can_be_continued():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Well, "}]
+    async with scripted(say("x")) as client:
+        for fields in ({}, {"add_generation_prompt": False}):
+            body = {"model": MODEL, "messages": messages, "continue_final_message": True, **fields}
+            answer = await client.post("/v1/chat/completions", body)
+            assert answer.json()["choices"][0]["message"]["content"] == "x"
+            assert prompt_of(client) == "<user>a\n<assistant>Well, "
+        tokens = await client.post("/tokenize", {"messages": messages, "continue_final_message": True})
+        assert bytes(tokens.json()["tokens"]).decode() == "<user>a\n<assistant>Well, "
+        refused = await client.post("/v1/chat/completions", {**body, "add_generation_prompt": True})
+        assert (refused.status, refused.error["param"]) == (400, "add_generation_prompt")
+        refused = await client.post("/v1/chat/completions", {**body, "messages": messages[:1]})
+        assert (refused.status, refused.error["param"]) == (400, "messages[0].role")
+
+
+@on_event_loop
+async def test_an_error_in_a_continuation_has_the_index_of_the_request():
+    async with scripted(say("x")) as client:
+        parent = (await client.chat("a")).json()["id"]
+        body = {"model": MODEL, "continuation_of": parent, "messages": [{"role": "user", "content": "b"}]}
+        assert (await client.post("/v1/chat/completions", body)).status == 200
+        body["messages"].append({"role": "user"})
+        assert (await client.post("/v1/chat/completions", body)).error["param"] == "messages[1].content"
+
+
 @on_event_loop
 async def test_the_servers_template_goes_before_the_models():
     async with scripted(say("x"), chat_template="server:{{ messages[0].content }}") as client:
@@ -112,7 +174,7 @@ async def test_a_request_may_bring_a_template_only_where_it_was_allowed():
         answer = await client.chat("a", chat_template="mine")
         assert (answer.status, answer.error["param"]) == (400, "chat_template")
         sneaked = await client.chat("a", chat_template_kwargs={"chat_template": "mine"})
-        assert (sneaked.status, sneaked.error["param"]) == (400, "chat_template_kwargs")
+        assert (sneaked.status, sneaked.error["param"]) == (400, "chat_template_kwargs.chat_template")
     async with scripted(say("x"), allow_request_template=True) as client:
         assert (await client.chat("a", chat_template="mine:{{ messages[0].content }}")).status == 200
         assert prompt_of(client) == "mine:a"
@@ -148,9 +210,11 @@ async def test_a_model_without_a_template_takes_no_conversations():
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": 5}]}, None),
         ({"tools": [{"type": "other"}]}, "tools[0].type"),
         ({"temprature": 1}, "temprature"),

@@ -1,0 +1,95 @@
+"""Messages as chat templates expect them: checked, with known roles, text as content, and tool calls as objects.
+
+OpenAI's protocol writes some of this otherwise (`content: null`, arguments as JSON text, the role "developer"). HTTP
+and Python share this code. Rendering is chat_template.py's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ratoon.core.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGE_FORM = 'expected a list of objects such as {"role": "user", "content": "Hello"}'
+TOOL_CALL_FORM = 'expected {"type": "function", "function": {"name": "…", "arguments": "{…}"}}'
+MAX_SHOWN_ROLE = 64
+
+Message = dict[str, Any]
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]], further_roles: Collection[str] = ()) -> list[Message]:
+    """The messages as new, plain dicts; a RequestError names the first that is wrong. `further_roles` are those that
+    the template names beside the usual ones."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError("messages", f"{type(messages).__name__} is not a list", MESSAGE_FORM)
+    if not messages:
+        raise RequestError("messages", "is empty", MESSAGE_FORM)
+    return [_check_message(f"messages[{index}]", message, further_roles) for index, message in enumerate(messages)]
+
+
+def _check_message(name: str, message: Mapping[str, Any], further_roles: Collection[str]) -> Message:
+    if not isinstance(message, (dict, Mapping)):  # dict first: to ask for any Mapping is slow
+        raise RequestError(name, f"is of type {type(message).__name__}", MESSAGE_FORM)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{name}.role", "is missing" if role is None else "is not text", MESSAGE_FORM)
+    if role not in ROLES and role not in further_roles:
+        shown = role if len(role) <= MAX_SHOWN_ROLE else role[:MAX_SHOWN_ROLE] + "…"
+        expected = ", ".join([*ROLES, *sorted(set(further_roles).difference(ROLES))])
+        raise RequestError(f"{name}.role", f"{shown!r} is no known role", f"expected one of {expected}")
+    checked = {**message, "content": _check_content(name, message)}
+    if role == "assistant" and message.get("tool_calls"):
+        checked["tool_calls"] = _check_tool_calls(f"{name}.tool_calls", message["tool_calls"])
+    return checked
+
+
+def _check_content(name: str, message: Mapping[str, Any]) -> str | None:
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message["role"] == "assistant" and message.get("tool_calls")):
+        return content
+    if content is None:
+        raise RequestError(f"{name}.content", "is missing", MESSAGE_FORM)
+    if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
+        raise RequestError(f"{name}.content", f"is of type {type(content).__name__}", "expected text")
+    return "\n".join(_part_text(f"{name}.content[{place}]", part) for place, part in enumerate(content))
+
+
+def _part_text(name: str, part: Any) -> str:
+    """OpenAI's form of content in parts; templates of text models expect one string."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        if isinstance(part.get("text"), str):
+            return str(part["text"])
+        raise RequestError(f"{name}.text", "is missing, or not text", 'expected {"type": "text", "text": "…"}')
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RequestError(name, f"is a part of type {kind!r}", "this model takes text parts only")
+
+
+def _check_tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, (list, tuple)):
+        raise RequestError(name, "is not a list", f"a list; {TOOL_CALL_FORM}")
+    return [_check_tool_call(f"{name}[{place}]", call) for place, call in enumerate(calls)]
+
+
+def _check_tool_call(name: str, call: Any) -> dict[str, Any]:
+    """Arguments are an object in templates, and JSON text in the protocol."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise RequestError(
+            name if not isinstance(call, Mapping) else f"{name}.function", "is no object", TOOL_CALL_FORM
+        )
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise RequestError(f"{name}.function.name", "is missing, or not text", TOOL_CALL_FORM)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise RequestError(f"{name}.function.arguments", "is not JSON", "an object as JSON text") from None
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise RequestError(f"{name}.function.arguments", "is not an object", "an object as JSON text")
+    return {**call, "function": {**function, "arguments": dict(arguments or {})}}
