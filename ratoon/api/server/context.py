@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.hosts import AllowedHosts
+from ratoon.api.server.json_extent import ExtentLimit, extent_limit
 from ratoon.api.server.names import RequestNames
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.token_texts import TokenTexts
@@ -53,6 +54,13 @@ class ServerContext:
         length = self.llm.config.max_model_len
         assert length is not None, "the engine has started"
         return length
+
+    @cached_property
+    def extent_limit(self) -> ExtentLimit:
+        """What the body of any request may hold."""
+        config = self.llm.source.config
+        longest = max(self.max_model_len, 0 if config.encoder is None else config.encoder.max_position)
+        return extent_limit(self.settings.batch_limit, longest, config.vocab_size)
 
     @cached_property
     def token_texts(self) -> TokenTexts:

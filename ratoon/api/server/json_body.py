@@ -18,11 +18,17 @@ from starlette.requests import Request
 from ratoon.api.server.context import context_of
 from ratoon.api.server.errors import ApiError, refused
 from ratoon.api.server.exchange import Scope, exchange_of, header
+from ratoon.api.server.json_extent import ExtentLimit, check_extent
+from ratoon.api.server.lanes import WorkLanes
 from ratoon.api.server.protocol.base import RequestModel
 
 Model = TypeVar("Model", bound=RequestModel)
 
 HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # or one half of a whole one: worth a closer look
+LONE_HALF = re.compile(  # of a text without escaped backslashes
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+LONG_BODY = 16 * 1024  # bytes: what is shorter is read before a thread would have begun
 # pydantic's kinds of errors in our words; those missing here speak for themselves.
 PROBLEMS = {
     "missing": "is missing",
@@ -41,15 +47,27 @@ PROBLEMS = {
 }
 
 
-def read_body(request: Request, model: type[Model]) -> Model:
+_lanes = WorkLanes("body", LONG_BODY)
+
+
+async def read_body(request: Request, model: type[Model]) -> Model:
     """The body as `model`. ApiError for anything that is not exactly that."""
     _check_content_type(request.scope)
-    body = decode_json(exchange_of(request.scope).body)
-    if not isinstance(body, dict):
+    context, body = context_of(request), exchange_of(request.scope).body
+    lenient = context.settings.lenient
+    return await _lanes.run(len(body), lambda: parse_body(body, model, lenient, context.extent_limit))
+
+
+def parse_body(body: bytes, model: type[Model], lenient: bool, limit: ExtentLimit) -> Model:
+    """How much it holds is known before it is decoded, and what is wrong with it is found no more than once: a refusal
+    costs no more than a few times the body, in time and in memory."""
+    check_extent(body, limit)
+    decoded = decode_json(body)
+    if not isinstance(decoded, dict):
         raise ApiError(400, "The body is not a JSON object", code="invalid_json")
-    body = check_fields(body, model, context_of(request).settings.lenient)
+    fields = check_fields(decoded, model, lenient)
     try:
-        return model.model_validate(body)
+        return model.model_validate(fields)
     except ValidationError as error:
         raise explain(error) from None
 
@@ -64,14 +82,14 @@ def decode_json(body: bytes) -> Any:
         raise _invalid_json(f"byte {error.start} is not UTF-8") from None
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-        if HALF_CHARACTER.search(body):
-            _check_whole_characters(value)
     except RecursionError:
         raise _invalid_json("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise _invalid_json(f"{error.msg} at character {error.pos}") from None
     except ValueError:  # Python's limit on the length of a whole number
         raise _invalid_json("a number has too many digits") from None
+    if HALF_CHARACTER.search(body):
+        _check_whole_characters(body)
     return value
 
 
@@ -138,12 +156,10 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _invalid_json(f"{name} is no number in JSON")
 
 
-def _check_whole_characters(value: Any) -> None:
+def _check_whole_characters(body: bytes) -> None:
     """Escapes can write half a character (a lone surrogate), which no text can hold."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise _invalid_json("an escape \\uD800 to \\uDFFF stands without its other half") from None
+    if LONE_HALF.search(body.replace(b"\\\\", b"__")):
+        raise _invalid_json("an escape \\uD800 to \\uDFFF stands without its other half")
 
 
 def _invalid_json(problem: str) -> ApiError:

@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from ratoon.api.server.protocol.base import AnswerModel, Int, RequestModel
+from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, RequestModel
 
 Granularities = Annotated[
-    list[Literal["segment", "word"]], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    Entries[Literal["segment", "word"]], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 ]
 Recording = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})]
 

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+)
+
+from ratoon.core.params import MAX_LOGIT_BIAS
+
+T = TypeVar("T")
 
 
 class RequestModel(BaseModel):
@@ -25,6 +37,21 @@ class AnswerModel(BaseModel):
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]  # what the engine's messages can carry
 Size = Annotated[int, Field(ge=0, le=2**31 - 1)]
+# A list of a request: the first entry that is wrong ends its check. Else a short body could ask for a report on each of
+# a million entries, of which one is shown.
+Entries = Annotated[list[T], Field(fail_fast=True)]
+MAX_METADATA = 256
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """For objects, whose entries are all checked whatever is wrong with them: no more of them than this."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"has {len(value)} entries; {limit} at most")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _one_or_many_texts(value: Any) -> list[str]:
@@ -95,4 +122,5 @@ Suffix = Annotated[
     PlainValidator(_suffix),
     WithJsonSchema({"anyOf": [_TEXT, {**_TOKEN_IDS, "minItems": 0}]}),
 ]
-LogitBias = Annotated[dict[str, float], AfterValidator(_token_keys)]
+LogitBias = Annotated[dict[str, float], AfterValidator(_token_keys), at_most(MAX_LOGIT_BIAS)]
+Metadata = Annotated[dict[str, str], at_most(MAX_METADATA)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChoice, FoundChunkChoice, PromptLogprobs, Usage
-from ratoon.api.server.protocol.base import AnswerModel, Size
+from ratoon.api.server.protocol.base import AnswerModel, Entries, Metadata, Size
 from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields, ServiceTier
 
@@ -93,8 +93,8 @@ class ChatCompletionRequest(SamplingFields):
         "continuation_at": "/v1/completions can do it",
     }
 
-    messages: list[Message] = Field(min_length=1, description="With continuation_of: the new ones alone")
-    fallback_messages: list[Message] | None = Field(
+    messages: Entries[Message] = Field(min_length=1, description="With continuation_of: the new ones alone")
+    fallback_messages: Entries[Message] | None = Field(
         None,
         min_length=1,
         description="With continuation_of: the whole conversation, used where the earlier answer is forgotten",
@@ -103,11 +103,11 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens")
     top_logprobs: Size | None = Field(None, description="Alternatives for each token; needs logprobs")
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(
+    tools: Entries[Tool] | None = Field(
         None, description="For the chat template; one that knows none has them in its system message"
     )
     tool_choice: ToolChoice = Field(None, description="none or auto")
-    modalities: list[str] | None = Field(None, description='["text"]')
+    modalities: Entries[str] | None = Field(None, description='["text"]')
 
     # Extensions: the chat template
     add_generation_prompt: bool | None = Field(
@@ -120,7 +120,7 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
 
     # Accepted, without effect
-    metadata: dict[str, str] | None = Field(None, description="Accepted, without effect")
+    metadata: Metadata | None = Field(None, description="Accepted, without effect")
     store: bool | None = Field(None, description="false: nothing is stored here")
     service_tier: ServiceTier | None = Field(None, description="Accepted, without effect")
     parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect")

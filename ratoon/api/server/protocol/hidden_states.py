@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
@@ -15,7 +16,7 @@ LARGEST = 2**63
 
 
 def _positions(value: Any) -> Any:
-    if value == "all" or _is_number(value) or (isinstance(value, list) and all(map(_is_position, value))):
+    if value == "all" or _is_number(value) or (isinstance(value, list) and _are_numbers_or(_is_pair, value)):
         return value
     raise ValueError('is neither a number, "all", nor a list of numbers and of pairs [start, stop or null]')
 
@@ -23,16 +24,24 @@ def _positions(value: Any) -> Any:
 def _layers(value: Any) -> Any:
     if value in ("all", "norm") if isinstance(value, str) else _is_number(value):
         return value
-    if isinstance(value, list) and all(layer == "norm" or _is_number(layer) for layer in value):
+    if isinstance(value, list) and _are_numbers_or(lambda layer: layer == "norm", value):
         return value
     raise ValueError('is neither a number, "norm", "all", nor a list of numbers and "norm"')
 
 
-def _is_position(value: Any) -> bool:
+def _are_numbers_or(is_other: Callable[[Any], bool], values: list[Any]) -> bool:
+    """Numbers, of which there may be very many, are judged all at once."""
+    numbers = [value for value in values if type(value) is int]
+    if numbers and not (_is_number(min(numbers)) and _is_number(max(numbers))):
+        return False
+    return len(numbers) == len(values) or all(is_other(value) for value in values if type(value) is not int)
+
+
+def _is_pair(value: Any) -> bool:
     match value:
         case [start, stop]:
             return _is_number(start) and (stop is None or _is_number(stop))
-    return _is_number(value)
+    return False
 
 
 def _is_number(value: Any) -> bool:

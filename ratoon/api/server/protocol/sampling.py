@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import Field
 
-from ratoon.api.server.protocol.base import Int, LogitBias, RequestModel, Size, Texts
+from ratoon.api.server.protocol.base import Entries, Int, LogitBias, RequestModel, Size, Texts
 from ratoon.api.server.protocol.beams import BeamFields
 from ratoon.api.server.protocol.hidden_states import HiddenStatesFields, ReturnHiddenStates
 from ratoon.core.errors import RequestError
@@ -53,13 +53,13 @@ class SamplingFields(BeamFields):
     min_p: float | None = Field(None, description="Drop tokens below this times the likeliest one")
     repetition_penalty: float | None = None
     min_tokens: Size | None = Field(None, description="No end before so many tokens")
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: Entries[Int] | None = None
     ignore_eos: bool | None = Field(None, description="Go on behind the model's end token")
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[Int] | None = Field(None, description="Sample from these tokens alone")
-    bad_words: list[str] | None = Field(None, description="Texts that never appear in the answer")
+    allowed_token_ids: Entries[Int] | None = Field(None, description="Sample from these tokens alone")
+    bad_words: Entries[str] | None = Field(None, description="Texts that never appear in the answer")
     prompt_logprobs: Int | None = Field(None, description="Alternatives for each token of the prompt")
 
     # Extensions: how the request is run and answered

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ratoon.api.server.protocol.base import AnswerModel, RequestModel
+from ratoon.api.server.protocol.base import AnswerModel, Entries, RequestModel
 from ratoon.api.server.protocol.chat import Message, Tool
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -17,13 +17,13 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = Field(None, description="The served model's name; may be left out")
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Entries[Message] | None = None
     add_special_tokens: bool | None = Field(
         None, description="Add what the model expects around a text; default: to a prompt, not to messages"
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Entries[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = Field(None, description="The tokens as the vocabulary writes them, too")
 
@@ -37,7 +37,7 @@ class Tokenized(AnswerModel):
 
 class DetokenizeRequest(RequestModel):
     model: str | None = Field(None, description="The served model's name; may be left out")
-    tokens: list[TokenId]
+    tokens: Entries[TokenId]
 
 
 class Detokenized(AnswerModel):

@@ -32,7 +32,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
-    asked = read_body(request, ChatCompletionRequest)
+    asked = await read_body(request, ChatCompletionRequest)
     exchange = exchange_of(request.scope)
     batch = await make_batch(context, asked, exchange)
     exchange.notes = batch.prompts[0].notes if batch.origin is None else batch.origin.notes

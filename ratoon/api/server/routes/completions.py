@@ -32,7 +32,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
-    asked = read_body(request, CompletionRequest)
+    asked = await read_body(request, CompletionRequest)
     renderer = CompletionRenderer(context, asked, await make_batch(context, asked, exchange_of(request.scope)))
     return await (answer_stream if asked.stream else answer_whole)(request, renderer)
 

@@ -33,7 +33,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_embeddings(request: Request) -> Response:
     context = context_of(request)
-    asked = read_body(request, EmbeddingRequest)
+    asked = await read_body(request, EmbeddingRequest)
     context.check_model(asked.model)
     answer_id = make_id("embd", asked.request_id)
     outputs = await embed_all(context, asked, answer_id, exchange_of(request.scope).tenant)

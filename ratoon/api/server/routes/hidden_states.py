@@ -35,7 +35,7 @@ router = APIRouter(tags=["Hidden states"])
 )
 async def read_hidden_states(request: Request) -> Response:
     context = context_of(request)
-    asked = read_body(request, HiddenStatesRequest)
+    asked = await read_body(request, HiddenStatesRequest)
     context.check_model(asked.model)
     check_source(asked)
     media_type = preferred_type(request.scope, (JSON, *SAFETENSORS))

@@ -27,7 +27,7 @@ router = APIRouter(tags=["Tokens"])
 )
 async def tokenize(request: Request) -> Response:
     context = context_of(request)
-    asked = read_body(request, TokenizeRequest)
+    asked = await read_body(request, TokenizeRequest)
     if asked.model is not None:
         context.check_model(asked.model)
     token_ids = await encode(context, asked, len(exchange_of(request.scope).body))
@@ -69,7 +69,7 @@ async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int)
 )
 async def detokenize(request: Request) -> Response:
     context = context_of(request)
-    asked = read_body(request, DetokenizeRequest)
+    asked = await read_body(request, DetokenizeRequest)
     if asked.model is not None:
         context.check_model(asked.model)
     vocab_size = context.llm.source.config.vocab_size

@@ -1,0 +1,55 @@
+"""How much a JSON text holds, counted before anything is made of it.
+
+A few bytes of JSON (an empty list, a short text) become tens of bytes in memory, and a hundred times that where every
+one of them is reported as wrong. Only the count is taken here, a slice at a time; whether the JSON is valid, is not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ratoon.api.server.errors import ApiError
+
+SLICE = 64 * 1024  # bytes; what is made of one is all the memory that counting takes
+SMALL_BODY = 64 * 1024  # bytes: it can't hold enough to be worth counting
+MAX_PARTS = 2**17  # texts (keys included), lists and objects
+MAX_OTHER_VALUES = 2**18  # entries of lists and objects that are no token ids of prompts
+
+
+class ExtentLimit(NamedTuple):
+    num_parts: int
+    num_values: int  # entries of all lists and objects
+
+
+def extent_limit(max_prompts: int, max_model_len: int, vocab_size: int) -> ExtentLimit:
+    """What no request needs more of: every prompt as token ids, a list of all tokens, and the rest."""
+    return ExtentLimit(MAX_PARTS, max_prompts * max_model_len + vocab_size + MAX_OTHER_VALUES)
+
+
+def check_extent(body: bytes, limit: ExtentLimit) -> None:
+    """ApiError for a body that holds more. It is found at the first slice that goes over the limit."""
+    if len(body) <= SMALL_BODY:
+        return
+    num_containers = num_marks = num_values = start = 0
+    while start < len(body):
+        end = start + SLICE
+        piece = body[start:end]
+        if b"\\" in piece:
+            if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # ends within an escape
+                end += 1
+                piece = body[start:end]
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        start = end
+        pieces = piece.split(b'"')
+        structure = b"".join(pieces[num_marks % 2 :: 2])  # what is outside of texts
+        num_marks += len(pieces) - 1
+        num_containers += structure.count(b"[") + structure.count(b"{")
+        num_values += structure.count(b",")
+        if num_containers + num_marks // 2 > limit.num_parts:
+            raise _too_much(f"{limit.num_parts} texts, lists and objects")
+        if num_values > limit.num_values:
+            raise _too_much(f"{limit.num_values} values")
+
+
+def _too_much(limit: str) -> ApiError:
+    return ApiError(400, f"The body holds more than {limit}, which no request needs", code="body_too_large")

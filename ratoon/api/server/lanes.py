@@ -1,0 +1,62 @@
+"""Threads for work that would keep the event loop from others, such as reading a large body or tokenising a long text.
+
+Work is sorted into lanes by its size, each with threads of its own: what is short never waits behind what is long, and
+only one piece of the largest work is in memory at a time. Work that is cancelled before its turn is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, NamedTuple, TypeVar
+
+from ratoon.api.server.freed_memory import LARGE, return_memory_soon
+
+T = TypeVar("T")
+
+
+class Lane(NamedTuple):
+    below: float  # sizes, in bytes or characters
+    num_threads: int
+
+
+LANES = (Lane(64 * 1024, 2), Lane(LARGE, 1), Lane(math.inf, 1))
+SLOW = LANES[0].below  # the size of what is short, and may take its time nevertheless
+
+
+class WorkLanes:
+    def __init__(self, name: str, shortest: int, lanes: tuple[Lane, ...] = LANES) -> None:
+        """Work whose size is below `shortest` is done on the spot: it takes no longer than to wake a thread."""
+        self._shortest = shortest
+        self._lanes = [(lane.below, ThreadPoolExecutor(lane.num_threads, f"{name}-{lane.below}")) for lane in lanes]
+
+    async def run(self, size: float, work: Callable[[], T]) -> T:
+        if size < self._shortest:
+            return work()
+        threads = next(threads for below, threads in self._lanes if size < below)
+        loop = asyncio.get_running_loop()
+        job = _Job(work)
+        try:
+            return await loop.run_in_executor(threads, job)
+        finally:
+            job.drop()
+            if size >= LARGE:
+                return_memory_soon(loop)
+
+
+class _Job(Generic[T]):
+    """Holds on to what it works on no longer than it is wanted, however long it stays in a queue."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+
+    def __call__(self) -> T:
+        work = self._work
+        if work is None:
+            raise asyncio.CancelledError
+        return work()
+
+    def drop(self) -> None:
+        self._work = None
