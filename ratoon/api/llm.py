@@ -1,4 +1,5 @@
-"""LLM: a model that answers, in this process. Prompts in, outputs back; one call at a time, on one thread.
+"""LLM: a model that answers, in this process. Prompts in, outputs back; one call at a time, on one thread, but for
+`abort`, `pause` and `resume`.
 
 It turns what people pass (one prompt or many, text, token ids, conversations) into requests and collects their outputs.
 How they are carried out is the engine's.
@@ -44,6 +45,7 @@ from ratoon.engine.llm_engine import LLMEngine
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.params_processor import default_sampling_params
 from ratoon.engine.prompts import Prompt, Suffix, texts_of
+from ratoon.engine.request_state import Output
 from ratoon.engine.roots import Root
 from ratoon.engine.torch_tensors import with_torch_tensors
 from ratoon.observe.startup import StartupTimer
@@ -413,6 +415,20 @@ class LLM:
         """Forget cached prefixes. False: requests are under way, and nothing was changed."""
         return self._client.reset_prefix_cache()
 
+    def abort(self, request_ids: str | Sequence[str]) -> None:
+        """End requests that are under way, by the ids that their outputs have: each gets a last output, with the finish
+        reason "abort". From any thread; what a step that runs meanwhile brings for them is dropped."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        self._hand_out(self.engine.abort_request(ids))
+
+    def pause(self) -> None:
+        """No further step until `resume`: requests under way keep their places and their memory. From any thread. A call
+        that waits for outputs waits on, so only another thread can resume it."""
+        self._client.call_utility("pause")
+
+    def resume(self) -> None:
+        self._client.call_utility("resume")
+
     def stats(self) -> SchedulerStats:
         return self._client.stats()
 
@@ -599,7 +615,10 @@ class LLM:
     def _step(self) -> None:
         """One engine step. Its outputs go to those who wait for them: a stream may be open while another call runs."""
         with interrupts_held_back():
-            for output in self.engine.step():
-                inbox = self._inboxes.get(output.request_id)
-                if inbox is not None:
-                    inbox.append(output)
+            self._hand_out(self.engine.step())
+
+    def _hand_out(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)

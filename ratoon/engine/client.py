@@ -16,6 +16,8 @@ from ratoon.observe.startup import StartupTimer
 if TYPE_CHECKING:
     from ratoon.engine.mp_client import SyncMPClient
 
+PAUSE_WAIT = 0.05  # seconds until a caller of a paused engine has its turn again, to be interrupted for example
+
 
 class InprocClient:
     """Runs the engine core in the caller's thread: `get_output` is one step."""
@@ -38,6 +40,9 @@ class InprocClient:
         return self.core.has_work()
 
     def get_output(self) -> EngineCoreOutputs:
+        """One step. While the engine is paused it waits a moment for another thread to resume it, and brings no more
+        than the ends of aborted requests."""
+        self.core.wait_while_paused(PAUSE_WAIT)
         return self.core.step()
 
     def call_utility(self, method: str, *arguments: Any) -> Any:

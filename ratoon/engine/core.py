@@ -1,8 +1,14 @@
-"""EngineCore: the loop of schedule, execute, sample, update. It knows tokens, not text."""
+"""EngineCore: the loop of schedule, execute, sample, update. It knows tokens, not text.
+
+One thread runs it. Requests may be aborted from any thread: what arrives during a step takes effect before the step's
+outputs go out.
+"""
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -27,7 +33,10 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, config.cache, facts.kv_config, facts.max_model_len)
         self._clock = clock
         self._pending: list[EngineCoreOutput] = []  # outputs that no step brought: aborts
-        self.paused = False
+        self._aborts: queue.SimpleQueue[tuple[list[str], bool]] = queue.SimpleQueue()  # ids, and whether to keep leases
+        self._step_lock = threading.Lock()  # held while a step runs: the scheduler then belongs to its thread
+        self._running = threading.Event()  # not paused
+        self._running.set()
         self.asleep = False
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -35,39 +44,75 @@ class EngineCore:
         self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        self._pending += self.scheduler.abort_requests(request_ids)
+        """From any thread: at once, or, while a step runs, before its outputs go out."""
+        self.note_abort(request_ids)
+        self._take_aborts_between_steps()
 
     def stop_requests(self, request_ids: list[str]) -> None:
-        """A stop string ended them on the other side."""
-        self._pending += self.scheduler.abort_requests(request_ids, keep=True)
+        """The same for requests that a stop string ended on the other side: what they asked to keep is kept."""
+        self.note_abort(request_ids, keep=True)
+        self._take_aborts_between_steps()
+
+    def note_abort(self, request_ids: list[str], keep: bool = False) -> None:
+        """From any thread: end these requests in the step under way, or with the next one. Ids that are unknown by then
+        are passed over, so an abort that may be ahead of its request has to be repeated behind it."""
+        self._aborts.put((request_ids, keep))
+
+    def _take_aborts_between_steps(self) -> None:
+        if self._step_lock.acquire(blocking=False):  # else the step takes them
+            try:
+                self._take_aborts()
+            finally:
+                self._step_lock.release()
+
+    def _take_aborts(self) -> None:
+        while not self._aborts.empty():
+            request_ids, keep = self._aborts.get()
+            self._pending += self.scheduler.abort_requests(request_ids, keep=keep)
+
+    def _take_pending(self) -> list[EngineCoreOutput]:
+        outputs, self._pending = self._pending, []
+        return outputs
 
     def has_work(self) -> bool:
         return bool(self._pending) or self.scheduler.has_requests()
 
     @property
     def can_step(self) -> bool:
-        """Is there something to do, and is it wanted now?"""
-        return self.has_work() and not self.paused and not self.asleep
+        """Is there something to do, and is it wanted now? Ends of requests are told in a pause, too."""
+        return bool(self._pending) or (self.scheduler.has_requests() and not self.paused and not self.asleep)
 
     def step(self) -> EngineCoreOutputs:
-        """One turn. An exception while executing fails the request that it belongs to, and the engine goes on: if there
-        are several in the step, each is tried alone to find out."""
-        self.expire_leases()
-        outputs, self._pending = self._pending, []
-        if self.scheduler.has_requests():
-            plan = self.scheduler.schedule()
-            try:
-                self.executor.execute_model(plan)
-                result = self.executor.sample_tokens(None)
-            except Exception as error:
-                logger.exception("a step failed")
-                self.scheduler.say_again(plan)
-                if not self.scheduler.try_apart(plan):
-                    message = f"{type(error).__name__}: {error}"
-                    outputs += self.scheduler.fail_requests(plan.req_ids, message)
-            else:
-                outputs += self.scheduler.update_from_output(plan, result)
+        """One turn. While the engine is paused or asleep nothing is planned: aborts and deadlines are all that comes
+        out. An exception while executing fails the request that it belongs to, and the engine goes on: if there are
+        several in the step, each is tried alone to find out."""
+        with self._step_lock:
+            self._take_aborts()
+            self.expire_leases()
+            outputs = self._take_pending()
+            if self.scheduler.has_requests() and not self.paused and not self.asleep:
+                outputs += self._run_step()
+        if not self._aborts.empty():  # came while the lock was still held
+            self._take_aborts_between_steps()
         return EngineCoreOutputs(outputs, self.scheduler.stats())
+
+    def _run_step(self) -> list[EngineCoreOutput]:
+        plan = self.scheduler.schedule()
+        try:
+            self.executor.execute_model(plan)
+            result = self.executor.sample_tokens(None)
+        except Exception as error:
+            logger.exception("a step failed")
+            self.scheduler.say_again(plan)
+            outputs = []
+            if not self.scheduler.try_apart(plan):
+                message = f"{type(error).__name__}: {error}"
+                outputs = self.scheduler.fail_requests(plan.req_ids, message)
+            # Behind the failure: what a failed step may have spoilt must not be released as if it were good.
+            self._take_aborts()
+            return outputs + self._take_pending()
+        self._take_aborts()
+        return self._take_pending() + self.scheduler.update_from_output(plan, result)
 
     def expire_leases(self) -> None:
         self._pending += self.scheduler.tick(self._clock())
@@ -88,12 +133,21 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
+    @property
+    def paused(self) -> bool:
+        return not self._running.is_set()
+
     def pause(self) -> None:
-        """Take no further step. Requests keep their place and their memory, and new ones queue up."""
-        self.paused = True
+        """Take no further step. Requests keep their place and their memory, and new ones queue up. From any thread, as
+        is `resume`."""
+        self._running.clear()
 
     def resume(self) -> None:
-        self.paused = False
+        self._running.set()
+
+    def wait_while_paused(self, seconds: float) -> None:
+        """For a caller that would otherwise spin: return when the engine is resumed, or after so long."""
+        self._running.wait(seconds)
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back while nobody needs it: the KV cache (1), the weights as well (2)."""
@@ -104,7 +158,7 @@ class EngineCore:
         if self.scheduler.has_unfinished_requests():
             raise RequestError("sleep", "requests are under way", "wait for their end, or abort them")
         if self.scheduler.has_requests():
-            self.step()  # rows of ended requests that the runner should still drop
+            self._pending += self._run_step()  # rows of ended requests that the runner should still drop
         if not self.scheduler.reset_prefix_cache():
             raise RequestError("sleep", "blocks of the KV cache are held", "wait for what holds them")
         self.executor.sleep(level)

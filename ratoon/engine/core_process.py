@@ -194,10 +194,22 @@ class EngineCoreProcess:
             try:
                 if kind not in decoders:
                     raise WireError(f"a message of the unknown kind {kind[:16]!r}")
-                self._inputs.put(decoders[kind](frames))
+                message = decoders[kind](frames)
+                self._inputs.put(message)
+                self._note_abort(message)
             except WireError as error:
                 self._num_bad_messages += 1
                 logger.warning("a message was ignored: %s", error)
+
+    def _note_abort(self, message: Any) -> None:
+        """An abort is told to the step under way as well. It keeps its place among the messages, because the request
+        that it is about may still be waiting there."""
+        if self._core is None:
+            return
+        if isinstance(message, StoppedRequests):
+            self._core.note_abort(message.ids, keep=True)
+        elif isinstance(message, list):
+            self._core.note_abort(message)
 
     def _write_messages(self) -> None:
         socket = self._context.socket(zmq.PUSH)

@@ -1,10 +1,12 @@
 """The synchronous engine: input processing, the engine core behind its client, output processing, in one step loop.
 
-It serves one caller on one thread. Lists of prompts, progress and chat templates are the API's.
+It serves one caller on one thread; only `abort_request` may be called from others. Lists of prompts, progress and chat
+templates are the API's.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable
 
@@ -26,6 +28,7 @@ class LLMEngine:
         self.client = client
         self.input_processor = input_processor
         self.output_processor = output_processor
+        self._lock = threading.Lock()  # the output processor belongs to who holds it
 
     def add_request(
         self,
@@ -54,12 +57,13 @@ class LLMEngine:
         """Hand over a request that was processed before. RequestError: the engine refused it. An engine in another
         process refuses it later: a step then brings an output with `refusal`. `selection` comes with a request for
         hidden states."""
-        self.output_processor.add_request(request, prompt, selection, encoder_prompt)
-        try:
-            self.client.add_request(request)
-        except Exception as error:
-            self.output_processor.fail_request(request.external_id or request.request_id, error, request.owner)
-            raise
+        with self._lock:
+            self.output_processor.add_request(request, prompt, selection, encoder_prompt)
+            try:
+                self.client.add_request(request)
+            except Exception as error:
+                self.output_processor.fail_request(request.external_id or request.request_id, error, request.owner)
+                raise
 
     def refuse(
         self,
@@ -77,22 +81,26 @@ class LLMEngine:
         return output
 
     def step(self) -> list[Output]:
-        """Run one step and return what it brought for callers."""
+        """Run one step and return what it brought for callers: nothing while the engine is paused."""
         if not self.client.has_work():
             if self.has_unfinished_requests():
                 raise EngineError("the engine has no work left, but requests wait for their end")
             return []
-        outputs, stopped, extractions = self.output_processor.process_outputs(self.client.get_output())
-        if stopped:
-            self.client.stop_requests(stopped)
-        return outputs + self._extract(extractions)
+        engine_outputs = self.client.get_output()
+        with self._lock:
+            outputs, stopped, extractions = self.output_processor.process_outputs(engine_outputs)
+            if stopped:
+                self.client.stop_requests(stopped)
+            return outputs + self._extract(extractions)
 
     def abort_request(self, request_ids: Iterable[str]) -> list[Output]:
-        """Take requests back, by the caller's ids; those that are unknown or finished are passed over."""
-        outputs, aborted, extractions = self.output_processor.abort_requests(request_ids)
-        if aborted:
-            self.client.abort_requests(aborted)
-        return outputs + self._extract(extractions)
+        """Take requests back, by the caller's ids; those that are unknown or finished are passed over. From any thread:
+        what the step under way brings for them is dropped."""
+        with self._lock:
+            outputs, aborted, extractions = self.output_processor.abort_requests(request_ids)
+            if aborted:
+                self.client.abort_requests(aborted)
+            return outputs + self._extract(extractions)
 
     def _extract(self, extractions: list[EngineCoreRequest]) -> list[Output]:
         """Have hidden states read that ended requests asked for."""

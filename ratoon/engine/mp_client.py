@@ -1,10 +1,12 @@
 """The way to an engine core in another process, for a caller who waits: SyncMPClient.
 
-When the process dies it is started again, and requests go on from the tokens that they already have.
+When the process dies it is started again, and requests go on from the tokens that they already have. One thread adds
+requests and takes outputs; aborts and utilities may come from others.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -26,6 +28,7 @@ from ratoon.observe.startup import StartupTimer
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at a process from which nothing comes
 SECONDS_TO_END = 5.0
+SECONDS_FOR_OTHERS = 0.001  # that another thread has to take its turn when nothing came
 
 
 class SyncMPClient:
@@ -40,6 +43,7 @@ class SyncMPClient:
         self._arrived: deque[EngineCoreOutputs] = deque()  # a few at most: the engine waits until they are taken
         self._results: dict[int, UtilityResult] = {}
         self._num_calls = 0
+        self._lock = threading.RLock()  # sockets and ledger belong to who holds it
         try:
             with timer.phase("start the engine process"):
                 if not self._start_replica():
@@ -53,8 +57,9 @@ class SyncMPClient:
             raise
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        self._ledger.add(request)
-        self._dispatch()
+        with self._lock:
+            self._ledger.add(request)
+            self._dispatch()
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self._take_back(EngineCoreRequestType.ABORT, request_ids)
@@ -63,29 +68,35 @@ class SyncMPClient:
         self._take_back(EngineCoreRequestType.STOP, request_ids)
 
     def _take_back(self, kind: EngineCoreRequestType, request_ids: list[str]) -> None:
-        to_send, _ = self._ledger.abort(request_ids)
-        for ids in to_send.values():
-            self._replica.send(kind, ids)
+        with self._lock:
+            to_send, _ = self._ledger.abort(request_ids)
+            for ids in to_send.values():
+                self._replica.send(kind, ids)
 
     def has_work(self) -> bool:
         return bool(self._arrived) or len(self._ledger) > 0
 
     def get_output(self) -> EngineCoreOutputs:
-        while not self._arrived:
-            self._receive_or_revive()
-        if self._replica.has_process:
-            self._replica.process.acknowledge_outputs()
-        return self._arrived.popleft()
+        while True:
+            with self._lock:
+                if not self._arrived:
+                    self._receive_or_revive()
+                if self._arrived:
+                    if self._replica.has_process:
+                        self._replica.process.acknowledge_outputs()
+                    return self._arrived.popleft()
+            time.sleep(SECONDS_FOR_OTHERS)
 
     def call_utility(self, method: str, *arguments: Any) -> Any:
-        self._num_calls += 1
-        call_id, run = self._num_calls, self._replica.num_restarts
-        self._replica.send(EngineCoreRequestType.UTILITY, UtilityCall(call_id, method, list(arguments)))
-        while call_id not in self._results:
-            self._receive_or_revive()
-            if self._replica.num_restarts != run:
-                raise EngineAwayError(f"the engine process died before it answered {method!r}; it was started again")
-        result = self._results.pop(call_id)
+        with self._lock:
+            self._num_calls += 1
+            call_id, run = self._num_calls, self._replica.num_restarts
+            self._replica.send(EngineCoreRequestType.UTILITY, UtilityCall(call_id, method, list(arguments)))
+            while call_id not in self._results:
+                self._receive_or_revive()
+                if self._replica.num_restarts != run:
+                    raise EngineAwayError(f"the engine process died before it answered {method!r}; it was restarted")
+            result = self._results.pop(call_id)
         if result.fault is not None:
             raise error_of(result.fault)
         return result.result

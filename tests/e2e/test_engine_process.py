@@ -7,12 +7,15 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from ratoon import LLM, AsyncLLM, ConfigError, ModelError, RequestError, SamplingParams
 from ratoon.core.health import EngineState
+from ratoon.core.outputs import RequestOutput
 from ratoon.core.settings import engine_config
 from ratoon.engine.async_client import DPAsyncMPClient, DPLBAsyncMPClient, make_async_client
 from ratoon.observe.startup import StartupTimer
@@ -219,6 +222,28 @@ def test_a_paused_engine_keeps_requests_and_goes_on(in_process):
             assert await waiting == expected(in_process)[0]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("where", ["in_process", "other_process"])
+def test_another_thread_pauses_resumes_and_aborts_what_a_call_waits_for(request, where):
+    llm = request.getfixturevalue(where)
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    first, second = str(llm._num_requests), str(llm._num_requests + 1)
+    got: list[RequestOutput] = []
+    reader = threading.Thread(target=lambda: got.extend(llm.stream(PROMPTS[:2], long)))
+    llm.pause()
+    reader.start()
+    wait_until(lambda: llm.engine.num_unfinished_requests() == 2, 30, "the call to begin")
+    time.sleep(0.2)
+    assert not got
+    llm.abort(second)
+    llm.resume()
+    reader.join(60)
+    assert not reader.is_alive()
+    ends = {output.request_id: output.outputs[0].finish_reason for output in got if output.finished}
+    assert ends == {first: "length", second: "abort"}
+    assert sum(len(output.outputs[0].token_ids) for output in got if output.request_id == first) == 100
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_a_cancelled_request_frees_its_blocks(in_process):
