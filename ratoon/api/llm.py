@@ -422,8 +422,8 @@ class LLM:
         self._hand_out(self.engine.abort_request(ids))
 
     def pause(self) -> None:
-        """No further step until `resume`: requests under way keep their places and their memory. From any thread. A call
-        that waits for outputs waits on, so only another thread can resume it."""
+        """No further step until `resume`: requests under way keep their places and their memory. From any thread; a
+        call that waits for outputs waits on, so only another thread can resume it."""
         self._client.call_utility("pause")
 
     def resume(self) -> None:

@@ -70,16 +70,54 @@ PromptLogprobs = list[TokenLogprobs | None]  # the first prompt token has none
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds on one clock; counts of tokens."""
+    """When what happened to a request, in seconds of time.monotonic, and how many tokens it got.
+
+    The engine notes when it was queued and scheduled and when its tokens were sampled; arrival, first token and end are
+    as the front end saw them. Both sides read the same clock: on one machine it is one for all processes. What does not
+    fit between arrival and receipt is moved there, so no time span is negative.
+    """
 
     arrival_time: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
     num_generation_tokens: int = 0
+    queued_time: float | None = None  # the engine put it into its queue
+    scheduled_time: float | None = None  # it came into the running batch for the first time
+    sampled_first_time: float | None = None  # the step ended that brought its first token,
+    sampled_last_time: float | None = None  # and the last one so far
+    num_preemptions: int = 0  # how often it, or one of its choices, gave its memory up for others
 
     @property
     def time_to_first_token(self) -> float | None:
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+        return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def queue_time(self) -> float | None:
+        """In the engine's queue, before it was scheduled for the first time."""
+        return _between(self.queued_time, self.scheduled_time)
+
+    @property
+    def prefill_time(self) -> float | None:
+        """From then to the end of the step that brought the first token."""
+        return _between(self.scheduled_time, self.sampled_first_time)
+
+    @property
+    def decode_time(self) -> float | None:
+        """From the first token to the last."""
+        return _between(self.sampled_first_time, self.sampled_last_time)
+
+    @property
+    def inference_time(self) -> float | None:
+        """Both together."""
+        return _between(self.scheduled_time, self.sampled_last_time)
+
+    @property
+    def e2e_latency(self) -> float | None:
+        return _between(self.arrival_time, self.finished_time)
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
 
 
 @dataclass(slots=True)

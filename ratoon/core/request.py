@@ -59,6 +59,26 @@ class Extraction(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ends_lease: bool = False  # what is kept of the sequence it reads was kept for it alone, and ends with it
 
 
+class EngineCoreEventType(enum.IntEnum):
+    """What happened to a request in the engine."""
+
+    QUEUED = 1  # it waits for a place in the running batch
+    SCHEDULED = 2  # it, or one of its choices, came into the batch: the first time, or again
+    PREEMPTED = 3  # it gave its memory up for others, and waits again
+    PREFILL_CHUNK = 4  # a part of its prompt was computed; told of requests that are traced
+
+
+class EngineCoreEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """When it happened. Times are those of the engine's monotonic clock (time.monotonic), which on one machine is the
+    same for all processes."""
+
+    type: EngineCoreEventType
+    timestamp: float  # seconds
+    seconds: float = 0.0  # that it took: of a chunk, its step
+    num_tokens: int = 0  # of a chunk
+    choice: int = 0
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request, normalised: tokenised, checked, with every default filled in."""
 
@@ -91,6 +111,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     retain_kv: float | None = None  # seconds that its memory is kept for continuations once it has ended
     # Set: go on from these tokens, one entry for each choice. They are not sent again.
     resumed: list[ResumedChoice] | None = None
+    trace_headers: dict[str, str] | None = None  # W3C trace context of the caller; set, perhaps empty: it is traced
 
 
 class InheritedFrom(enum.IntEnum):
@@ -127,6 +148,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     score: float | None = None  # the sum of log-probabilities after the length penalty
     cumulative_logprob: float | None = None  # the sum itself
     replaces: bool = False  # the tokens stand in place of all that this choice had before
+    events: list[EngineCoreEvent] | None = None  # of the whole request, since its last output
 
     @property
     def finished(self) -> bool:
@@ -138,5 +160,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
-    timestamp: float = 0.0
+    timestamp: float = 0.0  # when the step was done, on the clock of the events
     engine_index: int = 0

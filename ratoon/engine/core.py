@@ -41,7 +41,7 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """RequestError when it can never be served; nothing is kept of it then."""
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(request, self._clock())
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """From any thread: at once, or, while a step runs, before its outputs go out."""
@@ -94,7 +94,7 @@ class EngineCore:
                 outputs += self._run_step()
         if not self._aborts.empty():  # came while the lock was still held
             self._take_aborts_between_steps()
-        return EngineCoreOutputs(outputs, self.scheduler.stats())
+        return EngineCoreOutputs(outputs, self.scheduler.stats(), self.scheduler.roster.now)
 
     def _run_step(self) -> list[EngineCoreOutput]:
         plan = self.scheduler.schedule()
@@ -112,7 +112,7 @@ class EngineCore:
             self._take_aborts()
             return outputs + self._take_pending()
         self._take_aborts()
-        return self._take_pending() + self.scheduler.update_from_output(plan, result)
+        return self._take_pending() + self.scheduler.update_from_output(plan, result, self._clock())
 
     def expire_leases(self) -> None:
         self._pending += self.scheduler.tick(self._clock())

@@ -128,7 +128,6 @@ class EngineCoreProcess:
             self._step_began = time.monotonic()
             outputs = core.step()
             self._step_began = None
-            outputs.timestamp = time.monotonic()
             self._send_outputs(outputs)
 
     def _should_step(self, core: EngineCore) -> bool:

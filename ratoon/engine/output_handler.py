@@ -114,7 +114,7 @@ class OutputHandler:
                 if self._metrics is not None and outputs.scheduler_stats is not None:
                     self._metrics.record_engine(outputs.engine_index, outputs.scheduler_stats)
                 for part in _slices(outputs.outputs):
-                    self._handle(part, outputs.engine_index)
+                    self._handle(part, outputs)
                     await asyncio.sleep(0)  # callers take what they got, new requests come in
         except EngineDeadError as error:
             self._die(error)
@@ -122,8 +122,8 @@ class OutputHandler:
             logger.exception("the output handler failed")
             self._die(EngineDeadError(f"the output handler failed: {type(error).__name__}: {error}"))
 
-    def _handle(self, outputs: list[EngineCoreOutput], engine_index: int) -> None:
-        part = EngineCoreOutputs(outputs, engine_index=engine_index)
+    def _handle(self, outputs: list[EngineCoreOutput], step: EngineCoreOutputs) -> None:
+        part = EngineCoreOutputs(outputs, timestamp=step.timestamp, engine_index=step.engine_index)
         results, stopped, extractions = self.output_processor.process_outputs(part)
         self._deliver(results)
         if stopped:

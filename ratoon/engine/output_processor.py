@@ -127,6 +127,7 @@ class OutputProcessor:
     def process_outputs(self, outputs: EngineCoreOutputs) -> Processed:
         """Whatever goes wrong here with one request ends that request, with an error, and no other."""
         now = self._clock()
+        sampled = outputs.timestamp or None
         touched: dict[str, RequestState] = {}
         done = Processed([], [], [])
         for output in outputs.outputs:
@@ -137,7 +138,7 @@ class OutputProcessor:
             choice = state.choices[output.choice]
             state.engine = outputs.engine_index
             try:
-                state.take(choice, output, now)
+                state.take(choice, output, now, sampled)
             except Exception as error:
                 touched.pop(state.request_id, None)
                 done.stopped.append(state.request_id)

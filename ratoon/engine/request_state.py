@@ -19,7 +19,14 @@ from ratoon.core.outputs import (
     RequestOutput,
 )
 from ratoon.core.params import RequestOutputKind, SamplingParams
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, InheritedFrom
+from ratoon.core.request import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    InheritedFrom,
+)
 from ratoon.engine.answers import Answer, HiddenStatesAnswer, VectorAnswer
 from ratoon.engine.choice_state import ChoiceState, make_choices
 from ratoon.engine.faults import refusal_of
@@ -70,6 +77,8 @@ class RequestState:
     got_tokens: bool = False  # in this step
     num_new_tokens: int = 0  # in this step, over all choices
     changed: set[int] = field(default_factory=set)  # choices with something new in this step
+    trace_headers: dict[str, str] | None = None  # set, perhaps empty: it is traced, and its events are kept
+    events: list[EngineCoreEvent] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -88,8 +97,10 @@ class RequestState:
         """What the engine calls this choice alone."""
         return self.request_id if len(self.choices) == 1 else f"{self.request_id}#{choice.index}"
 
-    def take(self, choice: ChoiceState, output: EngineCoreOutput, now: float) -> None:
-        """Take in what a step brought for one choice that has not ended."""
+    def take(self, choice: ChoiceState, output: EngineCoreOutput, now: float, sampled: float | None = None) -> None:
+        """Take in what a step, which ended at `sampled`, brought for one choice that has not ended."""
+        if output.events is not None:
+            self._take_events(output.events, now)
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
         if self.parent_id is not None and self.continuation is None:
@@ -104,6 +115,7 @@ class RequestState:
             self.answer.take(output)
         if output.new_token_ids:
             self._take_tokens(choice, output, now)
+            self._note_sampled(now if sampled is None else sampled, now)
         if output.finish_reason is not None and not choice.finished:
             choice.stop_reason = output.stop_reason
             choice.finish(output.finish_reason)
@@ -131,6 +143,27 @@ class RequestState:
             num_new = choice.add_tokens(output)
         self.num_new_tokens += num_new
         self.metrics.num_generation_tokens += num_new
+
+    def _take_events(self, events: list[EngineCoreEvent], now: float) -> None:
+        """Once each: what an engine that had to begin anew tells again changes nothing."""
+        metrics = self.metrics
+        for event in events:
+            time = min(max(event.timestamp, metrics.arrival_time), now)
+            if event.type == EngineCoreEventType.QUEUED and metrics.queued_time is None:
+                metrics.queued_time = time
+            elif event.type == EngineCoreEventType.SCHEDULED and metrics.scheduled_time is None:
+                metrics.scheduled_time = time
+            elif event.type == EngineCoreEventType.PREEMPTED:
+                metrics.num_preemptions += 1
+        if self.trace_headers is not None:
+            self.events += events
+
+    def _note_sampled(self, sampled: float, now: float) -> None:
+        metrics = self.metrics
+        earliest = metrics.arrival_time if metrics.scheduled_time is None else metrics.scheduled_time
+        metrics.sampled_last_time = min(max(sampled, earliest), now)
+        if metrics.sampled_first_time is None:
+            metrics.sampled_first_time = metrics.sampled_last_time
 
     def _note_error(self, error: Exception) -> None:
         if self.error is None:
@@ -279,6 +312,7 @@ def make_request_state(
         adapter=request.adapter,
         parent_id=request.parent_id,
         is_fallback=request.parent_id is not None and request.continuation_of is None,
+        trace_headers=request.trace_headers,
     )
 
 

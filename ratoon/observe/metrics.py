@@ -126,6 +126,10 @@ class EngineMetrics:
         self.inter_token_latency = Histogram(one_two_five(-4, 1))
         self.time_per_output_token = Histogram(one_two_five(-4, 1))
         self.e2e_request_latency = Histogram(one_two_five(-2, 3))
+        self.request_queue_time = Histogram(one_two_five(-3, 2))
+        self.request_prefill_time = Histogram(one_two_five(-3, 2))
+        self.request_decode_time = Histogram(one_two_five(-2, 3))
+        self.request_inference_time = Histogram(one_two_five(-2, 3))
         self.request_prompt_tokens = Histogram(one_two_five(0, 6))
         self.request_generation_tokens = Histogram(one_two_five(0, 6))
         self.extraction_time = Histogram(one_two_five(-3, 2))
@@ -174,12 +178,25 @@ class EngineMetrics:
             return
         self.e2e_request_latency.observe(metrics.finished_time - metrics.arrival_time)
         self.request_prompt_tokens.observe(num_prompt_tokens)
+        self._record_engine_times(metrics)
         if metrics.first_token_time is None:  # it was asked for a vector
             return
         self.request_generation_tokens.observe(metrics.num_generation_tokens)
         if num_tokens_of_longest_choice > 1:
             seconds = metrics.finished_time - metrics.first_token_time
             self.time_per_output_token.observe(seconds / (num_tokens_of_longest_choice - 1))
+
+    def _record_engine_times(self, metrics: RequestMetrics) -> None:
+        """What the engine knows: a vector has no first token, and what was resumed from another process may have no
+        beginning."""
+        for histogram, seconds in (
+            (self.request_queue_time, metrics.queue_time),
+            (self.request_prefill_time, metrics.prefill_time),
+            (self.request_decode_time, metrics.decode_time),
+            (self.request_inference_time, metrics.inference_time),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
 
     def record_refused(self) -> None:
         """A request was turned away: here, or by the engine."""
@@ -242,6 +259,10 @@ class EngineMetrics:
         yield _histogram("inter_token_latency_seconds", "Between two tokens of a request.", self.inter_token_latency)
         yield _histogram("time_per_output_token_seconds", "A request's mean of it.", self.time_per_output_token)
         yield _histogram("e2e_request_latency_seconds", "From arrival to the end.", self.e2e_request_latency)
+        yield _histogram("request_queue_time_seconds", "In the engine's queue.", self.request_queue_time)
+        yield _histogram("request_prefill_time_seconds", "From there to the first token.", self.request_prefill_time)
+        yield _histogram("request_decode_time_seconds", "From the first token to the last.", self.request_decode_time)
+        yield _histogram("request_inference_time_seconds", "Prefill and decode.", self.request_inference_time)
         yield _histogram("request_prompt_tokens", "Length of prompts.", self.request_prompt_tokens)
         yield _histogram("request_generation_tokens", "Tokens generated for a request.", self.request_generation_tokens)
         yield _histogram("extraction_seconds", "From asking for hidden states to the last.", self.extraction_time)

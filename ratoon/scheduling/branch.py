@@ -53,10 +53,12 @@ class Request:
         "pooling_params",
         "priority",
         "prompt_logprobs",
+        "queued_time",
         "request_id",
         "retain_kv",
         "sequence_number",
         "stop_token_ids",
+        "traced",
     )
 
     def __init__(self, request: EngineCoreRequest, max_model_len: int, sequence_number: int) -> None:
@@ -76,6 +78,8 @@ class Request:
         self.priority = request.priority
         self.arrival_time = request.arrival_time
         self.sequence_number = sequence_number
+        self.queued_time: float | None = None  # until it is told, with its first schedule
+        self.traced = request.trace_headers is not None  # told of every part of its prompt
         self.branch_ids = [branch_id_of(request.request_id, choice) for choice in range(params.n)]
         self.finished_choices: set[int] = set()
         self.forked = params.n == 1 or request.beam_params is not None  # nothing to fork

@@ -75,6 +75,8 @@ class ExtractionPlanner:
                     self._roster.set_back(branch)
                     del step.encoder_lengths[num_encoder_inputs:]
                 return False
+        if begins:
+            self._roster.events.scheduled(branch, self._roster.now)
         step.add_capture(state, spans)
         return True
 
@@ -87,6 +89,7 @@ class ExtractionPlanner:
         if state.branch.status != BranchStatus.RUNNING:
             state.branch.status = BranchStatus.RUNNING
             self._roster.extractions.begin(state)
+            self._roster.events.scheduled(state.branch, self._roster.now)
         step.encoder_lengths.append(encoder_input.num_positions)
         step.encoder_reads.append(state)
         return True

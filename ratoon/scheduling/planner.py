@@ -143,6 +143,7 @@ class StepPlanner:
             step.dropped_rows.append(branch.branch_id)
         self._roster.running.remove(branch)
         self._roster.set_back(branch, may_swap=True)
+        self._roster.events.preempted(branch, self._roster.now)
         self._roster.waiting.prepend(branch)
         self.num_preemptions += 1
 
@@ -244,6 +245,7 @@ class StepPlanner:
             self._beginnings.note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING
         branch.num_computed_tokens = num_hit_tokens
+        self._roster.events.scheduled(branch, self._roster.now)
         step.add(branch, num_new_tokens, appended)
         return Admission.ADMITTED
 
@@ -285,6 +287,8 @@ class StepPlanner:
         for branch, num_new_tokens, appended in step.allocated:
             self._write_down(plan, branch, num_new_tokens, appended)
         for state, spans in step.captures:
+            if state.branch.request.traced:
+                self._roster.events.chunk(state.branch, sum(count for _, count, _ in spans), self._roster.now)
             plan.captures.append(state.take_step(spans, self._roster.kv_cache.block_ids(state.branch)))
             state.branch.num_computed_tokens += sum(count for _, count, is_written in spans if is_written)
         if self._roster.kv_cache.has_cross_group:
@@ -314,6 +318,8 @@ class StepPlanner:
         else:
             plan.scheduled_new_reqs.append(self._new_request_data(branch))
             branch.known_to_runner = True
+        if branch.request.traced and (num_new_tokens > 1 or branch.num_computed_tokens < branch.num_prompt_tokens):
+            self._roster.events.chunk(branch, num_new_tokens, self._roster.now)
         branch.num_computed_tokens += num_new_tokens
         if branch.num_computed_tokens < branch.num_tokens:
             branch.write_limit = 0  # the end of a prompt must come through here, for it may fork

@@ -47,6 +47,8 @@ class StepResults:
                     self._roster.on_trial.pop(answer.request_id, None)
                     answer.inherited_from = inherited.pop(answer.request_id, None)
                     self._roster.inherited.pop(answer.request_id, None)
+        if self._roster.events:
+            self._roster.events.tell(outputs)
         return outputs
 
     def _take_tokens(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:

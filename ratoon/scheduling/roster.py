@@ -15,6 +15,7 @@ from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
+from ratoon.scheduling.events import EventLog
 from ratoon.scheduling.extraction import ExtractionQueue
 from ratoon.scheduling.queues import queue_for, sort_key_for
 
@@ -36,6 +37,7 @@ class Roster:
         self.inherited: dict[str, InheritedFrom] = {}  # of continuations that have no token yet: said with their first
         self.with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
         self.finished_rows: list[str] = []  # for the next plan
+        self.events = EventLog()
         self._reserved_ids: set[str] = set()  # branch ids of unfinished requests, those not forked yet included
 
     def add(self, state: Request) -> None:
@@ -46,6 +48,7 @@ class Roster:
         if state.extraction is not None:
             self.extractions.add(state.extraction, self.now)  # may be refused
         self._reserved_ids.update(state.branch_ids)
+        state.queued_time = self.now
         self.requests[state.request_id] = state
         if state.beams is not None:
             self.searching[state.request_id] = state.beams
@@ -127,6 +130,8 @@ class Roster:
                             refusal=refusal,
                         )
                     )
+        if self.events:
+            self.events.tell(outputs)
         self.release(branches, trusted=reason != FinishReason.ERROR if trusted is None else trusted, keep=keep)
         for request in requests:
             self._forget(request)
@@ -188,6 +193,7 @@ class Roster:
         extracting = {state.branch for state in self.extractions}
         assert len(extracting) == len(self.extractions), "an extraction is queued twice"
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
+        assert self.events.request_ids() <= self.requests.keys(), "events of a request that is gone"
         assert self.on_trial.keys() <= self.requests.keys(), "somebody is on trial who is gone"
         assert running | waiting | extracting == set(self.branches.values()), (
             "the queues do not hold exactly the unfinished branches"

@@ -43,8 +43,11 @@ class Scheduler:
 
     # ---- requests come and go ----
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Raises RequestError for one that could never be served, and for an id that is in use."""
+    def add_request(self, request: EngineCoreRequest, now: float | None = None) -> None:
+        """Queue a request at this time, which unless given is the last that was told. Raises RequestError for one that
+        could never be served, and for an id that is in use."""
+        if now is not None:
+            self.roster.now = now
         verify_request(request, self.config, self.kv_cache, self.max_model_len)
         self.roster.add(Request(request, self.max_model_len, self._num_added))
         self._num_added += 1
@@ -69,12 +72,12 @@ class Scheduler:
             return []
         for branch in request.branches:
             if str(branch.choice) == number and branch.status != BranchStatus.FINISHED:
+                output = EngineCoreOutput(
+                    request_id, [], branch.choice, FinishReason.ABORT, num_cached_tokens=branch.num_cached_tokens
+                )
+                self.roster.events.tell([output])
                 self.roster.release([branch], keep=keep)
-                return [
-                    EngineCoreOutput(
-                        request_id, [], branch.choice, FinishReason.ABORT, num_cached_tokens=branch.num_cached_tokens
-                    )
-                ]
+                return [output]
         return []
 
     def fail_requests(self, ids: Iterable[str], message: str) -> list[EngineCoreOutput]:
@@ -103,6 +106,7 @@ class Scheduler:
             if branch.known_to_runner:
                 self.roster.finished_rows.append(branch.branch_id)
             self.roster.set_back(branch, trusted=False)
+            self.roster.events.preempted(branch, self.roster.now)
         self.roster.running = [branch for branch in self.roster.running if branch.status == BranchStatus.RUNNING]
         for branch in sorted(branches, key=self.roster.order, reverse=True):
             if branch.request.extraction is None:
@@ -113,6 +117,7 @@ class Scheduler:
     def say_again(self, plan: SchedulerOutput) -> None:
         """A step raised, perhaps before the runner heard who had left: it is told with the next plan. Nor is it known
         whether blocks had come to the host."""
+        self.roster.events.step_done(self.roster.now)
         self.roster.finished_rows += plan.finished_req_ids + plan.preempted_req_ids
         if plan.swapped_out:
             self.kv_cache.distrust_swaps(plan.swapped_out)
@@ -141,8 +146,14 @@ class Scheduler:
         """Plan a step."""
         return self.planner.plan()
 
-    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Take in the results of a plan. Results for branches that ended while the step ran are dropped."""
+    def update_from_output(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float | None = None
+    ) -> list[EngineCoreOutput]:
+        """Take in the results of a plan, at this time, which unless given is the last that was told. Results for
+        branches that ended while the step ran are dropped."""
+        if now is not None:
+            self.roster.now = now
+        self.roster.events.step_done(self.roster.now)
         return self.results.take(plan, output)
 
     # ---- figures and checks ----

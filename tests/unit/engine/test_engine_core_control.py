@@ -11,7 +11,7 @@ import pytest
 
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
-from ratoon.core.request import EngineCoreRequestType, FinishReason
+from ratoon.core.request import EngineCoreRequestType, Extraction, FinishReason
 from ratoon.core.wire import encode
 from ratoon.engine.client import InprocClient
 from ratoon.engine.core_process import EngineCoreProcess
@@ -133,6 +133,42 @@ def test_an_engine_process_tells_the_step_under_way_of_an_abort() -> None:
         assert all(output.new_token_ids == [] and output.finish_reason == FinishReason.ABORT for output in outputs)
         assert {output.request_id for output in outputs} == {"a", "b"}
         assert process._take_messages(core, EngineUtilities(core))  # they come again, and nothing is left to end
+
+
+# ---- times ----
+
+
+def test_a_step_says_when_it_was_done_and_what_became_of_its_requests_when() -> None:
+    with make_core() as (core, _):
+        now = 10.0
+        core._clock = lambda: now
+        core.add_request(request("a"))
+        now = 11.0
+
+        def later(plan: SchedulerOutput) -> None:
+            nonlocal now
+            now = 11.5
+
+        core.executor.before_sampling = later  # type: ignore[attr-defined]
+        outputs = core.step()
+        assert outputs.timestamp == 11.5
+        (output,) = outputs.outputs
+        assert [(event.type.name, event.timestamp) for event in output.events or []] == [
+            ("QUEUED", 10.0), ("SCHEDULED", 11.0),
+        ]  # fmt: skip
+
+
+def test_a_deadline_counts_from_the_arrival_and_not_from_the_last_step() -> None:
+    with make_core() as (core, _):
+        now = 10.0
+        core._clock = lambda: now
+        core.step()
+        now = 100.0  # the engine had nothing to do meanwhile
+        asked = request("a")
+        asked.extraction = Extraction([5], [1], deadline=5.0)
+        core.add_request(asked)
+        assert core.seconds_to_expiry() == 5.0
+        core.abort_requests(["a"])
 
 
 # ---- pauses ----

@@ -10,7 +10,14 @@ from ratoon.core.errors import RequestError
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import EmbeddingOutput, LogprobsLists, PromptLogprobsChunk
 from ratoon.core.params import PoolingParams, RequestOutputKind, SamplingParams
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.request import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
 from ratoon.core.wire import WireTensor
 from ratoon.engine.output_processor import OutputProcessor
 from tests.unit.engine.fakes import END, byte_tokenizer
@@ -363,3 +370,49 @@ def test_a_vector_has_an_owner_too():
     processor.add_request(request, None)
     (result,), *_ = processor.abort_requests(["r"], "me")
     assert isinstance(result, EmbeddingOutput) and result.owner == "me"
+
+
+# ---- times that the engine tells ----
+
+
+def event(kind: EngineCoreEventType, timestamp: float) -> EngineCoreEvent:
+    return EngineCoreEvent(kind, timestamp)
+
+
+def step_of(processor: OutputProcessor, timestamp: float, *outputs: EngineCoreOutput):
+    return processor.process_outputs(EngineCoreOutputs(list(outputs), timestamp=timestamp)).outputs
+
+
+def test_the_metrics_have_the_times_of_the_engine():
+    clock = Clock()
+    processor = make(SamplingParams(), clock)
+    clock.now = 5.0
+    begin = [event(EngineCoreEventType.QUEUED, 1.0), event(EngineCoreEventType.SCHEDULED, 2.0)]
+    step_of(processor, 4.5, out("a", events=begin))
+    clock.now = 8.0
+    again = [event(EngineCoreEventType.PREEMPTED, 6.0), event(EngineCoreEventType.SCHEDULED, 7.0)]
+    (last,) = step_of(processor, 7.5, out("b", events=again, finish_reason=FinishReason.LENGTH))
+    metrics = last.metrics
+    assert (metrics.queued_time, metrics.scheduled_time, metrics.first_token_time) == (1.0, 2.0, 5.0)
+    assert (metrics.sampled_first_time, metrics.sampled_last_time, metrics.finished_time) == (4.5, 7.5, 8.0)
+    assert (metrics.queue_time, metrics.prefill_time, metrics.decode_time) == (1.0, 2.5, 3.0)
+    assert (metrics.inference_time, metrics.time_to_first_token, metrics.e2e_latency) == (5.5, 5.0, 8.0)
+    assert metrics.num_preemptions == 1
+
+
+@pytest.mark.parametrize("shift", [-100.0, 100.0])
+def test_a_clock_that_disagrees_makes_no_negative_times(shift):
+    clock = Clock()
+    processor = make(SamplingParams(max_tokens=1), clock)
+    clock.now = 5.0
+    begin = [event(EngineCoreEventType.QUEUED, 1.0 + shift), event(EngineCoreEventType.SCHEDULED, 2.0 + shift)]
+    (output,) = step_of(processor, 4.5 + shift, out("a", events=begin, finish_reason=FinishReason.LENGTH))
+    metrics = output.metrics
+    spans = (metrics.queue_time, metrics.prefill_time, metrics.decode_time, metrics.inference_time)
+    assert all(span is not None and 0 <= span <= 5 for span in spans)
+
+
+def test_events_are_kept_of_requests_that_are_traced_alone():
+    processor = make(SamplingParams())
+    step_of(processor, 4.5, out("a", events=[event(EngineCoreEventType.QUEUED, 1.0)]))
+    assert processor._states["r-internal"].events == []

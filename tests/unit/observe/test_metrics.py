@@ -78,7 +78,8 @@ def test_times_of_a_request_that_ran_to_its_end():
     metrics.record_first_token(0.3, num_prompt_tokens=12)
     metrics.record_next_token(0.02)
     metrics.record_generated(5)
-    metrics.record_end("length", RequestMetrics(10.0, 10.3, 12.3, num_generation_tokens=5), 12, 5)
+    times = RequestMetrics(10.0, 10.3, 12.3, 5, 10.05, 10.15, sampled_first_time=10.25, sampled_last_time=12.25)
+    metrics.record_end("length", times, 12, 5)
     samples = page(metrics)
     assert of(samples, "prompt_tokens_total") == 12
     assert of(samples, "generation_tokens_total") == 5
@@ -88,6 +89,10 @@ def test_times_of_a_request_that_ran_to_its_end():
         ("inter_token_latency_seconds", 0.02),
         ("time_per_output_token_seconds", 0.5),
         ("e2e_request_latency_seconds", 2.3),
+        ("request_queue_time_seconds", 0.1),
+        ("request_prefill_time_seconds", 0.1),
+        ("request_decode_time_seconds", 2.0),
+        ("request_inference_time_seconds", 2.1),
         ("request_prompt_tokens", 12),
         ("request_generation_tokens", 5),
     ]:
@@ -110,8 +115,10 @@ def test_requests_that_were_cut_short_do_not_count_among_the_times():
 def test_a_vector_has_no_token_times():
     metrics = EngineMetrics("m")
     metrics.record_vector(7)
-    metrics.record_end("stop", RequestMetrics(1.0, None, 2.0), 7, 0)
+    metrics.record_end("stop", RequestMetrics(1.0, None, 2.0, queued_time=1.0, scheduled_time=1.5), 7, 0)
     samples = page(metrics)
+    assert of(samples, "request_queue_time_seconds_sum") == 0.5
+    assert of(samples, "request_prefill_time_seconds_count") == 0
     assert of(samples, "prompt_tokens_total") == 7
     assert of(samples, "e2e_request_latency_seconds_count") == 1
     assert of(samples, "request_generation_tokens_count") == 0

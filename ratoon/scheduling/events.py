@@ -1,0 +1,60 @@
+"""What happened to requests in the engine, and is told with their next outputs: queued, scheduled, preempted, chunks.
+
+Knows no clock: the time is an argument. A few events for a request and none for a token, so that nobody who does not
+ask pays for it; parts of prompts are noted of requests that are traced.
+"""
+
+from __future__ import annotations
+
+from ratoon.core.request import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
+from ratoon.scheduling.branch import Branch, Request
+
+MAX_EVENTS = 1024  # of a request between two outputs; what is more is not told
+
+
+class EventLog:
+    def __init__(self) -> None:
+        # By request id, of requests that have been scheduled: that they were queued is told then, not before. So there
+        # is nothing here to look through while requests wait, or get their tokens.
+        self._untold: dict[str, list[EngineCoreEvent]] = {}
+        self._chunks: list[EngineCoreEvent] = []  # of the step that runs
+
+    def __bool__(self) -> bool:
+        return bool(self._untold)
+
+    def scheduled(self, branch: Branch, now: float) -> None:
+        request = branch.request
+        if request.queued_time is not None:
+            self._note(request, EngineCoreEvent(EngineCoreEventType.QUEUED, request.queued_time))
+            request.queued_time = None
+        self._note(request, EngineCoreEvent(EngineCoreEventType.SCHEDULED, now, choice=branch.choice))
+
+    def preempted(self, branch: Branch, now: float) -> None:
+        self._note(branch.request, EngineCoreEvent(EngineCoreEventType.PREEMPTED, now, choice=branch.choice))
+
+    def chunk(self, branch: Branch, num_tokens: int, now: float) -> None:
+        """Part of a prompt is in the step that begins now."""
+        event = EngineCoreEvent(EngineCoreEventType.PREFILL_CHUNK, now, 0.0, num_tokens, branch.choice)
+        self._note(branch.request, event)
+        self._chunks.append(event)
+
+    def step_done(self, now: float) -> None:
+        for event in self._chunks:
+            event.seconds = max(0.0, now - event.timestamp)
+        self._chunks.clear()
+
+    def _note(self, request: Request, event: EngineCoreEvent) -> None:
+        events = self._untold.setdefault(request.request_id, [])
+        if len(events) < MAX_EVENTS:
+            events.append(event)
+
+    def tell(self, outputs: list[EngineCoreOutput]) -> None:
+        """Put them on the first output of each request."""
+        untold = self._untold
+        for output in outputs:
+            if output.request_id in untold:
+                output.events = untold.pop(output.request_id)
+
+    def request_ids(self) -> set[str]:
+        """Of whom there is something to tell, for checks."""
+        return set(self._untold)
