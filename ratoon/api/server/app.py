@@ -29,7 +29,7 @@ from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.disconnect import CancelOnDisconnect
 from ratoon.api.server.draining import RefuseWhileDraining
 from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_down
-from ratoon.api.server.exchange import AsgiApp, Exchange, ExchangeLayer, Scope
+from ratoon.api.server.exchange import NOTE_HEADER, AsgiApp, Exchange, ExchangeLayer, Scope
 from ratoon.api.server.hosts import CheckHost
 from ratoon.api.server.openapi import build_document
 from ratoon.api.server.responses import error_response
@@ -41,6 +41,7 @@ from ratoon.api.server.routes import (
     embeddings,
     hidden_states,
     models,
+    pages,
     roots,
     service,
     tokens,
@@ -62,8 +63,9 @@ ROUTERS = (
     models.router,
     tokens.router,
     service.router,
+    pages.router,
 )
-EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")
+EXPOSED_HEADERS = ("X-Request-Id", NOTE_HEADER, "Retry-After")
 # What web pages may send beside the headers that need no leave: ours, and those of OpenAI's JavaScript client.
 ALLOWED_HEADERS = (
     "Authorization", "Content-Type", "X-Request-Id", "Traceparent", "Tracestate",
@@ -110,7 +112,7 @@ def build_app(context: ServerContext) -> AsgiApp:
 
 
 def _routes(context: ServerContext) -> FastAPI:
-    app = FastAPI(title="Ratoon", redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="Ratoon", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
     for router in ROUTERS:
         app.include_router(router)
@@ -119,7 +121,10 @@ def _routes(context: ServerContext) -> FastAPI:
         app.include_router(admin.router)
     for kind in (ApiError, RequestError, EngineError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    app.openapi = lambda: build_document(app, bool(context.settings.api_keys), OPEN_PATHS, is_admin_path)  # type: ignore[method-assign]
+    needs_key = bool(context.settings.api_keys)
+    app.openapi = lambda: build_document(  # type: ignore[method-assign]
+        app, needs_key, OPEN_PATHS, is_admin_path, context.served_names[0]
+    )
     return app
 
 

@@ -14,7 +14,7 @@ from ratoon.api.server.errors import ApiError
 from ratoon.api.server.exchange import AsgiApp, Receive, Scope, Send, exchange_of, header
 from ratoon.api.server.responses import send_error
 
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/version", "/metrics"})
 ADMIN_PATH = "/admin"
 SCHEME = b"bearer "
 TENANT_LENGTH = 16  # hex digits

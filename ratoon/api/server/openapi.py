@@ -17,8 +17,9 @@ ADMIN_KEY = {"type": "http", "scheme": "bearer", "description": "The admin key o
 
 
 def build_document(
-    app: FastAPI, needs_key: bool, open_paths: frozenset[str], is_admin_path: Callable[[str], bool]
+    app: FastAPI, needs_key: bool, open_paths: frozenset[str], is_admin_path: Callable[[str], bool], model: str
 ) -> dict[str, Any]:
+    """`model` is the name that examples call it by."""
     document = get_openapi(title=TITLE, version=__version__, description=DESCRIPTION, routes=app.routes)
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
@@ -34,6 +35,12 @@ def build_document(
             operation["responses"].pop("422", None)  # FastAPI's own way to say no, which never leaves this server
             if scheme:
                 operation["security"] = [{scheme: []}]
+            for parameter in operation.get("parameters", ()):
+                if parameter["name"] == "model":
+                    parameter["example"] = model
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                if "model" in content.get("example", {}):
+                    content["example"] = {**content["example"], "model": model}
             for place in (operation.get("requestBody", {}), *operation["responses"].values()):
                 for content in place.get("content", {}).values():
                     content["schema"] = _move(content["schema"], schemas)

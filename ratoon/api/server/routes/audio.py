@@ -22,7 +22,7 @@ from ratoon.api.server.protocol.audio import (
     TranslationRequest,
 )
 from ratoon.api.server.responses import json_response
-from ratoon.api.server.routes.documented import WITH_BODY, answers, form
+from ratoon.api.server.routes.documented import MODEL, WITH_BODY, answers, form
 from ratoon.api.server.sse import EventStream, event
 from ratoon.api.transcription.formats import MEDIA_TYPES, SUBTITLES, as_dict, as_verbose_dict, render
 from ratoon.api.transcription.options import TEMPERATURES, Task, TranscriptionOptions
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ratoon.api.transcription.transcriber import Transcriber
 
 router = APIRouter(tags=["OpenAI"])
+EXAMPLE = {"model": MODEL, "response_format": "json"}
 ANSWERS = answers(
     TranscriptionAnswer,
     *(*WITH_BODY, 404, 429),
@@ -44,7 +45,7 @@ ANSWERS = answers(
     "/v1/audio/transcriptions",
     summary="Write down what a recording says",
     responses=ANSWERS,
-    openapi_extra=form(TranscriptionRequest),
+    openapi_extra=form(TranscriptionRequest, EXAMPLE),
     response_model=None,
 )
 async def create_transcription(request: Request) -> Response:
@@ -58,7 +59,7 @@ async def create_transcription(request: Request) -> Response:
     "/v1/audio/translations",
     summary="Write down in English what a recording says",
     responses=ANSWERS,
-    openapi_extra=form(TranslationRequest),
+    openapi_extra=form(TranslationRequest, EXAMPLE),
     response_model=None,
 )
 async def create_translation(request: Request) -> Response:

@@ -18,16 +18,22 @@ from ratoon.api.server.json_body import read_body
 from ratoon.api.server.origins import chat_origin
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, Message
-from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+from ratoon.api.server.routes.documented import MODEL, WITH_BODY, answers, body
 
 router = APIRouter(tags=["OpenAI"])
+EXAMPLE = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+    "max_tokens": 32,
+    "temperature": 0,
+}
 
 
 @router.post(
     "/v1/chat/completions",
     summary="Answer a conversation",
     responses=answers(ChatCompletion, *WITH_BODY, 404, 429, stream_of=ChatCompletionChunk),
-    openapi_extra=body(ChatCompletionRequest),
+    openapi_extra=body(ChatCompletionRequest, EXAMPLE),
     response_model=None,
 )
 async def create_chat_completion(request: Request) -> Response:

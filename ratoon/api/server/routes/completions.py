@@ -18,16 +18,17 @@ from ratoon.api.server.json_body import read_body
 from ratoon.api.server.origins import completion_origin
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_prompts
 from ratoon.api.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
-from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+from ratoon.api.server.routes.documented import MODEL, WITH_BODY, answers, body
 
 router = APIRouter(tags=["OpenAI"])
+EXAMPLE = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
 
 
 @router.post(
     "/v1/completions",
     summary="Go on with a prompt, or with several",
     responses=answers(Completion, *WITH_BODY, 404, 429, stream_of=Completion),
-    openapi_extra=body(CompletionRequest),
+    openapi_extra=body(CompletionRequest, EXAMPLE),
     response_model=None,
 )
 async def create_completion(request: Request) -> Response:

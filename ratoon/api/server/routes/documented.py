@@ -27,6 +27,7 @@ DESCRIPTIONS = {
     503: "The server is shutting down, or its engine is not there",
     504: "The request's own deadline has passed",
 }
+MODEL = "MODEL"  # in examples; the document has the served model's name in its place
 ALWAYS = (401, 403, 500, 503)
 WITH_BODY = (400, 408, 413, 415)
 
@@ -47,14 +48,19 @@ def answers(
     return documented
 
 
-def body(model: type[RequestModel]) -> dict[str, Any]:
-    """The document's part for a body."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(model)}}}}
+def body(model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
+    """The document's part for a body. The example works as it is, with the served model's name put in for its own."""
+    return _request_body("application/json", model, example)
 
 
-def form(model: type[RequestModel]) -> dict[str, Any]:
-    """The same for a form with files."""
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _schema(model)}}}}
+def form(model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
+    """The same for a form with files, which the example leaves out."""
+    return _request_body("multipart/form-data", model, example)
+
+
+def _request_body(kind: str, model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
+    content = {"schema": _schema(model), "example": example}
+    return {"requestBody": {"required": True, "content": {kind: content}}}
 
 
 def _event(model: type[BaseModel]) -> dict[str, Any]:

@@ -17,18 +17,19 @@ from ratoon.api.server.json_body import read_body
 from ratoon.api.server.prompts import encode_prompts
 from ratoon.api.server.protocol.embeddings import EmbeddingRequest, Embeddings
 from ratoon.api.server.responses import json_response
-from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+from ratoon.api.server.routes.documented import MODEL, WITH_BODY, answers, body
 from ratoon.core.outputs import EmbeddingOutput
 from ratoon.core.params import PoolingParams
 
 router = APIRouter(tags=["OpenAI"])
+EXAMPLE = {"model": MODEL, "input": ["A cat.", "A kitten."]}
 
 
 @router.post(
     "/v1/embeddings",
     summary="Turn texts into vectors",
     responses=answers(Embeddings, *WITH_BODY, 404, 429),
-    openapi_extra=body(EmbeddingRequest),
+    openapi_extra=body(EmbeddingRequest, EXAMPLE),
     response_model=None,
 )
 async def create_embeddings(request: Request) -> Response:

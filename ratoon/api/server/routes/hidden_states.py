@@ -17,20 +17,21 @@ from ratoon.api.server.json_body import read_body
 from ratoon.api.server.prompts import encode_prompts
 from ratoon.api.server.protocol.hidden_states import HiddenStatesAnswer, HiddenStatesRequest
 from ratoon.api.server.responses import JSON, SlicedResponse, large_json_response
-from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+from ratoon.api.server.routes.documented import MODEL, WITH_BODY, answers, body
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.outputs import HiddenStatesOutput
 
 SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
 
 router = APIRouter(tags=["Hidden states"])
+EXAMPLE = {"model": MODEL, "prompt": "The capital of France is", "positions": -1}
 
 
 @router.post(
     "/v1/hidden_states",
     summary="Read the hidden states of a prompt, or of a request that has ended",
     responses=answers(HiddenStatesAnswer, *WITH_BODY, 404, 429, 504, files=SAFETENSORS),
-    openapi_extra=body(HiddenStatesRequest),
+    openapi_extra=body(HiddenStatesRequest, EXAMPLE),
     response_model=None,
 )
 async def read_hidden_states(request: Request) -> Response:

@@ -22,7 +22,7 @@ router = APIRouter(tags=["Tokens"])
     "/tokenize",
     summary="Turn a prompt or a conversation into token ids",
     responses=answers(Tokenized, *WITH_BODY, 404),
-    openapi_extra=body(TokenizeRequest),
+    openapi_extra=body(TokenizeRequest, {"prompt": "Rice is a grass."}),
     response_model=None,
 )
 async def tokenize(request: Request) -> Response:
@@ -64,7 +64,7 @@ async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int)
     "/detokenize",
     summary="Turn token ids into text",
     responses=answers(Detokenized, *WITH_BODY, 404),
-    openapi_extra=body(DetokenizeRequest),
+    openapi_extra=body(DetokenizeRequest, {"tokens": [40, 41, 42]}),
     response_model=None,
 )
 async def detokenize(request: Request) -> Response:
