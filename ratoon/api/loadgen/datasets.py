@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -94,6 +94,9 @@ def _join(prefix: Prompt, rest: Prompt) -> Prompt:
     return prefix + rest
 
 
+Line = TypeVar("Line", bound=msgspec.Struct)
+
+
 class JsonLine(msgspec.Struct):
     """A line of a JSONL file; other fields are ignored."""
 
@@ -103,30 +106,39 @@ class JsonLine(msgspec.Struct):
     max_tokens: int | None = None  # another word for output_len
 
 
+LINE_EXAMPLE = '{"prompt": "Hi", "output_len": 32}'
+
+
 def read_jsonl(path: str, default_output_len: int) -> list[Session]:
     """A session for each line. RequestError with the line's number for what has another form."""
+    return [
+        [turn_of_line(entry, where, default_output_len)] for where, entry in read_lines(path, JsonLine, LINE_EXAMPLE)
+    ]
+
+
+def read_lines(path: str, kind: type[Line], example: str) -> list[tuple[str, Line]]:
+    """The lines of a JSONL file, each with words that say where it stands."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise RequestError(path, f"can't be read ({error.strerror})") from None
-    decode = msgspec.json.Decoder(JsonLine).decode
-    sessions = []
+    decode = msgspec.json.Decoder(kind).decode
+    entries = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            entry = decode(line)
+            entries.append((f"{path}, line {number}", decode(line)))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f"{path}, line {number}", str(error)) from None
-        sessions.append([_turn_of_line(entry, f"{path}, line {number}", default_output_len)])
-    if not sessions:
-        raise RequestError(path, "holds no requests", 'lines such as {"prompt": "Hi", "output_len": 32}')
-    return sessions
+    if not entries:
+        raise RequestError(path, "holds no requests", f"lines such as {example}")
+    return entries
 
 
-def _turn_of_line(entry: JsonLine, where: str, default_output_len: int) -> Turn:
+def turn_of_line(entry: JsonLine, where: str, default_output_len: int) -> Turn:
     if bool(entry.prompt) == bool(entry.messages):
-        raise RequestError(where, "needs either a prompt or messages", 'such as {"prompt": "Hi", "output_len": 32}')
+        raise RequestError(where, "needs either a prompt or messages", f"such as {LINE_EXAMPLE}")
     output_len = entry.output_len if entry.output_len is not None else entry.max_tokens
     if output_len is not None and output_len < 1:
         raise RequestError(where, f"output_len {output_len} is out of range", "at least 1")

@@ -91,14 +91,14 @@ def _latency_table(summaries: Sequence[Summary]) -> list[str]:
     for label, name in LATENCIES:
         found = [one for summary in summaries if (one := getattr(summary, name)) is not None]
         columns = [[float(getattr(one, column)) for one in found] for column in COLUMNS]
-        rows.append([label, *(_number(statistics.median(values)) if values else "-" for values in columns)])
+        rows.append([label, *(format_number(statistics.median(values)) if values else "-" for values in columns)])
         if len(found) > 1:
-            rows.append(["", *(f"{_number(min(values))}–{_number(max(values))}" for values in columns)])
+            rows.append(["", *(f"{format_number(min(values))}–{format_number(max(values))}" for values in columns)])
     widths = [max(8, *(len(row[column]) for row in rows)) for column in range(1, len(COLUMNS) + 1)]
     return [f"{row[0]:<24}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths)) for row in rows]
 
 
-def _number(value: float) -> str:
+def format_number(value: float) -> str:
     """Four digits or so: more would be noise."""
     return f"{value:,.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
@@ -124,14 +124,14 @@ def as_object(settings: dict[str, Any], rounds: Sequence[Round], summaries: Sequ
             {
                 "interrupted": one.interrupted,
                 "summary": msgspec.to_builtins(summary),
-                "requests": [_record_as_dict(record) for record in one.records],
+                "requests": [record_as_dict(record) for record in one.records],
             }
             for one, summary in zip(rounds, summaries)
         ],
     }
 
 
-def _record_as_dict(record: RequestRecord) -> dict[str, Any]:
+def record_as_dict(record: RequestRecord) -> dict[str, Any]:
     """The record, and the measures that follow from it."""
 
     def in_ms(seconds: float | None) -> float | None:

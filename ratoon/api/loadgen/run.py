@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from ratoon.api.loadgen.measures import RequestRecord
 from ratoon.api.loadgen.target import Target, messages_of
 from ratoon.api.remote.client import RemoteClient
 from ratoon.api.remote.errors import RemoteError
-from ratoon.api.remote.events import Chunk
+from ratoon.api.remote.events import Chunk, decode_chunk
 
 OnEnd = Callable[[RequestRecord], None]
 
@@ -39,38 +40,18 @@ class LoadRunner:
         self._target = target
         self._concurrency = concurrency
         self._think_time = think_time
-        self._origin = 0.0
+        self._clock = Clock()
 
     async def run(self, sessions: Sequence[Session], arrivals: Sequence[float], on_end: OnEnd) -> Round:
         """All sessions to their end. Cancelled, it stops what is under way and returns what there is."""
-        places: AbstractAsyncContextManager[Any] = nullcontext()
-        if self._concurrency is not None:
-            places = asyncio.Semaphore(self._concurrency)
         records: list[RequestRecord] = []
-        tasks: list[asyncio.Task[None]] = []
-        interrupted = False
-        self._origin = time.perf_counter()
 
-        async def one(number: int, session: Session, arrival: float) -> None:
-            async with places:
-                await self._run_session(number, session, arrival, records, on_end)
+        async def one(number: int, arrival: float) -> None:
+            await self._run_session(number, sessions[number], arrival, records, on_end)
 
-        try:
-            for number, (session, arrival) in enumerate(zip(sessions, arrivals)):
-                delay = arrival - self._now()
-                if delay > 0:
-                    await asyncio.sleep(delay)
-                tasks.append(asyncio.create_task(one(number, session, arrival)))
-            await asyncio.gather(*tasks)
-        except asyncio.CancelledError:
-            interrupted = True
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return Round(records, self._now(), interrupted)
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._origin
+        self._clock = Clock()
+        interrupted = await run_paced(one, arrivals, self._concurrency, self._clock)
+        return Round(records, self._clock.now(), interrupted)
 
     async def _run_session(
         self, number: int, session: Session, arrival: float, records: list[RequestRecord], on_end: OnEnd
@@ -81,29 +62,80 @@ class LoadRunner:
             if index and self._think_time:
                 await asyncio.sleep(self._think_time)
             if index or arrival == 0 or self._concurrency is not None:
-                due = self._now()  # no clock says when: it follows the end of something else, or the beginning
+                due = self._clock.now()  # no clock says when: it follows the end of something else, or the beginning
             record = RequestRecord(session=number, turn=index, scheduled=due)
             records.append(record)
             text: list[str] | None = [] if len(session) > 1 else None
-            await self._send(self._target.body(turn, history), record, text)
+            receive = partial(note, record, text=text)
+            await send(self._client, self._target.path, self._target.body(turn, history), record, self._clock, receive)
             on_end(record)
             if record.error_kind is not None:
                 return  # the rest of the conversation has nothing to follow
             if text is not None:
                 history = [*history, *messages_of(turn), {"role": "assistant", "content": "".join(text)}]
 
-    async def _send(self, body: dict[str, Any], record: RequestRecord, text: list[str] | None) -> None:
-        """One request to its end, good or bad. The text is kept only where someone wants it."""
-        record.started = self._now()
-        try:
-            await self._client.stream(self._target.path, body, lambda chunks: note(record, self._now(), chunks, text))
-        except RemoteError as error:
-            record.error_kind, record.error = error.kind, str(error)
-        record.ended = self._now()
+
+class Clock:
+    """Seconds from the beginning of a round."""
+
+    def __init__(self) -> None:
+        self._origin = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._origin
 
 
-def note(record: RequestRecord, now: float, chunks: list[Chunk], text: list[str] | None) -> None:
-    """Write down what arrived. A chunk without a token count has one token, if it has text."""
+async def run_paced(
+    one: Callable[[int, float], Coroutine[Any, Any, None]],
+    arrivals: Sequence[float],
+    concurrency: int | None,
+    clock: Clock,
+) -> bool:
+    """Run `one` for each arrival, by its number and moment, when it is due; no more than `concurrency` at once.
+    Cancelled, it stops what is under way and returns True."""
+    places: AbstractAsyncContextManager[Any] = nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
+    tasks: list[asyncio.Task[None]] = []
+
+    async def in_place(number: int, arrival: float) -> None:
+        async with places:
+            await one(number, arrival)
+
+    try:
+        for number, arrival in enumerate(arrivals):
+            delay = arrival - clock.now()
+            if delay > 0:
+                await asyncio.sleep(delay)
+            tasks.append(asyncio.create_task(in_place(number, arrival)))
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return True
+    return False
+
+
+async def send(
+    client: RemoteClient,
+    path: str,
+    body: dict[str, Any],
+    record: RequestRecord,
+    clock: Clock,
+    receive: Callable[[float, list[Chunk]], None],
+    decode: Callable[[bytes], Chunk] = decode_chunk,
+) -> None:
+    """One request to its end, good or bad."""
+    record.started = clock.now()
+    try:
+        await client.stream(path, body, lambda chunks: receive(clock.now(), chunks), decode)
+    except RemoteError as error:
+        record.error_kind, record.error = error.kind, str(error)
+    record.ended = clock.now()
+
+
+def note(record: RequestRecord, now: float, chunks: list[Chunk], text: list[str] | None = None) -> None:
+    """Write down what arrived. A chunk without a token count has one token, if it has text. The text is kept only where
+    it is wanted."""
     for chunk in chunks:
         usage = chunk.usage
         for choice in chunk.choices:

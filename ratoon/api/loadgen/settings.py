@@ -44,11 +44,11 @@ class LoadSettings(msgspec.Struct, kw_only=True):
 def settings_of(args: argparse.Namespace) -> LoadSettings:
     """RequestError, with the option's name, for what has no meaning."""
     for name in ("num_requests", "concurrency", "repeat", "turns", "prefix_len", "prefix_groups"):
-        _at_least(args, name, 1)
+        at_least(args, name, 1)
     for name in ("warmup", "think_time"):
-        _at_least(args, name, 0)
+        at_least(args, name, 0)
     for name in ("request_rate", "burstiness", "timeout"):
-        _above_zero(args, name)
+        above_zero(args, name)
     output_len = parse_lengths("--output-len", args.output_len)
     sessions = _file_sessions(args, output_len)
     chat = _choose_chat(args, sessions)
@@ -147,13 +147,13 @@ def _choose_chat(args: argparse.Namespace, sessions: list[Session] | None) -> bo
     return bool(args.endpoint == "chat")
 
 
-def _at_least(args: argparse.Namespace, name: str, lowest: int) -> None:
+def at_least(args: argparse.Namespace, name: str, lowest: int) -> None:
     value = getattr(args, name)
     if value is not None and not value >= lowest:
         raise RequestError(f"--{name.replace('_', '-')}", f"{value} is out of range", f"at least {lowest}")
 
 
-def _above_zero(args: argparse.Namespace, name: str) -> None:
+def above_zero(args: argparse.Namespace, name: str) -> None:
     value = getattr(args, name)
     if not value > 0:
         raise RequestError(f"--{name.replace('_', '-')}", f"{value} is out of range", "above 0")

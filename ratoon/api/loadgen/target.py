@@ -60,7 +60,7 @@ async def examine(
     client: RemoteClient, model: str, chat: bool, ignore_eos: bool, fields: dict[str, Any], token_ids: bool
 ) -> Target:
     """Send small requests until one is taken. RemoteError if none is; `fields` are the user's and are not given up."""
-    vocabulary = await _tokenize(client, model, VOCABULARY)
+    vocabulary = await tokenize(client, model, VOCABULARY)
     tried = {TOKEN_COUNTS}
     if ignore_eos:
         tried.add(IGNORE_EOS)
@@ -116,7 +116,7 @@ async def _probe(client: RemoteClient, target: Target, prompt: Prompt) -> Usage 
     return counts[-1] if counts else None
 
 
-async def _tokenize(client: RemoteClient, model: str, text: str) -> list[int] | None:
+async def tokenize(client: RemoteClient, model: str, text: str) -> list[int] | None:
     """Token ids of a text by /tokenize, as vLLM and we have it; None if this server has no such thing."""
     try:
         answer = await client.post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})

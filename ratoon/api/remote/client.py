@@ -64,6 +64,9 @@ class RemoteClient:
         except (KeyError, TypeError):
             raise self._bad_answer("its list of models has another form") from None
 
+    async def get(self, path: str) -> Any:
+        return await self._call("GET", path)
+
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self._call("POST", path, body)
         if not isinstance(answer, dict):
@@ -80,8 +83,11 @@ class RemoteClient:
             while data := await response.content.readany():
                 write(data)
 
-    async def stream(self, path: str, body: dict[str, Any], receive: Receive) -> None:
-        """Hand the chunks of an answer to `receive`, in the groups in which they arrive, until it ends.
+    async def stream(
+        self, path: str, body: dict[str, Any], receive: Receive, decode: Callable[[bytes], Chunk] = decode_chunk
+    ) -> None:
+        """Hand the chunks of an answer to `receive`, in the groups in which they arrive, until it ends. `decode` is for
+        kinds of chunks that have more fields.
 
         `body` must ask for a stream. Cancelled, it closes the connection. RemoteError: also for an answer that ends
         before it is finished.
@@ -95,7 +101,7 @@ class RemoteClient:
                     if payload == DONE:
                         done = True
                         break
-                    chunk = self._decode(payload)
+                    chunk = self._decode(payload, decode)
                     if chunk.choices:
                         finish_reason = chunk.choices[0].finish_reason or finish_reason
                     chunks.append(chunk)
@@ -106,9 +112,9 @@ class RemoteClient:
         if finish_reason is None and not done:
             raise RemoteError("server", "the answer broke off before its end", kind="broke off")
 
-    def _decode(self, payload: bytes) -> Chunk:
+    def _decode(self, payload: bytes, decode: Callable[[bytes], Chunk]) -> Chunk:
         try:
-            chunk = decode_chunk(payload)
+            chunk = decode(payload)
         except msgspec.DecodeError as error:
             raise self._bad_answer(str(error)) from None
         if chunk.error is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ratoon.api.llm import LLM
+from ratoon.api.two_stage.beams import Beam
 from ratoon.api.two_stage.settings import TwoStageSettings
 from ratoon.api.two_stage.stage import Send, StageRunner, TimedAnswer
 from ratoon.api.two_stage.ways import WAYS, Between, Way
@@ -20,11 +21,6 @@ from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingPara
 
 LEASE_SECONDS = 600.0
 WARM_UP_TOKENS = 4
-
-
-class Beam(msgspec.Struct, frozen=True):
-    token_ids: tuple[int, ...]
-    score: float
 
 
 class Turn(msgspec.Struct, kw_only=True):

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ratoon.api.two_stage.experiment import Beam, Round, Turn
+from ratoon.api.two_stage.beams import SCORE_TOLERANCE, score_difference
+from ratoon.api.two_stage.experiment import Round, Turn
 from ratoon.api.two_stage.ways import NO_REUSE, WAYS
-
-SCORE_TOLERANCE = 1e-4  # what another order of additions may do to a sum of log-probabilities
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -93,14 +92,3 @@ def compare(rounds: Sequence[Round]) -> Agreement:
             if turn.runner_tokens is not None:
                 counts.append(turn.runner_tokens == sum(turn.computed_tokens))
     return Agreement(same_answers, same_beams, max(differences), all(counts) if counts else None)
-
-
-def score_difference(found: Sequence[Beam], wanted: Sequence[Beam]) -> float | None:
-    """The largest difference between scores of the same tokens; None: the tokens are not the same.
-
-    Beams are sorted by score, so where scores agree, only such as are as good as equal can stand in another order.
-    """
-    scores = {beam.token_ids: beam.score for beam in wanted}
-    if len(found) != len(wanted) or {beam.token_ids for beam in found} != scores.keys():
-        return None
-    return max(abs(beam.score - scores[beam.token_ids]) for beam in found)

@@ -36,7 +36,8 @@ class TwoStageSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def settings_of(args: argparse.Namespace) -> TwoStageSettings:
     """RequestError, with the option's name, for what has no meaning."""
-    settings = TwoStageSettings(**{name: getattr(args, name) for name in TwoStageSettings.__struct_fields__})
+    given = {name: getattr(args, name) for name in TwoStageSettings.__struct_fields__}
+    settings = TwoStageSettings(**{**given, "requests": 1 if args.requests is None else args.requests})
     for name in ("prompt_tokens", "stage1_tokens", "beam_width", "beam_tokens", "rounds", "requests"):
         _require(name, getattr(settings, name), 1)
     _require("suffix_tokens", settings.suffix_tokens, 0)

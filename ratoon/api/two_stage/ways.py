@@ -23,10 +23,11 @@ class Way:
 
 
 NO_REUSE = Way("no_reuse", "no reuse", continues=False, between=Between.FORGET)
+PREFIX_CACHE = Way("prefix_cache", "prefix cache", continues=False)
+CONTINUATION = Way("continuation", "continuation", continues=True)
+HTTP_WAYS = (NO_REUSE, PREFIX_CACHE, CONTINUATION)  # a client can't empty or fill a server's memory
 WAYS = (
-    NO_REUSE,
-    Way("prefix_cache", "prefix cache", continues=False),
-    Way("continuation", "continuation", continues=True),
+    *HTTP_WAYS,
     Way("prefix_cache_under_pressure", "prefix cache, memory filled", continues=False, between=Between.FILL),
     Way("continuation_under_pressure", "continuation, memory filled", continues=True, between=Between.FILL),
 )

@@ -23,7 +23,7 @@ class FakeClient:
         self.fails = False
         self.waits_forever = False
 
-    async def stream(self, path, body, receive) -> None:
+    async def stream(self, path, body, receive, decode=decode_chunk) -> None:
         self.bodies.append(body)
         self.running += 1
         self.most_running = max(self.most_running, self.running)

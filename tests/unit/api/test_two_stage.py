@@ -9,7 +9,8 @@ import pytest
 
 from ratoon.api.cli import main
 from ratoon.api.commands import bench_two_stage
-from ratoon.api.two_stage.experiment import Beam, Round, Turn
+from ratoon.api.two_stage.beams import Beam
+from ratoon.api.two_stage.experiment import Round, Turn
 from ratoon.api.two_stage.measures import compare, summarize
 from ratoon.api.two_stage.report import format_agreement, format_notes, format_table
 from ratoon.api.two_stage.settings import check_model, fitting_engine, settings_of
