@@ -17,7 +17,8 @@
 //
 // Keys are taken in stretches of 64 that start at multiples of 64, whatever the batch or the chunk; a stretch that is
 // masked for a row changes nothing in it, and a row does the same arithmetic in a tile of any height. So a row comes out
-// the same, to the bit, in any batch.
+// the same, to the bit, in any batch. Sums over keys have three levels, so that their error does not grow with a long
+// context: within a stretch, over GROUP stretches, over all groups.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,6 +27,7 @@
 #include "tile.h"
 
 #define STRETCH 64
+#define GROUP 8  // stretches
 #define UNIT_ROWS 32
 #define MAX_HEAD_DIM 256
 #define FETCH_ROWS 24   // with more, there is so much to compute that the processor's own fetching ahead is enough
@@ -51,9 +53,10 @@ typedef struct {
 
 typedef struct {
     float q[UNIT_ROWS * MAX_HEAD_DIM];
-    float sum[UNIT_ROWS * MAX_HEAD_DIM];  // of p · v, not yet divided
+    float sum[UNIT_ROWS * MAX_HEAD_DIM];  // of p · v over the stretches of a group, not yet divided
+    float grand_sum[UNIT_ROWS * MAX_HEAD_DIM];  // over the groups that are complete
     float p[UNIT_ROWS * STRETCH];
-    float highest[UNIT_ROWS], total[UNIT_ROWS];
+    float highest[UNIT_ROWS], total[UNIT_ROWS], grand_total[UNIT_ROWS];
 } scratch;
 
 // Rows of the scratch that go through a stretch together, with the table that all of them have there.
@@ -70,23 +73,25 @@ static scratch *get_scratch(void) {
     return own_scratch;
 }
 
-// c[rows][16 of ldc] = a · b, rows in tiles; with `add`, c += a · b. b comes in `pieces` of up to 16 rows each: together
-// they have `depth` rows.
+// c[rows][16 of ldc] = a · b, rows in tiles; with `add`, c += a · b, where the product is summed by itself first. b comes in
+// `pieces` of `piece_depth` rows each: together they have `depth` rows, at most 256.
 static void product(int64_t rows, const float *a, int64_t lda, const float *const *pieces, int64_t offset, int64_t ldb,
                     int64_t piece_depth, int64_t depth, float *c, int64_t ldc, int add) {
-#define PRODUCT_TILE(ROWS)                                                                             \
-    {                                                                                                  \
-        vec acc[ROWS][TILE_VECS];                                                                      \
-        for (int i = 0; i < ROWS; i++)                                                                 \
-            for (int j = 0; j < TILE_VECS; j++) acc[i][j] = add ? load(c + i * ldc + j * W) : (vec){}; \
-        for (int64_t k = 0; k < depth; k += piece_depth)                                               \
-            tile_product(ROWS, a + k, lda, pieces[k / piece_depth] + offset, ldb,                      \
-                         depth - k < piece_depth ? depth - k : piece_depth, acc);                      \
-        for (int i = 0; i < ROWS; i++)                                                                 \
-            for (int j = 0; j < TILE_VECS; j++) store(c + i * ldc + j * W, acc[i][j]);                 \
-        a += ROWS * lda;                                                                               \
-        c += ROWS * ldc;                                                                               \
-        rows -= ROWS;                                                                                  \
+#define PRODUCT_TILE(ROWS)                                                                          \
+    {                                                                                               \
+        vec acc[ROWS][TILE_VECS];                                                                   \
+        clear_tile(ROWS, acc);                                                                      \
+        for (int64_t k = 0; k < depth; k += piece_depth)                                            \
+            tile_chain(ROWS, a + k, lda, pieces[k / piece_depth] + offset, ldb,                     \
+                       depth - k < piece_depth ? depth - k : piece_depth, acc);                     \
+        for (int i = 0; i < ROWS; i++)                                                              \
+            for (int j = 0; j < TILE_VECS; j++) {                                                   \
+                float *target = c + i * ldc + j * W;                                                \
+                store(target, add ? load(target) + acc[i][j] : acc[i][j]);                          \
+            }                                                                                       \
+        a += ROWS * lda;                                                                            \
+        c += ROWS * ldc;                                                                            \
+        rows -= ROWS;                                                                               \
     }
     while (rows >= 4) PRODUCT_TILE(4)
     if (rows == 3) PRODUCT_TILE(3)
@@ -127,11 +132,28 @@ INLINE void softmax_row(const attention_call *c, scratch *s, int64_t row, int64_
     if (highest > s->highest[row]) {
         float shrink = s->highest[row] == -INFINITY ? 0.0f : exp_scalar(s->highest[row] - highest);
         s->total[row] *= shrink;
-        float *sum = s->sum + row * c->head_dim;
-        for (int64_t i = 0; i < c->head_dim; i += W) store(sum + i, load(sum + i) * splat(shrink));
+        s->grand_total[row] *= shrink;
+        float *sum = s->sum + row * c->head_dim, *grand_sum = s->grand_sum + row * c->head_dim;
+        for (int64_t i = 0; i < c->head_dim; i += W) {
+            store(sum + i, load(sum + i) * splat(shrink));
+            store(grand_sum + i, load(grand_sum + i) * splat(shrink));
+        }
         s->highest[row] = highest;
     }
     s->total[row] += sum_lanes(total);
+}
+
+// The sums of a group that is complete, or of the last one, go to those of all groups.
+INLINE void close_group(const attention_call *c, scratch *s, int64_t first_row, int64_t rows) {
+    float *sum = s->sum + first_row * c->head_dim, *grand_sum = s->grand_sum + first_row * c->head_dim;
+    for (int64_t i = 0; i < rows * c->head_dim; i += W) {
+        store(grand_sum + i, load(grand_sum + i) + load(sum + i));
+        store(sum + i, (vec){});
+    }
+    for (int64_t row = first_row; row < first_row + rows; row++) {
+        s->grand_total[row] += s->total[row];
+        s->total[row] = 0.0f;
+    }
 }
 
 // With few rows the time goes into waiting for memory: ask for a run of keys or values before it is needed.
@@ -181,6 +203,7 @@ static void attend_stretch(const attention_call *c, scratch *s, const row_run *r
         product(run->rows, p + skipped, STRETCH, values + skipped / TILE, column * c->block_size, TILE, TILE,
                 keys - skipped, s->sum + run->first_row * c->head_dim + column, c->head_dim, 1);
     }
+    if ((first_key / STRETCH + 1) % GROUP == 0) close_group(c, s, run->first_row, run->rows);
 }
 
 // Requests [begin, end) of a part, from first_key on: together while their tables are alike, then in smaller groups.
@@ -217,18 +240,21 @@ static void attention_unit(void *context, int64_t unit) {
         const float *q = c->q + (part->first_token + row / group) * c->ldq + (kv_head * group + row % group) * c->head_dim;
         for (int64_t i = 0; i < c->head_dim; i += W) store(s->q + row * c->head_dim + i, load(q + i) * splat(c->scale));
         s->highest[row] = -INFINITY;
-        s->total[row] = 0.0f;
+        s->total[row] = s->grand_total[row] = 0.0f;
     }
     memset(s->sum, 0, (size_t)(rows * c->head_dim) * sizeof(float));
+    memset(s->grand_sum, 0, (size_t)(rows * c->head_dim) * sizeof(float));
 
     int64_t first_visible = c->window > 0 ? position_of(c, part->first_request, part->first_token) - c->window + 1 : 0;
     int64_t first_key = first_visible > 0 ? first_visible / STRETCH * STRETCH : 0;
     attend_requests(c, s, part, kv_head, 0, part->requests, first_key);
 
+    close_group(c, s, 0, rows);
     for (int64_t row = 0; row < rows; row++) {
         float *out = c->out + (part->first_token + row / group) * c->ldo + (kv_head * group + row % group) * c->head_dim;
-        vec scale = splat(1.0f / s->total[row]);
-        for (int64_t i = 0; i < c->head_dim; i += W) store(out + i, load(s->sum + row * c->head_dim + i) * scale);
+        vec scale = splat(1.0f / s->grand_total[row]);
+        for (int64_t i = 0; i < c->head_dim; i += W)
+            store(out + i, load(s->grand_sum + row * c->head_dim + i) * scale);
     }
 }
 

@@ -4,7 +4,9 @@
 #include "threads.h"
 #include "tile.h"
 
-#define DEPTH_BLOCK 768  // depth of a panel that stays in the first-level cache while rows go by
+// Depth of a panel that stays in the first-level cache while rows go by, and the second level of sums over K: the stretches
+// of a block are added up, then the blocks. A multiple of STRETCH_K, and the same for any number of rows.
+#define DEPTH_BLOCK 768
 #define UNITS_PER_THREAD 8
 #define ROW_BLOCK 96  // rows of x that are multiplied with a panel while they are in the second-level cache
 
@@ -44,29 +46,28 @@ INLINE void write_part(float *p, int64_t count, const vec v[TILE_VECS]) {
     if (count < TILE) memcpy(p, part, (size_t)count * sizeof(float));
 }
 
-// Adds depth [first, first + depth) of the sums to a tile of y. The sums rest in y between two stretches of depth, which
-// changes nothing in them: they are float32 there too.
-INLINE void add_tile(int rows, const linear_call *c, int64_t row, int64_t panel, int64_t first, int64_t depth) {
-    vec acc[MAX_TILE_ROWS][TILE_VECS];
+// Adds depth [first, first + depth) of the sums to a tile of y, where they rest between two blocks of depth.
+INLINE void add_block(int rows, const linear_call *c, int64_t row, int64_t panel, int64_t first, int64_t depth) {
+    vec total[MAX_TILE_ROWS][TILE_VECS], part[TILE_VECS];
     float *y = c->y + row * c->ldy + panel * TILE;
     int64_t count = c->out - panel * TILE;
-    for (int i = 0; i < rows; i++) {
-        if (first > 0) read_part(y + i * c->ldy, count, acc[i]);
-        else for (int j = 0; j < TILE_VECS; j++) acc[i][j] = (vec){};
-    }
-    tile_product(rows, c->x + row * c->ldx + first, c->ldx, c->packed + (panel * c->in + first) * TILE, TILE, depth, acc);
+    tile_product(rows, c->x + row * c->ldx + first, c->ldx, c->packed + (panel * c->in + first) * TILE, TILE, depth, total);
+    if (first > 0)
+        for (int i = 0; i < rows; i++) {
+            read_part(y + i * c->ldy, count, part);
+            for (int j = 0; j < TILE_VECS; j++) total[i][j] += part[j];
+        }
     if (c->bias && first + depth == c->in) {
-        vec bias[TILE_VECS];
-        read_part(c->bias + panel * TILE, count, bias);
+        read_part(c->bias + panel * TILE, count, part);
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < TILE_VECS; j++) acc[i][j] += bias[j];
+            for (int j = 0; j < TILE_VECS; j++) total[i][j] += part[j];
     }
-    for (int i = 0; i < rows; i++) write_part(y + i * c->ldy, count, acc[i]);
+    for (int i = 0; i < rows; i++) write_part(y + i * c->ldy, count, total[i]);
 }
 
 #define TILE_OF(ROWS)                                                                                              \
     static void tile_##ROWS(const linear_call *c, int64_t row, int64_t panel, int64_t first, int64_t depth) {      \
-        add_tile(ROWS, c, row, panel, first, depth);                                                               \
+        add_block(ROWS, c, row, panel, first, depth);                                                              \
     }
 TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4)
 #if MAX_TILE_ROWS > 4
@@ -92,11 +93,9 @@ static void linear_unit(void *context, int64_t unit) {
     int64_t last_row = first_row + ROW_BLOCK < c->rows ? first_row + ROW_BLOCK : c->rows;
     int64_t first = unit % c->units_per_block * c->panels_per_unit;
     int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
-    // One pass for a single tile of rows: nothing is gained by keeping a part of the panel near.
-    int64_t max_depth = last_row - first_row > MAX_TILE_ROWS ? DEPTH_BLOCK : c->in;
     for (int64_t panel = first; panel < last; panel++)
-        for (int64_t k = 0; k < c->in; k += max_depth) {
-            int64_t depth = c->in - k < max_depth ? c->in - k : max_depth;
+        for (int64_t k = 0; k < c->in; k += DEPTH_BLOCK) {
+            int64_t depth = c->in - k < DEPTH_BLOCK ? c->in - k : DEPTH_BLOCK;
             for (int64_t row = first_row; row < last_row;) {
                 // Even heights: 5 rows go as 3 + 2, not as 4 + 1.
                 int64_t left = last_row - row;

@@ -90,8 +90,12 @@ static void layer_norm_row(const void *context, int64_t row) {
     const norm_call *c = context;
     const float *x = row_to_norm(c, row);
     float *y = c->y + row * c->width;
+    // The rounded mean of a row whose mean is large is off by more than the norm's own rounding: what is left of it after
+    // the first subtraction is taken away too.
     float mean = sum_of(x, c->width) / (float)c->width;
     for (int64_t i = 0; i < c->width; i++) y[i] = x[i] - mean;
+    float rest = sum_of(y, c->width) / (float)c->width;
+    for (int64_t i = 0; i < c->width; i++) y[i] -= rest;
     float scale = 1.0f / sqrtf(sum_of_squares(y, c->width) / (float)c->width + c->eps);
     for (int64_t i = 0; i < c->width; i++) {
         float value = y[i] * scale * c->weight[i];
