@@ -20,6 +20,7 @@ from ratoon.core.kv import KVCacheConfig, KVCacheGroup, bytes_per_block, group_l
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.layers.native import kernel_set_name
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
 from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
@@ -94,7 +95,7 @@ class Worker:
             max_model_len=max_model_len,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
-            ops=ops.name,
+            ops=f"native ({kernel_set_name()})" if ops.name == "native" else ops.name,
             attention_backend=backend.name,
             num_threads=threads,
             weight_bytes=num_weights * dtype.itemsize,

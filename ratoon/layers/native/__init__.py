@@ -1,15 +1,21 @@
 """The CPU kernels as Python functions: finding the library for this processor, and its C signatures.
 
-Plain ctypes: a call costs a microsecond or two and releases the interpreter. Pointers are passed as numbers; whoever
-calls keeps the tensors alive and has checked that they are float32 and dense in their last dimension.
+Plain ctypes: a call costs a microsecond or two and releases the interpreter. Pointers are passed as numbers; the
+caller keeps the tensors alive and has checked that they are float32 and dense in their last dimension.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 from pathlib import Path
+
+from ratoon.core.errors import ConfigError
+
+VARIABLE = "RATOON_KERNELS"  # a kernel set by name instead of the best one, or "none"
+KERNEL_SETS = ("avx512", "avx2", "neon")
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -32,35 +38,66 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 }
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels for this processor, or None where there are none: then torch computes everything."""
-    suffix = ".dylib" if platform.system() == "Darwin" else ".so"
-    for variant in _variants():
-        path = Path(__file__).with_name(f"kernels_{variant}{suffix}")
-        if path.exists():
-            try:
-                loaded = ctypes.CDLL(str(path))
-            except OSError:  # built for another system
-                continue
-            for name, (result, arguments) in _SIGNATURES.items():
-                function = getattr(loaded, name)
-                function.restype, function.argtypes = result, arguments
-            return loaded
-    return None
+    return _found()[1]
 
 
-def _variants() -> list[str]:
-    """Instruction sets that this processor has, best first."""
+def kernel_set_name() -> str:
+    """Which set `library` found: one of KERNEL_SETS, or "none"."""
+    return _found()[0]
+
+
+@functools.cache
+def _found() -> tuple[str, ctypes.CDLL | None]:
+    for kernel_set in _wanted_sets():
+        loaded = _load(kernel_set)
+        if loaded is not None:
+            return kernel_set, loaded
+    return "none", None
+
+
+def _load(kernel_set: str) -> ctypes.CDLL | None:
+    path = Path(__file__).with_name(f"kernels_{kernel_set}{'.dylib' if platform.system() == 'Darwin' else '.so'}")
+    if not path.exists():
+        return None
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError:  # built for another system
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def _wanted_sets() -> list[str]:
+    """The sets to try, best first: those that this processor has, or the one that the environment names."""
+    available, wanted = _supported_sets(), os.environ.get(VARIABLE, "")
+    if wanted in ("", "auto"):
+        return available
+    if wanted == "none":
+        return []
+    if wanted not in KERNEL_SETS:
+        raise ConfigError(VARIABLE, f"{wanted!r} is unknown", f"expected auto, none, {', '.join(KERNEL_SETS)}")
+    if wanted not in available:
+        raise ConfigError(
+            VARIABLE, f"this processor can't run {wanted}", f"it can run {', '.join(available) or 'none'}"
+        )
+    return [wanted]
+
+
+def _supported_sets() -> list[str]:
+    """Kernel sets whose instructions this processor has, best first."""
     if platform.machine() in ("aarch64", "arm64"):
         return ["neon"]
     flags = _x86_flags()
-    variants = []
+    supported = []
     if {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags:
-        variants.append("avx512")
+        supported.append("avx512")
     if {"avx2", "fma", "f16c", "bmi2"} <= flags:
-        variants.append("avx2")
-    return variants
+        supported.append("avx2")
+    return supported
 
 
 def _x86_flags() -> set[str]:

@@ -1,0 +1,58 @@
+"""Which kernels are used: the best set that the processor can run, or the one that RATOON_KERNELS names.
+
+Every set that this processor can run must give right numbers, not only the best one: the tests of the kernels run again
+in a process of their own for each of the others.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ratoon.core.errors import ConfigError
+from ratoon.layers import native
+
+TESTS = Path(__file__).parents[1]
+KERNEL_TESTS = [
+    "layers/test_native_ops.py", "layers/test_kernel_accuracy.py", "layers/test_encoder_layers.py",
+    "attention/test_backends.py", "attention/test_shared_prefix.py",
+]  # fmt: skip
+OTHER_SETS = [name for name in native._supported_sets() if name != native.kernel_set_name()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OTHER_SETS, reason="this processor runs one kernel set")
+@pytest.mark.parametrize("kernel_set", OTHER_SETS)
+def test_a_set_that_is_not_the_best_one_passes_the_same_tests(kernel_set: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:xdist",
+        *(str(TESTS / name) for name in KERNEL_TESTS),
+    ]
+    environment = {**os.environ, native.VARIABLE: kernel_set, "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+def test_a_set_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_supported_sets", lambda: ["avx512", "avx2"])
+    assert native._wanted_sets() == ["avx512", "avx2"]
+    for value, expected in {"": ["avx512", "avx2"], "auto": ["avx512", "avx2"], "avx2": ["avx2"], "none": []}.items():
+        monkeypatch.setenv(native.VARIABLE, value)
+        assert native._wanted_sets() == expected
+
+
+@pytest.mark.parametrize(("value", "words"), [("neon", "can't run neon"), ("sse", "'sse' is unknown")])
+def test_a_set_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str, words: str) -> None:
+    monkeypatch.setattr(native, "_supported_sets", lambda: ["avx512", "avx2"])
+    monkeypatch.setenv(native.VARIABLE, value)
+    with pytest.raises(ConfigError, match=words):
+        native._wanted_sets()
