@@ -36,7 +36,7 @@ def test_a_product_is_as_exact_as_torch_and_does_not_get_worse_with_its_depth(de
     error = root_mean_square(torch.cat([multiply(part) for part in x.split(rows)]) - exact)
     # torch's product of all rows at once: that of a single row sums in another, finer order.
     assert error < SAMPLING * root_mean_square(TorchOps().make_linear(weight, None)(x) - exact)
-    # A chain of n random terms has n/6 roundings' worth of variance, n partial sums n/2; sums are in blocks of 12 chains.
+    # A chain of n random terms has n/6 roundings' worth of variance, n partial sums n/2; 12 chains are a block.
     chains = -(-depth // LONGEST_CHAIN)
     variance = LONGEST_CHAIN / 6 + min(chains, 12) / 2 + chains / 12 / 2
     assert error < UNIT * variance**0.5
