@@ -106,7 +106,7 @@ class LLM:
         with timer.phase("find model"):
             from ratoon.models.source import resolve_model
 
-            self.source = resolve_model(config.model)
+            self.source = resolve_model(config.model, config.hf_overrides)
             config = config.with_(max_model_len=resolve_max_model_len(config.max_model_len, self.source.config))
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer:

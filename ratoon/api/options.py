@@ -23,7 +23,8 @@ Subparsers = Any  # argparse has no public name for what add_subparsers returns
 ENGINE_OPTIONS = (
     "device", "dtype", "max_model_len", "block_size", "num_blocks", "kv_memory", "swap_memory",
     "max_num_batched_tokens", "max_num_encoder_tokens", "max_num_seqs", "policy", "num_threads", "attention_backend",
-    "load_format", "lease_fraction", "max_lease_seconds", "max_hidden_states_bytes", "max_roots", "executor",
+    "load_format", "lease_fraction", "max_lease_seconds",
+    "hf_overrides", "rope_scaling", "max_hidden_states_bytes", "max_roots", "executor",
 )  # fmt: skip
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -40,6 +41,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence, prompt and answer together")
+    group.add_argument(
+        "--rope-scaling", metavar="JSON", help='stretch positions: \'{"rope_type": "yarn", "factor": 4.0}\''
+    )
+    group.add_argument("--hf-overrides", metavar="JSON", help="an object in the place of what config.json says")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens in a block of the KV cache")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the KV cache")
     group.add_argument("--kv-memory", metavar="SIZE", help="memory for the KV cache, such as 512MiB or 2GiB")

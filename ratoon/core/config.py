@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ class SchedulingPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Rotary embedding: how positions turn into angles. `kind` is default, linear, dynamic, llama3 or yarn."""
+    """How positions turn into angles. `kind` is default, linear, dynamic, llama3, yarn or longrope."""
 
     kind: str = "default"
     factor: float = 1.0
@@ -32,6 +33,16 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()  # longrope: of sequences within the original length, and of longer ones
+    long_factors: tuple[float, ...] = ()
+
+
+class PositionKind(enum.StrEnum):
+    """Where a model takes the order of tokens from."""
+
+    ROTARY = "rotary"  # angles, computed for any position
+    TABLE = "a table of vectors"  # one for each position that there is
+    RELATIVE = "relative"  # a number for each distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position: int
+    position_kind: PositionKind = PositionKind.ROTARY
     norm_eps: float = 1e-6
     activation: str = "silu"
     rope_theta: float = 10000.0
@@ -139,6 +151,7 @@ class EngineConfig:
     max_hidden_states_bytes: int = MAX_HIDDEN_STATES_BYTES  # that a request may ask for
     max_roots: int = MAX_ROOTS  # ended requests that can be continued
     load_format: str = "auto"  # auto, or dummy: random weights of the right shape
+    hf_overrides: dict[str, Any] = field(default_factory=dict)  # in the place of what the model's config.json says
     executor: str = "uniproc"  # uniproc: one worker in the engine's process; or "module:Class" with the same interface
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -169,13 +182,38 @@ def resolve_max_model_len(asked: int | None, model: ModelConfig) -> int:
         return model.max_position
     if asked < 1:
         raise ConfigError("max_model_len", f"{asked} is out of range", "at least 1")
-    if asked > model.max_position:
-        raise ConfigError(
-            "max_model_len",
-            f"{asked} is more than the model's {model.max_position} positions",
-            "lower it or leave it out",
-        )
+    if asked > longest_model_len(model):
+        raise _too_long(asked, model)
     return asked
+
+
+def longest_model_len(model: ModelConfig) -> int:
+    """How far the positions reach: the model's own number, or what its rope scaling makes of the original length."""
+    scaling = model.rope_scaling
+    if model.position_kind != PositionKind.ROTARY or scaling.kind == "default":
+        return model.max_position
+    original = scaling.original_max_position or model.max_position
+    return max(model.max_position, int(original * scaling.factor))
+
+
+def _too_long(asked: int, model: ModelConfig) -> ConfigError:
+    problem = f"{asked} is more than the model's {model.max_position} positions"
+    scaling = model.rope_scaling
+    expected = "lower it or leave it out"
+    if model.position_kind == PositionKind.TABLE:
+        problem += ", each of which is a vector in its weights"
+    elif model.position_kind == PositionKind.RELATIVE:
+        expected += f', or allow more: hf_overrides={{"n_positions": {asked}}}'
+    elif scaling.kind == "default":
+        factor = math.ceil(asked / model.max_position)
+        expected += f', or stretch them: rope_scaling={{"rope_type": "yarn", "factor": {factor}.0}}'
+    else:
+        problem = (
+            f"{asked} is more than the {longest_model_len(model)} positions that rope scaling {scaling.kind!r} with "
+            f"factor {scaling.factor:g} reaches"
+        )
+        expected += ", or set a larger factor with rope_scaling"
+    return ConfigError("max_model_len", problem, expected)
 
 
 def verify_engine_config(config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypedDict, Unpack
 
 from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig, SchedulingPolicy, verify_engine_config
@@ -36,6 +37,8 @@ class EngineSettings(TypedDict, total=False):
     max_roots: int  # ended requests that can be continued; of the owner with most of them the oldest are forgotten
     load_format: str  # auto, or dummy: random weights of the right shape
     executor: str  # uniproc, or "module:Class"
+    hf_overrides: dict[str, Any] | str | None  # in the place of what config.json says: an object, or its JSON
+    rope_scaling: dict[str, Any] | str | None  # one of them: {"rope_type": "yarn", "factor": 4.0} stretches positions
 
 
 _CACHE_NAMES = {"block_size": "block_size", "num_blocks": "num_blocks", "kv_memory": "memory_bytes",
@@ -55,6 +58,7 @@ def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfi
     for name in ("kv_memory", "swap_memory", "max_hidden_states_bytes"):
         if given.get(name) is not None:
             given[name] = parse_size(name, given[name], least=0 if name == "swap_memory" else 1)
+    given["hf_overrides"] = _overrides(given.pop("hf_overrides", None), given.pop("rope_scaling", None))
     if "policy" in given:
         given["policy"] = _parse_policy(given["policy"])
     cache = CacheConfig(**{_CACHE_NAMES[name]: given.pop(name) for name in list(given) if name in _CACHE_NAMES})
@@ -70,3 +74,23 @@ def _parse_policy(policy: SchedulingPolicy | str) -> SchedulingPolicy:
     except ValueError:
         names = " or ".join(known.value for known in SchedulingPolicy)
         raise ConfigError("policy", f"{policy!r} is unknown", names) from None
+
+
+def _overrides(overrides: Any, rope_scaling: Any) -> dict[str, Any]:
+    found = _json_object("hf_overrides", overrides)
+    rope = _json_object("rope_scaling", rope_scaling)
+    return {**found, "rope_scaling": rope} if rope else found
+
+
+def _json_object(field: str, value: Any) -> dict[str, Any]:
+    expected = 'an object, such as {"rope_type": "yarn", "factor": 4.0}'
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(field, f"is no JSON: {error}", expected) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(field, f"{value!r} is not an object", expected)
+    return value

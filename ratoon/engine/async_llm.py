@@ -130,7 +130,7 @@ class AsyncLLM:
         """All that the front end knows of the model. Weights, and torch with them, are the engine's."""
         from ratoon.models.source import resolve_model
 
-        self.source: ModelSource = resolve_model(self.config.model)
+        self.source: ModelSource = resolve_model(self.config.model, self.config.hf_overrides)
         if not self._skip_tokenizer:
             self._tokenizer = self.source.load_tokenizer()
 

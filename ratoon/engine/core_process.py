@@ -114,7 +114,7 @@ class EngineCoreProcess:
 
         launch = self._launch
         with timer.phase("find model"):
-            source = resolve_model(launch.config.model)
+            source = resolve_model(launch.config.model, launch.config.hf_overrides)
         with timer.phase("import torch"):
             config = place_engine(launch.config, launch.index, launch.num_engines)
         return build_core(config, source, timer)

@@ -8,6 +8,9 @@ and are shared by sequences of any length, so here an angle depends on its own p
 of a sequence of p + 1 tokens. Up to the original length that is exactly the unscaled table. Beyond it, it is what
 decoding token by token computes in `transformers`, but not what it computes for a prompt that is longer than the
 original length at once (there all positions get the frequencies of the whole prompt).
+
+Longrope has two sets of frequencies, for sequences within the original length and for longer ones. For the same reason
+one of them is chosen for all sequences, by the longest that may be run.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def rotary_dim_of(config: ModelConfig) -> int:
 
 
 def check_scaling(config: ModelConfig) -> None:
-    kinds = ("default", "linear", "dynamic", "llama3", "yarn")
+    kinds = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
     if config.rope_scaling.kind not in kinds:
         problem = f"rope scaling {config.rope_scaling.kind!r} is unknown"
         raise ModelError(config.architecture, problem, f"known: {', '.join(kinds)}")
@@ -63,6 +66,10 @@ def cos_sin_table(config: ModelConfig, max_position: int) -> Tensor:
     elif scaling.kind == "yarn":
         frequencies = _yarn_frequencies(dim, theta, scaling, original_max)
         amplitude = _yarn_amplitude(scaling)
+    elif scaling.kind == "longrope":
+        factors = scaling.long_factors if max_position > original_max else scaling.short_factors
+        frequencies = 1.0 / (torch.tensor(factors) * theta ** _exponents(dim))
+        amplitude = _longrope_amplitude(scaling, original_max)
     elif scaling.kind == "dynamic":
         frequencies = _dynamic_frequencies(dim, theta, scaling.factor, original_max, max_position)
     elif scaling.kind == "linear":
@@ -137,3 +144,9 @@ def _yarn_amplitude(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return by_factor(scaling.mscale) / by_factor(scaling.mscale_all_dim)
     return by_factor(1.0)
+
+
+def _longrope_amplitude(scaling: RopeScaling, original_max: int) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 1.0 if scaling.factor <= 1 else math.sqrt(1 + math.log(scaling.factor) / math.log(original_max))

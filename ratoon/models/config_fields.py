@@ -47,6 +47,16 @@ class ConfigFields:
     def optional_number(self, name: str) -> float | None:
         return None if self.raw.get(name) is None else self.number(name)
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of so many numbers above zero; required."""
+        value = self.raw.get(name)
+        items = value if isinstance(value, list) else []
+        fits = all(isinstance(item, (int, float)) and not isinstance(item, bool) and item > 0 for item in items)
+        if len(items) != count or not fits:
+            shown = "is missing" if value is None else f"has {len(items)} entries" if fits else "holds other things"
+            raise self.wrong(name, shown, f"a list of {count} numbers above 0")
+        return tuple(float(item) for item in items)
+
     def flag(self, name: str, default: bool) -> bool:
         return self._typed(name, bool, default, "true or false")
 

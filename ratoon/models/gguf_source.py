@@ -202,7 +202,7 @@ class GGUFSource:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self._real("rope.freq_base", 10000.0)}
         rotary_dim = self._whole("rope.dimension_count", head_dim)
         if rotary_dim != head_dim and head_dim > 0:
-            rope["partial_rotary_factor"] = rotary_dim / head_dim
+            rope["rotary_dim"] = rotary_dim
         kind = self._get("rope.scaling.type") or "none"
         factor = self._real("rope.scaling.factor", 0.0) or self._real("rope.scale_linear", 0.0) or 1.0
         if ROPE_FACTORS in self.file.tensors:

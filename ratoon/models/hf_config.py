@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ratoon.core.config import ModelConfig, RopeScaling
+from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
 from ratoon.core.errors import ModelError
 from ratoon.models import hf_encoder_config
 from ratoon.models.config_fields import ConfigFields
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -71,7 +71,9 @@ def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.text("hidden_act", "silu"),
         rope_theta=_rope_theta(fields, rope),
-        rope_scaling=_rope_scaling(rope, max_position, fields.optional_count("original_max_position_embeddings")),
+        rope_scaling=_rope_scaling(
+            rope, max_position, fields.optional_count("original_max_position_embeddings"), head_dim // 2
+        ),
         rotary_dim=_rotary_dim(fields, rope, head_dim),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=is_qwen2 or all_biased,
@@ -102,6 +104,7 @@ def _parse_gpt2(fields: ConfigFields, architecture: str) -> ModelConfig:
         num_kv_heads=num_heads,
         head_dim=fields.divisible("n_embd", hidden_size, "n_head", num_heads),
         max_position=fields.count("n_positions", fields.optional_count("n_ctx")),
+        position_kind=PositionKind.TABLE,
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         activation=fields.text("activation_function", "gelu_new"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
@@ -181,12 +184,25 @@ def _rope_theta(fields: ConfigFields, rope: ConfigFields) -> float:
 
 
 def _rotary_dim(fields: ConfigFields, rope: ConfigFields, head_dim: int) -> int | None:
+    """These families turn whole heads. In transformers `partial_rotary_factor` then changes nothing without a rope
+    scaling, and does not run with one. A GGUF file means what llama.cpp does: it turns the first `rotary_dim` numbers
+    of a head."""
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    return None if share == 1.0 else int(head_dim * share)
+    if share != 1.0 and _rope_kind(rope) != "default":
+        raise rope.wrong(
+            "partial_rotary_factor", f"is {share:g} beside a rope scaling", "1: this family has whole heads"
+        )
+    return rope.optional_count("rotary_dim")
 
 
-def _rope_scaling(rope: ConfigFields, max_position: int, original_outside: int | None) -> RopeScaling:
-    kind = rope.text("rope_type", rope.text("type", "default"))
+def _rope_kind(rope: ConfigFields) -> str:
+    return rope.text("rope_type", rope.text("type", "default"))
+
+
+def _rope_scaling(
+    rope: ConfigFields, max_position: int, original_outside: int | None, num_frequencies: int
+) -> RopeScaling:
+    kind = _rope_kind(rope)
     if kind not in ROPE_KINDS:
         raise rope.wrong("rope_type", f"is {kind!r}", f"one of {', '.join(ROPE_KINDS)}")
     if kind == "default":
@@ -203,6 +219,15 @@ def _rope_scaling(rope: ConfigFields, max_position: int, original_outside: int |
             original_max_position=original,
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
+        )
+    if kind == "longrope":
+        return RopeScaling(
+            kind=kind,
+            factor=rope.number("factor", max_position / original),
+            original_max_position=original,
+            attention_factor=rope.optional_number("attention_factor"),
+            short_factors=rope.numbers("short_factor", num_frequencies),
+            long_factors=rope.numbers("long_factor", num_frequencies),
         )
     return RopeScaling(
         kind=kind,

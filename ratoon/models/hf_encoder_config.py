@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions
+from ratoon.core.config import EncoderConfig, ModelConfig, PositionKind, RelativePositions
 from ratoon.models.config_fields import ConfigFields
 
 MODEL_TYPES = {
@@ -76,6 +76,7 @@ def _encoder_decoder(
         num_kv_heads=decoder_heads,
         head_dim=fields.divisible("d_model", hidden_size, "decoder_attention_heads", decoder_heads),
         max_position=decoder_positions,
+        position_kind=PositionKind.TABLE,
         norm_eps=LAYER_NORM_EPS,
         activation=_activation(fields, "activation_function"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
@@ -107,6 +108,7 @@ def _parse_t5(fields: ConfigFields, architecture: str) -> ModelConfig:
         num_kv_heads=heads,
         head_dim=head_dim,
         max_position=positions,
+        position_kind=PositionKind.RELATIVE,
         norm_eps=fields.number("layer_norm_epsilon", 1e-6),
         # Of the two kinds of gelu, a gate of T5 has the one with tanh, whatever is written.
         activation="gelu_new" if feed_forward == "gated-gelu" else ACTIVATION_NAMES.get(activation, activation),
@@ -142,6 +144,7 @@ def _parse_bert(fields: ConfigFields, architecture: str) -> ModelConfig:
         num_kv_heads=heads,
         head_dim=fields.divisible("hidden_size", hidden_size, "num_attention_heads", heads),
         max_position=fields.count("max_position_embeddings", 512),
+        position_kind=PositionKind.TABLE,
         norm_eps=fields.number("layer_norm_eps", 1e-12),
         activation=_activation(fields, "hidden_act"),
         attention_bias=True,

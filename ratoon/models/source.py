@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ModelError
@@ -22,6 +22,7 @@ from ratoon.models.gguf_source import GGUFSource
 from ratoon.models.gguf_tokenizer import chat_templates_from_gguf, load_tokenizer_from_gguf
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.hf_encoder_config import with_generation_config
+from ratoon.models.overrides import verify_overrides, with_overrides
 from ratoon.models.safetensors_source import SafetensorsSource
 from ratoon.models.tokenizer import (
     DEFAULT_TEMPLATE,
@@ -42,6 +43,7 @@ HUB_FILES = (
     "additional_chat_templates/*.jinja", "1_Pooling/config.json",
 )  # fmt: skip
 HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # the same weights once more
+Overrides: TypeAlias = Mapping[str, Any]  # fields that take the place of those of a config.json
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 # What a generation_config.json may preset for requests that leave it open.
@@ -78,17 +80,24 @@ class ModelSource:
         return self.open_tokenizer()
 
 
-def resolve_model(name: str) -> ModelSource:
-    """Find the model and read its config. A ModelError says what is wrong with the name or with what it leads to."""
+def resolve_model(name: str, overrides: Mapping[str, Any] | None = None) -> ModelSource:
+    """Find the model and read its config, with `overrides` in the place of what it says. A ModelError says what is
+    wrong with the name or with what it leads to."""
+    source = _open_model(name, overrides or {})
+    verify_overrides(source.config, overrides or {})
+    return source
+
+
+def _open_model(name: str, overrides: Overrides) -> ModelSource:
     if name in EMBEDDED_MODELS:
-        return replace(_open_gguf(find_embedded_model(name)), name=name)
+        return replace(_open_gguf(find_embedded_model(name), overrides), name=name)
     path = Path(name).expanduser()
     if path.is_file():
-        return _open_file(path)
+        return _open_file(path, overrides)
     if name and path.is_dir():  # an empty name would be the current folder
-        return _open_folder(path)
+        return _open_folder(path, overrides)
     if HUB_ID.fullmatch(name) and not name.startswith("."):
-        return replace(_open_folder(_download(name)), name=name)
+        return replace(_open_folder(_download(name), overrides), name=name)
     raise ModelError(name, "is no file, folder or known model", _what_would_be_right())
 
 
@@ -97,23 +106,24 @@ def _what_would_be_right() -> str:
     return f"a Hugging Face folder, a .gguf file, a hub id (org/name), or an embedded model: {embedded}"
 
 
-def _open_file(path: Path) -> ModelSource:
+def _open_file(path: Path, overrides: Overrides) -> ModelSource:
     if path.suffix == ".gguf":
-        return _open_gguf(path)
+        return _open_gguf(path, overrides)
     if path.name == "config.json" or path.suffix == ".safetensors":
         raise ModelError(str(path), "is one file of a model", f"the folder: {path.parent}")
     raise ModelError(str(path), f"is no model file ({path.suffix or 'no suffix'})", _what_would_be_right())
 
 
-def _open_gguf(path: Path) -> ModelSource:
+def _open_gguf(path: Path, overrides: Overrides) -> ModelSource:
     source = GGUFSource(path)
-    config = parse_hf_config(source.raw_config, str(path))
+    raw_config = with_overrides(source.raw_config, overrides)
+    config = parse_hf_config(raw_config, str(path))
     return ModelSource(
         name=path.stem,
         path=path,
         format="gguf",
         config=config,
-        raw_config=source.raw_config,
+        raw_config=raw_config,
         generation_defaults={"eos_token_ids": config.eos_token_ids} if config.eos_token_ids else {},
         chat_template=chat_templates_from_gguf(source.metadata).get(DEFAULT_TEMPLATE),
         pooling=None,
@@ -122,10 +132,10 @@ def _open_gguf(path: Path) -> ModelSource:
     )
 
 
-def _open_folder(folder: Path) -> ModelSource:
+def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
     if not (folder / "config.json").is_file():
-        return _open_folder_without_config(folder)
-    raw_config = read_json(folder / "config.json")
+        return _open_folder_without_config(folder, overrides)
+    raw_config = with_overrides(read_json(folder / "config.json"), overrides)
     tensors: list[SafetensorsSource] = []  # opened at most once, and early only where the config is silent on the dtype
 
     def open_tensors() -> SafetensorsSource:
@@ -155,10 +165,10 @@ def _open_folder(folder: Path) -> ModelSource:
     )
 
 
-def _open_folder_without_config(folder: Path) -> ModelSource:
+def _open_folder_without_config(folder: Path, overrides: Overrides) -> ModelSource:
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
-        return _open_gguf(files[0])
+        return _open_gguf(files[0], overrides)
     if files:
         names = ", ".join(file.name for file in files)
         raise ModelError(str(folder), f"holds {len(files)} GGUF files", f"name one of them: {names}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from ratoon.core.config import ModelConfig, RopeScaling
+from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.base import CausalLM
 from ratoon.models.build import build_model
@@ -124,6 +124,7 @@ def tiny_qwen3(tied: bool = True, attention_bias: bool = False, head_dim: int = 
 def tiny_gpt2(seed: int = 0) -> TinyModel:
     config = replace(
         _config("GPT2LMHeadModel", 4, 4),
+        position_kind=PositionKind.TABLE,
         intermediate_size=256,
         norm_eps=1e-5,
         activation="gelu_new",

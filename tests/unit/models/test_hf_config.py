@@ -34,7 +34,15 @@ def parse(config: dict[str, Any], **changes: Any) -> ModelConfig:
         ({"torch_dtype": "int8"}, r"config field dtype is 'int8'; expected float32 or float16 or bfloat16"),
         ({"eos_token_id": "</s>"}, r"config field eos_token_id is '</s>'"),
         ({"tie_word_embeddings": "yes"}, r"config field tie_word_embeddings is 'yes'; expected true or false"),
-        ({"rope_scaling": {"type": "longrope"}}, r"rope_scaling.rope_type is 'longrope'; expected one of default, li"),
+        ({"rope_scaling": {"type": "spiral"}}, r"rope_scaling.rope_type is 'spiral'; expected one of default, li"),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            r"rope_scaling.short_factor is missing; expected a list of \d+ numbers",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            r"rope_scaling.short_factor has 1 entries; expected a list",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, r"config field rope_scaling.factor is missing"),
         ({"rope_scaling": "linear"}, r"config field rope_scaling is 'linear'; expected an object"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, r"rope_parameters differs between kinds"),
