@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
 from ratoon.core.errors import RequestError
+from ratoon.core.suggestions import unknown_keyword
 
 MAX_LOGPROBS = (
     64  # the declared size limit of `logprobs` and `prompt_logprobs`, unless the engine's config sets another
@@ -40,7 +41,21 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2  # one output, at the end
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+class ParamsMeta(type(msgspec.Struct)):  # type: ignore[misc]
+    """Names the keyword that does not exist, and what may have been meant. Only built by callers: what arrives from
+    another process, or replaces a field, does not come by here."""
+
+    if not TYPE_CHECKING:  # type checkers know the fields, and would lose them by this
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            known = cls.__struct_fields__
+            for name in fields:
+                if name not in known:
+                    raise unknown_keyword(cls.__name__, name, known)
+            return super().__call__(*args, **fields)
+
+
+class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False):
     """How to choose tokens and when to stop. Field meanings follow OpenAI's and vLLM's."""
 
     n: int = 1
@@ -142,7 +157,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
                 _require_number("logit_bias", bias, -100.0, 100.0)
 
 
-class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+class BeamSearchParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False):
     """How to search for the most probable texts. Field meanings follow those of transformers' beam search.
 
     A finished text counts with the sum of its log-probabilities, divided by (its length ** length_penalty).
@@ -203,7 +218,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
 GenerationParams: TypeAlias = SamplingParams | BeamSearchParams
 
 
-class TimestampRules(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True, gc=False):
+class TimestampRules(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, frozen=True, gc=False):
     """Whisper's rules for texts with timestamps, each of which is a token of its own, from `first_token_id` on.
 
     A text begins with a timestamp. Timestamps never go back, and come in pairs, the end of one part and the start of
@@ -225,7 +240,7 @@ class TimestampRules(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=Tr
             _require_int("max_initial_index", self.max_initial_index, 0, 2**31 - 1)
 
 
-class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+class PoolingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False):
     """How the hidden states of a prompt become one vector."""
 
     # last, first: the state of that token; mean: over all tokens. None: the way the model was made for, which the front
@@ -243,7 +258,7 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             _require_int("dimensions", self.dimensions, 1, None)
 
 
-class HiddenStatesParams(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+class HiddenStatesParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False):
     """Which hidden states of a sequence to return.
 
     `positions` counts in the part that `scope` names: one number, a list of numbers and of pairs [start, stop), or

@@ -8,6 +8,10 @@ from typing import Any, TypedDict, Unpack
 from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig, SchedulingPolicy, verify_engine_config
 from ratoon.core.errors import ConfigError
 from ratoon.core.sizes import parse_size
+from ratoon.core.suggestions import unknown_keyword
+
+# Keywords of LLM and AsyncLLM that are not about the engine; a mistyped one ends up here.
+FURTHER_KEYWORDS = ("skip_tokenizer", "seed", "process", "num_replicas", "startup_timer")
 
 
 class EngineSettings(TypedDict, total=False):
@@ -54,7 +58,7 @@ def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfi
     given: dict[str, Any] = dict(settings)
     unknown = sorted(given.keys() - EngineSettings.__annotations__.keys())
     if unknown:
-        raise TypeError(f"there is no engine setting {unknown[0]!r}")
+        raise unknown_keyword("the engine", unknown[0], [*EngineSettings.__annotations__, *FURTHER_KEYWORDS])
     for name in ("kv_memory", "swap_memory", "max_hidden_states_bytes"):
         if given.get(name) is not None:
             given[name] = parse_size(name, given[name], least=0 if name == "swap_memory" else 1)

@@ -31,6 +31,12 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     return otherwise if near is None else f"did you mean {near}?"
 
 
+def unknown_keyword(of: str, name: str, known: Iterable[str]) -> TypeError:
+    """What Python raises for a keyword that does not exist, with what may have been meant."""
+    meant = did_you_mean(name, known)
+    return TypeError(f"{of} has no {name!r}" + (f"; {meant}" if meant else ""))
+
+
 def _plain(name: str) -> str:
     """maxTokens, max-tokens and max_tokens are the same."""
     return name.lower().replace("_", "").replace("-", "")
