@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -28,10 +28,12 @@ from ratoon.api.server.body import BodyLimit, BoundedBody
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.disconnect import CancelOnDisconnect
 from ratoon.api.server.draining import RefuseWhileDraining
-from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_down
+from ratoon.api.server.errors import ApiError, as_api_error, shutting_down
 from ratoon.api.server.exchange import NOTE_HEADER, AsgiApp, Exchange, ExchangeLayer, Scope
 from ratoon.api.server.hosts import CheckHost
 from ratoon.api.server.openapi import build_document
+from ratoon.api.server.paths import no_such_path
+from ratoon.api.server.problems import explain
 from ratoon.api.server.responses import error_response
 from ratoon.api.server.routes import (
     admin,
@@ -114,11 +116,8 @@ def build_app(context: ServerContext) -> AsgiApp:
 def _routes(context: ServerContext) -> FastAPI:
     app = FastAPI(title="Ratoon", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
-    for router in ROUTERS:
+    for router in _routers(context.settings):
         app.include_router(router)
-    if context.settings.admin:
-        assert context.settings.admin_keys, "administration needs a key of its own (ServerSettings.verify)"
-        app.include_router(admin.router)
     for kind in (ApiError, RequestError, EngineError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
     needs_key = bool(context.settings.api_keys)
@@ -128,20 +127,36 @@ def _routes(context: ServerContext) -> FastAPI:
     return app
 
 
+def _routers(settings: ServerSettings) -> tuple[APIRouter, ...]:
+    if not settings.admin:
+        return ROUTERS
+    assert settings.admin_keys, "administration needs a key of its own (ServerSettings.verify)"
+    return (*ROUTERS, admin.router)
+
+
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of the router: no such path, or not with this method
-        kinds = {404: f"There is no {request.url.path[:100]!r} here", 405: f"{request.method} is not for this path"}
-        message = kinds.get(error.status_code, str(error.detail))
-        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+        error = ApiError(error.status_code, _explain_routing(request, error), headers=dict(error.headers or {}))
     elif isinstance(error, RequestValidationError):  # of path and query; bodies are read by the routes themselves
         problem = error.errors()[0]
-        error = refused(str(problem["loc"][-1]), str(problem["msg"]))
+        error = explain({**problem, "loc": problem["loc"][1:]})  # the first part says where: query or path
     elif isinstance(error, EngineError) and context_of(request).draining and not isinstance(error, EngineDeadError):
         error = shutting_down()
     answer = as_api_error(error)
     if answer.status == 500:
         logger.error("%s %s failed: %s", request.method, request.url.path, error)
     return error_response(request.scope, answer)
+
+
+def _explain_routing(request: Request, error: HTTPException) -> str:
+    if error.status_code == 404:
+        routers = _routers(context_of(request).settings)
+        routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+        return no_such_path(request.url.path, (route.path for route in routes))
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return f"{request.method} is not for this path" + (f"; use {allowed}" if allowed else "")
+    return str(error.detail)
 
 
 def _counter(context: ServerContext) -> Callable[[Scope, Exchange], None]:

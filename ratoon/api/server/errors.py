@@ -32,6 +32,10 @@ BODY_FIELDS = {
 }
 
 
+# What the engine names that is no field of any request: a state that it is in.
+STATES = ("sleep", "profile", "utility", "tokenizer")
+
+
 class ApiError(Exception):
     """An answer that is an error."""
 
@@ -127,6 +131,8 @@ def _refusal(error: RequestError) -> ApiError:
     field, _, rest = error.field.partition("[")
     field = BODY_FIELDS.get(field, field) + (f"[{rest}" if rest else "")
     answer = refused(field, error.problem, error.expected)
+    if field in STATES:
+        answer.param = None
     if isinstance(error, QueueFullError):
         return queue_full(answer.message)
     if isinstance(error, TooLargeError):

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from ratoon.api.server.context import context_of
 from ratoon.api.server.errors import ApiError, refused
 from ratoon.api.server.exchange import Scope, exchange_of, header
-from ratoon.api.server.json_body import check_fields, explain
+from ratoon.api.server.json_body import check_fields, explain_first
 from ratoon.api.server.protocol.base import RequestModel
 
 Model = TypeVar("Model", bound=RequestModel)
@@ -40,7 +40,7 @@ async def read_form(request: Request, model: type[Model]) -> Model:
     try:
         return model.model_validate(check_fields(fields, model, settings.lenient))
     except ValidationError as error:
-        raise explain(error) from None
+        raise explain_first(error) from None
 
 
 def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
         parser = FormParser(FORM, form.add_field, form.add_file, form.end, boundary=boundary, config=config)
         parser.write(body)
         parser.finalize()
-    except FormParserError as error:
-        raise _invalid(str(error)) from None
+    except FormParserError:
+        raise _invalid("its parts are not as multipart/form-data has them") from None
     if not form.ended:
         raise _invalid("it breaks off")
     return form.values

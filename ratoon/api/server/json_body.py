@@ -5,11 +5,9 @@ Everything that can be wrong with a body is a 400 (or 415) that names the place.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
@@ -20,7 +18,10 @@ from ratoon.api.server.errors import ApiError, refused
 from ratoon.api.server.exchange import Scope, exchange_of, header
 from ratoon.api.server.json_extent import ExtentLimit, check_extent
 from ratoon.api.server.lanes import WorkLanes
+from ratoon.api.server.problems import explain
 from ratoon.api.server.protocol.base import RequestModel
+from ratoon.api.server.protocol.unsupported import find_hint
+from ratoon.core.suggestions import did_you_mean
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -28,24 +29,8 @@ HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # or one half of a whole one
 LONE_HALF = re.compile(  # of a text without escaped backslashes
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
+MAX_SHOWN_NAME = 64
 LONG_BODY = 16 * 1024  # bytes: what is shorter is read before a thread would have begun
-# pydantic's kinds of errors in our words; those missing here speak for themselves.
-PROBLEMS = {
-    "missing": "is missing",
-    "string_type": "is not text",
-    "int_type": "is not a whole number",
-    "int_parsing": "is not a whole number",  # from text, as forms have it
-    "float_type": "is not a number",
-    "float_parsing": "is not a number",
-    "finite_number": "is not a finite number",
-    "bool_type": "is neither true nor false",
-    "bool_parsing": "is neither true nor false",
-    "list_type": "is not a list",
-    "dict_type": "is not an object",
-    "model_type": "is not an object",
-    "model_attributes_type": "is not an object",
-}
-
 
 _lanes = WorkLanes("body", LONG_BODY)
 
@@ -69,7 +54,7 @@ def parse_body(body: bytes, model: type[Model], lenient: bool, limit: ExtentLimi
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise explain(error) from None
+        raise explain_first(error) from None
 
 
 def decode_json(body: bytes) -> Any:
@@ -85,7 +70,7 @@ def decode_json(body: bytes) -> Any:
     except RecursionError:
         raise _invalid_json("it is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise _invalid_json(f"{error.msg} at character {error.pos}") from None
+        raise _invalid_json(f"{error.msg.removesuffix(' at')} at character {error.pos}") from None
     except ValueError:  # Python's limit on the length of a whole number
         raise _invalid_json("a number has too many digits") from None
     if HALF_CHARACTER.search(body):
@@ -111,37 +96,27 @@ def check_fields(body: dict[str, Any], model: type[RequestModel], lenient: bool,
             if inner is not None and isinstance(value, dict):
                 value = check_fields(value, inner, lenient, f"{name}.")
             known[name] = value
-        elif name in model.UNSUPPORTED:
-            if value is not None:  # null means "left out"
-                raise refused(name, "is not supported", model.UNSUPPORTED[name], code="unsupported_parameter")
-        elif not lenient:
+        elif (hint := find_hint(model.UNSUPPORTED, name)) is not None:
+            if not model.is_harmless(name, value):
+                raise refused(path + _shorten(name), "is not supported", hint, code="unsupported_parameter")
+        elif value is not None and not lenient:  # null means "left out"
             raise _unknown_field(path, name, model)
     return known
 
 
 def _unknown_field(path: str, name: str, model: type[RequestModel]) -> ApiError:
-    shown = path + (name if len(name) <= 64 else name[:64] + "…")
-    near = difflib.get_close_matches(name[:64], model.model_fields, n=1)
-    expected = f"did you mean {near[0]}?" if near else "leave it out (ratoon serve --lenient ignores such fields)"
-    return refused(shown, "is not a field of this request", expected, code="unknown_parameter")
+    otherwise = "leave it out (ratoon serve --lenient ignores such fields)"
+    expected = did_you_mean(name, model.model_fields, otherwise)
+    return refused(path + _shorten(name), "is not a field of this request", expected, code="unknown_parameter")
 
 
-def explain(error: ValidationError) -> ApiError:
-    """What pydantic found wrong first, with its place."""
-    problem = error.errors(include_url=False, include_input=False)[0]
-    path = _path(problem["loc"])
-    cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, ValueError):  # one of our own validators
-        return refused(path, str(cause))
-    text = PROBLEMS.get(problem["type"])
-    return refused(path, text or problem["msg"][:1].lower() + problem["msg"][1:])
+def _shorten(name: str) -> str:
+    return name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
 
 
-def _path(location: Sequence[int | str]) -> str:
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path or "body"
+def explain_first(error: ValidationError) -> ApiError:
+    """What was found wrong first."""
+    return explain(error.errors(include_url=False, include_input=False)[0])
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, RequestModel
+from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, RequestId, RequestModel
 
 Granularities = Annotated[
     Entries[Literal["segment", "word"]], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -32,7 +32,7 @@ class TranslationRequest(RequestModel):
     beam_size: Int | None = Field(None, description="Search with so many beams; greedy where it is left out")
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
     cache_salt: str | None = Field(None, description="Requests with different salts share nothing that is cached")
-    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    request_id: RequestId | None = Field(None)
 
 
 class TranscriptionRequest(TranslationRequest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -25,10 +26,18 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    # Fields of OpenAI's protocol that this server does not have, each with what to do about it.
+    # Fields of OpenAI's protocol, and of others', that this server does not have, each with what to do about it.
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
+    # Values of such fields that ask for nothing, beside null, false and "".
+    HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     # Fields that are models themselves, and know their fields as strictly.
     INNER: ClassVar[Mapping[str, type[RequestModel]]] = {}
+
+    @classmethod
+    def is_harmless(cls, name: str, value: Any) -> bool:
+        """By type as well: true equals 1."""
+        harmless = (None, False, "", *cls.HARMLESS.get(name, ()))
+        return any(type(value) is type(one) and value == one for one in harmless)
 
 
 class AnswerModel(BaseModel):
@@ -90,6 +99,12 @@ def _suffix(value: Any) -> str | list[int]:
     raise ValueError("is neither text nor a list of token ids")
 
 
+def _request_id(value: str) -> str:
+    if re.fullmatch(REQUEST_ID, value) is None:
+        raise ValueError("is no id; 1 to 128 characters: letters, digits, and . _ : -")
+    return value
+
+
 def _token_keys(value: dict[str, float]) -> dict[str, float]:
     for key in value:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
@@ -97,6 +112,10 @@ def _token_keys(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
+REQUEST_ID = r"[A-Za-z0-9._:-]{1,128}"
+RequestId = Annotated[
+    str, AfterValidator(_request_id), WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID}$"})
+]
 _TEXT = {"type": "string"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 

@@ -58,7 +58,13 @@ class BeamFields(RequestModel):
             output_kind=RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY,
             **given,
         )
-        params.verify()
+        try:
+            params.verify()
+        except RequestError as error:
+            if error.field != "beam_width" or self.beam_width is not None:
+                raise
+            field = "n" if self._value("best_of") is None else "best_of"  # the width comes from there
+            raise type(error)(field, error.problem, error.expected) from None
         return params
 
     def _width(self) -> int:

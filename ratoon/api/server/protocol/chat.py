@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChoice, FoundChunkChoice, PromptLogprobs, Usage
-from ratoon.api.server.protocol.base import AnswerModel, Entries, Metadata, Size
+from ratoon.api.server.protocol.base import AnswerModel, Entries, Size
 from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
-from ratoon.api.server.protocol.sampling import SamplingFields, ServiceTier
+from ratoon.api.server.protocol.sampling import SamplingFields
+from ratoon.api.server.protocol.unsupported import CONSTRAINTS
 
 LATER = "does not exist here; leave it out"
 
@@ -79,6 +80,7 @@ class Tool(BaseModel):
 
 class ChatCompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        **CONSTRAINTS,
         "audio": f"sound {LATER}",
         "prediction": f"predicted output {LATER}",
         "web_search_options": f"searching {LATER}",
@@ -91,6 +93,12 @@ class ChatCompletionRequest(SamplingFields):
         "echo": "/v1/completions can do it",
         "continuation_suffix": "the new messages are what follows; /v1/completions takes a suffix",
         "continuation_at": "/v1/completions can do it",
+    }
+    HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "best_of": (1,),
+        "functions": ([],),
+        "function_call": ("none",),
+        "continuation_suffix": ([],),
     }
 
     messages: Entries[Message] = Field(min_length=1, description="With continuation_of: the new ones alone")
@@ -120,12 +128,14 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
 
     # Accepted, without effect
-    metadata: Metadata | None = Field(None, description="Accepted, without effect")
-    store: bool | None = Field(None, description="false: nothing is stored here")
-    service_tier: ServiceTier | None = Field(None, description="Accepted, without effect")
     parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect")
-    safety_identifier: str | None = Field(None, description="Accepted, without effect")
-    prompt_cache_key: str | None = Field(None, description="Accepted, without effect; see cache_salt")
+
+    def body_name(self, field: str) -> str:
+        """What this request calls a field that it has by another name."""
+        if field == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        is_number = field == "logprobs" and self.top_logprobs and not self.use_beam_search
+        return "top_logprobs" if is_number else field
 
 
 class TopLogprob(AnswerModel):

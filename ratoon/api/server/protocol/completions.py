@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,15 +11,18 @@ from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChunkCho
 from ratoon.api.server.protocol.base import AnswerModel, Int, Prompt, Prompts, Suffix
 from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields
+from ratoon.api.server.protocol.unsupported import CONSTRAINTS, STRUCTURED
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class CompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        **CONSTRAINTS,
         "suffix": "filling in the middle does not exist here; write the model's own markers into the prompt",
-        "response_format": "structured output does not exist yet; leave it out",
+        "response_format": STRUCTURED,
     }
+    HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"response_format": ({"type": "text"},)}
 
     prompt: Prompts | None = Field(
         None,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts, RequestModel
+from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts, RequestId, RequestModel
 
 
 class EmbeddingRequest(RequestModel):
@@ -26,7 +26,7 @@ class EmbeddingRequest(RequestModel):
     add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
-    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    request_id: RequestId | None = Field(None)
 
     # Accepted, without effect
     user: str | None = Field(None, description="Accepted, without effect")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from ratoon.api.server.protocol.answers import ErrorDetail
-from ratoon.api.server.protocol.base import AnswerModel, Prompt, RequestModel, Size
+from ratoon.api.server.protocol.base import AnswerModel, Prompt, RequestId, RequestModel, Size
 from ratoon.core.params import HiddenStatesParams
 
 NAMES = ("positions", "scope", "layers", "dtype", "deadline", "side")  # here and in HiddenStatesParams
@@ -119,13 +119,11 @@ class HiddenStatesRequest(HiddenStatesFields):
     decoder_prompt: Prompt | None = Field(
         None, description="Of an encoder-decoder model, whose encoder reads prompt: what its decoder begins with"
     )
-    original_request_id: str | None = Field(None, description="The id of an answer: read out its states")
+    original_request_id: RequestId | None = Field(None, description="The id of an answer: read out its states")
     choice: Size | None = Field(None, description="Which of its choices; the first where it is left out")
     add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
-    request_id: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="What the answer's id is made of"
-    )
+    request_id: RequestId | None = Field(None, description="What the answer's id is made of")
     user: str | None = Field(None, description="Accepted, without effect")
 
 

@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import Field
 
-from ratoon.api.server.protocol.base import Entries, Int, LogitBias, RequestModel, Size, Texts
+from ratoon.api.server.errors import refused
+from ratoon.api.server.protocol.base import Entries, Int, LogitBias, Metadata, RequestId, RequestModel, Size, Texts
 from ratoon.api.server.protocol.beams import BeamFields
 from ratoon.api.server.protocol.hidden_states import HiddenStatesFields, ReturnHiddenStates
+from ratoon.api.server.protocol.unsupported import CONSTRAINTS
 from ratoon.core.errors import RequestError
 from ratoon.core.params import GenerationParams, RequestOutputKind, SamplingParams
 
@@ -23,6 +25,9 @@ SAME_NAMES = (
 )  # fmt: skip
 
 
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+
+
 class StreamOptions(RequestModel):
     include_usage: bool | None = Field(None, description="Send a last chunk with the whole request's token counts")
     continuous_usage_stats: bool | None = Field(None, description="Send the counts so far with every chunk")
@@ -30,6 +35,7 @@ class StreamOptions(RequestModel):
 
 
 class SamplingFields(BeamFields):
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = CONSTRAINTS
     INNER: ClassVar[Mapping[str, type[RequestModel]]] = {
         "stream_options": StreamOptions,
         "return_hidden_states": HiddenStatesFields,
@@ -65,9 +71,8 @@ class SamplingFields(BeamFields):
     # Extensions: how the request is run and answered
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
-    request_id: str | None = Field(
+    request_id: RequestId | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9._:-]{1,128}$",
         description="What the answer's id is made of; later requests may call the answer by it",
     )
     add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
@@ -90,6 +95,11 @@ class SamplingFields(BeamFields):
 
     # Accepted, without effect
     user: str | None = Field(None, description="Accepted, without effect")
+    metadata: Metadata | None = Field(None, description="Accepted, without effect")
+    store: bool | None = Field(None, description="false: nothing is stored here")
+    service_tier: ServiceTier | None = Field(None, description="Accepted, without effect")
+    safety_identifier: str | None = Field(None, description="Accepted, without effect")
+    prompt_cache_key: str | None = Field(None, description="Accepted, without effect; see cache_salt")
 
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
@@ -119,9 +129,14 @@ class SamplingFields(BeamFields):
         params.verify()
         return params
 
-    def check_stream_options(self) -> None:
-        if self.stream_options is not None and not self.stream:
+    def check_companions(self) -> None:
+        """Refuse what has no meaning here, or none without another field."""
+        if self.store:
+            raise refused("store", "nothing is stored here", "false, or leave it out", code="unsupported_parameter")
+        options = self.stream_options
+        if (
+            not self.stream
+            and options is not None
+            and any(getattr(options, name) for name in StreamOptions.model_fields)
+        ):
             raise RequestError("stream_options", "has no meaning without stream", "set stream to true, or leave it out")
-
-
-ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]

@@ -19,6 +19,7 @@ from ratoon.api.server.origins import chat_origin
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, Message
 from ratoon.api.server.routes.documented import MODEL, WITH_BODY, answers, body
+from ratoon.core.errors import RequestError
 
 router = APIRouter(tags=["OpenAI"])
 EXAMPLE = {
@@ -40,10 +41,13 @@ async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     asked = await read_body(request, ChatCompletionRequest)
     exchange = exchange_of(request.scope)
-    batch = await make_batch(context, asked, exchange)
-    exchange.notes = batch.prompts[0].notes if batch.origin is None else batch.origin.notes
-    renderer = ChatRenderer(context, asked, batch)
-    return await (answer_stream if asked.stream else answer_whole)(request, renderer)
+    try:
+        batch = await make_batch(context, asked, exchange)
+        exchange.notes = batch.prompts[0].notes if batch.origin is None else batch.origin.notes
+        renderer = ChatRenderer(context, asked, batch)
+        return await (answer_stream if asked.stream else answer_whole)(request, renderer)
+    except RequestError as error:
+        raise type(error)(asked.body_name(error.field), error.problem, error.expected) from None
 
 
 async def make_batch(context: ServerContext, asked: ChatCompletionRequest, exchange: Exchange) -> Batch:
@@ -103,7 +107,7 @@ async def encode_conversation(
 
 def check_support(context: ServerContext, asked: ChatCompletionRequest) -> None:
     """Refuse what the protocol has and this server has not, each by its name."""
-    asked.check_stream_options()
+    asked.check_companions()
     if asked.response_format is not None and asked.response_format.type != "text":
         problem = f"{asked.response_format.type!r} is not supported yet"
         raise refused("response_format", problem, '{"type": "text"}, or leave it out', code="unsupported_parameter")
@@ -112,9 +116,7 @@ def check_support(context: ServerContext, asked: ChatCompletionRequest) -> None:
         raise refused("tool_choice", problem, '"auto", "none", or leave it out', code="unsupported_parameter")
     if asked.modalities not in (None, ["text"]):
         raise refused("modalities", "only text comes out", '["text"], or leave it out', code="unsupported_parameter")
-    if asked.store:
-        raise refused("store", "nothing is stored here", "false, or leave it out", code="unsupported_parameter")
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise refused("top_logprobs", "has no meaning without logprobs", "set logprobs to true, or leave it out")
     if asked.chat_template is not None and not context.settings.allow_request_template:
         expected = "leave it out; ratoon serve --allow-request-template allows it"

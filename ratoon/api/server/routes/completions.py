@@ -42,7 +42,7 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
     """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
     context.check_model(asked.model)
     context.llm.verify_generates()
-    asked.check_stream_options()
+    asked.check_companions()
     if asked.best_of not in (None, asked.num_choices()) and not asked.use_beam_search:
         raise refused("best_of", f"{asked.best_of} is not n ({asked.num_choices()})", "leave it out, and use n")
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens

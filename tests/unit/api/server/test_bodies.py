@@ -126,6 +126,62 @@ async def test_unknown_fields_are_named_with_what_was_meant():
 
 
 @on_event_loop
+async def test_a_name_is_only_suggested_where_it_is_close():
+    async with scripted() as client:
+        for name in ("whatever", "max", "min_tokenss_of_it", "stopping"):
+            assert "did you mean" not in (await client.complete(prompt="x", **{name: 1})).error["message"]
+
+
+@on_event_loop
+async def test_values_that_ask_for_nothing_are_accepted():
+    async with scripted(say("x")) as client:
+        answer = await client.complete(
+            prompt="x", echo=False, best_of=1, n=1, suffix="", whatever=None, response_format={"type": "text"},
+            store=False, metadata={"a": "b"}, service_tier="auto", user="me", stream_options={"include_usage": False},
+        )  # fmt: skip
+        assert answer.status == 200, answer.body
+        assert (await client.complete(prompt="x", best_of=True)).status == 400
+        assert (await client.complete(prompt="x", store=True)).error["param"] == "store"
+        assert (await client.post("/v1/embeddings", {"model": MODEL, "input": "x", "whatever": None})).status != 400
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "message"),
+    [
+        ("/v1/completions", {"n": 0}, "n", "n: 0 is out of range; expected a whole number of at least 1"),
+        ("/v1/completions", {"max_tokens": -1}, "max_tokens", "max_tokens: is out of range; at least 0"),
+        ("/v1/completions", {"seed": 2**70}, "seed", "seed: is out of range; at most 18446744073709551615"),
+        ("/v1/completions", {"request_id": "a b"}, "request_id", "request_id: is no id; 1 to 128 characters"),
+        ("/v1/completions", {"model": ""}, "model", "model: is too short; at least 1 characters"),
+        ("/v1/completions", {"service_tier": "x"}, "service_tier", "service_tier: is unknown; 'auto', 'default'"),
+        ("/v1/completions", {"use_beam_search": True, "best_of": 9999}, "best_of", "best_of: 9999 is out of range"),
+        ("/v1/completions", {"stream_options": {"x": 1}}, "stream_options.x", "stream_options.x: is not a field"),
+        ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias: the key 'x' is not a token id"),
+        ("/v1/completions", {"return_hidden_states": {"dtype": "x"}}, "return_hidden_states.dtype", "is unknown; 'fl"),
+        ("/v1/chat/completions", {"messages": []}, "messages", "messages: has too few entries; at least 1"),
+        ("/v1/embeddings", {"encoding_format": "x"}, "encoding_format", "is unknown; 'float' or 'base64'"),
+        ("/v1/requests?limit=0", None, "limit", "limit: is out of range; at least 1"),
+        ("/v1/requests?limit=x", None, "limit", "limit: is not a whole number"),
+        ("/detokenize", {"tokens": [2**40]}, "tokens[0]", "is out of range; less than 2147483648"),
+    ],
+)
+@on_event_loop
+async def test_problems_are_told_in_words_of_our_own_at_the_right_place(path, fields, param, message):
+    async with scripted() as client:
+        required = {"model": MODEL, "prompt": "x"}
+        if "chat" in path:
+            required = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+        elif "embeddings" in path:
+            required = {"model": MODEL, "input": "x"}
+        elif "tokenize" in path:
+            required = {}
+        answer = await (client.get(path) if fields is None else client.post(path, {**required, **fields}))
+        assert (answer.status, answer.error["param"]) == (400, param)
+        assert message in answer.error["message"]
+        assert not any(word in answer.error["message"].lower() for word in ("input should", "pydantic", "valid "))
+
+
+@on_event_loop
 async def test_a_lenient_server_ignores_unknown_fields_but_not_unsupported_ones():
     async with scripted(say("x"), lenient=True) as client:
         assert (await client.complete(prompt="x", whatever={"a": 1})).status == 200

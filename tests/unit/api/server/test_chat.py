@@ -199,14 +199,15 @@ async def test_a_model_without_a_template_takes_no_conversations():
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"functions": []}, "functions"),
+        ({"functions": [{}]}, "functions"),
         ({"prediction": {}}, "prediction"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"store": True}, "store"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 1000}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
-        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
@@ -240,8 +241,32 @@ async def test_harmless_fields_are_accepted():
         answer = await client.chat(
             "a", user="me", metadata={"a": "b"}, store=False, service_tier="auto", parallel_tool_calls=True,
             response_format={"type": "text"}, modalities=["text"], functions=None, audio=None, prompt_cache_key="k",
+            echo=False, best_of=1, n=1, suffix=None, whatever=None, top_logprobs=0, function_call="none", tools=[],
+            stream_options={"include_usage": False}, guided_json=None,
         )  # fmt: skip
         assert answer.status == 200, answer.body
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whatever", "structured_outputs"),
+        *("structural_tag", "json_schema", "grammar", "regex", "ebnf", "logits_processors", "max_new_tokens"),
+        *("documents", "truncate_prompt_tokens"),
+    ],
+)
+@on_event_loop
+async def test_what_constrains_an_answer_is_refused_by_name_on_a_lenient_server_too(field):
+    async with scripted(say("x"), lenient=True) as client:
+        for answer in (
+            await client.chat("a", **{field: {"x": 1}}),
+            await client.complete(prompt="a", **{field: ["x"]}),
+        ):
+            assert (answer.status, answer.error["param"]) == (400, field)
+            assert answer.error["code"] == "unsupported_parameter"
+        formatted = await client.complete(prompt="a", response_format={"type": "json_object"})
+        assert formatted.error["param"] == "response_format"
+        assert not client.engine.core.added
 
 
 @on_event_loop

@@ -123,6 +123,28 @@ async def test_paths_and_methods_that_do_not_exist():
         assert wrong.status == 405
         assert wrong.headers["allow"] == "POST"
         assert wrong.error["type"] == "invalid_request_error"
+        assert "use POST" in wrong.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/completions", "did you mean /v1/completions?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/admin/stats", "ratoon serve --admin turns it on"),
+        ("/v1/nothing/like/it", "There is no '/v1/nothing/like/it' here"),
+    ],
+)
+@on_event_loop
+async def test_a_wrong_path_is_told_with_what_may_have_been_meant(path, hint):
+    async with scripted() as client:
+        answer = await client.post(path, {})
+        assert (answer.status, answer.error["type"]) == (404, "invalid_request_error")
+        assert hint in answer.error["message"]
+        assert ("did you mean" in answer.error["message"]) == ("did you mean" in hint)
 
 
 @on_event_loop
