@@ -37,6 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 KV_FRACTION = {"cuda": 0.85, "cpu": 0.4}
 CPU_KV_LIMIT = 4 * 2**30
 ALLOCATOR_PATIENCE = 0.3  # seconds
+DEVICE_VARIABLE = "RATOON_DEVICE"  # what the device "auto" means, instead of CUDA where it is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def usable_cores() -> int:
 
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
