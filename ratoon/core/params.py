@@ -23,6 +23,9 @@ MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_BEAM_WIDTH = 2048
 MAX_BEAM_STOP_TOKENS = 16  # each costs a step `beam_width` more candidates
+MAX_NGRAM_SIZE = 256  # of no_repeat_ngram_size and its like: a step's work grows with it
+MAX_BAD_WORD_TOKENS = 64  # in one entry of `bad_words_ids`: likewise
+MAX_FORCED_TOKENS = 16
 MAX_LENGTH_PENALTY = 16.0  # either way: the longest text to this power is still far from where float64 ends
 POOLING_KINDS = ("last", "mean", "first")
 HIDDEN_STATES_DTYPES = ("float32", "bfloat16", "float16")
@@ -88,6 +91,14 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
     suppressed_token_ids: list[int] | None = None
     suppressed_first_token_ids: list[int] | None = None
     timestamps: TimestampRules | None = None
+    # Rules of transformers, under its names. None: the model's own, 0 or []: none. Prompt and output count as one text.
+    no_repeat_ngram_size: int | None = None  # no run of so many tokens comes twice
+    encoder_no_repeat_ngram_size: int | None = None  # none of the encoder's (without an encoder: of the prompt) comes
+    forced_eos_token_id: list[int] | None = None  # or one: what the last token is that there is room for
+    bad_words_ids: list[list[int]] | None = None  # sequences of tokens that never come
+    # Of prompt and output together, as in transformers. They count where `max_tokens` is None, and `min_tokens` 0.
+    max_length: int | None = None
+    min_length: int = 0  # cut to what `max_tokens` leaves
 
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None
@@ -99,6 +110,7 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
             self.stop = [self.stop]
         if self.top_k == -1:
             self.top_k = 0
+        self.forced_eos_token_id = _one_or_many(self.forced_eos_token_id)
         self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
 
     @property
@@ -183,12 +195,20 @@ class BeamSearchParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_
     suppressed_token_ids: list[int] | None = None
     suppressed_first_token_ids: list[int] | None = None
     timestamps: TimestampRules | None = None
+    no_repeat_ngram_size: int | None = None
+    encoder_no_repeat_ngram_size: int | None = None
+    forced_eos_token_id: list[int] | None = None  # or one; it costs a text nothing
+    bad_words_ids: list[list[int]] | None = None
+    max_length: int | None = None
+    min_length: int = 0
 
-    # Filled by the InputProcessor; a caller leaves it alone.
+    # Filled by the InputProcessor; a caller leaves them alone.
     all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
+    num_forced_tokens: int = 0  # at the prompt's end, that count as the text's: a length penalty looks at them
 
     def __post_init__(self) -> None:
         self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
+        self.forced_eos_token_id = _one_or_many(self.forced_eos_token_id)
 
     def clone(self) -> BeamSearchParams:
         """A copy whose fields can be set; lists are shared and never changed in place."""
@@ -308,10 +328,28 @@ def _verify_hidden_states(params: Any) -> None:
         raise error.inside("return_hidden_states") from None
 
 
+def _one_or_many(token_ids: Any) -> Any:
+    """One token id counts as a list of it."""
+    return [token_ids] if isinstance(token_ids, int) and not isinstance(token_ids, bool) else token_ids
+
+
 def _verify_rules(params: GenerationParams) -> None:
-    """What is wrong with the tokens that may not be chosen."""
+    """What is wrong with the tokens that may not be chosen, or must be."""
     for name in ("suppressed_token_ids", "suppressed_first_token_ids"):
         _require_list(name, getattr(params, name), int, None)
+    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+        if getattr(params, name) is not None:
+            _require_int(name, getattr(params, name), 0, MAX_NGRAM_SIZE, hint="0 means none")
+    _require_list("forced_eos_token_id", params.forced_eos_token_id, int, MAX_FORCED_TOKENS)
+    _require_list("bad_words_ids", params.bad_words_ids, list, MAX_LOGIT_BIAS)
+    for index, word in enumerate(params.bad_words_ids or ()):
+        field = f"bad_words_ids[{index}]"
+        _require_list(field, word, int, MAX_BAD_WORD_TOKENS)
+        if not word:
+            raise RequestError(field, "is empty", "at least one token id")
+    if params.max_length is not None:
+        _require_int("max_length", params.max_length, 1, None)
+    _require_int("min_length", params.min_length, 0, None)
     rules: Any = params.timestamps
     if rules is None:
         return

@@ -44,6 +44,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     pooling_params: PoolingParams | None = None  # set: never sampled; its vector is read out at the end of the prompt
     cross_block_ids: list[int] = []  # what cross-attention reads; many branches may name the same
     num_encoder_positions: int = 0
+    encoder_token_ids: list[int] = []  # what the encoder read, where a rule over tokens looks at it
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -11,8 +11,9 @@ import torch
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
 from ratoon.core.plan import BeamStep, SchedulerOutput
 from ratoon.execution.beam_rows import BeamRows
+from ratoon.execution.rules.base import RowRules, forbid, force
 from ratoon.execution.sampling_rows import RowEdits, SamplingRows
-from ratoon.execution.timestamps import TextSoFar, keep_to_timestamp_rules
+from ratoon.execution.timestamps import keep_to_timestamp_rules
 from ratoon.layers.beams import SearchRows, best_candidates_of_searches
 
 NO_CANDIDATES = "the model's logits hold no usable number (NaN or all tokens forbidden)"
@@ -43,22 +44,22 @@ def choose_candidates(
     steps = [step for step in plan.beam_steps if step.num_candidates]
     searches: list[SearchRows] = []
     scores: list[float] = []
-    timed: list[int] = []  # rows with timestamps
-    texts: list[TextSoFar] = []
+    ruled: list[int] = []  # rows with rules over tokens
+    rules: list[RowRules] = []
     for step in steps:
         edits = sampling_rows.edits[beam_rows.trunk_row(step.req_id)]
         start = len(scores)
         scores += step.scores
         searches.append(SearchRows(start, len(scores), step.num_candidates, _held_back(step, edits)))
-        if edits.text is not None:
-            timed += range(start, len(scores))
-            texts += beam_rows.texts_of(step.req_id) or [edits.text]
+        if edits.rules is not None:
+            ruled += range(start, len(scores))
+            rules += beam_rows.rules_of(step.req_id)
 
-    def keep_to_rules(logits: torch.Tensor) -> None:
-        keep_to_timestamp_rules(logits, np.array(timed), texts)
+    def keep(logits: torch.Tensor) -> torch.Tensor | None:
+        return keep_to_rules(logits, np.array(ruled), rules)
 
     found = best_candidates_of_searches(
-        logits, torch.tensor(scores, device=logits.device), searches, keep_to_rules if timed else None
+        logits, torch.tensor(scores, device=logits.device), searches, keep if ruled else None
     )
     for step, candidates in zip(steps, found, strict=True):
         if candidates is None:
@@ -67,6 +68,17 @@ def choose_candidates(
             output.candidates[step.req_id] = BeamCandidates(
                 candidates.scores.tolist(), candidates.beams.tolist(), candidates.tokens.tolist()
             )
+
+
+def keep_to_rules(logits: torch.Tensor, rows: np.ndarray, rules: list[RowRules]) -> torch.Tensor | None:
+    """Forbid in these rows of logits, which are in rising order, what the rules of each do not leave possible. A token
+    that is forced costs a beam nothing. Returns the rows with such tokens, whose log-probability is the 0 they have."""
+    verdicts = [row_rules.verdict() for row_rules in rules]
+    forbid(logits, rows, verdicts)
+    timed = [place for place, row_rules in enumerate(rules) if row_rules.text is not None]
+    if timed:
+        keep_to_timestamp_rules(logits, rows[timed], [rules[place].text for place in timed])  # type: ignore[misc]
+    return force(logits, rows, verdicts)
 
 
 def _held_back(step: BeamStep, edits: RowEdits) -> list[int]:

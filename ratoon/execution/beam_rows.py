@@ -6,22 +6,23 @@ It moves rows as a plan says. Which beams live on is not known here, nor what th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
 
 import numpy as np
 
 from ratoon.core.plan import BeamStep
 from ratoon.execution.branch_rows import BranchRows
-from ratoon.execution.timestamps import TextSoFar
+from ratoon.execution.rules.base import RowRules
+from ratoon.execution.sampling_rows import SamplingRows
 
 
 class BeamRows:
     """The row of every beam, by search. The first is the trunk's own, which it has from the prompt on."""
 
-    def __init__(self, rows: BranchRows) -> None:
+    def __init__(self, rows: BranchRows, sampling_rows: SamplingRows) -> None:
         self._rows = rows
+        self._sampling_rows = sampling_rows
         self._of_search: dict[str, np.ndarray] = {}  # [B] rows, by the trunk's id
-        self._texts: dict[str, list[TextSoFar]] = {}  # of the beams of searches with timestamps
+        self._rules: dict[str, list[RowRules]] = {}  # of the beams of searches with rules over tokens
 
     def __len__(self) -> int:
         return len(self._of_search)
@@ -34,9 +35,13 @@ class BeamRows:
     def trunk_row(self, req_id: str) -> int:
         return self._rows.row_of[req_id]
 
-    def texts_of(self, req_id: str) -> list[TextSoFar]:
-        """Of the beams of a search with timestamps; none of those that do not exist yet."""
-        return self._texts.get(req_id, [])
+    def rules_of(self, req_id: str) -> list[RowRules]:
+        """Of every beam; of a search whose beams do not exist yet, the trunk's. None where there are no rules."""
+        beams = self._rules.get(req_id)
+        if beams is not None:
+            return beams
+        trunk = self._sampling_rows.edits[self.trunk_row(req_id)].rules
+        return [] if trunk is None else [trunk]
 
     def drop(self, req_ids: Iterable[str]) -> None:
         """Give rows back. The trunk's own goes the way of all branches."""
@@ -44,7 +49,7 @@ class BeamRows:
             beams = self._of_search.pop(req_id, None)
             if beams is not None:
                 self._rows.give_back(beams[1:])
-                self._texts.pop(req_id, None)
+                self._rules.pop(req_id, None)
 
     def apply(self, step: BeamStep) -> None:
         """Bring a search's rows to where the step begins."""
@@ -82,12 +87,11 @@ class BeamRows:
         rows.num_tokens[beams] = end
         rows.num_prompt[beams] = rows.num_prompt[old[0]]
         self._of_search[step.req_id] = beams
-        params = rows.params[old[0]]
-        if params is not None and params.timestamps is not None:
-            before = self.texts_of(step.req_id) or [TextSoFar(params.timestamps)]
-            # Tokens that are not computed are new: a search that lost what was computed has lost its texts with it.
+        before = self.rules_of(step.req_id)
+        if before:
+            # Tokens that are not computed are new: a search that lost what was computed has lost its rules with it.
             moves = zip(step.parents, new_tokens.tolist(), strict=True)
-            self._texts[step.req_id] = [reduce(TextSoFar.after, tokens, before[parent]) for parent, tokens in moves]
+            self._rules[step.req_id] = [before[parent].after_all(tokens) for parent, tokens in moves]
 
     def _resize(self, old: np.ndarray, count: int) -> np.ndarray:
         if count <= len(old):

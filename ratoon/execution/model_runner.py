@@ -85,7 +85,7 @@ class ModelRunner:
         self.sampling_rows = SamplingRows(max_num_reqs)
         self.sampler = Sampler(self.sampling_rows)
         self.pooling = PoolingBranches()
-        self.beam_rows = BeamRows(self.rows)
+        self.beam_rows = BeamRows(self.rows, self.sampling_rows)
         self.inputs = InputPreparation(self.rows, max_num_tokens, num_rows, device)
         self.num_computed_tokens = 0  # rows that went through the model, since the start
         self._executed: ExecutedStep | None = None
@@ -207,7 +207,7 @@ class ModelRunner:
         for new in plan.scheduled_new_reqs:
             row = self.rows.add(new)
             prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
-            self.sampling_rows.add(row, new.sampling_params, new.seed, prompt, output)
+            self.sampling_rows.add(row, new.sampling_params, new.seed, prompt, output, new.encoder_token_ids)
             if new.pooling_params is not None:
                 self.pooling.add(new)
             new_ids.add(new.req_id)

@@ -13,6 +13,7 @@ import torch
 
 from ratoon.core.outputs import LogprobsLists
 from ratoon.execution.cells import cells, take, to_device
+from ratoon.execution.rules.base import forbid, force
 from ratoon.execution.sampling_rows import EDITS, MASKS, Needs, SamplingRows
 from ratoon.execution.timestamps import keep_to_timestamp_rules
 from ratoon.layers import sampling
@@ -22,7 +23,6 @@ Tensor = torch.Tensor
 
 # The tokens that a row with this need, whose RowEdits are given, may not get.
 FORBIDDEN: dict[Needs, Callable[[Any], Sequence[int] | np.ndarray]] = {
-    Needs.BAD_WORDS: lambda edits: edits.bad_words.forbidden(),
     Needs.MIN_TOKENS: lambda edits: edits.stop_ids,
     Needs.FIRST: lambda edits: edits.suppressed_first,
     Needs.SUPPRESSED: lambda edits: edits.suppressed,
@@ -181,19 +181,23 @@ def _rows_with(needs: np.ndarray, need: Needs) -> np.ndarray:
 
 
 def _mask(logits: Tensor, needs: np.ndarray, edits: list[Any]) -> None:
-    """Forbid tokens. `edits` are RowEdits; `needs` [R] says which of their parts are there. Timestamps come last: their
-    rules weigh what is still possible."""
+    """Forbid tokens. `edits` are RowEdits; `needs` [R] says which of their parts are there. Timestamps come late: their
+    rules weigh what is still possible. A token that is forced goes before all that forbids it."""
     rows = _rows_with(needs, Needs.ALLOWED)
     if len(rows):
         allowed = cells(logits, rows, [edits[row].allowed for row in rows])
         sampling.allow_only(logits, to_device(rows, logits.device), *allowed)
+    judged = _rows_with(needs, Needs.VERDICT)
+    verdicts = [edits[row].verdict for row in judged]
+    forbid(logits, judged, verdicts)
     for need, tokens_of in FORBIDDEN.items():
         rows = _rows_with(needs, need)
         if len(rows):
             sampling.forbid_tokens(logits, *cells(logits, rows, [tokens_of(edits[row]) for row in rows]))
     rows = _rows_with(needs, Needs.TIMESTAMPS)
     if len(rows):
-        keep_to_timestamp_rules(logits, rows, [edits[row].text for row in rows])
+        keep_to_timestamp_rules(logits, rows, [edits[row].rules.text for row in rows])
+    force(logits, judged, verdicts)
 
 
 def prompt_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> LogprobsLists:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ratoon.core.params import SamplingParams
-from ratoon.execution.timestamps import TextSoFar
+from ratoon.execution.rules.base import NO_VERDICT, RowRules, Verdict
+from ratoon.execution.rules.build import rules_of
 from ratoon.layers import sampling
 
 
@@ -23,7 +24,7 @@ class Needs(enum.IntFlag):
     RANDOM = 1  # temperature
     FILTER = 2  # top_k, top_p, min_p
     ALLOWED = 4
-    BAD_WORDS = 8
+    VERDICT = 8  # its rules forbid or force something now
     MIN_TOKENS = 16  # until the row has them
     BIAS = 32
     PENALTY = 64
@@ -31,11 +32,12 @@ class Needs(enum.IntFlag):
     SUPPRESSED = 256
     FIRST = 512  # tokens that are suppressed as the first, until the row has one
     TIMESTAMPS = 1024
+    RULES = 2048  # it has rules that look at its tokens, whatever they say now
 
 
-MASKS = Needs.ALLOWED | Needs.BAD_WORDS | Needs.MIN_TOKENS | Needs.SUPPRESSED | Needs.FIRST | Needs.TIMESTAMPS
+MASKS = Needs.ALLOWED | Needs.VERDICT | Needs.MIN_TOKENS | Needs.SUPPRESSED | Needs.FIRST | Needs.TIMESTAMPS
 EDITS = MASKS | Needs.BIAS | Needs.PENALTY
-HISTORY = Needs.BAD_WORDS | Needs.PENALTY | Needs.TIMESTAMPS  # these look at the tokens so far
+HISTORY = Needs.PENALTY | Needs.RULES  # these look at the tokens so far
 PASSING = Needs.MIN_TOKENS | Needs.FIRST  # these are over at some length
 
 
@@ -62,43 +64,19 @@ class TokenCounts:
         return self._tokens[: len(self._place)], self._counts[: len(self._place)]
 
 
-class BadWords:
-    """Which token would complete a forbidden word. Only the output is looked at: a word that the prompt began is not
-    completed by it, as in vLLM."""
-
-    def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        self._always = sorted({word[0] for word in words if len(word) == 1})
-        # Longer words by the token before their last, so that a step looks at few of them.
-        self._longer: dict[int, list[tuple[list[int], int]]] = {}
-        for word in words:
-            if len(word) > 1:
-                self._longer.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
-        self._keep = max((len(word) - 1 for word in words), default=0)
-        self._output: list[int] = []  # the last tokens, as many as the longest word needs
-
-    def add(self, token_id: int) -> None:
-        if self._keep:
-            self._output.append(token_id)
-            del self._output[: -self._keep]
-
-    def forbidden(self) -> list[int]:
-        matches = self._longer.get(self._output[-1], ()) if self._output else ()
-        return self._always + [last for prefix, last in matches if self._output[-len(prefix) :] == prefix]
-
-
 @dataclass(slots=True)
 class RowEdits:
     """The parts of a row's request that change logits; None where it has no such part."""
 
     allowed: np.ndarray | None = None  # int64
-    bad_words: BadWords | None = None
     stop_ids: np.ndarray | None = None  # held back by min_tokens
     bias_ids: np.ndarray | None = None
     bias: np.ndarray | None = None  # float32
     counts: TokenCounts | None = None
     suppressed: np.ndarray | None = None  # int64
     suppressed_first: np.ndarray | None = None
-    text: TextSoFar | None = None  # for timestamps
+    rules: RowRules | None = None
+    verdict: Verdict = NO_VERDICT  # theirs about the next token
 
 
 NO_EDITS = RowEdits()
@@ -127,10 +105,11 @@ class SamplingRows:
         seed: int,
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int],
+        encoder_token_ids: Sequence[int] = (),
     ) -> None:
         """Take a branch in. `output_token_ids` is what it generated before: a resumed branch goes on where it was."""
         self._grow(slot + 1)
-        edits = _edits_of(params, prompt_token_ids)
+        edits = _edits_of(params, prompt_token_ids, encoder_token_ids)
         needs = _needs_of(params, edits)
         self.edits[slot] = edits
         self.needs[slot] = needs
@@ -143,8 +122,12 @@ class SamplingRows:
         self.min_p[slot] = params.min_p
         self.penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        for token_id in output_token_ids if needs & HISTORY else ():
-            self._remember(slot, token_id)
+        if edits.counts is not None:
+            for token_id in output_token_ids:
+                edits.counts.add(token_id)
+        if edits.rules is not None:
+            edits.rules = edits.rules.after_all(output_token_ids)
+            self._judge(slot)
         self._end_passing(np.array([slot]))
 
     def remove(self, slot: int) -> None:
@@ -173,10 +156,19 @@ class SamplingRows:
         edits = self.edits[slot]
         if edits.counts is not None:
             edits.counts.add(token_id)
-        if edits.bad_words is not None:
-            edits.bad_words.add(token_id)
-        if edits.text is not None:
-            edits.text = edits.text.after(token_id)
+        if edits.rules is not None:
+            edits.rules = edits.rules.after(token_id)
+            self._judge(slot)
+
+    def _judge(self, slot: int) -> None:
+        """Ask the rules of a row about its next token. A row to which they say nothing now is like one without."""
+        edits = self.edits[slot]
+        assert edits.rules is not None
+        edits.verdict = edits.rules.verdict()
+        if edits.verdict:
+            self.needs[slot] |= np.uint16(Needs.VERDICT)
+        else:
+            self.needs[slot] &= ~np.uint16(Needs.VERDICT)
 
     def _grow(self, num_slots: int) -> None:
         missing = num_slots - len(self.edits)
@@ -190,12 +182,10 @@ class SamplingRows:
         self.edits += [NO_EDITS] * missing
 
 
-def _edits_of(params: SamplingParams, prompt_token_ids: Sequence[int]) -> RowEdits:
-    edits = RowEdits()
+def _edits_of(params: SamplingParams, prompt_token_ids: Sequence[int], encoder_token_ids: Sequence[int]) -> RowEdits:
+    edits = RowEdits(rules=rules_of(params, prompt_token_ids, encoder_token_ids))
     if params.allowed_token_ids is not None:
         edits.allowed = np.unique(np.asarray(params.allowed_token_ids, dtype=np.int64))
-    if params.bad_words_token_ids:
-        edits.bad_words = BadWords(params.bad_words_token_ids)
     stop_ids = {*(params.eos_token_ids or ()), *(params.stop_token_ids or ()), *(params.all_stop_token_ids or ())}
     if params.min_tokens > 0 and stop_ids:
         edits.stop_ids = np.array(sorted(stop_ids), dtype=np.int64)
@@ -208,7 +198,6 @@ def _edits_of(params: SamplingParams, prompt_token_ids: Sequence[int]) -> RowEdi
         edits.counts = TokenCounts(())  # these two do not look at the prompt
     suppressed = {*(params.suppressed_token_ids or ())}
     if params.timestamps is not None:
-        edits.text = TextSoFar(params.timestamps)
         suppressed.add(params.timestamps.no_timestamps_token_id)
     if suppressed:
         edits.suppressed = np.array(sorted(suppressed), dtype=np.int64)
@@ -223,13 +212,13 @@ def _needs_of(params: SamplingParams, edits: RowEdits) -> Needs:
         Needs.RANDOM: not params.is_greedy,
         Needs.FILTER: not params.is_greedy and filtered,
         Needs.ALLOWED: edits.allowed is not None,
-        Needs.BAD_WORDS: edits.bad_words is not None,
         Needs.MIN_TOKENS: edits.stop_ids is not None,
         Needs.BIAS: edits.bias is not None,
         Needs.PENALTY: edits.counts is not None,
         Needs.LOGPROBS: params.logprobs is not None,
         Needs.SUPPRESSED: edits.suppressed is not None,
         Needs.FIRST: edits.suppressed_first is not None,
-        Needs.TIMESTAMPS: edits.text is not None,
+        Needs.TIMESTAMPS: params.timestamps is not None,
+        Needs.RULES: edits.rules is not None,
     }
     return Needs(sum(need for need, answer in answers.items() if answer))

@@ -62,11 +62,12 @@ def best_candidates_of_searches(
     logits: Tensor,  # [R, V] float32; tokens held back become -inf in it
     scores: Tensor,  # [R] float32, of the beams
     searches: Sequence[SearchRows],
-    forbid: Callable[[Tensor], None] | None = None,  # sets more of the logits to -inf
+    edit: Callable[[Tensor], Tensor | None] | None = None,  # changes more of them; see below
 ) -> list[Candidates | None]:
     """For each search the best of all its beams' continuations: `num_candidates` of them, or all there are.
 
-    `forbid` comes after the tokens that are held back. The others keep their probabilities in either case.
+    `edit` comes after the tokens that are held back. What it leaves alone keeps its probability, as the tokens do that
+    are not held back; in rows that it returns, it has put log-probabilities in the place of logits.
     None for a search with a row of NaN or infinite logits, or with no token left.
     """
     offsets = _Offsets(*_normalizers(logits), scores)
@@ -75,8 +76,10 @@ def best_candidates_of_searches(
         if search.held_back:
             columns = torch.tensor(sorted(search.held_back), device=logits.device)
             logits[search.start : search.stop].index_fill_(1, columns, -torch.inf)
-    if forbid is not None:
-        forbid(logits)
+    if edit is not None:
+        finished_rows = edit(logits)
+        if finished_rows is not None:
+            offsets.peak[finished_rows] = offsets.log_sum[finished_rows] = 0.0
     maxima = offsets.apply(chunk_maxima(logits))  # [R, C]
     found: list[Candidates | None] = []
     for search in searches:

@@ -138,12 +138,17 @@ class BeamSearch:
             score = scores[i] / divisor
             if score <= worst:
                 break  # nor are those behind it better
-            reason = FinishReason.STOP if tokens[i] in self._stop_tokens else FinishReason.LENGTH
+            reason = self._finish_reason(tokens[i])
             node = (self._nodes[beams[i]], tokens[i])
             finished.append(Finished(score, scores[i], node, reason, self._num_finished, beams[i], self._num_tokens))
             self._num_finished += 1
         finished.sort(key=_score_of, reverse=True)
         del finished[self._params.beam_width :]
+
+    def _finish_reason(self, token: int) -> FinishReason:
+        """An end that was forced because there is room for no other token is the end of the room."""
+        is_forced = self._num_tokens == self._max_new_tokens and token in (self._params.forced_eos_token_id or ())
+        return FinishReason.STOP if token in self._stop_tokens and not is_forced else FinishReason.LENGTH
 
     def _nothing_to_gain(self, best_running: float) -> bool:
         params = self._params
@@ -162,7 +167,7 @@ class BeamSearch:
         return len(self._finished) >= self._params.beam_width
 
     def _divisor(self, length: int) -> float:
-        return float(length) ** self._params.length_penalty
+        return float(length + self._params.num_forced_tokens) ** self._params.length_penalty
 
     def leading(self) -> list[Finished]:
         """The best finished texts so far, best first, `n` at most. None but a better one pushes one of them out."""

@@ -140,6 +140,13 @@ class Request:
         give way."""
         return self.beams is None and not self.pools_first_rows
 
+    @property
+    def encoder_tokens_for_rules(self) -> list[int]:
+        """The encoder's tokens, if the runner needs them to know which are impossible."""
+        if self.encoder_input is None or not self.params.encoder_no_repeat_ngram_size:
+            return []
+        return self.encoder_input.token_ids or []
+
     def fork_branch(self, choice: int) -> Branch:
         """A further choice at the end of the prompt, without memory yet."""
         root = self.branches[0]

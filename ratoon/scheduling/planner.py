@@ -353,4 +353,5 @@ class StepPlanner:
             pooling_params=branch.request.pooling_params,
             cross_block_ids=[] if branch.cross is None else branch.cross.block_ids,
             num_encoder_positions=0 if branch.cross is None else branch.cross.num_positions,
+            encoder_token_ids=branch.request.encoder_tokens_for_rules,
         )

@@ -1,4 +1,5 @@
-"""Tokens that may not be generated, and Whisper's rules for timestamps, against transformers on random texts."""
+"""Rules over the next token against transformers on random texts: tokens that may not come, n-grams that may not come
+again, an end that is forced, Whisper's timestamps."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
     LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
@@ -52,12 +57,30 @@ def random_rules(chance: random.Random) -> dict[str, Any]:
         fields["suppressed_first_token_ids"] = chance.sample(range(VOCAB_SIZE), chance.randint(1, 5))
     if chance.random() < 0.7:
         fields["timestamps"] = timestamp_rules(chance.choice([None, 0, 1, 5, 1000]))
+    if chance.random() < 0.4:
+        fields["no_repeat_ngram_size"] = chance.choice([1, 2, 2, 3])
+    if chance.random() < 0.4:
+        fields["encoder_no_repeat_ngram_size"] = chance.choice([1, 2, 2, 3])
+    if chance.random() < 0.4:
+        fields["bad_words_ids"] = [
+            [chance.randrange(VOCAB_SIZE) for _ in range(chance.randint(1, 3))] for _ in "abcdef"
+        ]
+        fields["bad_words_ids"] += [[token, chance.randrange(60)] for token in chance.sample(range(60), 40)]
+    if chance.random() < 0.4:
+        fields |= {"forced_eos_token_id": chance.choice([[END], [END, 31]]), "max_tokens": chance.choice([1, 2, 3, 6])}
     return fields
 
 
 def oracle(fields: dict[str, Any], num_prompt_tokens: int) -> LogitsProcessorList:
     """In the order of Whisper's `generate`."""
     processors = LogitsProcessorList()
+    if "no_repeat_ngram_size" in fields:
+        processors.append(NoRepeatNGramLogitsProcessor(fields["no_repeat_ngram_size"]))
+    if "encoder_no_repeat_ngram_size" in fields:
+        source = torch.tensor([fields.get("encoder_token_ids", PROMPT)])
+        processors.append(EncoderNoRepeatNGramLogitsProcessor(fields["encoder_no_repeat_ngram_size"], source))
+    if "bad_words_ids" in fields:
+        processors.append(NoBadWordsLogitsProcessor(fields["bad_words_ids"]))
     if "suppressed_first_token_ids" in fields:
         tokens = fields["suppressed_first_token_ids"]
         processors.append(SuppressTokensAtBeginLogitsProcessor(tokens, num_prompt_tokens))
@@ -71,13 +94,17 @@ def oracle(fields: dict[str, Any], num_prompt_tokens: int) -> LogitsProcessorLis
             max_initial_timestamp_index=rules.max_initial_index,
         )
         processors.append(WhisperTimeStampLogitsProcessor(config, num_prompt_tokens))
+    if "forced_eos_token_id" in fields:  # last: what is forced goes before what is forbidden
+        max_length = num_prompt_tokens + fields["max_tokens"]
+        processors.append(ForcedEOSTokenLogitsProcessor(max_length, fields["forced_eos_token_id"]))
     return processors
 
 
 def random_text(chance: random.Random) -> list[int]:
     """Of any kind, those that the rules would not have let happen included."""
     kinds = chance.choice([[range(END)], [range(FIRST_TIMESTAMP, VOCAB_SIZE)], [range(END), range(40, 60), range(60)]])
-    return [chance.choice(chance.choice(kinds)) for _ in range(chance.choice([0, 0, 1, 1, 2, 2, 3, 5, 12]))]
+    text = [chance.choice(chance.choice(kinds)) for _ in range(chance.choice([0, 0, 1, 1, 2, 2, 3, 5, 12]))]
+    return text if chance.random() < 0.5 else [chance.choice([*PROMPT, *text]) for _ in text]  # with repeats
 
 
 def random_logits(chance: random.Random, num_rows: int) -> Tensor:
@@ -265,8 +292,8 @@ class BeamSide:
 
     def __init__(self) -> None:
         self.rows = BranchRows(32, 64, 16, 1)
-        self.beam_rows = BeamRows(self.rows)
         self.sampling_rows = SamplingRows(32)
+        self.beam_rows = BeamRows(self.rows, self.sampling_rows)
 
     def add_trunk(self, search: Search) -> None:
         params = SamplingParams(temperature=0.0, **search.fields)
