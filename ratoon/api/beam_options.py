@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.beams import COMPANIONS, find_companion, find_contradiction
@@ -11,8 +12,10 @@ from ratoon.core.errors import RequestError
 if TYPE_CHECKING:
     from ratoon.core.params import BeamSearchParams
 
+# Rules over tokens, for sampling and for a search.
+RULES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "forced_eos_token_id")
 # Those that a beam search takes; the names are those of BeamSearchParams.
-OPTIONS = (*COMPANIONS, "n", "max_tokens", "min_tokens", "ignore_eos")
+OPTIONS = (*COMPANIONS, *RULES, "n", "max_tokens", "min_tokens", "ignore_eos")
 
 
 def add_beam_options(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,13 @@ def add_beam_options(parser: argparse.ArgumentParser) -> None:
 
 def wants_beam_search(args: argparse.Namespace) -> bool:
     return getattr(args, "beam_width", None) is not None
+
+
+def leaves_search_open(args: argparse.Namespace) -> bool:
+    """Does the command line neither ask for a search nor say how to sample? Then it is the model's to say."""
+    if wants_beam_search(args) or getattr(args, "temperature", None) is not None:
+        return False
+    return find_contradiction(lambda name: getattr(args, name, None)) is None
 
 
 def check_beam_options(args: argparse.Namespace) -> None:
@@ -65,7 +75,13 @@ def beam_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in OPTIONS if getattr(args, name, None) is not None}
+    return given_options(args, OPTIONS)
+
+
+def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those that were given, by their names, and `max_tokens` in any case: a command has a length of its own."""
+    found = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    return {"max_tokens": args.usual_max_tokens, **found} if "usual_max_tokens" in args else found
 
 
 def _switch(text: str) -> bool | str:

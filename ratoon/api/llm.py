@@ -39,11 +39,11 @@ from ratoon.core.params import (
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
+from ratoon.engine.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
 from ratoon.engine.hidden_states import Selection
 from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.llm_engine import LLMEngine
 from ratoon.engine.output_processor import OutputProcessor
-from ratoon.engine.params_processor import default_sampling_params
 from ratoon.engine.prompts import Prompt, Suffix, texts_of
 from ratoon.engine.request_state import Output
 from ratoon.engine.roots import Root
@@ -118,6 +118,8 @@ class LLM:
         self._client = make_client(config, self.source, timer, process)
         defaults = self.source.generation_defaults
         self._default_params = default_sampling_params(defaults)
+        self._default_search = default_beam_search_params(defaults)
+        warn_of_ignored_keys(self.source.name, self.source.ignored_generation_keys)
         input_processor = InputProcessor(
             self.source.config,
             self._tokenizer,
@@ -210,7 +212,7 @@ class LLM:
         processor = self.engine.output_processor
         while wait and isinstance(parent_id, str) and processor.is_running(parent_id):
             self._step()
-        params = self._default_params if sampling_params is None else sampling_params
+        params = self.get_default_params() if sampling_params is None else sampling_params
         params = with_output_kind(params, RequestOutputKind.FINAL_ONLY)
         request_id, inputs = str(self._num_requests), self.engine.input_processor
         texts: tuple[str | None, str | None] = (None, None)
@@ -407,9 +409,18 @@ class LLM:
     def has_chat_template(self) -> bool:
         return self._tokenizer is not None and self.source.chat_template is not None
 
+    def get_default_params(self) -> GenerationParams:
+        """What a call without params uses: the model's generation defaults over ours. BeamSearchParams where the
+        model's files ask for a beam search."""
+        return (self._default_params if self._default_search is None else self._default_search).clone()
+
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without params uses: the model's generation defaults over ours."""
+        """The same for a call that samples, and for `stream`, which does not search by itself."""
         return self._default_params.clone()
+
+    def get_default_beam_search_params(self) -> BeamSearchParams | None:
+        """The same for a beam search; None where the model's files ask for none."""
+        return None if self._default_search is None else self._default_search.clone()
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False: requests are under way, and nothing was changed."""
@@ -461,9 +472,11 @@ class LLM:
     ) -> list[Checked]:
         """All prompts as requests to generate, or RequestError; nothing is started."""
         processor = self.engine.input_processor
+        # What is told as it comes only grows, and the best text of a search may become another one.
+        defaults = self._default_params if output_kind == RequestOutputKind.DELTA else self.get_default_params()
         if params is None or isinstance(params, (SamplingParams, BeamSearchParams)):
             # Shared by all: no prompt's index belongs to the error.
-            processor.verify_params(with_output_kind(params or self._default_params, output_kind))
+            processor.verify_params(with_output_kind(params or defaults, output_kind))
 
         def make_request(request_id: str, prompt: Prompt, one_params: Any, one_priority: int) -> EngineCoreRequest:
             one_params = with_output_kind(one_params, output_kind)
@@ -471,7 +484,7 @@ class LLM:
                 request_id, prompt, one_params, priority=one_priority, cache_salt=cache_salt, retain_kv=retain_kv
             )
 
-        return self._make_requests(prompts, "sampling_params", params, self._default_params, priority, make_request)
+        return self._make_requests(prompts, "sampling_params", params, defaults, priority, make_request)
 
     def _check_pooling(
         self,

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ratoon.api.beam_options import add_beam_options, beam_search_params, check_beam_options, wants_beam_search
+from ratoon.api.beam_options import (
+    RULES,
+    add_beam_options,
+    beam_search_params,
+    check_beam_options,
+    given_options,
+    leaves_search_open,
+    wants_beam_search,
+)
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
@@ -28,7 +36,7 @@ ENGINE_OPTIONS = (
 )  # fmt: skip
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "n", "logprobs", "ignore_eos",
+    "repetition_penalty", "seed", "stop", "n", "logprobs", "ignore_eos", *RULES,
 )  # fmt: skip
 
 
@@ -70,7 +78,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default {max_tokens}")
+    group.add_argument("--max-tokens", type=int, metavar="N", help=f"default: the model's own, else {max_tokens}")
+    parser.set_defaults(usual_max_tokens=max_tokens)
     group.add_argument("--min-tokens", type=int, metavar="N")
     group.add_argument(
         "--temperature",
@@ -84,6 +93,16 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--presence-penalty", type=float, metavar="X")
     group.add_argument("--frequency-penalty", type=float, metavar="X")
     group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="no run of N tokens comes twice")
+    group.add_argument(
+        "--encoder-no-repeat-ngram-size",
+        type=int,
+        metavar="N",
+        help="no run of N tokens of the encoder's input comes (without an encoder: of the prompt)",
+    )
+    group.add_argument(
+        "--forced-eos-token-id", type=int, metavar="ID", help="the last token of an answer that --max-tokens ends"
+    )
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated"
@@ -122,21 +141,28 @@ def check_generation_options(args: argparse.Namespace) -> None:
         SamplingParams(**_given_sampling_options(args)).verify()
 
 
-def generation_params(args: argparse.Namespace, llm: LLM) -> GenerationParams:
-    """The model's own defaults, over them what was given. A beam search has no defaults of the model's."""
-    import msgspec
+def generation_params(args: argparse.Namespace, llm: LLM, may_search: bool = True) -> GenerationParams:
+    """The model's own defaults, over them what was given. A search that was asked for has no defaults of the model's;
+    one that the model's files ask for is done where nothing is said against it, and where `may_search`."""
+    from ratoon.engine.default_params import sets_length, with_given
 
     if wants_beam_search(args):
         return beam_search_params(args)
     given = _given_sampling_options(args)
+    if args.max_tokens is None and sets_length(llm.source.generation_defaults):
+        del given["max_tokens"]
+    search = llm.get_default_beam_search_params()
+    if search is not None and may_search and leaves_search_open(args):
+        of_search = {name: value for name, value in given.items() if name in search.__struct_fields__}
+        return with_given(search, of_search)
     # Plain sampling at temperature 1 suits few models; one that names no temperature is asked for its likeliest answer.
     if "temperature" not in llm.source.generation_defaults:
         given.setdefault("temperature", 0.0)
-    return msgspec.structs.replace(llm.get_default_sampling_params(), **given)
+    return with_given(llm.get_default_sampling_params(), given)
 
 
 def _given_sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
+    return given_options(args, SAMPLING_OPTIONS)
 
 
 @contextmanager

@@ -30,17 +30,17 @@ from ratoon.core.errors import (
 )
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
-from ratoon.core.params import GenerationParams, HiddenStatesParams, PoolingParams, SamplingParams
+from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.client_interface import AsyncEngineClient
+from ratoon.engine.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
 from ratoon.engine.hidden_states import Selection
 from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_handler import OutputHandler
 from ratoon.engine.output_processor import OutputProcessor
-from ratoon.engine.params_processor import default_sampling_params
 from ratoon.engine.prompts import Prompt, PromptPair, Suffix, parse_prompt, texts_of
 from ratoon.engine.request_state import Output
 from ratoon.engine.roots import Root
@@ -138,6 +138,8 @@ class AsyncLLM:
         defaults = self.source.generation_defaults
         self.config = self.config.with_(max_model_len=client.ready.max_model_len)
         self._default_params = default_sampling_params(defaults)
+        self._default_search = default_beam_search_params(defaults)
+        warn_of_ignored_keys(self.source.name, self.source.ignored_generation_keys)
         self._input_processor = InputProcessor(
             self.source.config,
             self._tokenizer,
@@ -218,7 +220,7 @@ class AsyncLLM:
             self._input_processor.process,
             _request_id(request_id),
             prompt,
-            self._default_params if sampling_params is None else sampling_params,
+            self.get_default_params() if sampling_params is None else sampling_params,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
@@ -286,7 +288,7 @@ class AsyncLLM:
             _request_id(request_id),
             parent,
             suffix,
-            self._default_params if sampling_params is None else sampling_params,
+            self.get_default_params() if sampling_params is None else sampling_params,
             choice=choice,
             at=at,
             priority=priority,
@@ -477,9 +479,18 @@ class AsyncLLM:
         """RequestError: the model is for vectors alone."""
         self._input_processor.verify_generates()
 
+    def get_default_params(self) -> GenerationParams:
+        """What a request without params uses: the model's generation defaults over ours. BeamSearchParams where the
+        model's files ask for a beam search."""
+        return (self._default_params if self._default_search is None else self._default_search).clone()
+
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without params uses: the model's generation defaults over ours."""
+        """The same for a request that samples."""
         return self._default_params.clone()
+
+    def get_default_beam_search_params(self) -> BeamSearchParams | None:
+        """The same for a beam search; None where the model's files ask for none."""
+        return None if self._default_search is None else self._default_search.clone()
 
     def describe(self) -> dict[str, Any]:
         """The resolved settings and the memory figures, of the first engine."""

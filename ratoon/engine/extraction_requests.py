@@ -17,7 +17,7 @@ from ratoon.engine.roots import Root
 def extract_from_prompt(
     selector: HiddenStatesSelector, request_id: str, model_input: ModelInput, params: HiddenStatesParams
 ) -> tuple[EngineCoreRequest, Selection]:
-    token_ids, encoder_input = model_input
+    token_ids, encoder_input, _ = model_input
     if params.side == ENCODER:
         return _of_encoder(selector, request_id, token_ids, encoder_input, params)
     selection = selector.select(params, len(token_ids), 0)

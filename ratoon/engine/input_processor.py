@@ -114,8 +114,8 @@ class InputProcessor:
         _verify_envelope(request_id, priority, cache_salt)
         self._verify_retention(retain_kv)
         self.verify_params(params)
-        token_ids, encoder_input = self._prompts.process(prompt, num_places=1)  # for the first new token
-        sampling_params, beam_params = self._params.complete(params, len(token_ids), encoder_input)
+        token_ids, encoder_input, num_forced = self._prompts.process(prompt, num_places=1)  # for the first new token
+        sampling_params, beam_params = self._params.complete(params, len(token_ids), encoder_input, num_forced)
         return EngineCoreRequest(
             request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=token_ids,
@@ -207,7 +207,7 @@ class InputProcessor:
             arrival_time = self._clock()
         _verify_envelope(request_id, priority, cache_salt)
         self.verify_pooling_params(pooling_params)
-        token_ids, _ = self._prompts.process(prompt, num_places=0)
+        token_ids = self._prompts.process(prompt, num_places=0).token_ids
         return EngineCoreRequest(
             request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=token_ids,

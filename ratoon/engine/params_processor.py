@@ -9,9 +9,8 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
-
-import msgspec
 
 from ratoon.core.config import CacheConfig, ModelConfig
 from ratoon.core.encoder import EncoderInput
@@ -26,14 +25,10 @@ from ratoon.core.params import (
     SamplingParams,
 )
 from ratoon.engine.hidden_states import HiddenStatesSelector
-from ratoon.observe.logging import get_logger
+from ratoon.engine.own_rules import SUPPRESSED, OwnRules
 
 SEED_BITS = 63
-# Generation defaults that are sampling parameters under the same name; `max_new_tokens` is not.
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
-
-logger = get_logger(__name__)
 
 
 class ParamsProcessor:
@@ -59,8 +54,8 @@ class ParamsProcessor:
         self._block_size = block_size
         self._random = random.Random(seed)  # for the seeds of requests that bring none
         self.eos_token_ids = _collect_eos_ids(model_config, tokenizer, generation_defaults)
-        self._suppressed_token_ids = list(model_config.suppressed_token_ids) or None
-        self._suppressed_first_token_ids = list(model_config.suppressed_first_token_ids) or None
+        self._own_rules = OwnRules.of(model_config, generation_defaults)
+        self._reads_audio = model_config.encoder is not None and model_config.encoder.num_mel_bins is not None
 
     # ---- checks ----
 
@@ -80,8 +75,12 @@ class ParamsProcessor:
         for name in SWITCHES:
             if not isinstance(getattr(params, name), bool):
                 raise RequestError(name, f"{getattr(params, name)!r} is neither true nor false", "true or false")
-        for name in ("stop_token_ids", "suppressed_token_ids", "suppressed_first_token_ids"):
+        for name in ("stop_token_ids", "suppressed_token_ids", "suppressed_first_token_ids", "forced_eos_token_id"):
             self._verify_vocabulary(name, getattr(params, name))
+        for index, word in enumerate(params.bad_words_ids or ()):
+            self._verify_vocabulary(f"bad_words_ids[{index}]", word)
+        if params.encoder_no_repeat_ngram_size and self._reads_audio:
+            raise RequestError("encoder_no_repeat_ngram_size", "the model's encoder reads audio, not tokens", "0")
         if params.timestamps is not None:
             with _inside("timestamps"):
                 # The other ids that they name are below this one.
@@ -117,8 +116,8 @@ class ParamsProcessor:
                 f"{MAX_BEAM_STOP_TOKENS} at most in a beam search",
             )
         # The first step begins a text with each token that may be the first and ends none: so many there surely are.
-        anywhere, first = self._suppressed(params)
-        num_texts = self._vocab_size - len({*stop_tokens, *(anywhere or ()), *(first or ())})
+        held_back = [self._own_rules.value(params, name) or () for name in SUPPRESSED]
+        num_texts = self._vocab_size - len({*stop_tokens, *chain(*held_back)})
         if params.n > num_texts:
             raise RequestError("n", f"{params.n} is more texts than the vocabulary can begin", f"{num_texts} at most")
 
@@ -143,12 +142,17 @@ class ParamsProcessor:
     # ---- what is left open ----
 
     def complete(
-        self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None = None
+        self,
+        params: GenerationParams,
+        num_prompt_tokens: int,
+        encoder_input: EncoderInput | None = None,
+        num_forced_tokens: int = 0,  # at the prompt's end, that the model's files put there
     ) -> tuple[SamplingParams, BeamSearchParams | None]:
         """Params that were verified, with every default filled in, as a request carries them: of a beam search both,
         of which the first only says how many choices there are, how they are told, and which tokens are impossible."""
         params = params.clone()
-        params.max_tokens = self._max_tokens(params, num_prompt_tokens, encoder_input)
+        self._complete_lengths(params, num_prompt_tokens, encoder_input)
+        assert params.max_tokens is not None
         if params.return_hidden_states is not None:
             with _inside("return_hidden_states"):
                 self._selector.verify_longest(
@@ -156,10 +160,11 @@ class ParamsProcessor:
                 )
             params.return_hidden_states = self._selector.in_plain_lists(params.return_hidden_states)
         params.all_stop_token_ids = self._stop_token_ids(params)
-        params.suppressed_token_ids, params.suppressed_first_token_ids = self._suppressed(params)
+        self._own_rules.complete(params)
         if isinstance(params, SamplingParams):
             self._complete_sampling(params)
             return params, None
+        params.num_forced_tokens = num_forced_tokens
         return self._envelope(params), params
 
     def _complete_sampling(self, params: SamplingParams) -> None:
@@ -189,22 +194,39 @@ class ParamsProcessor:
             suppressed_token_ids=params.suppressed_token_ids,
             suppressed_first_token_ids=params.suppressed_first_token_ids,
             timestamps=params.timestamps,
+            no_repeat_ngram_size=params.no_repeat_ngram_size,
+            encoder_no_repeat_ngram_size=params.encoder_no_repeat_ngram_size,
+            forced_eos_token_id=params.forced_eos_token_id,
+            bad_words_ids=params.bad_words_ids,
         )
 
-    def _max_tokens(self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None) -> int:
-        """As many as were asked for and fit. Not asked for: as many as there is room for, in the KV cache too."""
+    def _complete_lengths(
+        self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None
+    ) -> None:
+        """As many tokens as were asked for and fit. Not asked for: as many as there is room for, in the KV cache too.
+        Lengths of the whole text become numbers of new tokens."""
         room = self._max_model_len - num_prompt_tokens
         asked = params.max_tokens
+        if asked is None and params.max_length is not None:
+            asked = params.max_length - num_prompt_tokens
+            if asked < 1:
+                raise RequestError(
+                    "max_length",
+                    f"{params.max_length} leaves nothing behind a prompt of {num_prompt_tokens} tokens",
+                    "a greater one, or max_tokens, which counts new tokens alone",
+                )
         if asked is None:
             asked = max(1, self._room_in_cache(params, num_prompt_tokens, encoder_input))
-        max_tokens = min(asked, room)
-        if params.min_tokens > max_tokens:
+        params.max_tokens = min(asked, room)
+        if params.min_tokens > params.max_tokens:
             raise RequestError(
                 "min_tokens",
-                f"{params.min_tokens} is more than the {max_tokens} tokens that fit behind this prompt",
+                f"{params.min_tokens} is more than the {params.max_tokens} tokens that fit behind this prompt",
                 f"lower it or shorten the prompt (max_model_len is {self._max_model_len})",
             )
-        return max_tokens
+        if params.min_length and not params.min_tokens:
+            params.min_tokens = min(max(params.min_length - num_prompt_tokens, 0), params.max_tokens)
+        params.max_length, params.min_length = None, 0
 
     def _room_in_cache(
         self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None
@@ -223,14 +245,6 @@ class ParamsProcessor:
         """All that end a text."""
         ends = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
         return list(dict.fromkeys(ends))
-
-    def _suppressed(self, params: GenerationParams) -> tuple[list[int] | None, list[int] | None]:
-        """Tokens that are never generated, and those that are not as the first: the caller's, or else the model's."""
-        anywhere, first = params.suppressed_token_ids, params.suppressed_first_token_ids
-        return (
-            self._suppressed_token_ids if anywhere is None else anywhere,
-            self._suppressed_first_token_ids if first is None else first,
-        )
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is written at the start of a text and in the middle of one."""
@@ -254,24 +268,6 @@ def _inside(field: str) -> Iterator[None]:
         yield
     except RequestError as error:
         raise error.inside(field) from None
-
-
-def default_sampling_params(generation_defaults: Mapping[str, Any] | None) -> SamplingParams:
-    """What a caller gets who passes no params: the model's own generation defaults over ours."""
-    defaults = dict(generation_defaults or {})
-    values: dict[str, Any] = {name: defaults[name] for name in SAMPLING_DEFAULTS if defaults.get(name) is not None}
-    if defaults.get("max_new_tokens") is not None:
-        values["max_tokens"] = defaults["max_new_tokens"]
-    params = SamplingParams()
-    for name, value in values.items():
-        candidate = msgspec.structs.replace(params, **{name: value})
-        try:
-            candidate.verify()
-        except RequestError as error:  # a model's file must not make every request fail
-            logger.warning("generation default ignored: %s", error)
-            continue
-        params = candidate
-    return params
 
 
 def _collect_eos_ids(

@@ -20,6 +20,7 @@ from ratoon.engine.prompts import AUDIO_FORMS, TEXT_FORMS, Prompt, PromptPair, P
 class ModelInput(NamedTuple):
     token_ids: list[int]
     encoder_input: EncoderInput | None = None  # of an encoder-decoder model
+    num_forced_tokens: int = 0  # at the end of `token_ids`: those that the model's files have every text begin with
 
 
 class PromptProcessor:
@@ -39,7 +40,8 @@ class PromptProcessor:
             return ModelInput(token_ids)
         pair = parsed if isinstance(parsed, PromptPair) else PromptPair(parsed, None)
         decoder_ids = self._decoder_tokens(pair.decoder, num_places)
-        return ModelInput(decoder_ids, self._encoder_input(encoder, pair.encoder))
+        num_forced = 0 if pair.decoder is not None else len(decoder_ids) - 1
+        return ModelInput(decoder_ids, self._encoder_input(encoder, pair.encoder), num_forced)
 
     def process_suffix(self, suffix: Suffix) -> list[int]:
         """What comes behind the tokens of another request. It may be empty."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from ratoon.core.config import EncoderConfig, ModelConfig, PositionKind, RelativePositions
 from ratoon.models.config_fields import ConfigFields
+from ratoon.models.generation_config import bad_words
 
 MODEL_TYPES = {
     "bart": "BartForConditionalGeneration",
@@ -171,11 +172,14 @@ def _activation(fields: ConfigFields, name: str) -> str:
     return ACTIVATION_NAMES.get(written, written)
 
 
-def with_generation_config(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """An encoder-decoder model's config, with what its generation_config.json says about decoding if it has one."""
-    if config.encoder is None or not raw:
-        return config
+def with_generation_config(config: ModelConfig, raw: Mapping[str, Any], source: str, alone: bool) -> ModelConfig:
+    """A model's config, with what its generation fields say about decoding. `alone`: they are a file of their own, and
+    not the same keys of config.json, which an encoder-decoder model's config has already."""
     fields = ConfigFields(raw, source)
+    if config.encoder is None:
+        return _with_suppressed_tokens(config, fields)
+    if not alone:
+        return config
     start = fields.token_id("decoder_start_token_id")
     if start is not None:
         config = replace(config, decoder_start_token_id=start)
@@ -184,19 +188,21 @@ def with_generation_config(config: ModelConfig, raw: Mapping[str, Any], source: 
 
 def _with_decoding_fields(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     """Both files have the same names for them."""
+    return replace(_with_suppressed_tokens(config, fields), forced_bos_token_id=fields.token_id("forced_bos_token_id"))
+
+
+def _with_suppressed_tokens(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     suppressed = dict.fromkeys((*fields.token_ids("suppress_tokens"), *_bad_words(fields, config.eos_token_ids)))
     return replace(
         config,
-        forced_bos_token_id=fields.token_id("forced_bos_token_id"),
         suppressed_token_ids=_known(suppressed, config.vocab_size),
         suppressed_first_token_ids=_known(fields.token_ids("begin_suppress_tokens"), config.vocab_size),
     )
 
 
 def _bad_words(fields: ConfigFields, eos_token_ids: tuple[int, ...]) -> list[int]:
-    """Those of one token: so Marian says that padding is never generated. Longer ones are a matter of the request."""
-    found = fields.raw.get("bad_words_ids") or []
-    single = [word[0] for word in found if isinstance(word, list) and len(word) == 1]
+    """Those of one token: so Marian says that padding is never generated. Longer ones are rules over texts."""
+    single = [word[0] for word in bad_words(fields) if len(word) == 1]
     return [token for token in single if token not in eos_token_ids]
 
 

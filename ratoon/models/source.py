@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ModelError
-from ratoon.models.config_fields import ConfigFields
 from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
+from ratoon.models.generation_config import generation_fields, read_generation_defaults
 from ratoon.models.gguf_source import GGUFSource
 from ratoon.models.gguf_tokenizer import chat_templates_from_gguf, load_tokenizer_from_gguf
 from ratoon.models.hf_config import parse_hf_config
@@ -46,9 +46,6 @@ HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # the same weights on
 Overrides: TypeAlias = Mapping[str, Any]  # fields that take the place of those of a config.json
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-# What a generation_config.json may preset for requests that leave it open.
-GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-
 # Flags of sentence-transformers, one of which is set.
 POOLING_MODES = {
     "pooling_mode_mean_tokens": "mean",
@@ -66,11 +63,12 @@ class ModelSource:
     format: str  # "safetensors" or "gguf"
     config: ModelConfig
     raw_config: dict[str, Any]  # in Hugging Face's terms, whatever the file was
-    generation_defaults: dict[str, Any]  # of GENERATION_FIELDS those that are set, and eos_token_ids
+    generation_defaults: dict[str, Any]  # what its files preset for requests that leave it open, and eos_token_ids
     chat_template: str | None
     pooling: str | None  # how the model's makers turn states into one vector, where a file says it
     open_tensors: Callable[[], TensorSource] = field(repr=False)
     open_tokenizer: Callable[[], Tokenizer] = field(repr=False)
+    ignored_generation_keys: tuple[str, ...] = ()  # that its files set, and that have no effect here
 
     @cached_property
     def tensors(self) -> TensorSource:
@@ -147,8 +145,11 @@ def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
         raw_config["dtype"] = open_tensors().most_common_dtype()
     generation_path = folder / "generation_config.json"
     raw_generation = read_json(generation_path)
-    config = with_generation_config(parse_hf_config(raw_config, str(folder)), raw_generation, str(generation_path))
-    generation_defaults = _read_generation_defaults(raw_generation, str(generation_path))
+    config = parse_hf_config(raw_config, str(folder))
+    generation = generation_fields(raw_generation, raw_config, config)
+    generation_source = str(generation_path if raw_generation else folder / "config.json")
+    config = with_generation_config(config, generation, generation_source, alone=bool(raw_generation))
+    generation_defaults, ignored = read_generation_defaults(generation, config, generation_source)
     # A chat model's end-of-turn token is often in generation_config.json only.
     eos_token_ids = dict.fromkeys(config.eos_token_ids + generation_defaults.get("eos_token_ids", ()))
     return ModelSource(
@@ -162,6 +163,7 @@ def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
         pooling=_read_pooling(folder),
         open_tensors=open_tensors,
         open_tokenizer=lambda: load_tokenizer_from_folder(folder),
+        ignored_generation_keys=ignored,
     )
 
 
@@ -173,23 +175,6 @@ def _open_folder_without_config(folder: Path, overrides: Overrides) -> ModelSour
         names = ", ".join(file.name for file in files)
         raise ModelError(str(folder), f"holds {len(files)} GGUF files", f"name one of them: {names}")
     raise ModelError(str(folder), "has no config.json", "a Hugging Face folder: config.json and safetensors files")
-
-
-def _read_generation_defaults(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in GENERATION_FIELDS:
-        value = raw.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelError(source, f"{name} is {value!r}", "expected a number")
-        found[name] = value
-    if raw.get("do_sample") is False:  # the file's temperature is then for those who turn sampling on
-        found["temperature"] = 0.0
-    eos_token_ids = ConfigFields(raw, source).token_ids("eos_token_id")
-    if eos_token_ids:
-        found["eos_token_ids"] = eos_token_ids
-    return found
 
 
 def _read_pooling(folder: Path) -> str | None:

@@ -54,10 +54,12 @@ def phonemes(llm: LLM, token_ids: list[int]) -> str:
 
 
 @torch.inference_mode()
-def by_transformers(oracle: Any, ids: list[int], begun: tuple[int, ...] = (START,)) -> list[int]:
+def by_transformers(
+    oracle: Any, ids: list[int], begun: tuple[int, ...] = (START,), max_tokens: int = MAX_TOKENS
+) -> list[int]:
     found = oracle.generate(
         torch.tensor([ids]), decoder_input_ids=torch.tensor([begun]), do_sample=False, num_beams=1,
-        max_new_tokens=MAX_TOKENS,
+        max_new_tokens=max_tokens,
     )  # fmt: skip
     return found[0, len(begun) :].tolist()
 
@@ -93,6 +95,27 @@ def test_beams_are_those_of_transformers(llm: LLM, oracle: Any, width: int) -> N
     outputs = llm.generate(prompts_of(llm, WORDS), params, progress=False)
     for word, output in zip(WORDS, outputs, strict=True):
         assert_same_texts(texts_of(output), beams_by_transformers(oracle, spelled(llm, word), params), word)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_texts_that_are_cut_off_end_as_the_model_s_config_forces_them_to(
+    llm: LLM, oracle: Any, max_tokens: int
+) -> None:
+    assert oracle.generation_config.forced_eos_token_id == END
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    beams = BeamSearchParams(beam_width=4, n=3, max_tokens=max_tokens, length_penalty=2.0)
+    outputs = llm.generate(prompts_of(llm, WORDS), greedy, progress=False)
+    searches = llm.generate(prompts_of(llm, WORDS), beams, progress=False) if max_tokens > 2 else []
+    for word, output in zip(WORDS, outputs, strict=True):
+        (choice,) = output.outputs
+        assert choice.token_ids == by_transformers(oracle, spelled(llm, word), max_tokens=max_tokens), word
+        if len(choice.token_ids) == max_tokens:
+            assert (choice.token_ids[-1], choice.finish_reason) == (END, "length")
+    for word, output in zip(WORDS, searches):
+        assert_same_texts(texts_of(output), beams_by_transformers(oracle, spelled(llm, word), beams), word)
+    free = SamplingParams(temperature=0.0, max_tokens=max_tokens, forced_eos_token_id=[])
+    (output,) = llm.generate(prompts_of(llm, ["thoroughly"]), free, progress=False)
+    assert output.outputs[0].token_ids[-1] != END
 
 
 @pytest.mark.parametrize("with_start", [True, False], ids=["with the start token", "without"])

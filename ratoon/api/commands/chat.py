@@ -88,7 +88,7 @@ def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
     with open_llm(args) as llm:
         if not llm.has_chat_template:
             raise RequestError("MODEL", "has no chat template", "use `ratoon generate`, or a model for conversations")
-        yield LocalAnswerer(llm, generation_params(args, llm))
+        yield LocalAnswerer(llm, generation_params(args, llm, may_search=False))
 
 
 class Conversation:

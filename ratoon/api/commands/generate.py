@@ -58,6 +58,8 @@ def add_decoder_prompt_option(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ratoon.core.params import SamplingParams
+
     check_generation_options(args)
     check_decoder_prompt(args)
     texts = read_prompts(args.prompts)
@@ -67,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and args.raw:
         raise RequestError("--system", "has no place in a raw prompt", "leave out --raw or --system")
     with open_llm(args) as llm:
-        params = generation_params(args, llm)
+        params = generation_params(args, llm, may_search=not args.stream)
         prompts = [make_prompt(llm, text, args) for text in texts]
-        if stream:
+        if stream and isinstance(params, SamplingParams):  # a search knows its text when it has ended
             return stream_answer(llm, prompts[0], params)
         outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params)
     failed = 0

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ratoon.api.beam_options import beam_fields, wants_beam_search
+from ratoon.api.beam_options import beam_fields, given_options, wants_beam_search
 from ratoon.api.options import SAMPLING_OPTIONS, engine_settings
 from ratoon.core.errors import RequestError
 
@@ -64,7 +64,7 @@ def generation_fields(args: argparse.Namespace, chat: bool) -> dict[str, Any]:
     """Fields of a request body, of what was given. The rest is left to the server."""
     if wants_beam_search(args):
         return beam_fields(args)
-    fields = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name, None) is not None}
+    fields = given_options(args, SAMPLING_OPTIONS)
     if chat and "logprobs" in fields:
         fields["top_logprobs"] = fields.pop("logprobs")
         fields["logprobs"] = True

@@ -21,6 +21,7 @@ from ratoon.api.server.prompts import EncodedPrompt
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
+from ratoon.engine.default_params import sets_length
 
 CONTINUATION_FIELDS = {"choice": "continuation_choice", "at": "continuation_at"}  # as the engine and the body call them
 # What the engine calls the one prompt that the body has: of an encoder-decoder model it is the encoder's.
@@ -65,8 +66,24 @@ def names_of(request_id: str | None, exchange: Exchange) -> tuple[str, ...]:
     return (exchange.request_id,) if request_id is None else (request_id, exchange.request_id)
 
 
-def check_token_limit(context: ServerContext, num_prompts: int, params: GenerationParams, max_tokens: int) -> None:
-    """What a request may ask for in all is bounded, so that one alone can't keep the engine busy for hours."""
+def asked_lengths(context: ServerContext, asked: int | None, otherwise: int | None) -> dict[str, int | None]:
+    """Fields of params, over the model's defaults: what was asked for; if that is nothing, what the model's files say,
+    and else what is usual."""
+    if asked is None and sets_length(context.llm.source.generation_defaults):
+        return {}
+    return {"max_tokens": otherwise if asked is None else asked}
+
+
+def check_token_limit(
+    context: ServerContext, num_prompts: int, params: GenerationParams, num_prompt_tokens: int | None = None
+) -> None:
+    """What a request may ask for in all is bounded, so that one alone can't keep the engine busy for hours. Where the
+    prompt's length is not known, all that is asked for counts."""
+    longest = context.max_model_len if params.max_length is None else min(params.max_length, context.max_model_len)
+    room = longest - (num_prompt_tokens or 0)
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if num_prompt_tokens is not None:
+        max_tokens = min(max_tokens, room)
     if isinstance(params, BeamSearchParams):
         num_sequences, kind = params.beam_width, "beams"
     else:

@@ -11,6 +11,8 @@ from tests.unit.engine.fakes import FakeClient, byte_tokenizer, model_config
 
 
 class FakeSource(SimpleNamespace):
+    ignored_generation_keys: tuple[str, ...] = ()
+
     def load_tokenizer(self):
         return byte_tokenizer()
 

@@ -417,3 +417,15 @@ def test_no_swap_memory_can_be_asked_for(client, capsys):
 def test_serve_says_what_it_waits_for_when_it_is_asked_to_end(count, said, capsys):
     say_what_is_waited_for(count, parse_arguments(["serve", "fake"]))
     assert capsys.readouterr().err == said
+
+
+def test_generate_searches_where_the_model_s_files_say_so_and_nothing_is_said_against_it(client, source):
+    source.generation_defaults = {"num_beams": 3, "length_penalty": 2.0, "max_new_tokens": 7}
+    main(["generate", "fake", "ab", "--raw", "--no-repeat-ngram-size", "2"])
+    search = client.added[0].beam_params
+    assert (search.beam_width, search.length_penalty, search.max_tokens) == (3, 2.0, 7)
+    assert search.no_repeat_ngram_size == 2
+    main(["generate", "fake", "ab", "--raw", "--temperature", "0", "--max-tokens", "9", "--forced-eos-token-id", "5"])
+    assert client.added[1].beam_params is None
+    params = client.added[1].sampling_params
+    assert (params.max_tokens, params.forced_eos_token_id) == (9, [5])

@@ -108,6 +108,8 @@ class FakeAsyncClient:
 
 
 class FakeSource(SimpleNamespace):
+    ignored_generation_keys: tuple[str, ...] = ()
+
     def load_tokenizer(self) -> Any:
         return self.tokenizer
 

@@ -9,8 +9,8 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.engine.default_params import default_sampling_params
 from ratoon.engine.input_processor import InputProcessor
-from ratoon.engine.params_processor import default_sampling_params
 from tests.unit.engine.fakes import END, VOCAB_SIZE, byte_tokenizer, model_config
 
 TOKENIZER = byte_tokenizer()

@@ -54,7 +54,7 @@ def test_generation_defaults_and_further_eos_tokens_come_from_generation_config(
     assert source.generation_defaults == {"temperature": 0.6, "top_k": 20, "eos_token_ids": (9, 2)}
     assert source.config.eos_token_ids == (2, 9)
     write_json(folder / "generation_config.json", {"top_p": "high"})
-    with pytest.raises(ModelError, match=r"generation_config.json: top_p is 'high'; expected a number"):
+    with pytest.raises(ModelError, match=r"generation_config.json: config field top_p is 'high'; expected a number"):
         resolve_model(str(folder))
 
 

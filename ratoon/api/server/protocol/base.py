@@ -112,6 +112,13 @@ def _token_keys(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
+def _one_or_many_token_ids(value: Any) -> list[int]:
+    token_ids = [value] if type(value) is int else value
+    if not isinstance(token_ids, list) or (token_ids and not _are_token_ids(token_ids)):
+        raise ValueError("is neither a token id nor a list of token ids")
+    return token_ids
+
+
 REQUEST_ID = r"[A-Za-z0-9._:-]{1,128}"
 RequestId = Annotated[
     str, AfterValidator(_request_id), WithJsonSchema({"type": "string", "pattern": f"^{REQUEST_ID}$"})
@@ -119,6 +126,11 @@ RequestId = Annotated[
 _TEXT = {"type": "string"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
+TokenIds = Annotated[
+    list[int],
+    PlainValidator(_one_or_many_token_ids),
+    WithJsonSchema({"anyOf": [_TOKEN_IDS["items"], {**_TOKEN_IDS, "minItems": 0}]}),
+]
 Texts = Annotated[
     list[str],
     PlainValidator(_one_or_many_texts),

@@ -6,22 +6,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import msgspec
 from pydantic import Field
 
 from ratoon.api.server.errors import refused
-from ratoon.api.server.protocol.base import Entries, Int, LogitBias, Metadata, RequestId, RequestModel, Size, Texts
-from ratoon.api.server.protocol.beams import BeamFields
+from ratoon.api.server.protocol.base import (
+    Entries,
+    Int,
+    LogitBias,
+    Metadata,
+    RequestId,
+    RequestModel,
+    Size,
+    Texts,
+    TokenIds,
+)
+from ratoon.api.server.protocol.beams import RULES, BeamFields
 from ratoon.api.server.protocol.hidden_states import HiddenStatesFields, ReturnHiddenStates
 from ratoon.api.server.protocol.unsupported import CONSTRAINTS
 from ratoon.core.errors import RequestError
-from ratoon.core.params import GenerationParams, RequestOutputKind, SamplingParams
+from ratoon.core.params import BeamSearchParams, GenerationParams, RequestOutputKind, SamplingParams
+from ratoon.engine.default_params import with_given
 
 # Same name and same meaning in SamplingParams. Left out (or null), the model's own default counts.
 SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-    "spaces_between_special_tokens", "allowed_token_ids", "bad_words",
+    "spaces_between_special_tokens", "allowed_token_ids", "bad_words", *RULES,
 )  # fmt: skip
 
 
@@ -66,6 +76,16 @@ class SamplingFields(BeamFields):
     spaces_between_special_tokens: bool | None = None
     allowed_token_ids: Entries[Int] | None = Field(None, description="Sample from these tokens alone")
     bad_words: Entries[str] | None = Field(None, description="Texts that never appear in the answer")
+    no_repeat_ngram_size: Size | None = Field(None, description="No run of so many tokens comes twice; 0: none is")
+    encoder_no_repeat_ngram_size: Size | None = Field(
+        None, description="No run of so many tokens of the encoder's input (else of the prompt) comes; 0: any may"
+    )
+    forced_eos_token_id: TokenIds | None = Field(
+        None, description="The last token of an answer that max_tokens ends: a token id, or several; []: any"
+    )
+    bad_words_ids: Entries[Entries[Int]] | None = Field(
+        None, description="Sequences of token ids that never appear; []: none, not even the model's own"
+    )
     prompt_logprobs: Int | None = Field(None, description="Alternatives for each token of the prompt")
 
     # Extensions: how the request is run and answered
@@ -105,27 +125,26 @@ class SamplingFields(BeamFields):
         return 1 if self.n is None else self.n
 
     def generation_params(
-        self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        defaults: SamplingParams,
+        search: BeamSearchParams | None,  # the model's own, if its files ask for one
+        lengths: Mapping[str, int | None],
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> GenerationParams:
         """What was asked for, over the model's defaults. RequestError for values that have no meaning."""
         states = None if self.return_hidden_states is None else self.return_hidden_states.hidden_states_params()
-        if self.use_beam_search:
-            return self.beam_search_params(max_tokens, bool(self.stream), states)
+        if self.use_beam_search or (search is not None and self.leaves_search_open()):
+            return self.beam_search_params(search, lengths, bool(self.stream), states)
         self.refuse_companions()
         given: dict[str, Any] = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if given.get("top_k") == -1:
             given["top_k"] = 0
-        params = msgspec.structs.replace(
-            defaults,
-            **given,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            return_hidden_states=states,
-            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
-        )
+        given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "return_hidden_states": states, **lengths}
+        given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        params = with_given(defaults, given)
         params.verify()
         return params
 

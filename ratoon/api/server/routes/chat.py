@@ -13,7 +13,7 @@ from ratoon.api.server.answers.flow import answer_stream, answer_whole
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import Exchange, exchange_of
-from ratoon.api.server.generation import Batch, check_token_limit, make_id, names_of
+from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, make_id, names_of
 from ratoon.api.server.json_body import read_body
 from ratoon.api.server.origins import chat_origin
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat
@@ -55,9 +55,11 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, excha
     context.check_model(asked.model)
     context.llm.verify_generates()
     check_support(context, asked)
+    max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     params = asked.generation_params(
         context.llm.get_default_sampling_params(),
-        asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens,
+        context.llm.get_default_beam_search_params(),
+        asked_lengths(context, max_tokens, None),
         (asked.top_logprobs or 0) if asked.logprobs else None,
         asked.prompt_logprobs,
     )
@@ -69,8 +71,7 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, excha
     elif asked.fallback_messages is not None:
         messages = asked.fallback_messages
         fallback = partial(encode_conversation, context, asked, size, "fallback_messages", messages)
-    room = context.max_model_len - len(prompt.token_ids)
-    check_token_limit(context, 1, params, room if params.max_tokens is None else min(params.max_tokens, room))
+    check_token_limit(context, 1, params, len(prompt.token_ids))
     return Batch(
         id=make_id("chatcmpl", asked.request_id),
         prompts=[prompt],

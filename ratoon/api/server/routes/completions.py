@@ -13,7 +13,7 @@ from ratoon.api.server.answers.flow import answer_stream, answer_whole
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import Exchange, exchange_of
-from ratoon.api.server.generation import Batch, check_token_limit, make_id, names_of
+from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, make_id, names_of
 from ratoon.api.server.json_body import read_body
 from ratoon.api.server.origins import completion_origin
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_prompts
@@ -45,7 +45,7 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
     asked.check_companions()
     if asked.best_of not in (None, asked.num_choices()) and not asked.use_beam_search:
         raise refused("best_of", f"{asked.best_of} is not n ({asked.num_choices()})", "leave it out, and use n")
-    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    max_tokens = asked.max_tokens
     if max_tokens == 0 and not asked.echo:
         raise refused("max_tokens", "0 leaves nothing to answer", "at least 1, or 0 with echo to score the prompt")
     if max_tokens == 0 and asked.use_beam_search:
@@ -59,18 +59,19 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
         raise refused("prompt_logprobs", "says what echo and logprobs say, in another form", "ask for one of the two")
     params = asked.generation_params(
         context.llm.get_default_sampling_params(),
-        max(max_tokens, 1),
+        context.llm.get_default_beam_search_params(),
+        asked_lengths(context, 1 if max_tokens == 0 else max_tokens, DEFAULT_MAX_TOKENS),
         asked.logprobs,
         asked.logprobs if asked.echo and asked.logprobs is not None else asked.prompt_logprobs,
     )
     origin = await completion_origin(context, asked)
     prompts, fallback = [UNKNOWN_PROMPT], None
     if origin is not None:
-        check_token_limit(context, 1, params, max_tokens)
+        check_token_limit(context, 1, params)
         fallback = partial(encode_fallback, context, asked) if has_text(asked) else None
     else:
         param, given = find_prompts(context, asked)
-        check_token_limit(context, len(given), params, max_tokens)
+        check_token_limit(context, len(given), params)
         prompts = await encode_given(context, asked, param, given)
     return Batch(
         id=make_id("cmpl", asked.request_id),

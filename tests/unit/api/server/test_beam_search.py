@@ -367,3 +367,59 @@ async def test_a_width_that_the_engine_can_not_run_is_a_400(folder):
         answer = await client.complete(prompt="p", use_beam_search=True, beam_width=33, n=1)
         assert (answer.status, answer.error["param"]) == (400, "beam_width")
         assert (await client.complete(prompt="p", use_beam_search=True, beam_width=32, n=1)).status == 200
+
+
+OWN_SEARCH = {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True, "max_length": 60, "temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "searches"),
+    [
+        ({}, True),
+        ({"n": 2, "seed": 5, "top_p": 1}, True),
+        ({"stream": True}, True),
+        ({"max_tokens": 9, "length_penalty": 0.5}, True),
+        ({"use_beam_search": False}, False),
+        ({"temperature": 0}, False),
+        ({"temperature": 1.0}, False),
+        ({"stop": "x"}, False),
+        ({"logprobs": 1}, False),
+        ({"max_tokens": 0, "echo": True}, False),
+    ],
+)
+@on_event_loop
+async def test_a_model_whose_files_say_so_is_searched_unless_the_request_samples(fields, searches):
+    async with scripted(say("yes", "no"), defaults=OWN_SEARCH) as client:
+        assert (await client.complete(prompt="p", **fields)).status == 200
+        found = beam_params(client)
+        assert (found is not None) == searches
+        if found is not None:
+            penalty = fields.get("length_penalty", 2.0)
+            assert (found.beam_width, found.length_penalty, found.early_stopping) == (3, penalty, True)
+            assert found.max_tokens == fields.get("max_tokens", 59)
+
+
+@on_event_loop
+async def test_a_search_that_is_asked_for_begins_with_the_model_s_own_values():
+    async with scripted(say("a", "b", "c", "d"), defaults=OWN_SEARCH) as client:
+        await client.complete(prompt="p", use_beam_search=True, temperature=0, n=4)
+        found = beam_params(client)
+        assert found is not None and (found.beam_width, found.length_penalty, found.n) == (4, 2.0, 4)
+
+
+@pytest.mark.parametrize("search", [{}, {"use_beam_search": True}])
+@on_event_loop
+async def test_rules_over_tokens_reach_the_engine(search):
+    rules = {"no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 3, "bad_words_ids": [[5, 6]]}
+    async with scripted(say("yes")) as client:
+        assert (await client.complete(prompt="p", forced_eos_token_id=7, **rules, **search)).status == 200
+        params = client.engine.core.added[0].sampling_params
+        assert {name: getattr(params, name) for name in rules} == rules and params.forced_eos_token_id == [7]
+        for name, value in {
+            "no_repeat_ngram_size": 1000,
+            "forced_eos_token_id": "x",
+            "bad_words_ids": [[]],
+            "encoder_no_repeat_ngram_size": -1,
+        }.items():
+            answer = await client.complete(prompt="p", **{name: value}, **search)
+            assert answer.status == 400 and answer.json()["error"]["param"].startswith(name)

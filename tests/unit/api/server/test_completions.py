@@ -197,7 +197,7 @@ async def test_what_is_left_out_or_null_has_the_models_default():
     async with scripted(say("a"), defaults={"temperature": 0.25, "top_k": 3, "max_new_tokens": 100}) as client:
         await client.complete(prompt="x", temperature=None, stop=None, stream=None)
         params = client.engine.core.added[0].sampling_params
-        assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 3, 16)
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 3, 100)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""What a request without params gets: a model's own generation defaults over ours. What they are is read in
+models/generation_config.py.
+
+Python and HTTP start from the same defaults; what a caller gives goes over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ratoon.core.errors import RequestError
+from ratoon.core.params import BeamSearchParams, GenerationParams, SamplingParams
+from ratoon.observe.logging import get_logger
+
+# Generation default → field of params.
+LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "min_length": "min_length"}
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+BEAM_DEFAULTS = ("length_penalty", "early_stopping")
+
+logger = get_logger(__name__)
+
+Params = TypeVar("Params", SamplingParams, BeamSearchParams)
+
+
+def default_params(generation_defaults: Mapping[str, Any] | None) -> GenerationParams:
+    """A beam search where the model's files ask for one, else sampling."""
+    beams = default_beam_search_params(generation_defaults)
+    return default_sampling_params(generation_defaults) if beams is None else beams
+
+
+def default_sampling_params(generation_defaults: Mapping[str, Any] | None) -> SamplingParams:
+    defaults = dict(generation_defaults or {})
+    given = {name: defaults.get(name) for name in SAMPLING_DEFAULTS}
+    return _over(SamplingParams(), {**_lengths(defaults), **given})
+
+
+def default_beam_search_params(generation_defaults: Mapping[str, Any] | None) -> BeamSearchParams | None:
+    """None: the files ask for no search."""
+    defaults = dict(generation_defaults or {})
+    width = defaults.get("num_beams") or 1
+    if width == 1:
+        return None
+    params = BeamSearchParams(beam_width=width)
+    problem = _problem_of(params)
+    if problem is not None:
+        logger.warning("generation default num_beams ignored: %s", problem)
+        return None
+    given = {name: defaults.get(name) for name in BEAM_DEFAULTS}
+    return _over(params, {**_lengths(defaults), **given})
+
+
+def warn_of_ignored_keys(model: str, keys: Sequence[str]) -> None:
+    """Once, when a model is loaded: its files ask for what would change answers, and is not done here."""
+    if keys:
+        logger.warning(
+            "the generation config of %s sets %s, which has no effect here: answers may differ from transformers'",
+            model,
+            ", ".join(keys),
+        )
+
+
+def sets_length(generation_defaults: Mapping[str, Any]) -> bool:
+    """Do the model's files say how long answers are at most?"""
+    return any(generation_defaults.get(name) is not None for name in ("max_new_tokens", "max_length"))
+
+
+def with_given(defaults: Params, given: Mapping[str, Any]) -> Params:
+    """Defaults, over them what a caller gave. A least length that only the defaults ask for gives way."""
+    params = msgspec.structs.replace(defaults, **given)
+    if params.max_tokens is not None and "min_tokens" not in given:
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+    if "min_tokens" in given:
+        params.min_length = 0
+    return params
+
+
+def _lengths(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    lengths = {ours: defaults.get(theirs) for theirs, ours in LENGTHS.items()}
+    if defaults.get("max_length") is not None and lengths["max_tokens"] is None:
+        return {"max_length": defaults["max_length"], **lengths}  # before the least length, which is compared with it
+    return lengths
+
+
+def _over(params: Params, values: Mapping[str, Any]) -> Params:
+    for name, value in values.items():
+        if value is None:
+            continue
+        changes = {name: value, "max_tokens": None} if name == "max_length" else {name: value}
+        candidate = with_given(params, changes) if name == "max_tokens" else msgspec.structs.replace(params, **changes)
+        problem = _problem_of(candidate)
+        if problem is None:
+            params = candidate
+        else:  # a model's file must not make every request fail
+            logger.warning("generation default ignored: %s", problem)
+    return params
+
+
+def _problem_of(params: GenerationParams) -> RequestError | None:
+    try:
+        params.verify()
+    except RequestError as error:
+        return error
+    return None

@@ -1,0 +1,170 @@
+"""What a model's files preset for generation: generation_config.json, or, without one, the same keys of config.json.
+
+Pure: the keys that are obeyed become plain defaults, and those that would change answers in transformers but have no
+effect here are listed by name. engine/default_params.py and engine/own_rules.py say what becomes of the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.params import MAX_FORCED_TOKENS, MAX_NGRAM_SIZE
+from ratoon.models.config_fields import ConfigFields
+
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "length_penalty")
+COUNTS = ("max_length", "min_length", "min_new_tokens", "num_beams")
+NGRAM_SIZES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
+# Where config.json stands alone and is silent, transformers has these for it.
+FORCED_EOS_OF_FAMILIES = {
+    "BartForConditionalGeneration": 2,
+    "MBartForConditionalGeneration": 2,
+    "MarianMTModel": 0,
+}
+
+Raw = Mapping[str, Any]
+
+
+class GenerationDefaults(NamedTuple):
+    values: dict[str, Any]  # under transformers' names; those that are set
+    ignored: tuple[str, ...]  # keys that change answers in transformers and have no effect here
+
+
+def generation_fields(raw_generation: Raw, raw_config: Raw, config: ModelConfig) -> dict[str, Any]:
+    """The keys that count: those of generation_config.json alone where there is one."""
+    if raw_generation:
+        return dict(raw_generation)
+    known = {*NUMBERS, *COUNTS, *NGRAM_SIZES, *WITHOUT_EFFECT, "do_sample", "early_stopping", "forced_eos_token_id"}
+    known |= {"bad_words_ids", "suppress_tokens", "begin_suppress_tokens"}
+    found = {name: raw_config[name] for name in known if raw_config.get(name) is not None}
+    forced_eos = FORCED_EOS_OF_FAMILIES.get(config.architecture)
+    if forced_eos is not None and "forced_eos_token_id" not in raw_config:
+        found["forced_eos_token_id"] = forced_eos
+    return found
+
+
+def read_generation_defaults(raw: Raw, config: ModelConfig, source: str) -> GenerationDefaults:
+    """ModelError for a value of the wrong kind."""
+    fields = ConfigFields(raw, source)
+    ignored = [name for name, has_effect in WITHOUT_EFFECT.items() if _is_set(raw, name) and has_effect(raw, config)]
+    values: dict[str, Any] = {name: _number(fields, name) for name in NUMBERS}
+    values |= {name: _count(fields, name) for name in COUNTS}
+    values |= {"early_stopping": _early_stopping(fields), "bad_words_ids": _long_bad_words(fields, config) or None}
+    for name in NGRAM_SIZES:
+        values[name] = _count(fields, name) or None
+        if (values[name] or 0) > MAX_NGRAM_SIZE:
+            ignored.append(name)
+            values[name] = None
+    if _reads_audio(config):  # nor in transformers
+        values["encoder_no_repeat_ngram_size"] = None
+    forced_eos = [token for token in fields.token_ids("forced_eos_token_id") if token < config.vocab_size]
+    values["forced_eos_token_id"] = forced_eos[:MAX_FORCED_TOKENS] or None
+    # The file's temperature is for those who turn sampling on, which transformers does not do by itself. A model with
+    # an encoder translates, sums up or hears, and wants the likeliest text. Of others, a silent file says nothing.
+    if raw.get("do_sample") is False or (config.encoder is not None and not _samples(raw)):
+        values["temperature"] = 0.0
+    if _samples(raw):
+        values["num_beams"] = None  # it would be a search that draws
+    values["eos_token_ids"] = fields.token_ids("eos_token_id") or None
+    return GenerationDefaults({name: value for name, value in values.items() if value is not None}, tuple(ignored))
+
+
+def _number(fields: ConfigFields, name: str) -> int | float | None:
+    value = fields.raw.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise fields.wrong(name, f"is {value!r}", "a number")
+    return value
+
+
+def _count(fields: ConfigFields, name: str) -> int | None:
+    value = fields.raw.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise fields.wrong(name, f"is {value!r}", "a whole number of at least 0")
+    return value
+
+
+def _early_stopping(fields: ConfigFields) -> Any:
+    value = fields.raw.get("early_stopping")
+    if value is not None and not isinstance(value, bool) and value != "never":
+        raise fields.wrong("early_stopping", f"is {value!r}", 'true, false or "never"')
+    return value
+
+
+def _long_bad_words(fields: ConfigFields, config: ModelConfig) -> list[list[int]]:
+    """Those of several tokens; the others are suppressed tokens. Lists are copied from model to model, and may name
+    tokens that this one has not."""
+    words = bad_words(fields)
+    return [word for word in words if len(word) > 1 and max(word) < config.vocab_size]
+
+
+def bad_words(fields: ConfigFields) -> list[list[int]]:
+    words = fields.raw.get("bad_words_ids") or []
+    is_right = isinstance(words, list) and all(
+        isinstance(word, list) and set(map(type, word)) <= {int} for word in words
+    )
+    if not is_right or any(token < 0 for word in words for token in word):
+        raise fields.wrong("bad_words_ids", "is not a list of lists of token ids", "a list of lists of token ids")
+    return words
+
+
+def _samples(raw: Raw) -> bool:
+    return raw.get("do_sample") is True
+
+
+def _reads_audio(config: ModelConfig) -> bool:
+    return config.encoder is not None and config.encoder.num_mel_bins is not None
+
+
+def _is_set(raw: Raw, name: str) -> bool:
+    return raw.get(name) not in (None, False, [], {})
+
+
+def _above(name: str, limit: float) -> Callable[[Raw, ModelConfig], bool]:
+    return lambda raw, _: not isinstance(raw[name], (int, float)) or raw[name] > limit
+
+
+def _differs(name: str, neutral: float) -> Callable[[Raw, ModelConfig], bool]:
+    return lambda raw, _: raw[name] != neutral
+
+
+def _always(raw: Raw, config: ModelConfig) -> bool:
+    return True
+
+
+def _when_sampling(raw: Raw, config: ModelConfig) -> bool:
+    return _samples(raw)
+
+
+def _searches(raw: Raw) -> bool:
+    return isinstance(raw.get("num_beams"), int) and raw["num_beams"] > 1 and not _samples(raw)
+
+
+# Keys of transformers that change answers and have no effect here, and when they do so there.
+WITHOUT_EFFECT: dict[str, Callable[[Raw, ModelConfig], bool]] = {
+    "penalty_alpha": _above("penalty_alpha", 0),
+    "dola_layers": _always,
+    "num_beam_groups": _above("num_beam_groups", 1),
+    "diversity_penalty": _differs("diversity_penalty", 0),
+    "constraints": _always,
+    "force_words_ids": _always,
+    "num_beams": lambda raw, _: _samples(raw) and _above("num_beams", 1)(raw, _),
+    "repetition_penalty": lambda raw, _: _searches(raw) and raw["repetition_penalty"] != 1,
+    "num_return_sequences": _above("num_return_sequences", 1),
+    "encoder_repetition_penalty": _differs("encoder_repetition_penalty", 1),
+    "exponential_decay_length_penalty": _always,
+    "sequence_bias": _always,
+    "guidance_scale": _differs("guidance_scale", 1),
+    "typical_p": lambda raw, _: _samples(raw) and raw["typical_p"] != 1,
+    "epsilon_cutoff": lambda raw, _: _samples(raw) and raw["epsilon_cutoff"] != 0,
+    "eta_cutoff": lambda raw, _: _samples(raw) and raw["eta_cutoff"] != 0,
+    "top_h": _when_sampling,
+    "renormalize_logits": lambda raw, _: _searches(raw),
+    "watermarking_config": _always,
+    "token_healing": _always,
+    "stop_strings": _always,
+    "max_time": _always,
+    # Of a model that hears, the language and the task are the request's.
+    "forced_decoder_ids": lambda raw, config: not _reads_audio(config),
+    "forced_bos_token_id": lambda raw, config: config.encoder is None,
+}
