@@ -7,7 +7,8 @@ A model that is an encoder alone is treated like a decoder alone: its tokens are
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ratoon.core.config import EncoderConfig, ModelConfig
@@ -35,6 +36,7 @@ class PromptProcessor:
         encoder = self._model_config.encoder
         if encoder is None:
             part = self._verify_single(parsed)
+            self._verify_text(part, self._max_model_len - num_places, partial(self._too_long, num_places=num_places))
             token_ids = self._some_tokens(part)
             self._verify_length(part.field, token_ids, num_places)
             return ModelInput(token_ids)
@@ -47,6 +49,7 @@ class PromptProcessor:
         """What comes behind the tokens of another request. It may be empty."""
         field = "continuation_suffix"
         if isinstance(suffix, str):
+            self._verify_text(PromptPart(field, suffix), self._max_model_len - 1, partial(self._too_long, num_places=1))
             return self._encode(suffix, field, add_special_tokens=False) if suffix else []
         if not is_list(suffix):
             raise RequestError(field, f"{type(suffix).__name__} is not a suffix", "text or a list of token ids")
@@ -76,13 +79,16 @@ class PromptProcessor:
             return features_for_encoder(read_audio(part.name, part.audio, encoder), encoder.max_position)
         if part.audio is not None:
             raise RequestError(part.name, "is audio, and the model's encoder reads text", TEXT_FORMS)
+        longest = encoder.max_position
+
+        def too_long(field: str, num_tokens: str) -> RequestError:
+            problem = f"has {num_tokens} tokens, and the model's encoder has {longest} positions"
+            return RequestError(field, problem, f"at most {longest} tokens")
+
+        self._verify_text(part, longest, too_long)
         token_ids = self._some_tokens(part)
-        if len(token_ids) > encoder.max_position:
-            raise RequestError(
-                part.field,
-                f"has {len(token_ids)} tokens, and the model's encoder has {encoder.max_position} positions",
-                f"at most {encoder.max_position} tokens",
-            )
+        if len(token_ids) > longest:
+            raise too_long(part.field, str(len(token_ids)))
         return tokens_for_encoder(token_ids)
 
     def _decoder_tokens(self, part: PromptPart | None, num_places: int) -> list[int]:
@@ -94,6 +100,7 @@ class PromptProcessor:
             return default
         if part.audio is not None:
             raise RequestError(part.name, "is audio, and decoders read text", TEXT_FORMS)
+        self._verify_text(part, self._max_model_len - num_places, partial(self._too_long, num_places=num_places))
         token_ids = self._tokens(part, add_special_tokens=False)
         if default[0] not in (token_ids if self._reads_audio else token_ids[:1]):
             is_plain_text = part.token_ids is None and not self._is_special(token_ids[:1])
@@ -127,15 +134,25 @@ class PromptProcessor:
         assert part.text is not None, "audio is read elsewhere"
         return self._encode(part.text, part.field, add_special_tokens)
 
+    def _verify_text(self, part: PromptPart, longest: int, too_long: Callable[[str, str], RequestError]) -> None:
+        """Refuses a text that has surely more tokens, before it is tokenised, which takes long and much memory."""
+        if part.token_ids is not None or part.text is None or self._tokenizer is None:
+            return
+        num_tokens = self._tokenizer.min_tokens(part.text, longest)
+        if num_tokens > longest:
+            raise too_long(part.field, f"at least {num_tokens}")
+
     def _verify_length(self, field: str, token_ids: list[int], num_places: int) -> None:
-        longest = self._max_model_len - num_places
-        if len(token_ids) > longest:
-            raise RequestError(
-                field,
-                f"has {len(token_ids)} tokens, and at most {longest} {'leave room' if num_places else 'fit'} "
-                f"(max_model_len is {self._max_model_len})",
-                "shorten it, or start the engine with a greater max_model_len if the model can do it",
-            )
+        if len(token_ids) > self._max_model_len - num_places:
+            raise self._too_long(field, str(len(token_ids)), num_places)
+
+    def _too_long(self, field: str, num_tokens: str, num_places: int) -> RequestError:
+        return RequestError(
+            field,
+            f"has {num_tokens} tokens, and at most {self._max_model_len - num_places} "
+            f"{'leave room' if num_places else 'fit'} (max_model_len is {self._max_model_len})",
+            "shorten it, or start the engine with a greater max_model_len if the model can do it",
+        )
 
     def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:

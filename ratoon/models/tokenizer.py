@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import ModelError, RequestError
 from ratoon.models.chat_template import RenderedChat, render_chat
+from ratoon.models.token_bound import MinTokens, find_bound
 from ratoon.observe.logging import get_logger
 
 if TYPE_CHECKING:
@@ -70,6 +71,15 @@ class Tokenizer:
         except (TypeError, UnicodeError) as error:  # JSON can smuggle half a character in: "\\ud800"
             problem = f"{type(text).__name__} is no text" if not isinstance(text, str) else "is no valid Unicode"
             raise RequestError("prompt", problem, "expected a text of whole characters") from error
+
+    def min_tokens(self, text: str, enough: int) -> int:
+        """So many tokens it has at least, without counting far beyond `enough`: to refuse what is too long before it is
+        tokenised. 0: nothing is known without tokenising it."""
+        return self._bound(text, enough) if len(text) > enough else 0
+
+    @cached_property
+    def _bound(self) -> MinTokens:
+        return find_bound(self.backend)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

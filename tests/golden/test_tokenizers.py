@@ -246,6 +246,13 @@ def test_smollm2_keeps_its_ids(smollm: OurTokenizer) -> None:
     assert len(smollm.encode("2024")) == 4
 
 
+def test_smollm2_knows_that_a_text_is_too_long_without_tokenising_it(smollm: OurTokenizer) -> None:
+    texts = ["The quick brown fox. " * 100, "    x = 1\n" * 100, "中文" * 300, " " * 1000, "é\x00\x01" * 99, "=" * 1000]
+    for text in texts:
+        assert smollm.min_tokens(text, 0) <= len(smollm.encode(text))
+    assert smollm.min_tokens("The quick brown fox. " * 50_000, 8192) > 8192
+
+
 def without_missing_bytes(tokenizer: OurTokenizer, text: str) -> str:
     """SmolLM2's vocabulary lacks some bytes (a few control characters, rare planes): they vanish, here as elsewhere."""
     spelling, to_id = bytes_to_unicode(), tokenizer.backend.token_to_id

@@ -70,8 +70,8 @@ def refused(param: str, problem: str, expected: str = "", code: str | None = Non
     return ApiError(400, message, param=param, code=code)
 
 
-def context_length_exceeded(param: str, num_tokens: int, max_model_len: int, num_places: int = 1) -> ApiError:
-    """`num_places`: what must be left for an answer, if there is one."""
+def context_length_exceeded(param: str, num_tokens: int | str, max_model_len: int, num_places: int = 1) -> ApiError:
+    """`num_tokens` may be words ("at least 5000"). `num_places`: what must be left for an answer, if there is one."""
     message = (
         f"{param}: has {num_tokens} tokens, and the model's context is {max_model_len} tokens"
         f"{', answer included' if num_places else ''}; shorten it to {max_model_len - num_places} tokens at most"

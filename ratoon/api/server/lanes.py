@@ -22,8 +22,8 @@ class Lane(NamedTuple):
     num_threads: int
 
 
-LANES = (Lane(64 * 1024, 2), Lane(LARGE, 1), Lane(math.inf, 1))
-SLOW = LANES[0].below  # the size of what is short, and may take its time nevertheless
+SLOW = 64 * 1024  # the size of what is short, and may take its time nevertheless
+LANES = (Lane(SLOW, 2), Lane(LARGE, 1), Lane(math.inf, 1))
 
 
 class WorkLanes:

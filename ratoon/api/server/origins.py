@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import context_length_exceeded, refused
-from ratoon.api.server.prompts import off_loop, render_chat
+from ratoon.api.server.prompts import encode_text, render_chat
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
 from ratoon.api.server.protocol.sampling import SamplingFields
@@ -66,8 +66,7 @@ async def completion_origin(context: ServerContext, asked: CompletionRequest) ->
             raise refused(name, "has no meaning in a continuation without a prompt of its own", "leave it out")
     suffix = asked.continuation_suffix or []
     if isinstance(suffix, str):
-        text, tokenizer = suffix, context.llm.get_tokenizer()
-        suffix = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=False))
+        suffix = await _encode_suffix(context, "continuation_suffix", suffix)
     return Origin(
         parent=asked.continuation_of,
         suffix=suffix,
@@ -103,16 +102,23 @@ async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body
     if not found:
         problem = "the chat template drops earlier answers, so there is nothing to continue behind"
         raise refused("continuation_of", problem, "send the whole conversation")
-    tokenizer = context.llm.get_tokenizer()
     return Origin(
         parent=asked.continuation_of,
-        suffix=await off_loop(len(suffix), lambda: tokenizer.encode(suffix, add_special_tokens=False)),
+        suffix=await _encode_suffix(context, "messages", suffix),
         param="messages",
         choice=asked.continuation_choice or 0,
         wait=asked.continuation_wait is not False,
         cache_salt=asked.cache_salt,
         new_turn=True,
         notes=rendered.notes,
+    )
+
+
+async def _encode_suffix(context: ServerContext, param: str, text: str) -> list[int]:
+    """One that fits behind no parent is refused before that is known."""
+    length = context.max_model_len
+    return await encode_text(
+        context, text, False, length - 1, lambda num_tokens: context_length_exceeded(param, num_tokens, length)
     )
 
 

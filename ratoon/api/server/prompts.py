@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ratoon.api.server.context import ServerContext
-from ratoon.api.server.errors import context_length_exceeded, refused
+from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
+from ratoon.api.server.lanes import SLOW, WorkLanes
 from ratoon.api.server.protocol.chat import Message, Tool
 from ratoon.core.errors import RequestError
 from ratoon.models.chat_template import RenderedChat
@@ -18,7 +17,7 @@ from ratoon.models.chat_template import RenderedChat
 T = TypeVar("T")
 
 LONG_TEXT = 2048  # characters: what is shorter is tokenised before a thread would have begun
-NUM_THREADS = 4
+MAX_COUNTED = 4 * 2**20  # characters: a text that is only counted, and could not be a prompt
 # Variables of a template that have a field of their own in the request, or are nobody's to set.
 RESERVED_VARIABLES = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "self", "template",
@@ -26,7 +25,7 @@ RESERVED_VARIABLES = (
 )  # fmt: skip
 MESSAGES_FIELD = re.compile(r"messages(?:\[(\d+)\])?")
 
-_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+_lanes = WorkLanes("tokenize", LONG_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +61,37 @@ async def encode_prompts(
         raise refused("decoder_prompt", "the model has no encoder, and all of a prompt is its decoder's", "prompt")
     if len(prompts) > context.settings.batch_limit:
         raise refused(param, f"has {len(prompts)} prompts", f"{context.settings.batch_limit} at most in a request")
+    encoder = context.llm.source.config.encoder
+    if encoder is not None and encoder.num_mel_bins is not None:
+        raise refused(param, "is text, and the model's encoder reads audio", "/v1/audio/transcriptions takes audio")
+    limit = context.max_model_len - num_places if encoder is None else encoder.max_position
     encoded = []
     for index, prompt in enumerate(prompts):
         name = param if len(prompts) == 1 else f"{param}[{index}]"
-        text, token_ids = await _encode(context, name, prompt, add_special_tokens)
-        _verify_length(context, name, len(token_ids), num_places)
+
+        def too_long(num_tokens: str, name: str = name) -> ApiError:
+            if encoder is None:
+                return context_length_exceeded(name, num_tokens, context.max_model_len, num_places)
+            problem = f"has {num_tokens} tokens, and the model's encoder has {limit} positions"
+            return refused(name, problem, f"at most {limit} tokens", code="context_length_exceeded")
+
+        text, token_ids = await _encode(context, name, prompt, add_special_tokens, limit, too_long)
         encoded.append(EncodedPrompt(text, token_ids, decoder_prompt))
     return encoded
 
 
 async def _encode(
-    context: ServerContext, name: str, prompt: str | list[int], add_special_tokens: bool
+    context: ServerContext,
+    name: str,
+    prompt: str | list[int],
+    add_special_tokens: bool,
+    limit: int,
+    too_long: Callable[[str], ApiError],
 ) -> tuple[str | None, list[int]]:
     if isinstance(prompt, list):
         text, token_ids = None, prompt
+        if len(token_ids) > limit:
+            raise too_long(str(len(token_ids)))
         vocab_size = context.llm.source.config.vocab_size
         if max(token_ids) >= vocab_size:
             raise refused(
@@ -83,23 +99,46 @@ async def _encode(
             )
     else:
         text = prompt
-        tokenizer = context.llm.get_tokenizer()
-        token_ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+        token_ids = await encode_text(context, text, add_special_tokens, limit, too_long)
     if not token_ids:
         raise refused(name, "is empty", "at least one token")
     return text, token_ids
 
 
-def _verify_length(context: ServerContext, name: str, num_tokens: int, num_places: int) -> None:
-    encoder = context.llm.source.config.encoder
-    if encoder is None:
-        if num_tokens + num_places > context.max_model_len:
-            raise context_length_exceeded(name, num_tokens, context.max_model_len, num_places)
-    elif encoder.num_mel_bins is not None:
-        raise refused(name, "is text, and the model's encoder reads audio", "/v1/audio/transcriptions takes audio")
-    elif num_tokens > encoder.max_position:
-        problem = f"has {num_tokens} tokens, and the model's encoder has {encoder.max_position} positions"
-        raise refused(name, problem, f"at most {encoder.max_position} tokens", code="context_length_exceeded")
+async def encode_text(
+    context: ServerContext, text: str, add_special_tokens: bool, limit: int, too_long: Callable[[str], ApiError]
+) -> list[int]:
+    """No more than `limit` tokens, or the error that `too_long` makes of their number. Most texts that have more are
+    refused before they are tokenised, which takes long and much memory."""
+    tokenizer = context.llm.get_tokenizer()
+
+    def encode() -> list[int] | str:
+        num_tokens = tokenizer.min_tokens(text, limit)
+        if num_tokens > limit:
+            return f"at least {num_tokens}"
+        token_ids = tokenizer.encode(text, add_special_tokens)
+        return token_ids if len(token_ids) <= limit else str(len(token_ids))
+
+    found = await off_loop(len(text), encode)
+    if isinstance(found, str):
+        raise too_long(found)
+    return found
+
+
+async def count_text(context: ServerContext, name: str, text: str, add_special_tokens: bool) -> list[int]:
+    """The tokens of a text that is only counted, and may be longer than the model's length; but not very long and
+    longer."""
+    tokenizer = context.llm.get_tokenizer()
+
+    def encode() -> list[int] | None:
+        if len(text) > MAX_COUNTED and tokenizer.min_tokens(text, context.max_model_len) > context.max_model_len:
+            return None
+        return tokenizer.encode(text, add_special_tokens)
+
+    found = await off_loop(len(text), encode)
+    if found is None:
+        raise refused(name, f"has {len(text)} characters", f"at most {MAX_COUNTED}, or what the model can take")
+    return found
 
 
 async def encode_chat(
@@ -128,14 +167,20 @@ async def encode_chat(
         variables=variables,
         template=template,
     )
-    text = rendered.text
-    tokenizer = context.llm.get_tokenizer()
+    text, max_model_len = rendered.text, context.max_model_len
     # The template writes the special tokens itself.
-    token_ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+    if num_places is None:
+        token_ids = await count_text(context, param, text, add_special_tokens)
+    else:
+        token_ids = await encode_text(
+            context,
+            text,
+            add_special_tokens,
+            max_model_len - num_places,
+            lambda num_tokens: context_length_exceeded(param, num_tokens, max_model_len),
+        )
     if not token_ids:
         raise refused(param, "the chat template makes an empty prompt of them")
-    if num_places is not None and len(token_ids) + num_places > context.max_model_len:
-        raise context_length_exceeded(param, len(token_ids), context.max_model_len)
     return EncodedPrompt(text, token_ids, notes=rendered.notes)
 
 
@@ -158,16 +203,15 @@ async def render_chat(
             problem = "is not to be set here"
             raise refused(f"chat_template_kwargs.{name}", problem, "use the request's own fields")
     if template is not None:
-        size = max(size, LONG_TEXT)  # a stranger's program: however short, it may take its time
+        size = max(size, SLOW)  # a stranger's program: however short, it may take its time
     template = template or context.settings.chat_template
     if template is None and not context.llm.has_chat_template:
         raise refused(param, "the model has no chat template", "use /v1/completions with a prompt")
-    plain = [*earlier, *(message.model_dump(exclude_unset=True) for message in messages)]
     tokenizer = context.llm.get_tokenizer()
 
     def render() -> RenderedChat:
         return tokenizer.render_chat(
-            plain,
+            [*earlier, *(message.model_dump(exclude_unset=True) for message in messages)],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=[tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
@@ -185,9 +229,7 @@ async def render_chat(
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
     """Do the work here if it is short, else in a thread."""
-    if size < LONG_TEXT:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+    return await _lanes.run(size, work)
 
 
 def _of_the_request(error: RequestError, param: str, num_earlier: int) -> RequestError:

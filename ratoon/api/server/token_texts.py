@@ -4,8 +4,9 @@ are found in the vocabulary, as far as the two usual ways of writing bytes there
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import TYPE_CHECKING
+
+from ratoon.models.token_bound import byte_level_alphabet
 
 if TYPE_CHECKING:
     from ratoon.models.tokenizer import Tokenizer
@@ -49,13 +50,3 @@ def _vocabulary_bytes(token: str) -> bytes | None:
     if token and all(character in alphabet for character in token):
         return bytes(alphabet[character] for character in token)
     return None
-
-
-@cache
-def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet for bytes: printable ones stand for themselves, the others for characters from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(256 + place): byte for place, byte in enumerate(others)})
-    return alphabet

@@ -21,6 +21,7 @@ from ratoon.core.request import (
 from ratoon.core.stats import SchedulerStats
 from ratoon.core.wire import WireTensor
 from ratoon.engine.faults import fault_of
+from ratoon.models.token_bound import find_bound
 
 END = 256  # the special tokens of the byte tokenizer
 OTHER = 257
@@ -51,6 +52,9 @@ class FakeTokenizer:
     def apply_chat_template(self, messages: list[dict], *, add_generation_prompt=None, tools=None, **_) -> str:
         text = "".join(f"[{message['role']}]{message['content']}\n" for message in messages)
         return text + ("" if add_generation_prompt is False else "[assistant]")
+
+    def min_tokens(self, text: str, enough: int) -> int:
+        return find_bound(self.backend)(text, enough) if len(text) > enough else 0
 
     def encode_chat(self, messages: list[dict], **variables) -> list[int]:
         return self.encode(self.apply_chat_template(messages, **variables))

@@ -260,3 +260,29 @@ def test_an_open_end_is_as_far_away_as_model_and_memory_allow() -> None:
     assert (longest(None), longest(100), longest(30), longest(5)) == (54, 54, 20, 1)
     asked = processor(max_model_len=64, kv_capacity=30).process("r", [1] * 10, SamplingParams(max_tokens=40))
     assert asked.sampling_params.max_tokens == 40  # what was asked for is not cut in silence
+
+
+class NeverTokenises:
+    """Knows how long texts are, and must not be asked for their tokens."""
+
+    def __getattr__(self, name: str):
+        assert name != "encode"
+        return getattr(TOKENIZER, name)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"), [("x" * 5000, "prompt"), ({"prompt": "x" * 5000}, "prompt"), ("é" * 5000, "prompt")]
+)
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenised(prompt, field):
+    few = processor(tokenizer=NeverTokenises())
+    with pytest.raises(RequestError, match=r"has at least \d+ tokens, and at most 19 leave room") as caught:
+        few.process("r", prompt, SamplingParams())
+    assert caught.value.field == field
+    with pytest.raises(RequestError, match=r"has at least [0-9]+ tokens, and at most 20 fit"):
+        few.process_pooling("r", "x" * 5000, PoolingParams())
+
+
+def test_a_suffix_that_is_far_too_long_is_refused_before_it_is_tokenised():
+    with pytest.raises(RequestError, match=r"has at least [0-9]+ tokens") as caught:
+        processor(tokenizer=NeverTokenises())._prompts.process_suffix("x" * 5000)
+    assert caught.value.field == "continuation_suffix"

@@ -10,7 +10,7 @@ from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import exchange_of
 from ratoon.api.server.json_body import read_body
-from ratoon.api.server.prompts import encode_chat, off_loop
+from ratoon.api.server.prompts import count_text, encode_chat, off_loop
 from ratoon.api.server.protocol.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from ratoon.api.server.responses import json_response
 from ratoon.api.server.routes.documented import WITH_BODY, answers, body
@@ -33,13 +33,18 @@ async def tokenize(request: Request) -> Response:
     token_ids = await encode(context, asked, len(exchange_of(request.scope).body))
     answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": context.max_model_len}
     if asked.return_token_strs:
-        tokenizer = context.llm.get_tokenizer()
-        answer["token_strs"] = [tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+        answer["token_strs"] = await off_loop(len(token_ids), lambda: name_tokens(context, token_ids))
     return json_response(request, answer)
 
 
+def name_tokens(context: ServerContext, token_ids: list[int]) -> list[str]:
+    tokenizer = context.llm.get_tokenizer()
+    names = {token_id: tokenizer.id_to_token(token_id) or "" for token_id in set(token_ids)}
+    return [names[token_id] for token_id in token_ids]
+
+
 async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int) -> list[int]:
-    """The tokens that a generation would begin with; how many there are is no matter here."""
+    """The tokens that a generation would begin with; they may be more than fit."""
     if (asked.prompt is None) == (asked.messages is None):
         raise refused("prompt", "one of prompt and messages is needed", "either of them, not both")
     if asked.messages is not None:
@@ -55,9 +60,7 @@ async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int)
             num_places=None,
         )
         return chat.token_ids
-    text = asked.prompt or ""
-    tokenizer = context.llm.get_tokenizer()
-    return await off_loop(len(text), lambda: tokenizer.encode(text, asked.add_special_tokens is not False))
+    return await count_text(context, "prompt", asked.prompt or "", asked.add_special_tokens is not False)
 
 
 @router.post(

@@ -20,10 +20,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from ratoon.api.server.app import build_app
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.settings import ServerSettings
-from ratoon.api.server.token_texts import byte_level_alphabet
 from ratoon.core.config import ModelConfig
 from ratoon.core.messages import EngineReady
 from ratoon.engine.async_llm import AsyncLLM
+from ratoon.models.token_bound import byte_level_alphabet
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.observe.metrics import EngineMetrics
 from tests.unit.engine.fakes import Script, echo, model_config

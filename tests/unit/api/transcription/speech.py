@@ -15,11 +15,11 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from ratoon.api.server.token_texts import byte_level_alphabet
 from ratoon.api.transcription.vocabulary import SpeechVocabulary, find_vocabulary
 from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.outputs import CompletionOutput, Logprob, RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
+from ratoon.models.token_bound import byte_level_alphabet
 from ratoon.models.tokenizer import Tokenizer
 from tests.unit.engine.fakes import model_config
 
