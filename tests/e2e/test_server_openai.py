@@ -88,6 +88,38 @@ def test_chat(client: openai.OpenAI) -> None:
     assert streamed == whole.choices[0].model_extra["token_ids"]
 
 
+def test_a_call_of_a_tool_and_its_result_go_back_as_clients_send_them(client: openai.OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    answer = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=messages, tools=[tool], max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    prompt = bytes(answer.parse().model_extra["prompt_token_ids"]).decode()
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool>2' in prompt
+    assert "[tools: 1]" in prompt  # the template knows tools, and not their calls
+    assert "tool calls" in answer.headers["x-ratoon-note"]
+
+
+def test_an_answer_that_was_begun_is_continued(client: openai.OpenAI) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    begun = {"add_generation_prompt": False, "continue_final_message": True, "return_token_ids": True}
+    answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2, extra_body=begun)
+    assert bytes(answer.model_extra["prompt_token_ids"]).decode().endswith("<assistant>Well, ")
+
+
+def test_a_base_url_without_its_version_is_told(server: Server) -> None:
+    with (
+        openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0) as client,
+        pytest.raises(openai.NotFoundError, match="did you mean /v1/chat/completions"),
+    ):
+        client.chat.completions.create(model=MODEL, messages=HELLO)
+
+
 def test_chat_with_the_clients_stream_helper(client: openai.OpenAI) -> None:
     words = {"allowed_token_ids": [97, 98, 256], "min_tokens": 3}  # it ends soon: the helper takes no answer cut off
     with client.chat.completions.stream(model=MODEL, messages=HELLO, seed=1, extra_body=words) as stream:

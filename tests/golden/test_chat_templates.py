@@ -127,6 +127,17 @@ def test_smollm2_renders_like_transformers(chat: list) -> None:
     assert "<|im_start|>assistant\n" in ours.apply_chat_template(chat)
 
 
+def test_smollm2_takes_tool_calls_without_content_and_tools() -> None:
+    tokenizer = resolve_model("smollm2-135m").load_tokenizer()
+    function = {"name": "look", "arguments": '{"at": "sea"}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    chat = [CHATS[0][0], call, {"role": "tool", "tool_call_id": "1", "content": "blue"}]
+    text = tokenizer.apply_chat_template(chat, tools=TOOLS)
+    assert text.startswith("<|im_start|>system\n# Tools")
+    calling = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{calling}<|im_end|>\n<|im_start|>tool\nblue<|im_end|>" in text
+
+
 def test_variables_of_the_caller_reach_the_template() -> None:
     ours, theirs = both(
         "{{ messages[0].content }}{% if enable_thinking is false %} no thoughts{% endif %}{{ documents }}"

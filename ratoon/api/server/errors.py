@@ -29,6 +29,7 @@ BODY_FIELDS = {
     "decoder_prompt_token_ids": "decoder_prompt",
     "sampling_params": "body",
     "pooling_params": "body",
+    "task": "model",  # the path says which task it is; a model that does not know it is the wrong one
 }
 
 

@@ -12,12 +12,13 @@ from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.exchange import exchange_of
-from ratoon.api.server.generation import all_or_none, make_id
+from ratoon.api.server.generation import PROMPT_FIELDS, all_or_none, make_id
 from ratoon.api.server.json_body import read_body
-from ratoon.api.server.prompts import encode_prompts
+from ratoon.api.server.prompts import EncodedPrompt, encode_prompts
 from ratoon.api.server.protocol.embeddings import EmbeddingRequest, Embeddings
 from ratoon.api.server.responses import json_response
 from ratoon.api.server.routes.documented import MODEL, WITH_BODY, answers, body
+from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput
 from ratoon.core.params import PoolingParams
 
@@ -59,17 +60,37 @@ async def embed_all(
     with context.admit(len(prompts), owner):
         return await all_or_none(
             [
-                context.llm.embed(
-                    prompt.as_prompt(),
-                    params,
-                    answer_id if len(prompts) == 1 else f"{answer_id}-{index}",
-                    priority=asked.priority or 0,
-                    cache_salt=asked.cache_salt,
-                    owner=owner,
-                )
+                embed(context, asked, params, prompt, answer_id, owner)
+                if len(prompts) == 1
+                else embed(context, asked, params, prompt, f"{answer_id}-{index}", owner, f"input[{index}]")
                 for index, prompt in enumerate(prompts)
             ]
         )
+
+
+async def embed(
+    context: ServerContext,
+    asked: EmbeddingRequest,
+    params: PoolingParams,
+    prompt: EncodedPrompt,
+    request_id: str,
+    owner: str | None,
+    param: str = "input",
+) -> EmbeddingOutput:
+    """`param` is where in the body the prompt stands; an error about it says so."""
+    try:
+        return await context.llm.embed(
+            prompt.as_prompt(),
+            params,
+            request_id,
+            priority=asked.priority or 0,
+            cache_salt=asked.cache_salt,
+            owner=owner,
+        )
+    except RequestError as error:
+        if error.field.partition("[")[0] not in PROMPT_FIELDS:
+            raise
+        raise type(error)(param, error.problem, error.expected) from None
 
 
 def encode_vector(vector: Any, as_text: bool) -> list[float] | str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 
+from ratoon.api.server.errors import as_api_error
 from ratoon.api.server.protocol.service import HealthAnswer, Models, Stats
+from ratoon.core.errors import RequestError
 from ratoon.version import __version__
 from tests.unit.api.server.harness import MAX_MODEL_LEN, MODEL, say, scripted
 from tests.unit.engine.fakes_async import on_event_loop
@@ -74,6 +77,18 @@ async def test_bad_requests_are_refused_by_name(path, body, param):
     async with scripted() as client:
         answer = await client.post(path, body)
         assert (answer.status, answer.error["param"]) == (400, param)
+
+
+@on_event_loop
+async def test_what_the_engine_finds_wrong_is_named_as_in_the_body():
+    async with scripted() as client:
+        refusal = RequestError("prompt_token_ids", "does not fit")
+        with mock.patch.object(client.context.llm, "embed", side_effect=refusal):
+            one = await client.post("/v1/embeddings", {"model": MODEL, "input": "x"})
+            two = await client.post("/v1/embeddings", {"model": MODEL, "input": ["x", "y"]})
+        assert (one.error["param"], two.error["param"]) == ("input", "input[0]")
+    assert as_api_error(RequestError("task", "the model can't translate")).param == "model"
+    assert as_api_error(RequestError("sleep", "requests are under way")).param is None
 
 
 @on_event_loop
