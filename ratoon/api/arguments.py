@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, RequestOutputKind, SamplingParams
+
+UseTqdm: TypeAlias = bool | Callable[..., Any] | None
 
 
 def is_sequence(value: Any) -> bool:
@@ -64,3 +66,13 @@ def verify_beam_search_params(params: Any) -> None:
     for one in params if is_sequence(params) else [params]:
         if not isinstance(one, BeamSearchParams):
             raise RequestError("params", f"{one!r} is not BeamSearchParams", "BeamSearchParams(beam_width=…)")
+
+
+def wants_progress(progress: bool, use_tqdm: UseTqdm) -> bool:
+    """`use_tqdm` is the same in vLLM's words; a class of bars in its place asks for one."""
+    return progress if use_tqdm is None else bool(use_tqdm)
+
+
+def refuse_lora(lora_request: Any) -> None:
+    if lora_request is not None:
+        raise RequestError("lora_request", "adapters are not supported", "leave it out")

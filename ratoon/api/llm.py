@@ -14,11 +14,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, overload
 
 from ratoon.api.arguments import (
+    UseTqdm,
     in_conversation,
     is_many,
     is_sequence,
     one_for_each,
+    refuse_lora,
     verify_beam_search_params,
+    wants_progress,
     with_index,
     with_output_kind,
 )
@@ -97,6 +100,7 @@ class LLM:
         startup_timer: StartupTimer | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
+        skip_tokenizer = settings.pop("skip_tokenizer_init", False) or skip_tokenizer
         config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
         self._start(config, seed, skip_tokenizer, process)
@@ -151,6 +155,8 @@ class LLM:
         cache_salt: str | None = None,
         retain_kv: float | None = None,  # seconds that the memory is kept for continuations, once an answer has ended
         progress: bool = True,
+        use_tqdm: UseTqdm = None,  # vLLM's name of progress
+        lora_request: None = None,  # there are no adapters
     ) -> list[RequestOutput]:
         """Answer prompts, and return their outputs in the same order.
 
@@ -162,9 +168,10 @@ class LLM:
         "error", and the others go on; one that is alone, and that the engine refuses, raises. With BeamSearchParams the
         choices of an output are the best texts that a beam search found, the best first.
         """
+        refuse_lora(lora_request)
         checked = self._check(prompts, sampling_params, priority, cache_salt, RequestOutputKind.FINAL_ONLY, retain_kv)
         outputs: dict[str, RequestOutput] = {}
-        with request_progress(len(checked), progress) as advance:
+        with request_progress(len(checked), wants_progress(progress, use_tqdm)) as advance:
             for output in self._run(checked):
                 outputs[output.request_id] = output
                 advance(1, sum(len(choice.token_ids) for choice in output.outputs))
@@ -179,11 +186,20 @@ class LLM:
         cache_salt: str | None = None,
         retain_kv: float | None = None,
         progress: bool = True,
+        use_tqdm: UseTqdm = None,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """`generate` with BeamSearchParams: search for the most probable texts behind each prompt."""
         verify_beam_search_params(params)
         return self.generate(
-            prompts, params, priority=priority, cache_salt=cache_salt, retain_kv=retain_kv, progress=progress
+            prompts,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            retain_kv=retain_kv,
+            progress=progress,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
         )
 
     def continue_from(
@@ -259,6 +275,9 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
         progress: bool = True,
+        use_tqdm: UseTqdm = None,  # vLLM's name of progress
+        lora_request: None = None,
+        chat_template: str | None = None,  # in the place of the model's own, or the name of one that it has
         add_generation_prompt: bool | None = None,  # None: unless continue_final_message is set
         continue_final_message: bool = False,  # go on with the last message, which is the assistant's
         tools: list[dict[str, Any]] | None = None,
@@ -269,8 +288,11 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
+            **({} if chat_template is None else {"chat_template": chat_template}),
             **(chat_template_kwargs or {}),
         }
+        refuse_lora(lora_request)
+        progress = wants_progress(progress, use_tqdm)
         if not is_sequence(messages):
             raise RequestError("messages", f"{type(messages).__name__} is not a list", "a list of messages")
         if not messages or not is_sequence(messages[0]):
@@ -292,13 +314,16 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
         progress: bool = True,
+        use_tqdm: UseTqdm = None,
+        lora_request: None = None,
     ) -> list[EmbeddingOutput]:
         """The vectors of prompts, in the same order: hidden states behind the final norm, of the last token or their
         mean over all tokens. Prompts, params and errors are as in `generate`; what fails has `error` set and no vector.
         """
+        refuse_lora(lora_request)
         checked = self._check_pooling(prompts, pooling_params, priority, cache_salt)
         outputs: dict[str, EmbeddingOutput] = {}
-        with request_progress(len(checked), progress) as advance:
+        with request_progress(len(checked), wants_progress(progress, use_tqdm)) as advance:
             for output in self._run(checked):
                 outputs[output.request_id] = output
                 advance(1, len(output.prompt_token_ids))

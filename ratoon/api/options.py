@@ -32,7 +32,10 @@ ENGINE_OPTIONS = (
     "device", "dtype", "max_model_len", "block_size", "num_blocks", "kv_memory", "swap_memory",
     "max_num_batched_tokens", "max_num_encoder_tokens", "max_num_seqs", "policy", "num_threads", "attention_backend",
     "load_format", "lease_fraction", "max_lease_seconds",
-    "hf_overrides", "rope_scaling", "max_hidden_states_bytes", "max_roots", "executor",
+    "hf_overrides", "rope_scaling", "gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size",
+    "swap_space", "scheduling_policy", "kv_cache_memory_bytes", "num_gpu_blocks_override", "kv_cache_dtype",
+    "quantization", "tokenizer", "revision", "enable_prefix_caching", "enable_chunked_prefill",
+    "max_hidden_states_bytes", "max_roots", "executor",
 )  # fmt: skip
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -74,6 +77,27 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--max-hidden-states-bytes", metavar="SIZE", help="the most hidden states that a request may ask for"
     )
     group.add_argument("--executor", metavar="NAME", help='uniproc, or another one as "module:Class"')
+    add_vllm_options(parser)
+
+
+def add_vllm_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `vllm serve` that mean the same here. Those whose other values would not are refused with them."""
+    group = parser.add_argument_group("vLLM's names, for command lines that come from there")
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="of a GPU, for weights and KV cache")
+    group.add_argument("--kv-cache-memory-bytes", metavar="SIZE", help="--kv-memory")
+    group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="--num-blocks")
+    group.add_argument("--swap-space", type=float, metavar="GIB", help="--swap-memory in GiB")
+    group.add_argument("--scheduling-policy", metavar="NAME", help="--policy")
+    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="on by default")
+    group.add_argument("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, help="on by default")
+    group.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="1", help="others are refused")
+    group.add_argument("--pipeline-parallel-size", "-pp", type=int, metavar="1", help="others are refused")
+    group.add_argument("--kv-cache-dtype", metavar="auto", help="others are refused")
+    group.add_argument("--quantization", "-q", metavar="gguf", help="others are refused")
+    group.add_argument("--tokenizer", metavar="MODEL", help="another than the model's is refused")
+    group.add_argument("--revision", metavar="NAME", help="refused: the newest is used")
+    for name in ("--enforce-eager", "--trust-remote-code", "--disable-log-stats"):
+        group.add_argument(name, action="store_true", help="changes nothing")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:

@@ -119,6 +119,7 @@ class CacheConfig:
     num_blocks: int | None = None  # None: as many as `memory_bytes` or `memory_fraction` allow
     memory_bytes: int | None = None  # for keys and values
     memory_fraction: float | None = None  # of what is free once the weights are loaded; None: fits the kind of device
+    gpu_memory_utilization: float | None = None  # of all that a GPU has, for weights and blocks together; not on a CPU
     enable_prefix_caching: bool = True
     lease_fraction: float = 0.5  # of the pool's blocks that leases may hold together
     max_lease_seconds: float = 3600.0  # the longest that a request may ask for
@@ -232,6 +233,11 @@ def verify_engine_config(config: EngineConfig) -> None:
         _at_least("num_threads", config.num_threads, 1)
     if cache.memory_fraction is not None and not 0 < cache.memory_fraction <= 1:  # NaN is not above 0 either
         raise ConfigError("kv_memory_fraction", f"{cache.memory_fraction} is out of range", "above 0 and at most 1")
+    utilization = cache.gpu_memory_utilization
+    if utilization is not None and not 0 < utilization <= 1:
+        raise ConfigError("gpu_memory_utilization", f"{utilization} is out of range", "above 0 and at most 1")
+    if utilization is not None and cache.memory_fraction is not None:
+        raise ConfigError("gpu_memory_utilization", "and kv_memory_fraction contradict each other", "one of the two")
     if not 0 <= cache.lease_fraction <= 1:
         raise ConfigError("lease_fraction", f"{cache.lease_fraction} is out of range", "0 (no leases) to 1")
     if not cache.max_lease_seconds > 0:

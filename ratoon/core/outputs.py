@@ -153,6 +153,11 @@ class EmbeddingOutput:
     owner: str | None = None  # whose it is: ids are an owner's own
 
     @property
+    def outputs(self) -> EmbeddingOutput:
+        """vLLM has the vector one level below: `output.outputs.embedding`."""
+        return self
+
+    @property
     def finished(self) -> bool:
         return True
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig, SchedulingPolicy, verify_engine_config
 from ratoon.core.errors import ConfigError
 from ratoon.core.sizes import parse_size
 from ratoon.core.suggestions import unknown_keyword
+from ratoon.core.vllm_names import VllmSettings, translate
 
 # Keywords of LLM and AsyncLLM that are not about the engine; a mistyped one ends up here.
 FURTHER_KEYWORDS = ("skip_tokenizer", "seed", "process", "num_replicas", "startup_timer")
 
 
-class EngineSettings(TypedDict, total=False):
+class EngineSettings(VllmSettings, total=False):
     """What can be set about an engine. What is left out is chosen to fit the model and the machine."""
 
     device: str  # auto, cpu, cuda, cuda:N
@@ -46,7 +47,8 @@ class EngineSettings(TypedDict, total=False):
 
 
 _CACHE_NAMES = {"block_size": "block_size", "num_blocks": "num_blocks", "kv_memory": "memory_bytes",
-                "kv_memory_fraction": "memory_fraction", "swap_memory": "swap_bytes",
+                "kv_memory_fraction": "memory_fraction",
+                "gpu_memory_utilization": "gpu_memory_utilization", "swap_memory": "swap_bytes",
                 "enable_prefix_caching": "enable_prefix_caching", "lease_fraction": "lease_fraction",
                 "max_lease_seconds": "max_lease_seconds"}  # fmt: skip
 _SCHEDULER_NAMES = ("max_num_batched_tokens", "max_num_seqs", "max_prefill_chunk", "max_num_encoder_tokens",
@@ -59,6 +61,7 @@ def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfi
     unknown = sorted(given.keys() - EngineSettings.__annotations__.keys())
     if unknown:
         raise unknown_keyword("the engine", unknown[0], [*EngineSettings.__annotations__, *FURTHER_KEYWORDS])
+    given = translate(model, given)
     for name in ("kv_memory", "swap_memory", "max_hidden_states_bytes"):
         if given.get(name) is not None:
             given[name] = parse_size(name, given[name], least=0 if name == "swap_memory" else 1)

@@ -85,6 +85,7 @@ class AsyncLLM:
         """Checks the settings (ConfigError); `start` does the rest."""
         if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
             raise ConfigError("num_replicas", f"{num_replicas!r} is out of range", "a whole number of at least 1")
+        skip_tokenizer = settings.pop("skip_tokenizer_init", False) or skip_tokenizer
         self.config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
         self.metrics = metrics
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()

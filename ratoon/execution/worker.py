@@ -14,7 +14,7 @@ import torch
 from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import select_backend
-from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
+from ratoon.core.config import CacheConfig, EngineConfig, ModelConfig, resolve_max_model_len
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig, KVCacheGroup, bytes_per_block, group_layers
 from ratoon.core.outputs import ModelRunnerOutput
@@ -181,18 +181,38 @@ def cut_kv_memory(config: EngineConfig, model: CausalLM, dtype: torch.dtype, dev
     num_blocks = cache.num_blocks
     if num_blocks is None:
         memory = cache.memory_bytes
-        if memory is None:
+        if memory is None and cache.gpu_memory_utilization is not None and device.type == "cuda":
+            memory = share_of_gpu(device, cache.gpu_memory_utilization)
+        elif memory is None:
             memory = int(free_memory(device) * (cache.memory_fraction or KV_FRACTION[device.type]))
             if device.type == "cpu" and cache.memory_fraction is None:
                 memory = min(memory, CPU_KV_LIMIT)
         num_blocks = memory // price
         if num_blocks < 2:
             raise ConfigError(
-                "kv_memory" if cache.memory_bytes is not None else "kv_memory_fraction",
+                _memory_setting(cache),
                 f"{memory:,} bytes for keys and values hold {num_blocks} blocks of {price:,} bytes",
                 f"at least 2 blocks are needed: {2 * price:,} bytes",
             )
     return KVCacheConfig(num_blocks, cache.block_size, groups, cross, cache.swap_bytes // price)
+
+
+def _memory_setting(cache: CacheConfig) -> str:
+    """The setting that says how much there is."""
+    if cache.memory_bytes is not None:
+        return "kv_memory"
+    return "kv_memory_fraction" if cache.gpu_memory_utilization is None else "gpu_memory_utilization"
+
+
+def share_of_gpu(device: torch.device, utilization: float) -> int:
+    """What this share of a GPU leaves for blocks beside the weights that are loaded, as vLLM counts it: of one engine,
+    whatever else is on the device."""
+    free, total = torch.cuda.mem_get_info(device)
+    memory = int(total * utilization) - torch.cuda.memory_reserved(device)
+    if memory > free:
+        problem = f"{utilization} of {total:,} bytes leave {memory:,} for the KV cache, and {free:,} are free"
+        raise ConfigError("gpu_memory_utilization", problem, "less of it, or end what else uses the GPU")
+    return max(memory, 0)
 
 
 def free_memory(device: torch.device) -> int:

@@ -34,7 +34,15 @@ def add_parser(subparsers: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="engines, each with the whole model")
+    parser.add_argument(
+        "--replicas",
+        "--data-parallel-size",
+        "-dp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines, each with the whole model",
+    )
     add_server_options(parser)
     add_limit_options(parser)
     add_log_options(parser)
@@ -48,7 +56,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default 127.0.0.1: this machine only")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="default 8000; 0 takes any free one")
     group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
-    group.add_argument("--served-model-name", action="append", metavar="NAME", help="may be repeated; the first leads")
+    group.add_argument(
+        "--served-model-name", action="extend", nargs="+", metavar="NAME", help="one or more; the first leads"
+    )
     group.add_argument("--api-key", action="append", metavar="KEY", help="may be repeated; visible in the process list")
     group.add_argument("--api-key-file", metavar="FILE", help="a key on each line")
     group.add_argument(

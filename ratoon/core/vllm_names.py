@@ -1,0 +1,129 @@
+"""vLLM's names of engine settings, for scripts that move here with one changed import.
+
+Three kinds: other names for settings that we have; settings that mean here what they mean there only for some values,
+the others being refused; and settings that change nothing about answers and have no counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypedDict
+
+from ratoon.core.errors import ConfigError
+
+GIB = 2**30
+DTYPES = {"half": "float16", "float": "float32"}
+
+
+class VllmSettings(TypedDict, total=False):
+    """What vLLM's LLM takes beside the names that are the same. Values that would mean something else are refused."""
+
+    gpu_memory_utilization: float | None  # of a GPU's memory for weights and KV cache together; nothing on a CPU
+    kv_cache_memory_bytes: int | str | None  # kv_memory
+    num_gpu_blocks_override: int | None  # num_blocks
+    swap_space: float | None  # swap_memory in GiB
+    scheduling_policy: str | None  # policy
+    skip_tokenizer_init: bool  # skip_tokenizer
+    tensor_parallel_size: int  # 1
+    pipeline_parallel_size: int  # 1
+    data_parallel_size: int  # 1
+    tokenizer: str | None  # the model's own
+    tokenizer_mode: str  # auto or hf
+    tokenizer_revision: str | None
+    revision: str | None
+    quantization: str | None
+    kv_cache_dtype: str  # auto
+    cpu_offload_gb: float  # 0
+    enable_lora: bool  # False
+    speculative_config: Any
+    trust_remote_code: bool  # no code of a model's repository is ever run
+    enforce_eager: bool
+    disable_log_stats: bool
+    disable_custom_all_reduce: bool
+    max_seq_len_to_capture: int | None
+    compilation_config: Any
+    distributed_executor_backend: str | None
+    worker_cls: str
+    runner: str  # auto, generate or pooling: a model does what its family does
+    task: str
+    download_dir: str | None
+    served_model_name: Any
+    mm_processor_kwargs: Any
+    limit_mm_per_prompt: Any
+    disable_async_output_proc: bool
+    async_scheduling: bool
+
+
+class Rule(NamedTuple):
+    accepts: Callable[[Any], bool]
+    expected: str
+
+
+def _one(value: Any) -> bool:
+    return value is None or (value == 1 and not isinstance(value, bool))
+
+
+def _nothing(value: Any) -> bool:
+    return not value
+
+
+PARALLEL = Rule(_one, "1: a model runs on one device here; `ratoon serve --replicas N` runs several of them")
+HF_REVISION = Rule(_nothing, "leave it out: the newest one is used, or name the folder of another")
+RENAMED = {
+    "kv_cache_memory_bytes": "kv_memory",
+    "num_gpu_blocks_override": "num_blocks",
+    "scheduling_policy": "policy",
+}
+RULES = {
+    "tensor_parallel_size": PARALLEL,
+    "pipeline_parallel_size": PARALLEL,
+    "data_parallel_size": PARALLEL,
+    "tokenizer_mode": Rule(lambda value: value in (None, "auto", "hf", "fast"), "auto"),
+    "tokenizer_revision": HF_REVISION,
+    "revision": HF_REVISION,
+    "quantization": Rule(lambda value: value in (None, "gguf"), "leave it out: plain weights, or a GGUF file"),
+    "kv_cache_dtype": Rule(lambda value: value in (None, "auto"), "auto: keys and values have the model's dtype"),
+    "cpu_offload_gb": Rule(_nothing, "0: the weights stay on one device"),
+    "enable_lora": Rule(_nothing, "leave it out: adapters are not supported"),
+    "speculative_config": Rule(_nothing, "leave it out: speculative decoding is not supported"),
+}  # fmt: skip
+NO_EFFECT = (
+    "trust_remote_code", "enforce_eager", "disable_log_stats", "disable_custom_all_reduce", "max_seq_len_to_capture",
+    "compilation_config", "distributed_executor_backend", "worker_cls", "runner", "task", "download_dir",
+    "served_model_name", "mm_processor_kwargs", "limit_mm_per_prompt", "disable_async_output_proc", "async_scheduling",
+)  # fmt: skip
+
+
+def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings in our names. ConfigError: a value has another meaning there than anything here."""
+    given = dict(settings)
+    for name in NO_EFFECT:
+        given.pop(name, None)
+    for name, rule in RULES.items():
+        if name in given and not rule.accepts(value := given.pop(name)):
+            raise ConfigError(name, f"{value!r} is not supported", rule.expected)
+    if given.pop("tokenizer", None) not in (None, model):
+        raise ConfigError("tokenizer", "is another than the model's", "leave it out, or put its files beside the model")
+    for theirs, ours in RENAMED.items():
+        _rename(given, theirs, ours, given.get(theirs))
+    swap = given.get("swap_space")
+    if swap is not None and (isinstance(swap, bool) or not isinstance(swap, (int, float)) or not swap >= 0):
+        raise ConfigError("swap_space", f"{swap!r} is out of range", "a number of GiB, 0 for none")
+    _rename(given, "swap_space", "swap_memory", None if swap is None else int(swap * GIB))
+    if "dtype" in given:
+        given["dtype"] = _dtype_name(given["dtype"])
+    return given
+
+
+def _rename(given: dict[str, Any], theirs: str, ours: str, value: Any) -> None:
+    if given.pop(theirs, None) is None:
+        return
+    if given.get(ours) is not None:
+        raise ConfigError(theirs, f"and {ours} are the same setting", "one of the two")
+    given[ours] = value
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """The name of "half", or of torch.float16 itself."""
+    name = str(dtype).removeprefix("torch.")
+    return DTYPES.get(name, name)

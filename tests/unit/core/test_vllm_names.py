@@ -1,0 +1,63 @@
+"""vLLM's names of settings: what means the same is taken, what would mean something else is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ratoon.core.errors import ConfigError
+from ratoon.core.settings import engine_config
+
+
+def test_settings_that_have_another_name_here() -> None:
+    config = engine_config(
+        "m", kv_cache_memory_bytes="1GiB", num_gpu_blocks_override=7, swap_space=0.5, scheduling_policy="priority",
+        gpu_memory_utilization=0.9, dtype="half",
+    )  # fmt: skip
+    assert (config.cache.memory_bytes, config.cache.num_blocks, config.cache.swap_bytes) == (2**30, 7, 2**29)
+    assert (config.scheduler.policy.value, config.dtype) == ("priority", "float16")
+    assert config.cache.gpu_memory_utilization == 0.9
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("float", "float32"), (torch.bfloat16, "bfloat16"), ("torch.float16", "float16"), ("auto", "auto")],
+)
+def test_dtypes_as_vllm_writes_them(dtype: Any, name: str) -> None:
+    assert engine_config("m", dtype=dtype).dtype == name
+
+
+def test_what_changes_no_answer_changes_nothing() -> None:
+    assert engine_config(
+        "m", tensor_parallel_size=1, pipeline_parallel_size=1, enforce_eager=True, trust_remote_code=False,
+        revision=None, disable_log_stats=True, tokenizer="m", tokenizer_mode="auto", quantization=None,
+        cpu_offload_gb=0, kv_cache_dtype="auto", max_seq_len_to_capture=8192, enable_lora=False, swap_space=0,
+        served_model_name="x",
+    ) == engine_config("m")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported; 1: a model runs on one device"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size: True"),
+        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size: 4"),
+        ({"quantization": "awq"}, "quantization: 'awq' is not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: 'fp8'"),
+        ({"tokenizer": "other"}, "tokenizer: is another than the model's"),
+        ({"revision": "v2"}, "revision: 'v2'"),
+        ({"cpu_offload_gb": 4}, "cpu_offload_gb: 4"),
+        ({"enable_lora": True}, "enable_lora: True"),
+        ({"swap_space": -1}, "swap_space: -1 is out of range"),
+        ({"swap_space": 1, "swap_memory": "1GiB"}, "swap_space: and swap_memory are the same setting"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: 1.5 is out of range"),
+        ({"gpu_memory_utilization": 0.5, "kv_memory_fraction": 0.5}, "contradict each other"),
+        ({"scheduling_policy": "random"}, "policy: 'random' is unknown"),
+    ],
+)
+def test_values_that_would_mean_something_else_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        engine_config("m", **settings)
+    assert words in str(refused.value)
