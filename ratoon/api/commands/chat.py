@@ -29,12 +29,13 @@ from ratoon.api.remote.options import add_remote_options, generation_fields, ope
 from ratoon.core.errors import RequestError
 from ratoon.core.suggestions import did_you_mean
 
-COMMANDS = ("/reset", "/stats", "/help", "/exit")
+COMMANDS = ("/continue", "/reset", "/stats", "/help", "/exit")
 HELP = """\
-/reset   forget the conversation
-/stats   tokens so far, and how full the cache is
-/help    this
-/exit    leave (Ctrl-D does too)
+/continue  go on with the last answer
+/reset     forget the conversation
+/stats     tokens so far, and how full the cache is
+/help      this
+/exit      leave (Ctrl-D does too)
 Enter sends, Alt-Enter begins a new line; so does Enter between \"\"\" and \"\"\". Ctrl-C stops an answer."""
 
 
@@ -113,6 +114,8 @@ class Conversation:
             print("(forgotten)")
         elif command == "/stats":
             self.print_stats()
+        elif command == "/continue":
+            self.go_on()
         else:
             print(f"{command} is no command; {did_you_mean(command, COMMANDS, '/help lists them')}")
 
@@ -120,6 +123,24 @@ class Conversation:
         """Print the answer as it comes. What there was when it was stopped or broke off is the answer then; if that is
         nothing, the conversation stays as it was before the message."""
         self._messages.append({"role": "user", "content": text})
+        new_text = self._ask("the message is taken back")
+        if new_text is None:
+            self._messages.pop()
+        else:
+            self._messages.append({"role": "assistant", "content": new_text})
+
+    def go_on(self) -> None:
+        """The same for more of the last answer, which was stopped or cut off."""
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            print("there is no answer to go on with")
+            return
+        new_text = self._ask("the answer stays as it was")
+        if new_text is not None:
+            answer = self._messages[-1]
+            self._messages[-1] = {**answer, "content": answer["content"] + new_text}
+
+    def _ask(self, nothing_came: str) -> str | None:
+        """Print what is new as it comes. None: there was nothing when it was stopped or failed."""
         begin = time.monotonic()
         with ExitStack() as waiting:
             if sys.stdout.isatty():
@@ -131,24 +152,18 @@ class Conversation:
                 answer.note = "stopped"
                 if not answer.text:
                     waiting.close()
-                    self._messages.pop()
-                    print_dim("the message is taken back", "stopped before the first token")
-                    return
+                    print_dim(nothing_came, "stopped before the first token")
+                    return None
             except (RequestError, RemoteError) as error:
                 if not answer.text:
                     waiting.close()
-                    self._take_back(error)
-                    return
+                    hint = "; /reset begins anew" if isinstance(error, RequestError) else ""
+                    print(f"error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
+                    return None
                 answer.note = str(error)
         print()
-        self._messages.append({"role": "assistant", "content": answer.text})
         self._count(answer, time.monotonic() - begin)
-
-    def _take_back(self, error: Exception) -> None:
-        """The message is too long by now, or the server is away: the conversation stays as it was before it."""
-        self._messages.pop()
-        hint = "; /reset begins anew" if isinstance(error, RequestError) else ""
-        print(f"error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
+        return answer.text
 
     def _count(self, answer: Answer, seconds: float) -> None:
         self._num_prompt_tokens += answer.num_prompt_tokens or 0

@@ -45,12 +45,17 @@ class Answer:
         return "".join(self._pieces)
 
 
+def goes_on(messages: Sequence[Message]) -> bool:
+    return messages[-1]["role"] == "assistant"
+
+
 class Answerer(Protocol):
     @property
     def name(self) -> str: ...
 
     def answer(self, messages: Sequence[Message], answer: Answer) -> None:
-        """Answer the last message. Raises RequestError or RemoteError if there is no answer, or no whole one."""
+        """Answer the last message, or go on with it if it is the assistant's. Raises RequestError or RemoteError if
+        there is no answer, or no whole one."""
 
     def describe_state(self) -> str:
         """A line for /stats."""
@@ -66,7 +71,8 @@ class LocalAnswerer:
         return self._llm.source.name
 
     def answer(self, messages: Sequence[Message], answer: Answer) -> None:
-        with closing(self._llm.stream(self._llm.chat_prompt(messages), self._params)) as stream:
+        prompt = self._llm.chat_prompt(messages, continue_final_message=goes_on(messages))
+        with closing(self._llm.stream(prompt, self._params)) as stream:
             for output in stream:
                 choice = output.outputs[0]
                 answer.add(choice.text)
@@ -102,7 +108,7 @@ class RemoteAnswerer:
         asyncio.run(self._answer(messages, answer))
 
     async def _answer(self, messages: Sequence[Message], answer: Answer) -> None:
-        from ratoon.api.remote.client import CHAT
+        from ratoon.api.remote.client import CHAT, CONTINUE
 
         body = {
             "model": self._model,
@@ -110,6 +116,7 @@ class RemoteAnswerer:
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._fields,
+            **(CONTINUE if goes_on(messages) else {}),
         }
 
         def receive(chunks: list[Chunk]) -> None:

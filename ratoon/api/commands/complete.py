@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from ratoon.api.commands.generate import (
     add_decoder_prompt_option,
+    add_prefill_option,
     check_decoder_prompt,
     choice_heading,
     choose_streaming,
+    messages_of,
     read_prompts,
     shorten,
 )
@@ -48,6 +50,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_remote_options(parser, required=True)
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    add_prefill_option(parser)
     add_decoder_prompt_option(parser)
     add_answer_options(parser)
     add_common_options(parser)
@@ -60,8 +63,9 @@ def run(args: argparse.Namespace) -> int:
     texts = read_prompts(args.prompts)
     if args.logprobs is not None and not args.json:
         raise RequestError("--logprobs", "has no plain form", "add --json")
-    if args.system is not None and not args.chat:
-        raise RequestError("--system", "has no place in a prompt of plain text", "add --chat")
+    for option in ("system", "prefill"):
+        if getattr(args, option) is not None and not args.chat:
+            raise RequestError(f"--{option}", "has no place in a prompt of plain text", "add --chat")
     client = open_client(args)
     if choose_streaming(args, len(texts)):
         asyncio.run(stream_answer(client, texts[0], args))
@@ -114,17 +118,16 @@ async def collect_answers(
 
 def make_request(model: str, text: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The path and the body."""
-    from ratoon.api.remote.client import CHAT, COMPLETIONS
+    from ratoon.api.remote.client import CHAT, COMPLETIONS, CONTINUE
 
     fields = {"model": model, **generation_fields(args, args.chat)}
     if not args.chat:
         if args.decoder_prompt is not None:
             fields["decoder_prompt"] = args.decoder_prompt
         return COMPLETIONS, {**fields, "prompt": text}
-    messages = [{"role": "user", "content": text}]
-    if args.system is not None:
-        messages.insert(0, {"role": "system", "content": args.system})
-    return CHAT, {**fields, "messages": messages}
+    if args.prefill is not None:
+        fields.update(CONTINUE)
+    return CHAT, {**fields, "messages": messages_of(text, args)}
 
 
 def print_answers(texts: list[str], answers: list[Answer | RemoteError], args: argparse.Namespace) -> int:

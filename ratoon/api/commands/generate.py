@@ -44,11 +44,16 @@ def add_parser(subparsers: Subparsers) -> None:
     form.add_argument("--chat", action="store_true", help="apply the chat template; an error if there is none")
     form.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message, where the chat template is applied")
+    add_prefill_option(parser)
     add_decoder_prompt_option(parser)
     add_answer_options(parser)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
+
+
+def add_prefill_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefill", metavar="TEXT", help="how the answer begins, for the model to go on with (chat)")
 
 
 def add_decoder_prompt_option(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
     stream = choose_streaming(args, len(texts))
     if args.logprobs is not None and not args.json:
         raise RequestError("--logprobs", "has no plain form", "add --json")
-    if args.system is not None and args.raw:
-        raise RequestError("--system", "has no place in a raw prompt", "leave out --raw or --system")
+    for option in ("system", "prefill"):
+        if getattr(args, option) is not None and args.raw:
+            raise RequestError(f"--{option}", "has no place in a raw prompt", f"leave out --raw or --{option}")
     with open_llm(args) as llm:
         params = generation_params(args, llm, may_search=not args.stream)
         prompts = [make_prompt(llm, text, args) for text in texts]
@@ -87,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_decoder_prompt(args: argparse.Namespace) -> None:
-    for option in ("chat", "system"):
+    for option in ("chat", "system", "prefill"):
         if args.decoder_prompt is not None and getattr(args, option):
             raise RequestError("--decoder-prompt", f"has no place beside --{option}", "leave out one of them")
 
@@ -126,13 +132,22 @@ def make_prompt(llm: LLM, text: str, args: argparse.Namespace) -> str | dict[str
             raise RequestError("--decoder-prompt", "the model has no encoder", "put it behind the PROMPT")
         return {"encoder_prompt": text, "decoder_prompt": args.decoder_prompt}
     if args.raw or not (args.chat or llm.has_chat_template):
-        if args.system is not None:
-            raise RequestError("--system", "needs a chat template, and this model has none", "put it into the prompt")
+        for option in ("system", "prefill"):
+            if getattr(args, option) is not None:
+                problem = "needs a chat template, and this model has none"
+                raise RequestError(f"--{option}", problem, "put it into the prompt")
         return text
+    return llm.chat_prompt(messages_of(text, args), continue_final_message=args.prefill is not None)
+
+
+def messages_of(text: str, args: argparse.Namespace) -> list[dict[str, str]]:
+    """A prompt as a conversation, with the system's message in front and the beginning of the answer behind it."""
     messages = [{"role": "user", "content": text}]
     if args.system is not None:
         messages.insert(0, {"role": "system", "content": args.system})
-    return llm.chat_prompt(messages)
+    if args.prefill is not None:
+        messages.append({"role": "assistant", "content": args.prefill})
+    return messages
 
 
 def stream_answer(llm: LLM, prompt: str | dict[str, Any], params: GenerationParams) -> int:

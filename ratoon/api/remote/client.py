@@ -26,6 +26,8 @@ Receive = Callable[[list[Chunk]], None]
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+# What a chat has in addition whose last message, the assistant's, is to be continued.
+CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 GIVEN_UP = ("abort", "error")  # finish reasons of a server that shuts down, or whose engine failed
 CONNECT_SECONDS = 10.0
 # Servers close idle connections (uvicorn after 5 s). One that is used again at that very moment breaks: stay below.

@@ -37,6 +37,30 @@ def test_generate_applies_the_chat_template_where_there_is_one(client, source, c
     assert bytes(client.added[1].prompt_token_ids) == b"hi"
 
 
+def test_generate_goes_on_with_an_answer_that_was_begun(client, source, capsys):
+    assert main(["generate", "fake", "hi", "--prefill", "Well,", "--max-tokens", "1"]) == 0
+    assert bytes(client.added[0].prompt_token_ids) == b"[user]hi\n[assistant]Well,"
+    assert main(["generate", "fake", "hi", "--raw", "--prefill", "x"]) == 2
+    assert "--prefill: has no place in a raw prompt" in capsys.readouterr().err
+    source.chat_template = None
+    assert main(["generate", "fake", "hi", "--prefill", "x"]) == 2
+    assert "--prefill: needs a chat template" in capsys.readouterr().err
+
+
+def test_complete_sends_an_answer_that_was_begun(capsys):
+    from ratoon.api.cli import parse_arguments
+    from ratoon.api.commands.complete import make_request
+
+    path, body = make_request(
+        "m", "hi", parse_arguments(["complete", "--url", "x", "--chat", "hi", "--prefill", "Well,"])
+    )
+    assert path == "/v1/chat/completions"
+    assert body["messages"][-1] == {"role": "assistant", "content": "Well,"}
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+    assert main(["complete", "--url", "x", "hi", "--prefill", "Well,"]) == 2
+    assert "--prefill: has no place in a prompt of plain text; add --chat" in capsys.readouterr().err
+
+
 def test_generate_takes_what_the_model_recommends_and_what_was_given(client, source):
     main(["generate", "fake", "ab", "--raw", "--top-k", "7", "--stop", "x", "--stop", "y", "--seed", "3"])
     params = client.added[0].sampling_params
@@ -229,6 +253,18 @@ def test_chat_remembers_the_conversation_until_it_is_reset(client, monkeypatch, 
         "[system]s\n[user]three\n[assistant]",
     ]
     assert capsys.readouterr().out.count("ok\n") == 3
+
+
+def test_chat_goes_on_with_the_last_answer(client, monkeypatch, capsys):
+    client.script = lambda request, choice: [*b"abcdef"]
+    assert chat(monkeypatch, ["/continue", "one", "/continue", "two"]) == 0
+    sent = [bytes(request.prompt_token_ids).decode() for request in client.added]
+    assert sent == [
+        "[user]one\n[assistant]",
+        "[user]one\n[assistant]abc",
+        "[user]one\n[assistant]abcabc\n[user]two\n[assistant]",
+    ]
+    assert capsys.readouterr().out.startswith("there is no answer to go on with\nabc\nabc\n")
 
 
 def test_chat_ctrl_c_stops_the_answer_and_not_the_program(client, monkeypatch, capsys):

@@ -49,8 +49,12 @@ class FakeTokenizer:
     def token_text(self, token: int) -> str:
         return self.backend.decode([token], skip_special_tokens=False)
 
-    def apply_chat_template(self, messages: list[dict], *, add_generation_prompt=None, tools=None, **_) -> str:
+    def apply_chat_template(
+        self, messages: list[dict], *, add_generation_prompt=None, continue_final_message=False, tools=None, **_
+    ) -> str:
         text = "".join(f"[{message['role']}]{message['content']}\n" for message in messages)
+        if continue_final_message:
+            return text.removesuffix("\n")
         return text + ("" if add_generation_prompt is False else "[assistant]")
 
     def min_tokens(self, text: str, enough: int) -> int:
