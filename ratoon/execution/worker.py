@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,7 @@ from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import select_backend
 from ratoon.core.config import CacheConfig, EngineConfig, ModelConfig, resolve_max_model_len
-from ratoon.core.errors import ConfigError
+from ratoon.core.errors import ConfigError, ModelError
 from ratoon.core.kv import KVCacheConfig, KVCacheGroup, bytes_per_block, group_layers
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
@@ -76,7 +78,7 @@ class Worker:
             reasons = "; ".join(CpuAttentionBackend.reasons_against(needs))
             logger.warning("attention runs on the slow %s backend: %s", backend.name, reasons)
         self._build_model = lambda: build_model(model_config, tensors, ops, device, dtype, max_model_len)
-        with timer.phase("load weights"), torch.inference_mode():
+        with timer.phase("load weights"), torch.inference_mode(), refusing_what_does_not_fit(tensors.name):
             model = self._build_model()
         with timer.phase("allocate the KV cache"):
             kv_config = cut_kv_memory(config, model, dtype, device)
@@ -123,6 +125,18 @@ class Worker:
             with torch.inference_mode():
                 self.runner.model = self._build_model()
         self.runner.kv.allocate()
+
+
+@contextmanager
+def refusing_what_does_not_fit(source: str) -> Iterator[None]:
+    """Weights and tables for which there is no memory: a ModelError. torch has a class for this on GPUs only."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "can't allocate memory" not in str(error):
+            raise
+        expected = "a smaller model, a smaller max_model_len, or more memory"
+        raise ModelError(source, "does not fit into the memory that is free", expected) from error
 
 
 def return_freed_memory() -> None:

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ratoon.core.errors import ModelError
+from ratoon.models.damage import show
 
+LARGEST = 2**31 - 1  # of whole numbers that a config may have: what counts tokens and positions has 32 bits
+LARGEST_NUMBER = 1e30  # of others; infinity is none
+MAX_TEXT = 200
+MOST_LAYERS = 4096  # each costs time before anything is known of the weights
 DTYPES = ("float32", "float16", "bfloat16")
 
 Value = TypeVar("Value")
@@ -20,7 +25,7 @@ class ConfigFields:
         self.source = source
         self.prefix = prefix
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, most: int = LARGEST) -> int:
         """A whole number above zero; required unless there is a default."""
         value = self.raw.get(name)
         if value is None:
@@ -28,8 +33,13 @@ class ConfigFields:
                 raise self.wrong(name, "is missing", "a whole number above 0")
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(name, f"is {value!r}", "a whole number above 0")
+            raise self.wrong(name, f"is {show(value)}", "a whole number above 0")
+        if value > most:
+            raise self.wrong(name, f"is {show(value)}", f"at most {most}")
         return value
+
+    def layers(self, name: str, default: int | None = None) -> int:
+        return self.count(name, default, MOST_LAYERS)
 
     def optional_count(self, name: str) -> int | None:
         return None if self.raw.get(name) is None else self.count(name)
@@ -40,8 +50,8 @@ class ConfigFields:
             if default is None:
                 raise self.wrong(name, "is missing", "a number above 0")
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise self.wrong(name, f"is {value!r}", "a number above 0")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST_NUMBER:
+            raise self.wrong(name, f"is {show(value)}", "a number above 0")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -51,7 +61,10 @@ class ConfigFields:
         """A list of so many numbers above zero; required."""
         value = self.raw.get(name)
         items = value if isinstance(value, list) else []
-        fits = all(isinstance(item, (int, float)) and not isinstance(item, bool) and item > 0 for item in items)
+        fits = all(
+            isinstance(item, (int, float)) and not isinstance(item, bool) and 0 < item < LARGEST_NUMBER
+            for item in items
+        )
         if len(items) != count or not fits:
             shown = "is missing" if value is None else f"has {len(items)} entries" if fits else "holds other things"
             raise self.wrong(name, shown, f"a list of {count} numbers above 0")
@@ -61,21 +74,24 @@ class ConfigFields:
         return self._typed(name, bool, default, "true or false")
 
     def text(self, name: str, default: str) -> str:
-        return self._typed(name, str, default, "a string")
+        value = self._typed(name, str, default, "a string")
+        if len(value) > MAX_TEXT:
+            raise self.wrong(name, f"is {show(value)}", f"at most {MAX_TEXT} characters")
+        return value
 
     def _typed(self, name: str, kind: type[Value], default: Value, expected: str) -> Value:
         value = self.raw.get(name)
         if value is None:
             return default
         if not isinstance(value, kind):
-            raise self.wrong(name, f"is {value!r}", expected)
+            raise self.wrong(name, f"is {show(value)}", expected)
         return value
 
     def below(self, name: str) -> ConfigFields:
         """The fields of a nested object; none when it is absent."""
         value = self.raw.get(name) or {}
         if not isinstance(value, Mapping):
-            raise self.wrong(name, f"is {value!r}", "an object")
+            raise self.wrong(name, f"is {show(value)}", "an object")
         return ConfigFields(value, self.source, f"{self.prefix}{name}.")
 
     def wrong(self, name: str, problem: str, expected: str) -> ModelError:
@@ -90,7 +106,7 @@ class ConfigFields:
     def dtype(self) -> str:
         name = self.text("dtype", self.text("torch_dtype", "float32")).removeprefix("torch.")
         if name not in DTYPES:
-            raise self.wrong("dtype", f"is {name!r}", " or ".join(DTYPES))
+            raise self.wrong("dtype", f"is {show(name)}", " or ".join(DTYPES))
         return name
 
     def token_ids(self, name: str) -> tuple[int, ...]:
@@ -98,8 +114,8 @@ class ConfigFields:
         value = self.raw.get(name)
         listed = [] if value is None else value if isinstance(value, list) else [value]
         for item in listed:
-            if isinstance(item, bool) or not isinstance(item, int):
-                raise self.wrong(name, f"is {value!r}", "a token id or a list of them")
+            if isinstance(item, bool) or not isinstance(item, int) or item > LARGEST:
+                raise self.wrong(name, f"is {show(value)}", "a token id or a list of them")
         return tuple(token for token in listed if token >= 0)  # some files write -1 for none
 
     def token_id(self, name: str) -> int | None:

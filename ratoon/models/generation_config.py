@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ratoon.core.config import ModelConfig
-from ratoon.core.params import MAX_FORCED_TOKENS, MAX_NGRAM_SIZE
-from ratoon.models.config_fields import ConfigFields
+from ratoon.core.errors import RequestError
+from ratoon.core.params import MAX_FORCED_TOKENS, MAX_NGRAM_SIZE, SamplingParams
+from ratoon.models.config_fields import LARGEST, LARGEST_NUMBER, ConfigFields
+from ratoon.models.damage import show
 
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "length_penalty")
+SAMPLING_NAMES = {"max_new_tokens": "max_tokens"}  # where SamplingParams has another name
 COUNTS = ("max_length", "min_length", "min_new_tokens", "num_beams")
 NGRAM_SIZES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
 # Where config.json stands alone and is silent, transformers has these for it.
@@ -72,22 +75,31 @@ def read_generation_defaults(raw: Raw, config: ModelConfig, source: str) -> Gene
 
 def _number(fields: ConfigFields, name: str) -> int | float | None:
     value = fields.raw.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise fields.wrong(name, f"is {value!r}", "a number")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST_NUMBER:
+        raise fields.wrong(name, f"is {show(value)}", "a number")
+    parameter = SAMPLING_NAMES.get(name, name)
+    if parameter in SamplingParams.__struct_fields__:  # else a request that leaves it open would be refused for it
+        given: dict[str, Any] = {parameter: value}
+        try:
+            SamplingParams(**given).verify()
+        except RequestError as error:
+            raise fields.wrong(name, f"is {show(value)}", error.expected.removeprefix("expected ")) from error
     return value
 
 
 def _count(fields: ConfigFields, name: str) -> int | None:
     value = fields.raw.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise fields.wrong(name, f"is {value!r}", "a whole number of at least 0")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST):
+        raise fields.wrong(name, f"is {show(value)}", f"a whole number from 0 to {LARGEST}")
     return value
 
 
 def _early_stopping(fields: ConfigFields) -> Any:
     value = fields.raw.get("early_stopping")
     if value is not None and not isinstance(value, bool) and value != "never":
-        raise fields.wrong("early_stopping", f"is {value!r}", 'true, false or "never"')
+        raise fields.wrong("early_stopping", f"is {show(value)}", 'true, false or "never"')
     return value
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import ModelError
+from ratoon.models.damage import show
 from ratoon.models.gguf_file import GGUFFile
 from ratoon.models.gguf_quants import BF16, F16
 
@@ -75,9 +76,8 @@ class GGUFSource:
         self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(sorted(ARCHITECTURES))
-            raise ModelError(
-                self.name, f"has the unknown architecture {self.architecture!r}", f"known in GGUF: {known}"
-            )
+            problem = f"has the unknown architecture {show(self.architecture)}"
+            raise ModelError(self.name, problem, f"known in GGUF: {known}")
         self._gguf_names = {self._hugging_face_name(name): name for name in self.file.tensors if name != ROPE_FACTORS}
         self._shapes = {name: self._shape(name) for name in self._gguf_names}
         self.raw_config = self._build_config()
@@ -122,7 +122,7 @@ class GGUFSource:
         """A value of this architecture. Some files have a list with one entry a layer; only equal entries are known."""
         value = self.metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, list):
-            if len(set(map(str, value))) != 1:
+            if not value or any(entry != value[0] for entry in value):
                 raise ModelError(self.name, f"{self.architecture}.{key} differs between layers", "one value for all")
             return value[0]
         return value
@@ -133,7 +133,7 @@ class GGUFSource:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
-            problem = "lacks the metadata key" if value is None else f"has {value!r} as the metadata key"
+            problem = "lacks the metadata key" if value is None else f"has {show(value)} as the metadata key"
             raise ModelError(
                 self.name, f"{problem} {self.architecture}.{key}", "a whole number; convert the model again"
             )
@@ -143,8 +143,8 @@ class GGUFSource:
         value = self._get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelError(self.name, f"has {value!r} as the metadata key {self.architecture}.{key}", "a number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ModelError(self.name, f"has {show(value)} as the metadata key {self.architecture}.{key}", "a number")
         return float(value)
 
     def _build_config(self) -> dict[str, Any]:
@@ -212,7 +212,9 @@ class GGUFSource:
         elif kind == "linear" or (kind == "none" and factor != 1.0):
             rope |= {"rope_type": "linear", "factor": factor}
         elif kind != "none":
-            raise ModelError(self.name, f"has the unknown rope scaling {kind!r}", "none, linear or yarn, or rope_freqs")
+            raise ModelError(
+                self.name, f"has the unknown rope scaling {show(kind)}", "none, linear or yarn, or rope_freqs"
+            )
         return rope
 
     def _yarn_scaling(self, factor: float) -> dict[str, Any]:
@@ -232,9 +234,10 @@ class GGUFSource:
         """The file has only the factors; the parameters they were made from are found by trying the usual ones."""
         stored = self.file.read(ROPE_FACTORS).reshape(-1).tolist()
         factor = max(stored, default=0.0)
-        for original in LLAMA3_ORIGINAL_LENGTHS if factor > 0 and theta > 0 else ():
+        fits = len(stored) == rotary_dim // 2 and factor > 0 and theta > 0
+        for original in LLAMA3_ORIGINAL_LENGTHS if fits else ():
             wanted = llama3_frequency_factors(theta, rotary_dim, factor, original)
-            if len(wanted) == len(stored) and all(abs(a - b) <= 1e-3 * b for a, b in zip(stored, wanted)):
+            if all(abs(a - b) <= 1e-3 * b for a, b in zip(stored, wanted)):
                 return {
                     "rope_type": "llama3",
                     "factor": factor,
@@ -248,6 +251,9 @@ class GGUFSource:
         """All tokens that end a turn: llama.cpp stops on each of them."""
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         found = [self.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+        for key, token in zip(keys, found):
+            if token is not None and type(token) is not int:
+                raise ModelError(self.name, f"has {show(token)} as the metadata key tokenizer.ggml.{key}", "a token id")
         return list(dict.fromkeys(token for token in found if token is not None))
 
     def _dtype(self, embedding_type: int) -> str:

@@ -7,16 +7,23 @@ the models' own tokenizer.json files have them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ratoon.core.errors import ModelError
-from ratoon.models.tokenizer import DEFAULT_TEMPLATE, Tokenizer
+from ratoon.models.damage import is_panic, shorten, show, without_panic_messages
+from ratoon.models.tokenizer import DEFAULT_TEMPLATE, Tokenizer, try_out
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+Item = TypeVar("Item")
+
 # Values of tokenizer.ggml.token_type that mean something to us; 1 is a normal token, 5 an unused one.
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+
+CONVERT_AGAIN = "convert the model again"
+NAMES = {str: "texts", int: "whole numbers", float: "numbers"}
+MAX_TOKEN_CHARACTERS = 65536
 
 SPACE_MARK = "▁"  # SentencePiece's visible space
 
@@ -33,32 +40,58 @@ def load_tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokeni
     builders = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
     if kind is None or not metadata.get("tokenizer.ggml.tokens"):
         missing = "tokenizer.ggml.model" if kind is None else "tokenizer.ggml.tokens"
-        raise ModelError(source, f"has no tokenizer: the metadata key {missing} is missing", "convert the model again")
-    if kind not in builders:
-        raise ModelError(source, f"has a tokenizer of the unknown kind {kind!r}", f"known: {', '.join(builders)}")
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+        raise ModelError(source, f"has no tokenizer: the metadata key {missing} is missing", CONVERT_AGAIN)
+    if not isinstance(kind, str) or kind not in builders:
+        raise ModelError(source, f"has a tokenizer of the unknown kind {show(kind)}", f"known: {', '.join(builders)}")
+    tokens = _listed(metadata, "tokens", str, source)
+    types = _listed(metadata, "token_type", int, source) or [1] * len(tokens)
     if len(types) != len(tokens):
-        raise ModelError(source, f"is damaged: {len(tokens)} tokens, but {len(types)} token types")
+        raise ModelError(source, f"is damaged: {len(tokens)} tokens, but {len(types)} token types", CONVERT_AGAIN)
+    longest = max(map(len, tokens))
+    if longest > MAX_TOKEN_CHARACTERS:
+        raise ModelError(source, f"is damaged: a token of {longest:,} characters", CONVERT_AGAIN)
+    chat_templates = chat_templates_from_gguf(metadata, source)
     try:
-        backend = builders[kind](metadata, tokens, types, source)
-        _add_tokens(backend, tokens, types)
-        special_tokens = _special_tokens(metadata, tokens)
-        _add_template_around(backend, metadata, special_tokens)
+        with without_panic_messages():
+            backend = builders[kind](metadata, tokens, types, source)
+            _add_tokens(backend, tokens, types)
+            special_tokens = _special_tokens(metadata, tokens)
+            _add_template_around(backend, metadata, special_tokens)
+            tokenizer = Tokenizer(backend, special_tokens, chat_templates)
+            try_out(tokenizer)
     except ModelError:
         raise
-    except Exception as error:  # the library raises bare Exception, for a merge of unknown tokens for one
-        raise ModelError(source, f"its tokenizer is damaged: {error}", "convert the model again") from error
-    return Tokenizer(backend, special_tokens, chat_templates_from_gguf(metadata))
+    except (
+        BaseException
+    ) as error:  # the library raises bare Exception, for a merge of unknown tokens for one, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise ModelError(source, f"its tokenizer is damaged: {shorten(str(error))}", CONVERT_AGAIN) from error
+    return tokenizer
 
 
-def chat_templates_from_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
+def _listed(metadata: Mapping[str, Any], key: str, kind: type[Item], source: str) -> list[Item]:
+    """A list of the tokenizer's metadata; empty where there is none."""
+    found = metadata.get(f"tokenizer.ggml.{key}")
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(type(item) is kind for item in found):
+        raise ModelError(source, f"tokenizer.ggml.{key} is {show(found)}", f"a list of {NAMES[kind]}; {CONVERT_AGAIN}")
+    return found
+
+
+def chat_templates_from_gguf(metadata: Mapping[str, Any], source: str) -> dict[str, str]:
+    names = metadata.get("tokenizer.chat_templates", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(source, f"tokenizer.chat_templates is {show(names)}", "a list of names")
+    keys = {DEFAULT_TEMPLATE: "tokenizer.chat_template", **{name: f"tokenizer.chat_template.{name}" for name in names}}
     templates = {}
-    if metadata.get("tokenizer.chat_template"):
-        templates[DEFAULT_TEMPLATE] = metadata["tokenizer.chat_template"]
-    for name in metadata.get("tokenizer.chat_templates", []):
-        if metadata.get(f"tokenizer.chat_template.{name}"):
-            templates[name] = metadata[f"tokenizer.chat_template.{name}"]
+    for name, key in keys.items():
+        template = metadata.get(key)
+        if template is not None and not isinstance(template, str):
+            raise ModelError(source, f"{key} is {show(template)}", "a Jinja template")
+        if template:
+            templates[name] = template
     return templates
 
 
@@ -67,14 +100,13 @@ def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str], types: lis
     from tokenizers import decoders, models, normalizers
 
     splitting = metadata.get("tokenizer.ggml.pre", "default")
-    if splitting not in _PRE_TOKENIZERS:
+    if not isinstance(splitting, str) or splitting not in _PRE_TOKENIZERS:
         known = ", ".join(sorted(_PRE_TOKENIZERS))
-        raise ModelError(
-            source, f"has a tokenizer that splits text in the unknown way {splitting!r}", f"known: {known}"
-        )
+        problem = f"has a tokenizer that splits text in the unknown way {show(splitting)}"
+        raise ModelError(source, problem, f"known: {known}")
     if "tokenizer.ggml.merges" not in metadata:
-        raise ModelError(source, "has no tokenizer.ggml.merges", "convert the model again")
-    merges = [_split_merge(merge, source) for merge in metadata["tokenizer.ggml.merges"]]
+        raise ModelError(source, "has no tokenizer.ggml.merges", CONVERT_AGAIN)
+    merges = [_split_merge(merge, source) for merge in _listed(metadata, "merges", str, source)]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     # Llama 3 takes a word that is in the vocabulary whole, even where the merges would not lead to it.
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting in _LLAMA3_NAMES))
@@ -88,7 +120,7 @@ def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str], types: lis
 def _split_merge(merge: str, source: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space:
-        raise ModelError(source, f"is damaged: the merge {merge!r} has no two parts")
+        raise ModelError(source, f"is damaged: the merge {show(merge)} has no two parts", CONVERT_AGAIN)
     return left, right
 
 
@@ -132,9 +164,9 @@ def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: 
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise ModelError(source, "has no tokenizer.ggml.scores for all of its tokens", "convert the model again")
+    scores = _listed(metadata, "scores", float, source)
+    if len(scores) != len(tokens):
+        raise ModelError(source, "has no tokenizer.ggml.scores for all of its tokens", CONVERT_AGAIN)
     unknown = next((token for token, type in zip(tokens, types) if type == UNKNOWN), None)
     model = models.BPE(
         vocab={token: id for id, token in enumerate(tokens)},
@@ -163,8 +195,11 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Se
     """
     plain = {token: id for id, (token, type) in enumerate(zip(tokens, types)) if type not in (UNKNOWN, CONTROL, BYTE)}
     ranked: list[tuple[float, int, int, int, int, str, str]] = []
+    lengths = sorted({len(token) for token in plain})
     for whole, id in plain.items():
-        for cut in range(1, len(whole)):
+        for cut in lengths:  # of left parts that exist: a token of damaged files may be long
+            if cut >= len(whole):
+                break
             left_id, right_id = plain.get(whole[:cut]), plain.get(whole[cut:])
             if left_id is not None and right_id is not None:
                 left, right = whole[:cut], whole[cut:]

@@ -13,7 +13,20 @@ from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
 from ratoon.core.errors import ModelError
 from ratoon.models import hf_encoder_config
 from ratoon.models.config_fields import ConfigFields
+from ratoon.models.damage import reading, shorten, show
 
+MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_heads": 2**14,
+    "head_dim": 2**14,
+    "max_position": 2**24,  # tables for all positions are made when the model is built
+    "num_token_types": 2**16,
+    "num_mel_bins": 2**12,
+    "num_buckets": 2**16,
+}
+ROTARY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -28,10 +41,34 @@ MODEL_TYPES = {
 def parse_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """`source` is for messages: the file or folder that the config came from."""
     architecture = _architecture(raw, source)
+    fields = ConfigFields(raw, source)
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "an unknown method")
-        raise ModelError(source, f"is quantised with {method}", "use the original safetensors or a GGUF file")
-    return _PARSERS[architecture](ConfigFields(raw, source), architecture)
+        method = fields.below("quantization_config").text("quant_method", "an unknown method")
+        raise ModelError(source, f"is quantised with {shorten(method)}", "use the original safetensors or a GGUF file")
+    with reading(source, "a config.json as transformers writes it"):
+        config = _PARSERS[architecture](fields, architecture)
+    _check_sizes(config, source)
+    return config
+
+
+def _check_sizes(config: ModelConfig, source: str) -> None:
+    """What no model has would only be noticed when memory is taken for it."""
+    for part in (config, config.encoder, config.relative_positions):
+        for name, most in MOST.items():
+            value = getattr(part, name, None)
+            if value is not None and value > most:
+                raise ModelError(source, f"its config has a {name} of {value}", f"expected at most {most}")
+    for name in ("decoder_start_token_id", "forced_bos_token_id"):
+        token = getattr(config, name)
+        if token is not None and token >= config.vocab_size:
+            problem = f"its config has {token} as {name}"
+            raise ModelError(source, problem, f"expected a token of the vocabulary: 0 to {config.vocab_size - 1}")
+    if config.rope_scaling.kind == "yarn" and config.rope_theta <= 1:
+        raise ModelError(source, f"its config has a rope_theta of {config.rope_theta}", "yarn needs more than 1")
+    rotary_dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    if config.architecture in ROTARY and (rotary_dim % 2 or not 0 < rotary_dim <= config.head_dim):
+        problem = f"its config rotates {rotary_dim} of {config.head_dim} numbers of each head"
+        raise ModelError(source, problem, "expected an even number, and no more than a head has")
 
 
 def _architecture(raw: Mapping[str, Any], source: str) -> str:
@@ -39,18 +76,18 @@ def _architecture(raw: Mapping[str, Any], source: str) -> str:
     model_type = raw.get("model_type")
     name = names[0] if isinstance(names, list) and names else MODEL_TYPES.get(str(model_type), model_type)
     name = hf_encoder_config.ALIASES.get(str(name), name)
-    if name in _PARSERS:
-        return str(name)
+    if isinstance(name, str) and name in _PARSERS:
+        return name
     known = f"known: {', '.join(sorted(_PARSERS))}"
     if name is None:
         raise ModelError(source, "config has neither architectures nor model_type", known)
-    raise ModelError(source, f"architecture {name!r} is not supported", known)
+    raise ModelError(source, f"architecture {show(name)} is not supported", known)
 
 
 def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
     """Llama, Mistral, Qwen2 and Qwen3 use the same names; they differ in biases, windows and a few defaults."""
     num_heads = fields.count("num_attention_heads")
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.layers("num_hidden_layers")
     hidden_size = fields.count("hidden_size")
     max_position = fields.count("max_position_embeddings")
     head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
@@ -99,7 +136,7 @@ def _parse_gpt2(fields: ConfigFields, architecture: str) -> ModelConfig:
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.count("n_inner", 4 * hidden_size),
-        num_layers=fields.count("n_layer"),
+        num_layers=fields.layers("n_layer"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=fields.divisible("n_embd", hidden_size, "n_head", num_heads),
@@ -158,13 +195,13 @@ def _sliding_window(
         return None, None
     kinds = fields.raw.get("layer_types")
     if kinds is None:
-        first = fields.raw.get("max_window_layers", 28)
+        first = 0 if fields.raw.get("max_window_layers", 28) == 0 else fields.count("max_window_layers", 28)
         sliding = tuple(layer >= first for layer in range(num_layers))
     else:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
-            raise fields.wrong("layer_types", f"is {kinds!r}", f"a list of {num_layers} layer types")
-        if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
-            raise fields.wrong("layer_types", f"holds {sorted(unknown)}", "sliding_attention or full_attention")
+            raise fields.wrong("layer_types", f"is {show(kinds)}", f"a list of {num_layers} layer types")
+        if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+            raise fields.wrong("layer_types", f"holds {show(unknown)}", "sliding_attention or full_attention")
         sliding = tuple(kind == "sliding_attention" for kind in kinds)
     if not any(sliding):
         return None, None
@@ -204,7 +241,7 @@ def _rope_scaling(
 ) -> RopeScaling:
     kind = _rope_kind(rope)
     if kind not in ROPE_KINDS:
-        raise rope.wrong("rope_type", f"is {kind!r}", f"one of {', '.join(ROPE_KINDS)}")
+        raise rope.wrong("rope_type", f"is {show(kind)}", f"one of {', '.join(ROPE_KINDS)}")
     if kind == "default":
         return RopeScaling()
     if kind == "linear":

@@ -12,6 +12,7 @@ from typing import Any
 
 from ratoon.core.config import EncoderConfig, ModelConfig, PositionKind, RelativePositions
 from ratoon.models.config_fields import ConfigFields
+from ratoon.models.damage import show
 from ratoon.models.generation_config import bad_words
 
 MODEL_TYPES = {
@@ -61,7 +62,7 @@ def _encoder_decoder(
     hidden_size = fields.count("d_model")
     decoder_heads, encoder_heads = fields.count("decoder_attention_heads"), fields.count("encoder_attention_heads")
     encoder = EncoderConfig(
-        num_layers=fields.count("encoder_layers"),
+        num_layers=fields.layers("encoder_layers"),
         num_heads=encoder_heads,
         head_dim=fields.divisible("d_model", hidden_size, "encoder_attention_heads", encoder_heads),
         intermediate_size=fields.count("encoder_ffn_dim"),
@@ -72,7 +73,7 @@ def _encoder_decoder(
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.count("decoder_ffn_dim"),
-        num_layers=fields.count("decoder_layers"),
+        num_layers=fields.layers("decoder_layers"),
         num_heads=decoder_heads,
         num_kv_heads=decoder_heads,
         head_dim=fields.divisible("d_model", hidden_size, "decoder_attention_heads", decoder_heads),
@@ -94,17 +95,25 @@ def _encoder_decoder(
 
 def _parse_t5(fields: ConfigFields, architecture: str) -> ModelConfig:
     heads, head_dim = fields.count("num_heads"), fields.count("d_kv")
-    intermediate_size, num_layers = fields.count("d_ff"), fields.count("num_layers")
+    intermediate_size, num_layers = fields.count("d_ff"), fields.layers("num_layers")
     positions = max(fields.count("n_positions", T5_POSITIONS), T5_POSITIONS)
     feed_forward = fields.text("feed_forward_proj", "relu")
     activation = feed_forward.removeprefix("gated-")
     start = fields.token_id("decoder_start_token_id")
+    relative = RelativePositions(
+        num_buckets=fields.count("relative_attention_num_buckets", 32),
+        max_distance=fields.count("relative_attention_max_distance", 128),
+    )
+    # Of each direction's buckets one half is for single distances, the other for all up to the largest.
+    if relative.num_buckets < 4 or relative.max_distance <= relative.num_buckets // 2:
+        problem = f"is {relative.num_buckets}, with a relative_attention_max_distance of {relative.max_distance}"
+        raise fields.wrong("relative_attention_num_buckets", problem, "at least 4, and fewer than twice the distance")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("d_model"),
         intermediate_size=intermediate_size,
-        num_layers=fields.count("num_decoder_layers", num_layers),
+        num_layers=fields.layers("num_decoder_layers", num_layers),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=head_dim,
@@ -119,10 +128,7 @@ def _parse_t5(fields: ConfigFields, architecture: str) -> ModelConfig:
         checkpoint_dtype=fields.dtype(),
         eos_token_ids=fields.token_ids("eos_token_id"),
         encoder=EncoderConfig(num_layers, heads, head_dim, intermediate_size, positions),
-        relative_positions=RelativePositions(
-            num_buckets=fields.count("relative_attention_num_buckets", 32),
-            max_distance=fields.count("relative_attention_max_distance", 128),
-        ),
+        relative_positions=relative,
         decoder_start_token_id=fields.token_id("pad_token_id") if start is None else start,
     )
     return _with_decoding_fields(config, fields)
@@ -133,14 +139,14 @@ def _parse_bert(fields: ConfigFields, architecture: str) -> ModelConfig:
         raise fields.wrong("is_decoder", "is True", "False: BERT is an encoder here")
     kind = fields.text("position_embedding_type", "absolute")
     if kind != "absolute":
-        raise fields.wrong("position_embedding_type", f"is {kind!r}", "absolute")
+        raise fields.wrong("position_embedding_type", f"is {show(kind)}", "absolute")
     hidden_size, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=fields.count("num_hidden_layers"),
+        num_layers=fields.layers("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=fields.divisible("hidden_size", hidden_size, "num_attention_heads", heads),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratoon.core.errors import ModelError
+from ratoon.models.damage import FETCH_AGAIN, reading, shorten, show
 from ratoon.models.tokenizer import read_json
 
 if TYPE_CHECKING:
@@ -51,9 +52,10 @@ class SafetensorsSource:
         if tensor.dtype not in FLOATING_BYTES:
             expected = f"one of {', '.join(FLOATING_BYTES)}"
             raise ModelError(self.name, f"tensor {name!r} is stored as {tensor.dtype}", expected)
-        if tensor.file not in self._open_files:
-            self._open_files[tensor.file] = safe_open(str(tensor.file), framework="pt", device="cpu")
-        return self._open_files[tensor.file].get_tensor(name)
+        with reading(str(tensor.file)):
+            if tensor.file not in self._open_files:
+                self._open_files[tensor.file] = safe_open(str(tensor.file), framework="pt", device="cpu")
+            return self._open_files[tensor.file].get_tensor(name)
 
     def most_common_dtype(self) -> str:
         """What most numbers of the checkpoint are stored as, for configs that do not say."""
@@ -103,6 +105,11 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Names, shapes and types; a ModelError when they don't fit the file's size."""
+    with reading(str(file)):
+        return _read_header(file)
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
@@ -114,6 +121,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header = json.loads(stream.read(header_bytes))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            _check_types(entries)
             end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             tensors = {
                 name: StoredTensor(file, tuple(int(n) for n in entry["shape"]), str(entry["dtype"]))
@@ -121,11 +129,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             }
             _check_sizes(file, entries)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ModelError(str(file), f"has a damaged header: {error!r}", "fetch the file again") from error
+            raise ModelError(str(file), f"has a damaged header: {shorten(repr(error))}", FETCH_AGAIN) from error
     if end != size:
         how = "is cut short" if size < end else "is longer than it should be"
         raise ModelError(str(file), f"{how}: {size:,} bytes, its header asks for {end:,}", "fetch the file again")
     return tensors
+
+
+def _check_types(entries: Mapping[str, Any]) -> None:
+    """ValueError for an entry that is none."""
+    for name, entry in entries.items():
+        numbers = [*entry["shape"], *entry["data_offsets"]]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError(f"{show(name)} has the shape {show(entry['shape'])} at {show(entry['data_offsets'])}")
+        if not isinstance(entry["dtype"], str):
+            raise ValueError(f"{show(name)} has the dtype {show(entry['dtype'])}")
 
 
 def _check_sizes(file: Path, entries: Mapping[str, Any]) -> None:
@@ -133,7 +151,7 @@ def _check_sizes(file: Path, entries: Mapping[str, Any]) -> None:
         begin, end = entry["data_offsets"]
         width = FLOATING_BYTES.get(entry["dtype"])
         if width is not None and end - begin != width * math.prod(entry["shape"]):
-            problem = f"has a damaged header: {name!r} of shape {entry['shape']} in {end - begin:,} bytes"
+            problem = f"has a damaged header: {show(name)} of shape {show(entry['shape'])} in {end - begin:,} bytes"
             raise ModelError(str(file), problem, "fetch the file again")
 
 

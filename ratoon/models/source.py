@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ModelError
+from ratoon.models.damage import reading, shorten, show
 from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
 from ratoon.models.generation_config import generation_fields, read_generation_defaults
 from ratoon.models.gguf_source import GGUFSource
@@ -44,6 +45,8 @@ HUB_FILES = (
 )  # fmt: skip
 HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # the same weights once more
 Overrides: TypeAlias = Mapping[str, Any]  # fields that take the place of those of a config.json
+MAX_NAME = 4096  # characters: the longest path that Linux takes
+MAX_SHOWN_NAME = 300
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 # Flags of sentence-transformers, one of which is set.
@@ -72,18 +75,35 @@ class ModelSource:
 
     @cached_property
     def tensors(self) -> TensorSource:
-        return self.open_tensors()
+        with reading(str(self.path)):
+            return self.open_tensors()
 
     def load_tokenizer(self) -> Tokenizer:
-        return self.open_tokenizer()
+        with reading(str(self.path)):
+            return self.open_tokenizer()
 
 
 def resolve_model(name: str, overrides: Mapping[str, Any] | None = None) -> ModelSource:
     """Find the model and read its config, with `overrides` in the place of what it says. A ModelError says what is
     wrong with the name or with what it leads to."""
-    source = _open_model(name, overrides or {})
-    verify_overrides(source.config, overrides or {})
-    return source
+    shown = shorten(name, MAX_SHOWN_NAME)
+    if "\0" in name or not _is_text(name):
+        raise ModelError(show(name), "has characters that no name has", _what_would_be_right())
+    if len(name) > MAX_NAME:
+        raise ModelError(shown, f"is a name of {len(name):,} characters", _what_would_be_right())
+    with reading(shown, _what_would_be_right()):
+        source = _open_model(name, overrides or {})
+        verify_overrides(source.config, overrides or {})
+        return source
+
+
+def _is_text(name: str) -> bool:
+    """False for bytes that are no text, which Python lets pass as halves of characters: no message could hold them."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _open_model(name: str, overrides: Overrides) -> ModelSource:
@@ -96,7 +116,7 @@ def _open_model(name: str, overrides: Overrides) -> ModelSource:
         return _open_folder(path, overrides)
     if HUB_ID.fullmatch(name) and not name.startswith("."):
         return replace(_open_folder(_download(name), overrides), name=name)
-    raise ModelError(name, "is no file, folder or known model", _what_would_be_right())
+    raise ModelError(shorten(name, MAX_SHOWN_NAME), "is no file, folder or known model", _what_would_be_right())
 
 
 def _what_would_be_right() -> str:
@@ -123,7 +143,7 @@ def _open_gguf(path: Path, overrides: Overrides) -> ModelSource:
         config=config,
         raw_config=raw_config,
         generation_defaults={"eos_token_ids": config.eos_token_ids} if config.eos_token_ids else {},
-        chat_template=chat_templates_from_gguf(source.metadata).get(DEFAULT_TEMPLATE),
+        chat_template=chat_templates_from_gguf(source.metadata, str(path)).get(DEFAULT_TEMPLATE),
         pooling=None,
         open_tensors=lambda: source,
         open_tokenizer=lambda: load_tokenizer_from_gguf(source.metadata, str(path)),

@@ -7,6 +7,7 @@ detokenizer's business, which works on `backend`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import ModelError, RequestError
 from ratoon.models.chat_template import RenderedChat, render_chat
+from ratoon.models.damage import FETCH_AGAIN, is_panic, reading, shorten, show, without_panic_messages
 from ratoon.models.token_bound import MinTokens, find_bound
 from ratoon.observe.logging import get_logger
 
@@ -71,6 +73,12 @@ class Tokenizer:
         except (TypeError, UnicodeError) as error:  # JSON can smuggle half a character in: "\\ud800"
             problem = f"{type(text).__name__} is no text" if not isinstance(text, str) else "is no valid Unicode"
             raise RequestError("prompt", problem, "expected a text of whole characters") from error
+        except BaseException as error:
+            # A vocabulary that has no token for unknown words raises a bare Exception, and a damaged one panics.
+            if type(error) is not Exception and not is_panic(error):
+                raise
+            problem = f"the model's tokenizer has no tokens for it: {shorten(str(error))}"
+            raise RequestError("prompt", problem, "expected words that the model knows") from error
 
     def min_tokens(self, text: str, enough: int) -> int:
         """So many tokens it has at least, without counting far beyond `enough`: to refuse what is too long before it is
@@ -170,39 +178,87 @@ def load_tokenizer_from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(str(folder), "has no tokenizer.json" + _other_tokenizer_files(folder), _how_to_convert())
+    special_tokens, chat_templates = _read_special_tokens(folder), read_chat_templates(folder)
+    with reading(str(path)):
+        _check_merges(path)
     try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever it can't parse
-        raise ModelError(str(path), f"is no valid tokenizer: {error}", "fetch the file again") from error
-    return Tokenizer(backend, _read_special_tokens(folder), read_chat_templates(folder))
+        with without_panic_messages():
+            tokenizer = Tokenizer(Backend.from_file(str(path)), special_tokens, chat_templates)
+            try_out(tokenizer)
+    except BaseException as error:  # the library raises bare Exception for whatever it can't parse, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise ModelError(str(path), f"is no valid tokenizer: {shorten(str(error))}", FETCH_AGAIN) from error
+    return tokenizer
+
+
+def try_out(tokenizer: Tokenizer) -> None:
+    """Some damage shows when a text is tokenised for the first time: better now than in a request."""
+    try:
+        ids = tokenizer.backend.encode("Hello, 1 wörld").ids
+        tokenizer.backend.decode(ids)
+    except Exception:
+        pass
+
+
+def _check_merges(path: Path) -> None:
+    """The library cuts the prefix of continuing words off the second half of each merge, and where it is not there ends
+    the whole process."""
+    if re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', path.read_bytes()) is None:
+        return
+    model = read_json(path).get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("merges"), list):
+        return
+    prefix = model.get("continuing_subword_prefix")
+    for merge in model["merges"]:
+        second = merge.partition(" ")[2] if isinstance(merge, str) else merge[1]
+        if isinstance(prefix, str) and not second.startswith(prefix):
+            raise ModelError(str(path), f"has the merge {show(merge)}", f"the second half begins with {show(prefix)}")
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
     """Templates by name, "default" being the usual one. Files of their own go before those in tokenizer_config.json."""
     templates: dict[str, str] = {}
-    configured = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(configured, str):
-        templates[DEFAULT_TEMPLATE] = configured
-    elif isinstance(configured, list):
-        templates.update({entry["name"]: entry["template"] for entry in configured})
-    in_json = read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(in_json, str):
-        templates[DEFAULT_TEMPLATE] = in_json
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        templates.update(_configured_templates(folder / file))
     if (folder / "chat_template.jinja").is_file():
-        templates[DEFAULT_TEMPLATE] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        templates[DEFAULT_TEMPLATE] = _read_template(folder / "chat_template.jinja")
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _read_template(path)
     return templates
+
+
+def _configured_templates(path: Path) -> dict[str, str]:
+    """One template, or a list of them with names."""
+    configured = read_json(path).get("chat_template")
+    if configured is None:
+        return {}
+    if isinstance(configured, str):
+        return {DEFAULT_TEMPLATE: configured}
+    found = {}
+    for entry in configured if isinstance(configured, list) else [None]:
+        name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(template, str):
+            problem = f"chat_template is {show(configured)}"
+            raise ModelError(str(path), problem, "expected a template, or a list of objects with name and template")
+        found[name] = template
+    return found
+
+
+def _read_template(path: Path) -> str:
+    with reading(str(path), "expected a Jinja template in UTF-8"):
+        return path.read_text(encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(str(path), f"can't be read as JSON: {error}", "fetch the file again") from error
+    with reading(str(path)):
+        if not path.is_file():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(str(path), f"can't be read as JSON: {shorten(str(error))}", FETCH_AGAIN) from error
     if not isinstance(found, dict):
         raise ModelError(str(path), f"holds a {type(found).__name__}", "expected a JSON object")
     return found

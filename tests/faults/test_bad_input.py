@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ratoon.api.cli import main
 from ratoon.api.llm import LLM
 from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestError
 from ratoon.core.params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
@@ -395,6 +397,60 @@ def test_a_config_that_is_no_json_is_an_error_that_names_the_file(folder: Path, 
     with pytest.raises(ModelError) as caught:
         LLM(str(broken))
     check_error(caught.value, "config.json")
+
+
+def deep_header(folder: Path) -> None:
+    header = b"[" * 100_000
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def odd_template(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"chat_template": [5]}')
+
+
+def panicking_tokenizer(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def layers_without_end(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**8}))
+
+
+def odd_architectures(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [{}]}))
+
+
+def more_positions_than_memory(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**31 - 1}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(deep_header, odd_template, panicking_tokenizer, layers_without_end, odd_architectures),
+        more_positions_than_memory,
+    ],
+)
+def test_a_damaged_model_ends_a_command_with_code_2_and_one_sentence(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(broken := copied(folder, tmp_path / "broken"))
+    began = time.monotonic()
+    assert main(["info", str(broken), "--threads", "1", "--num-blocks", "12"]) == 2
+    assert time.monotonic() - began < 20  # a second, on a quiet machine
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and str(broken) in line and "unexpected" not in line
+
+
+def test_a_name_of_5000_characters_ends_a_command_with_code_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "x" * 5000]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "5,000 characters" in line and len(line) < 1000
 
 
 # ---- settings ----
