@@ -64,6 +64,11 @@ class KVCacheManager:
         return self.pool.num_usable_blocks
 
     @property
+    def num_usable_tokens(self) -> int:
+        """What the empty pool has room for, of sequences that keep all their blocks."""
+        return self.num_usable_blocks // self.num_groups * self.block_size
+
+    @property
     def num_free_host_blocks(self) -> int:
         return self._host.num_free_blocks
 

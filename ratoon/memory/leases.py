@@ -1,11 +1,14 @@
 """Leases: the blocks of ended sequences, kept so that a continuation computes nothing twice.
 
 A lease holds references like a running sequence does, until its time is over, its budget is needed for a newer one, or
-a request needs the memory. Knows no clock: whoever asks says what time it is.
+a request needs the memory. Owners (API keys) have equal shares of the budget: the one that holds most gives way first.
+Knows no clock: the caller says what time it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ratoon.core.stats import LeaseStats
@@ -19,7 +22,46 @@ from ratoon.memory.sequence import TokenSequence
 class Lease:
     sequence: TokenSequence  # what ended, with its memory; nobody writes to it any more
     expires_at: float
+    owner: str | None = None
     waiting: set[str] = field(default_factory=set)  # continuations that are on their way: its end waits for them
+
+
+class BlockCount:
+    """The blocks that some leases hold together: a block that several share counts once."""
+
+    __slots__ = ("cross", "holders", "num_cross_blocks", "num_leases")
+
+    def __init__(self) -> None:
+        self.holders: dict[int, int] = {}  # block id → leases that hold it
+        self.cross: dict[CrossTable, int] = {}  # cross tables in the same way: their blocks are held all or none
+        self.num_cross_blocks = 0
+        self.num_leases = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.holders) + self.num_cross_blocks
+
+    def add(self, blocks: list[Block], table: CrossTable | None) -> None:
+        self.num_leases += 1
+        for block in blocks:
+            self.holders[block.block_id] = self.holders.get(block.block_id, 0) + 1
+        if table is not None:
+            if table not in self.cross:
+                self.num_cross_blocks += len(table.blocks)
+            self.cross[table] = self.cross.get(table, 0) + 1
+
+    def remove(self, blocks: list[Block], table: CrossTable | None) -> None:
+        self.num_leases -= 1
+        for block in blocks:
+            left = self.holders.pop(block.block_id) - 1
+            if left:
+                self.holders[block.block_id] = left
+        if table is not None:
+            left = self.cross.pop(table) - 1
+            if left:
+                self.cross[table] = left
+            else:
+                self.num_cross_blocks -= len(table.blocks)
 
 
 class LeaseTable:
@@ -30,16 +72,23 @@ class LeaseTable:
         self.stats = LeaseStats()
         self._kv_cache = kv_cache
         self._leases: dict[str, Lease] = {}
-        self._holders: dict[int, int] = {}  # block id → leases that hold it: a shared block counts once
-        self._cross: dict[CrossTable, int] = {}  # cross tables in the same way: their blocks are held all or none
-        self._num_cross_blocks = 0
+        self._total = BlockCount()
+        self._by_owner: dict[str | None, BlockCount] = {}  # of those that have leases
 
     def __len__(self) -> int:
         return len(self._leases)
 
     @property
     def num_blocks(self) -> int:
-        return len(self._holders) + self._num_cross_blocks
+        return self._total.num_blocks
+
+    def owners(self) -> AbstractSet[str | None]:
+        """Those that have leases."""
+        return self._by_owner.keys()
+
+    def num_blocks_of(self, owner: str | None) -> int:
+        count = self._by_owner.get(owner)
+        return 0 if count is None else count.num_blocks
 
     def sequences(self) -> list[TokenSequence]:
         return [lease.sequence for lease in self._leases.values()]
@@ -48,19 +97,21 @@ class LeaseTable:
         lease = self._leases.get(branch_id)
         return None if lease is None else lease.sequence
 
-    def grant(self, branch: TokenSequence, expires_at: float) -> bool:
-        """Take the memory of a sequence that has ended over. The oldest leases make room for it. False: it is larger
-        than the whole budget, and its memory is still its own."""
+    def grant(self, branch: TokenSequence, expires_at: float, owner: str | None = None) -> bool:
+        """Take the memory of a sequence that has ended over. The oldest leases of the owner that holds most make room
+        for it. False: it is larger than the whole budget, and its memory is still its own."""
         if self._num_blocks_of(branch) > self.budget:
             self.stats.refused += 1
             return False
         self.end(branch.branch_id)  # an id that was used before
         sequence = self._kv_cache.detach(branch)
-        self._leases[sequence.branch_id] = Lease(sequence, expires_at)
-        self._count(sequence)
+        lease = self._leases[sequence.branch_id] = Lease(sequence, expires_at, owner)
+        self._count(lease)
         self.stats.granted += 1
         while self.num_blocks > self.budget:
-            self._evict(next(iter(self._leases.values())))
+            chosen = self._first_to_go(self._leases.values())
+            assert chosen is not None
+            self._evict(chosen)
         return True
 
     def end(self, branch_id: str) -> bool:
@@ -84,20 +135,43 @@ class LeaseTable:
     def next_expiry(self) -> float | None:
         return min((lease.expires_at for lease in self._leases.values() if not lease.waiting), default=None)
 
-    def evict_one(self) -> bool:
-        """A request needs memory: the oldest lease goes, of those that nobody is on his way to if there are any."""
-        if not self._leases:
+    def evict_one(self, sparing: Collection[str | None] = ()) -> bool:
+        """A request needs memory: a lease goes, the oldest of the owner that holds most; where there are some, of those
+        that no continuation is on its way to. False: there is none but of owners that are to be spared."""
+        candidates: Collection[Lease] = self._leases.values()
+        if sparing:
+            candidates = [lease for lease in candidates if lease.owner not in sparing]
+        free = self._first_to_go(lease for lease in candidates if not lease.waiting)
+        chosen = self._first_to_go(candidates) if free is None else free
+        if chosen is None:
             return False
-        free = next((lease for lease in self._leases.values() if not lease.waiting), None)
-        self._evict(free if free is not None else next(iter(self._leases.values())))
+        self._evict(chosen)
         return True
 
-    def num_reclaimable_blocks(self) -> int:
-        """Blocks that would be free if all leases ended: nobody else holds them."""
-        blocks = self._kv_cache.pool.blocks
-        num_blocks = sum(blocks[block_id].ref_cnt == count for block_id, count in self._holders.items())
+    def owners_within_share(self) -> set[str | None]:
+        """Those that hold no more than an equal share of the budget."""
+        share = self.budget // max(1, len(self._by_owner))
+        return {owner for owner, count in self._by_owner.items() if count.num_blocks <= share}
+
+    def _first_to_go(self, leases: Iterable[Lease]) -> Lease | None:
+        """The oldest of the owner that holds most. Leases are given with the oldest first."""
+        if len(self._by_owner) <= 1:
+            return next(iter(leases), None)
+        return max(leases, key=lambda lease: self._by_owner[lease.owner].num_blocks, default=None)
+
+    def num_reclaimable_blocks(self, sparing: Collection[str | None] = ()) -> int:
+        """Blocks that would be free if all leases ended, but for those of owners that are to be spared: no other
+        sequence holds them."""
+        pool_blocks = self._kv_cache.pool.blocks
+        total = self._total
+        if sparing:
+            total = BlockCount()
+            for lease in self._leases.values():
+                if lease.owner not in sparing:
+                    total.add(self._blocks_of(lease.sequence), lease.sequence.cross)
+        num_blocks = sum(pool_blocks[block_id].ref_cnt == count for block_id, count in total.holders.items())
         return num_blocks + sum(
-            len(table.blocks) for table, count in self._cross.items() if len(table.holders) == count
+            len(table.blocks) for table, count in total.cross.items() if len(table.holders) == count
         )
 
     def await_continuation(self, branch_id: str, request_id: str) -> None:
@@ -120,10 +194,14 @@ class LeaseTable:
     def check(self) -> None:
         """Raise AssertionError unless the count of blocks is that of the leases' tables."""
         recount = LeaseTable(self._kv_cache, self.budget)
-        for sequence in self.sequences():
-            recount._count(sequence)
-        assert recount._holders == self._holders and recount._cross == self._cross, "leased blocks are miscounted"
-        assert recount.num_blocks == self.num_blocks
+        for lease in self._leases.values():
+            recount._count(lease)
+        counts = [(recount._total, self._total)]
+        assert recount._by_owner.keys() == self._by_owner.keys(), "owners without leases, or the reverse"
+        counts += [(count, self._by_owner[owner]) for owner, count in recount._by_owner.items()]
+        for fresh, kept in counts:
+            assert fresh.holders == kept.holders and fresh.cross == kept.cross, "leased blocks are miscounted"
+            assert fresh.num_blocks == kept.num_blocks
         assert self.num_blocks <= self.budget, f"{self.num_blocks} blocks are leased, {self.budget} may be"
 
     def _evict(self, lease: Lease) -> None:
@@ -133,30 +211,21 @@ class LeaseTable:
     def _remove(self, lease: Lease) -> None:
         sequence = lease.sequence
         del self._leases[sequence.branch_id]
-        self._uncount(sequence)
+        self._uncount(lease)
         self._kv_cache.free(sequence)
 
-    def _count(self, sequence: TokenSequence) -> None:
-        for block in self._blocks_of(sequence):
-            self._holders[block.block_id] = self._holders.get(block.block_id, 0) + 1
-        table = sequence.cross
-        if table is not None:
-            if table not in self._cross:
-                self._num_cross_blocks += len(table.blocks)
-            self._cross[table] = self._cross.get(table, 0) + 1
+    def _count(self, lease: Lease) -> None:
+        blocks, table = self._blocks_of(lease.sequence), lease.sequence.cross
+        self._total.add(blocks, table)
+        self._by_owner.setdefault(lease.owner, BlockCount()).add(blocks, table)
 
-    def _uncount(self, sequence: TokenSequence) -> None:
-        for block in self._blocks_of(sequence):
-            left = self._holders.pop(block.block_id) - 1
-            if left:
-                self._holders[block.block_id] = left
-        table = sequence.cross
-        if table is not None:
-            left = self._cross.pop(table) - 1
-            if left:
-                self._cross[table] = left
-            else:
-                self._num_cross_blocks -= len(table.blocks)
+    def _uncount(self, lease: Lease) -> None:
+        blocks, table = self._blocks_of(lease.sequence), lease.sequence.cross
+        self._total.remove(blocks, table)
+        own = self._by_owner[lease.owner]
+        own.remove(blocks, table)
+        if not own.num_leases:
+            del self._by_owner[lease.owner]
 
     def _blocks_of(self, sequence: TokenSequence) -> list[Block]:
         null = self._kv_cache.pool.null_block

@@ -6,6 +6,8 @@ within a token budget. What becomes of a plan's results is in results.py.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ratoon.core.plan import BlockIds, CachedRequestData, EncoderStep, NewRequestData, SchedulerOutput
 from ratoon.memory.kv_cache_manager import GroupBlocks
 from ratoon.scheduling.admission import max_step_tokens
@@ -14,6 +16,7 @@ from ratoon.scheduling.beginnings import Admission, Beginnings
 from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
 from ratoon.scheduling.extraction_planner import ExtractionPlanner
 from ratoon.scheduling.roster import Roster
+from ratoon.scheduling.shares import Owner, fair_split
 from ratoon.scheduling.step_draft import StepDraft
 
 
@@ -35,10 +38,14 @@ class StepPlanner:
             self._schedule_alone(step, next(iter(self._roster.on_trial.values())))
             return self._build_plan(step)
         self._schedule_running(step)
+        if self._roster.shares.contended:
+            self._charge(step)
         if self._roster.extractions:
             self._schedule_newcomers_and_extractions(step)
         elif not step.preempted:  # if memory is short, whoever comes in now would be the next to go
             self._schedule_waiting(step)
+        if step.gave_way and step.is_empty:  # for a branch that did not fit in nevertheless
+            self._schedule_running(step)
         return self._build_plan(step)
 
     def _schedule_newcomers_and_extractions(self, step: StepDraft) -> None:
@@ -79,10 +86,35 @@ class StepPlanner:
         and leave their share to an extraction that has waited for too long."""
         held_back = self._extraction_planner.held_back(step)
         step.budget -= held_back
-        for branch in long_gaps:
-            if step.budget > 0:
-                self._schedule_with_memory(step, branch, branch.num_tokens - branch.num_computed_tokens)
+        if self._roster.shares.contended and self._roster.config.enable_chunked_prefill:
+            self._share_out(step, long_gaps)
+        else:
+            for branch in long_gaps:
+                if step.budget > 0:
+                    self._schedule_with_memory(step, branch, branch.num_tokens - branch.num_computed_tokens)
         step.budget += held_back
+
+    def _share_out(self, step: StepDraft, long_gaps: list[Branch]) -> None:
+        """Several owners want the tokens of this step: long prompts of one leave their shares to those that wait."""
+        roster = self._roster
+        wants: Counter[Owner] = Counter()
+        for branch in long_gaps:
+            wants[branch.request.owner] += branch.num_tokens - branch.num_computed_tokens
+        if roster.waiting and roster.has_rows_for(roster.waiting.peek()):
+            for owner in roster.waiting.owners():
+                for branch in roster.waiting.of_owner(owner):
+                    if wants[owner] >= step.budget:
+                        break
+                    wants[owner] += branch.num_tokens
+        given = fair_split(step.budget, wants)
+        for branch in long_gaps:
+            owner, before = branch.request.owner, step.budget
+            most = min(branch.num_tokens - branch.num_computed_tokens, given[owner])
+            if branch is long_gaps[0]:
+                most = max(most, 1)  # those that wait may not fit in
+            if step.budget > 0 and most > 0:
+                self._schedule_with_memory(step, branch, most)
+                given[owner] -= max(0, before - step.budget)  # more may be left, where others gave way
 
     def _schedule_with_memory(self, step: StepDraft, branch: Branch, gap: int) -> None:
         """Give a running branch tokens and memory. If memory is short, the last in the order gives way, maybe itself.
@@ -97,7 +129,7 @@ class StepPlanner:
             if appended is not None:
                 step.add(branch, num_new_tokens, appended)
                 return
-            if self._make_room(step) is branch:
+            if self._make_room(step, branch) is branch:
                 return
 
     def _schedule_searches(self, step: StepDraft) -> None:
@@ -116,22 +148,25 @@ class StepPlanner:
         at_once = min(budget, self.max_step_tokens) // group.num_beams
         num_new_tokens = min(group.gap, max(1, at_once))  # more than one where beams lost their memory
         while not group.allocate(num_new_tokens):
-            if not group.forget_kept() and self._make_room(step) is group.trunk:
+            if not group.forget_kept() and self._make_room(step, group.trunk) is group.trunk:
                 return
         step.add_beams(group, num_new_tokens)
 
-    def _make_room(self, step: StepDraft) -> Branch | None:
-        """Memory is short: what has ended gives way before anybody who runs, who reads hidden states before who
-        generates, and of these the last in the order, who is returned."""
-        if self._roster.leases.evict_one():
+    def _make_room(self, step: StepDraft, branch: Branch) -> Branch | None:
+        """A branch is short of memory: what has ended gives way before what runs, extractions of hidden states before
+        generation, and of that the last in the order, which is returned; where several owners compete, the last of the
+        one that holds most."""
+        if self._roster.leases.evict_one(self._roster.spared_owners(branch)):
             return None
         extractions = self._roster.extractions
         if extractions.running and extractions.running[-1] is not extractions.aged:
             self._roster.set_back(extractions.running[-1].branch)
             return None
         tried = next(iter(self._roster.on_trial.values()), None)  # others give way to it, whatever their order
-        others = [branch for branch in self._roster.running if branch.request is not tried]
-        victim = max(others or self._roster.running, key=self._roster.order)
+        others = [other for other in self._roster.running if other.request is not tried] or self._roster.running
+        victim = self._roster.last_of_largest_owner(others) if self._roster.shares.contended else None
+        if victim is None:
+            victim = max(others, key=self._roster.order)
         self._preempt(step, victim)
         return victim
 
@@ -148,10 +183,44 @@ class StepPlanner:
         self.num_preemptions += 1
 
     def _schedule_waiting(self, step: StepDraft) -> None:
-        while self._roster.waiting and step.budget > 0 and self._roster.has_rows_for(self._roster.waiting.peek()):
-            if not self._admit(step, self._roster.waiting.peek()):
+        roster = self._roster
+        num_running = len(roster.running)  # what comes in now stands behind them, and does not give way
+        while roster.waiting and step.budget > 0:
+            branch = roster.waiting.peek()
+            if branch in step.gave_way:
+                break
+            has_rows = roster.has_rows_for(branch)
+            admission = self._admit(step, branch) if has_rows else Admission.NOT_NOW
+            if admission == Admission.ADMITTED:
+                roster.waiting.take(branch)
+                if roster.shares.contended:
+                    roster.shares.charge(branch.request.owner, step.allocated[-1][1])
+            elif has_rows and admission == Admission.NOT_NOW:
                 break  # nobody overtakes the first in the queue
-            self._roster.waiting.pop()
+            elif not self._have_another_give_way(step, branch, roster.running[:num_running]):
+                break
+            else:
+                num_running -= 1
+
+    def _have_another_give_way(self, step: StepDraft, branch: Branch, running: list[Branch]) -> bool:
+        """A waiting branch has no row, or no memory, and its owner runs less than its share: of an owner that runs more
+        than its share, the last gives way. False: there is none."""
+        victim = self._roster.find_one_beyond_its_share(branch, running)
+        if victim is None:
+            return False
+        self._preempt(step, victim)
+        step.gave_way.add(victim)
+        return True
+
+    def _charge(self, step: StepDraft) -> None:
+        """Count what owners have got so far in this step; what still comes in is counted as it does."""
+        charge = self._roster.shares.charge
+        for owner, count in Counter(branch.request.owner for branch in step.in_place).items():
+            charge(owner, count)
+        for branch, num_tokens, _ in step.allocated:
+            charge(branch.request.owner, num_tokens)
+        for group, num_tokens in step.beams:
+            charge(group.trunk.request.owner, num_tokens * group.num_beams)
 
     def _schedule_alone(self, step: StepDraft, request: Request) -> None:
         """One request, whatever its place in the order. If memory or rows are short, others give way."""
@@ -173,7 +242,7 @@ class StepPlanner:
                 elif request.beams is not None and request.beams.is_ready(self._roster.kv_cache):
                     self._schedule_beams(step, request.beams, step.budget)
             elif branch.status != BranchStatus.FINISHED:
-                while not self._roster.has_rows_for(branch) or not self._admit(step, branch):
+                while not self._roster.has_rows_for(branch) or self._admit(step, branch) != Admission.ADMITTED:
                     if not self._preempt_another(step, request):
                         return
                 self._roster.waiting.remove({branch})
@@ -185,17 +254,17 @@ class StepPlanner:
             self._preempt(step, max(others, key=self._roster.order))
         return bool(others)
 
-    def _admit(self, step: StepDraft, branch: Branch) -> bool:
+    def _admit(self, step: StepDraft, branch: Branch) -> Admission:
         """Let a branch in, if it fits. Leases give way to it, where that is enough."""
+        leases = self._roster.leases
         while True:
             admission = self._try_to_admit(step, branch)
             if admission != Admission.NO_MEMORY:
-                return admission == Admission.ADMITTED
-            num_at_most = self._roster.kv_cache.num_free_blocks + self._roster.leases.num_reclaimable_blocks()
-            if num_at_most < self._num_wanted_blocks(branch):
-                return False
-            if not self._roster.leases.evict_one():
-                return False
+                return admission
+            spared = self._roster.spared_owners(branch)
+            num_at_most = self._roster.kv_cache.num_free_blocks + leases.num_reclaimable_blocks(spared)
+            if num_at_most < self._num_wanted_blocks(branch) or not leases.evict_one(spared):
+                return Admission.NO_MEMORY
 
     def _num_wanted_blocks(self, branch: Branch) -> int:
         """What has to be free before a branch can come in."""
@@ -291,6 +360,8 @@ class StepPlanner:
                 self._roster.events.chunk(state.branch, sum(count for _, count, _ in spans), self._roster.now)
             plan.captures.append(state.take_step(spans, self._roster.kv_cache.block_ids(state.branch)))
             state.branch.num_computed_tokens += sum(count for _, count, is_written in spans if is_written)
+            if self._roster.shares.contended:
+                self._roster.shares.charge(state.owner, sum(count for _, count, _ in spans))
         if self._roster.kv_cache.has_cross_group:
             self._write_encoder_steps(plan, step)
         if self._roster.kv_cache.has_host_pool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from ratoon.core.config import SchedulingPolicy
 from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.shares import Owner, OwnerShares
 
 SortKey = Callable[[Branch], tuple[float, ...]]
 
@@ -83,8 +84,61 @@ class PriorityQueue:
         heapq.heapify(self._heap)
 
 
-WaitingQueue = FirstComeQueue | PriorityQueue
+class FairQueue:
+    """A queue for each owner, in the policy's order. Among them, a better priority goes first where the policy knows
+    priorities; then the owner that has been given least. Without owners it is one queue, in its own order."""
 
+    def __init__(self, policy: SchedulingPolicy, shares: OwnerShares) -> None:
+        self._knows_priorities = policy == SchedulingPolicy.PRIORITY
+        self._order = sort_key_for(policy)
+        self._shares = shares
+        self._queues: dict[Owner, FirstComeQueue | PriorityQueue] = {}  # none of them empty
 
-def queue_for(policy: SchedulingPolicy) -> WaitingQueue:
-    return PriorityQueue() if policy == SchedulingPolicy.PRIORITY else FirstComeQueue()
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Branch]:
+        return (branch for queue in self._queues.values() for branch in queue)
+
+    def owners(self) -> Collection[Owner]:
+        return self._queues.keys()
+
+    def of_owner(self, owner: Owner) -> Iterator[Branch]:
+        """This owner's branches, in the order in which they may start."""
+        return iter(self._queues[owner])
+
+    def add(self, branch: Branch) -> None:
+        self._queue_of(branch).add(branch)
+
+    def prepend(self, branch: Branch) -> None:
+        self._queue_of(branch).prepend(branch)
+
+    def peek(self) -> Branch:
+        """Whose turn it is."""
+        heads = [queue.peek() for queue in self._queues.values()]
+        return heads[0] if len(heads) == 1 else min(heads, key=self._turn)
+
+    def take(self, branch: Branch) -> None:
+        """Take out what `peek` has shown."""
+        owner = branch.request.owner
+        taken = self._queues[owner].pop()
+        assert taken is branch, "it is not its owner's first"
+        if not self._queues[owner]:
+            del self._queues[owner]
+
+    def remove(self, branches: set[Branch]) -> None:
+        for owner in {branch.request.owner for branch in branches} & self._queues.keys():
+            self._queues[owner].remove(branches)
+            if not self._queues[owner]:
+                del self._queues[owner]
+
+    def _queue_of(self, branch: Branch) -> FirstComeQueue | PriorityQueue:
+        owner = branch.request.owner
+        queue = self._queues.get(owner)
+        if queue is None:
+            queue = self._queues[owner] = PriorityQueue() if self._knows_priorities else FirstComeQueue()
+        return queue
+
+    def _turn(self, branch: Branch) -> tuple[float, ...]:
+        priority = branch.request.priority if self._knows_priorities else 0
+        return priority, self._shares.served(branch.request.owner), *self._order(branch)

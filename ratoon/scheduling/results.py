@@ -190,7 +190,7 @@ class StepResults:
             return self._roster.fail_requests([request.request_id], problem)
         if request.retain_kv is not None:
             for sequence in group.kept_sequences(request.branch_ids):
-                if not self._roster.leases.grant(sequence, self._roster.now + request.retain_kv):
+                if not self._roster.leases.grant(sequence, self._roster.now + request.retain_kv, request.owner):
                     self._roster.kv_cache.free(sequence)
         request.finished_choices.update(range(request.num_choices))
         self._roster.release([group.trunk])

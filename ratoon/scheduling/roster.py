@@ -5,9 +5,9 @@ State and its rules. Who runs in a step is the planner's to say, what a step bro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from ratoon.core.config import SchedulerConfig
+from ratoon.core.config import SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import DeadlineError, RequestError
 from ratoon.core.messages import Fault
 from ratoon.core.request import EngineCoreOutput, FinishReason, InheritedFrom
@@ -17,7 +17,8 @@ from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.events import EventLog
 from ratoon.scheduling.extraction import ExtractionQueue
-from ratoon.scheduling.queues import queue_for, sort_key_for
+from ratoon.scheduling.queues import FairQueue, sort_key_for
+from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
 
 
 class Roster:
@@ -29,7 +30,8 @@ class Roster:
         self.requests: dict[str, Request] = {}
         self.branches: dict[str, Branch] = {}  # unfinished ones
         self.running: list[Branch] = []
-        self.waiting = queue_for(config.policy)
+        self.shares = OwnerShares()
+        self.waiting = FairQueue(config.policy, self.shares)
         self.order = sort_key_for(config.policy)
         self.searching: dict[str, BeamGroup] = {}  # unfinished beam searches by request id
         self.extractions = ExtractionQueue()
@@ -50,6 +52,7 @@ class Roster:
         self._reserved_ids.update(state.branch_ids)
         state.queued_time = self.now
         self.requests[state.request_id] = state
+        self.shares.join(state.owner)
         if state.beams is not None:
             self.searching[state.request_id] = state.beams
         for branch in state.branches:  # one, unless the request began elsewhere and is resumed
@@ -70,6 +73,44 @@ class Roster:
             )
             limit = min(limit, self.config.max_num_batched_tokens)
         return num_rows <= limit
+
+    def spared_owners(self, branch: Branch) -> Collection[Owner]:
+        """Whose leases are not taken for this branch: with it, its owner runs more than its share of the pool, and they
+        hold no more than theirs of the leases. One branch of each owner gets on in any case."""
+        owner = branch.request.owner
+        if not self.leases.owners() - {owner} or self.on_trial:
+            return ()
+        own = {branch, *(other for other in self.running if other.request.owner == owner)}
+        num_owners = len(self.leases.owners() | {request.owner for request in self.requests.values()})
+        if len(own) <= 1 or sum(map(tokens_of, own)) <= self.kv_cache.num_usable_tokens // num_owners:
+            return ()
+        return self.leases.owners_within_share() - {owner}
+
+    def last_of_largest_owner(self, branches: list[Branch]) -> Branch | None:
+        """Of the least important, the last of the owner that holds most memory; None: each owner has one alone."""
+        worst = max(map(self._importance, branches))
+        return last_of_largest(branches, tokens_of, self.order, lambda branch: self._importance(branch) == worst)
+
+    def find_one_beyond_its_share(self, waiting: Branch, among: list[Branch]) -> Branch | None:
+        """Which of these running branches gives its row or its memory to one that waits, and whose owner runs less than
+        its share. None: there is none of an owner that runs more than its own."""
+        if not self.shares.contended:
+            return None
+        if self.has_rows_for(waiting):
+            size, capacity = tokens_of, self.kv_cache.num_usable_tokens
+        else:
+            size, capacity = rows_of, self.config.max_num_seqs
+        share = max(1, capacity // self.shares.num_owners)
+        if held_by_owners(self.running, size)[waiting.request.owner] + size(waiting) > share:
+            return None
+        importance = self._importance(waiting)
+        return last_of_largest(
+            among, size, self.order, lambda branch: self._importance(branch) >= importance, above=share
+        )
+
+    def _importance(self, branch: Branch) -> int:
+        """Lower is more important. First come, first served, all are equal."""
+        return branch.request.priority if self.config.policy == SchedulingPolicy.PRIORITY else 0
 
     def find_requests(self, ids: Iterable[str]) -> list[Request]:
         """Unfinished requests by their ids or their branches' ids, each once."""
@@ -157,7 +198,7 @@ class Roster:
             if branch.request.beams is not None:
                 branch.request.beams.set_back()
             retain_kv = branch.request.retain_kv if keep and branch.request.beams is None else None
-            if retain_kv is None or not self.leases.grant(branch, self.now + retain_kv):
+            if retain_kv is None or not self.leases.grant(branch, self.now + retain_kv, branch.request.owner):
                 self.kv_cache.free(branch, trusted)
             branch.status = BranchStatus.FINISHED
             if branch.known_to_runner:
@@ -174,6 +215,7 @@ class Roster:
 
     def _forget(self, request: Request) -> None:
         if self.requests.pop(request.request_id, None) is not None:
+            self.shares.leave(request.owner)
             self._reserved_ids.difference_update(request.branch_ids)
             self.with_prompt_logprobs.discard(request.request_id)
             self.on_trial.pop(request.request_id, None)
@@ -189,6 +231,7 @@ class Roster:
         beams = [held for group in self.searching.values() for held in group.held()]
         self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *beams])
         self.leases.check()
+        self.shares.check(request.owner for request in self.requests.values())
         running, waiting = set(self.running), set(self.waiting)
         extracting = {state.branch for state in self.extractions}
         assert len(extracting) == len(self.extractions), "an extraction is queued twice"

@@ -20,6 +20,7 @@ class StepDraft:
         "encoder_budget",
         "encoder_lengths",
         "encoder_reads",
+        "gave_way",
         "in_place",
         "preempted",
     )
@@ -34,6 +35,7 @@ class StepDraft:
         self.beams: list[tuple[BeamGroup, int]] = []  # tokens of each beam
         self.captures: list[tuple[ExtractionState, list[Span]]] = []
         self.preempted = False
+        self.gave_way: set[Branch] = set()  # to another owner's; they do not come back in this step
         self.dropped_rows: list[str] = []  # preempted branches that the runner knows
 
     def add(self, branch: Branch, num_tokens: int, appended: BlockIds) -> None:

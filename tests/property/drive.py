@@ -96,7 +96,13 @@ class Drive:
             self.scheduler.check()
         raise AssertionError(f"not done after {MAX_STEPS} steps: {self.scheduler.stats()}")
 
+    def owner_of(self, request: EngineCoreRequest) -> str | None:
+        parent = self.accepted.get((request.continuation_of or "").partition("#")[0])
+        number = sum(map(ord, request.request_id))
+        return self.load.owners[number % len(self.load.owners)] if parent is None else parent.owner
+
     def arrive(self, request: EngineCoreRequest) -> None:
+        request = msgspec.structs.replace(request, owner=self.owner_of(request))
         try:
             self.scheduler.add_request(request)
         except RequestError as error:
@@ -169,7 +175,10 @@ class Drive:
         if step in self.load.bad_rows and (result.req_ids or self.other_values(result)):
             self.drop_row(result)
         self.take(self.scheduler.update_from_output(plan, result))
-        if plan.preempted_req_ids and not on_trial:
+        if plan.preempted_req_ids and len(set(self.load.owners)) > 1:
+            event("preempted, perhaps for another owner")
+            assert not set(plan.preempted_req_ids) & {new.req_id for new in plan.scheduled_new_reqs}
+        elif plan.preempted_req_ids and not on_trial:
             event("preempted")
             from_nothing = [new for new in plan.scheduled_new_reqs if new.num_computed_tokens == 0]
             assert not from_nothing, "admitted while preempting"

@@ -14,6 +14,7 @@ from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKin
 from ratoon.core.request import EngineCoreRequest
 from tests.property.extractions import Reading, readings
 
+OWNERS = ["ada", "bob", "eve", None]
 VOCABULARY = 6
 EOS = 5
 # What encoders read: few different inputs, so that many share one.
@@ -63,6 +64,7 @@ class Load:
     ended_leases: dict[int, list[str]]
     apart: bool  # are the requests of a step that raises tried one by one?
     raises_late: bool  # has a step that raises done its work, or nothing of it?
+    owners: list[str | None]  # of requests, by their numbers, around the list; a continuation has its parent's
 
 
 @st.composite
@@ -162,7 +164,7 @@ def children(draw: st.DrawFn, num_parents: int) -> Child:
 def loads(draw: st.DrawFn, *traits: str) -> Load:
     """rooted: memory for leases, and many continuations; searching: many beams, and memory for a few of them; reading:
     many extractions; encoding: a model with an encoder, which others are now and then; swapping: little memory, and
-    some on the host; restarting: the engine dies now and then."""
+    some on the host; restarting: the engine dies now and then; owned: requests are of several owners."""
     rooted, swapping = "rooted" in traits, "swapping" in traits
     shares = POOL_SHARES[next((trait for trait in traits if trait in POOL_SHARES), "any")]
     host_shares = [0.3, 1.0, 3.0] if swapping else [0.0, 0.0, 1.0]
@@ -203,4 +205,5 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         ended_leases=draw(some_steps),
         apart=draw(st.booleans()),
         raises_late=draw(st.booleans()),
+        owners=draw(st.lists(st.sampled_from(OWNERS), min_size=2, max_size=5)) if "owned" in traits else [None],
     )

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
 from hypothesis import given, settings
 
+from ratoon.core.plan import SchedulerOutput
 from tests.property.drive import Drive
 from tests.property.loads import Load, loads
 from tests.property.results import check_results
+
+
+class RecordingDrive(Drive):
+    def start(self) -> None:
+        super().start()
+        self.plans: list[bytes] = []
+        schedule = self.scheduler.schedule
+
+        def record() -> SchedulerOutput:
+            plan = schedule()
+            self.plans.append(msgspec.msgpack.encode(plan))
+            return plan
+
+        self.scheduler.schedule = record
 
 
 def examples(at_least: int) -> settings:
@@ -63,3 +81,31 @@ def test_branches_read_what_the_encoder_made_of_their_own_input_and_it_runs_no_o
 @given(loads("swapping"))
 def test_branches_that_were_swapped_go_on_where_they_were(load: Load) -> None:
     run(load)
+
+
+@examples(300)
+@given(loads("owned"))
+def test_requests_of_several_owners_all_end_with_the_tokens_they_would_get_alone(load: Load) -> None:
+    run(load)
+
+
+@given(loads("owned", "swapping"))
+def test_branches_that_gave_way_to_another_owner_go_on_where_they_were(load: Load) -> None:
+    run(load)
+
+
+@given(loads("owned", "rooted", "reading", "restarting"))
+def test_owners_share_leases_and_extractions_also_in_a_new_engine(load: Load) -> None:
+    run(load)
+
+
+@examples(100)
+@given(loads())
+def test_one_owner_alone_is_planned_as_none_at_all(load: Load) -> None:
+    """Step by step, the same plans."""
+    plans = []
+    for owners in ([None], ["ada"]):
+        drive = RecordingDrive(dataclasses.replace(load, owners=owners))
+        drive.run()
+        plans.append(drive.plans)
+    assert plans[0] == plans[1]
