@@ -181,6 +181,8 @@ class HiddenStatesOutput:
     error: str | None = None
     refusal: RequestError | None = None
     owner: str | None = None
+    # Set: rows are not in order yet, and token ids missing. Done by the engine before a caller gets it.
+    arrangement: Any = field(default=None, repr=False, compare=False)
 
     @property
     def finished(self) -> bool:

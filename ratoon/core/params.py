@@ -293,6 +293,8 @@ class HiddenStatesParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omi
     dtype: str = "float32"
     deadline: float | None = None  # seconds
     side: str = "decoder"  # encoder: positions are those of the encoder's input, and layers the encoder's
+    # Positions and layers that are named several times come once, where they were named first
+    each_once: bool = False
 
     def verify(self) -> None:
         """Ranges and types; what the sequence and the model allow is checked where they are known."""

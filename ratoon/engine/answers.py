@@ -5,11 +5,13 @@ Each takes in what the engine sends for it, and makes what the caller gets. Requ
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ratoon.core.errors import EngineError
-from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput
+from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.request import EngineCoreOutput, FinishReason
 from ratoon.core.wire import WireTensor
@@ -19,7 +21,10 @@ from ratoon.engine.vectors import finish_vector
 if TYPE_CHECKING:
     from ratoon.engine.request_state import RequestState
 
+Output: TypeAlias = RequestOutput | EmbeddingOutput | HiddenStatesOutput
+
 ABORTED = "the request was aborted"
+MANY_ROWS = 4096  # rows that are put in order at once; more are left to a moment when nothing waits for it
 
 
 class Answer(Protocol):
@@ -72,13 +77,13 @@ class HiddenStatesAnswer:
 
     def output(self, request: RequestState) -> HiddenStatesOutput:
         failed = request.error is not None or not self.assembly.complete
-        return HiddenStatesOutput(
+        output = HiddenStatesOutput(
             request_id=request.external_id,
-            tensor=None if failed else self.assembly.array(),
+            tensor=None if failed else self.assembly.take_array(),
             dtype=self._selection.extraction.dtype,
             layers=self._selection.layers,
             positions=self._selection.positions,
-            token_ids=[self._token_ids[position] for position in self._selection.positions if self._token_ids],
+            token_ids=[],
             computed_tokens=self.num_rows_run,
             num_cached_tokens=request.num_cached_tokens or 0,
             source=self.source,
@@ -87,6 +92,59 @@ class HiddenStatesAnswer:
             refusal=request.refusal,
             owner=request.owner,
         )
+        arrangement = Arrangement(self._selection, self._token_ids)
+        if len(self._selection.positions) * len(self._selection.layers) > MANY_ROWS:
+            output.arrangement = arrangement  # it takes a while, and others wait here
+        else:
+            arrangement.apply(output)
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Puts the states of an answer into the order, and the number, in which they were asked for."""
+
+    selection: Selection
+    token_ids: Sequence[int]  # that the positions count in; none: it is audio
+
+    def apply(self, output: HiddenStatesOutput) -> None:
+        output.arrangement = None
+        output.token_ids = [self.token_ids[position] for position in output.positions if self.token_ids]
+        if output.tensor is not None:
+            output.tensor = self._arranged(output.tensor)
+
+    def _arranged(self, array: Any) -> Any:
+        import numpy
+
+        rows, layers = self.selection.row_order, self.selection.layer_order
+        if rows == [*range(array.shape[1])] and layers == [*range(array.shape[0])]:
+            return array
+        arranged = numpy.empty((len(layers), len(rows), array.shape[2]), array.dtype)
+        if self.selection.hold is not None:
+            self.selection.hold.keep_for(arranged)
+        places = numpy.array(rows)
+        for layer, source in enumerate(layers):
+            numpy.take(array[source], places, axis=0, out=arranged[layer], mode="clip")  # without Python's lock
+        return arranged
+
+
+def arrange(output: Output) -> None:
+    """Do what was left to be done for an output that a caller is about to get. It may take a while."""
+    for states in states_of(output):
+        if states.arrangement is not None:
+            states.arrangement.apply(states)
+
+
+async def arrange_beside(output: Output) -> None:
+    """The same, without keeping others on the event loop waiting."""
+    if any(states.arrangement is not None for states in states_of(output)):
+        await asyncio.to_thread(arrange, output)
+
+
+def states_of(output: Output) -> list[HiddenStatesOutput]:
+    if isinstance(output, HiddenStatesOutput):
+        return [output]
+    return (output.hidden_states or []) if isinstance(output, RequestOutput) else []
 
 
 def _reason(request: RequestState, otherwise: str) -> str:
@@ -122,15 +180,12 @@ class HiddenStatesAssembly:
         rows = numpy.frombuffer(part.data, "uint16" if part.dtype == "bfloat16" else part.dtype).reshape(part.shape)
         if self._array is None:
             self._array = numpy.empty((num_layers, num_rows, part.shape[2]), rows.dtype)
+            if self._selection.hold is not None:
+                self._selection.hold.keep_for(self._array)
         self._num_rows = first_row + part.shape[1]
         self._array[:, first_row : self._num_rows] = rows
 
-    def array(self) -> Any:
-        """Layers and rows in the order in which they were asked for. To be taken once: it is given away."""
-        import numpy
-
+    def take_array(self) -> Any:
+        """Layers and rows rising, each once. To be taken once: it is given away."""
         array, self._array = self._array, None
-        rows, layers = self._selection.row_order, self._selection.layer_order
-        if rows == [*range(array.shape[1])] and layers == [*range(array.shape[0])]:
-            return array
-        return numpy.ascontiguousarray(array[numpy.ix_(layers, rows)])
+        return array

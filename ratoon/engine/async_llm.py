@@ -7,6 +7,7 @@ own; who waits for what is kept by the OutputHandler; how engine processes live,
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import secrets
 import time
@@ -33,10 +34,13 @@ from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutp
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import EngineSettings, engine_config
+from ratoon.core.sizes import parse_size
 from ratoon.core.stats import SchedulerStats
+from ratoon.engine.answers import arrange_beside
 from ratoon.engine.client_interface import AsyncEngineClient
 from ratoon.engine.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
 from ratoon.engine.hidden_states import Selection
+from ratoon.engine.hidden_states_budget import HiddenStatesBudget
 from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_handler import OutputHandler
@@ -57,6 +61,7 @@ __all__ = ["AsyncEngineClient", "AsyncLLM"]
 logger = get_logger(__name__)
 
 DRAIN_POLL = 0.02  # seconds
+MANY_PIECES = 256  # entries of `positions`, each of which may be as long as a sequence
 DEADLINE_GRACE = 0.5  # seconds that an engine has to say that a deadline is over
 
 
@@ -77,6 +82,7 @@ class AsyncLLM:
         num_replicas: int = 1,  # engines with the same model, among which requests are shared out
         seed: int | None = None,  # of requests that bring none of their own; None: another one every time
         skip_tokenizer: bool = False,  # work with token ids alone
+        max_total_hidden_states_bytes: int | str | None = None,  # that callers have not let go of; None: no limit
         metrics: EngineMetrics | None = None,
         client: AsyncEngineClient | None = None,  # in the place of engine processes
         startup_timer: StartupTimer | None = None,
@@ -89,6 +95,11 @@ class AsyncLLM:
         self.config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
         self.metrics = metrics
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
+        if max_total_hidden_states_bytes is not None:
+            max_total_hidden_states_bytes = parse_size("max_total_hidden_states_bytes", max_total_hidden_states_bytes)
+            if max_total_hidden_states_bytes < self.config.max_hidden_states_bytes:  # or some could never be answered
+                self.config = self.config.with_(max_hidden_states_bytes=max_total_hidden_states_bytes)
+        self.hidden_states_budget = HiddenStatesBudget(max_total_hidden_states_bytes)
         self._num_replicas = num_replicas
         self._seed = seed
         self._skip_tokenizer = skip_tokenizer
@@ -159,6 +170,7 @@ class AsyncLLM:
             metrics=self.metrics,
             selector=self._input_processor.selector,
             max_roots=self.config.max_roots,
+            budget=self.hidden_states_budget,
         )
         self._handler = OutputHandler(client, output_processor, self.metrics)
         if self.metrics is not None:
@@ -365,7 +377,8 @@ class AsyncLLM:
 
         RequestError: there is no such position or layer, or it can't be served; UnknownParentError: no such request, or
         another owner's; TooLargeError: more bytes than the engine's `max_hidden_states_bytes`; QueueFullError: too many
-        wait already; DeadlineError: its `deadline` is over; EngineError: it failed.
+        wait already, or what they got is still held (`max_total_hidden_states_bytes`); DeadlineError: its `deadline` is
+        over; EngineError: it failed.
         """
         handler = self._running()
         params = HiddenStatesParams() if params is None else params
@@ -386,7 +399,7 @@ class AsyncLLM:
             arrival_time=time.monotonic(),
             owner=owner,
         )
-        request, collector = await self._begin(process, prompt=prompt)
+        request, collector = await self._begin(process, prompt=prompt, in_thread=_names_many(params.positions))
         try:
             # The engine keeps the time. This is for one that is paused, or that is being started again.
             async with asyncio.timeout(None if params.deadline is None else params.deadline + DEADLINE_GRACE):
@@ -435,15 +448,19 @@ class AsyncLLM:
         *,
         prompt: Prompt | None = None,  # None: it is about an earlier request, and brings a suffix at most
         suffix: Suffix = "",
+        in_thread: bool = False,  # it takes long for another reason
     ) -> tuple[EngineCoreRequest, OutputCollector]:
         """Check a request and hand it over. Whatever is raised, nothing of it is left behind."""
         try:
             self._verify_placement(priority, data_parallel_rank)
-            if _takes_long(suffix) if prompt is None else _takes_long_to_read(prompt):
+            if in_thread or (_takes_long(suffix) if prompt is None else _takes_long_to_read(prompt)):
                 made = await asyncio.to_thread(process)  # the event loop has others to serve
             else:
                 made = process()
             request, selection = made if isinstance(made, tuple) else (made, None)
+            if selection is not None:
+                hold = self.hidden_states_budget.reserve(selection.num_bytes, request.owner)
+                selection = dataclasses.replace(selection, hold=hold)
             request.data_parallel_rank = data_parallel_rank
             handler = self._running()  # asked again: much may have happened in a thread
             has_encoder = request.encoder_input is not None
@@ -550,6 +567,8 @@ async def _outputs_of(
             if output.refusal is not None:
                 raise output.refusal
             finished = output.finished
+            if output.hidden_states is not None:
+                await arrange_beside(output)
             yield output
     finally:
         handler.release(request, collector)
@@ -565,6 +584,7 @@ async def _only_output_of(handler: OutputHandler, request: EngineCoreRequest, co
         raise output.refusal
     if output.error is not None:
         raise EngineError(output.error)
+    await arrange_beside(output)
     return output
 
 
@@ -576,6 +596,10 @@ def _takes_long_to_read(prompt: Prompt) -> bool:
         for part in parts
         if part is not None
     )
+
+
+def _names_many(positions: Any) -> bool:
+    return isinstance(positions, Sequence) and len(positions) > MANY_PIECES
 
 
 def _takes_long(text: Any) -> bool:

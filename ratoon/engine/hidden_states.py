@@ -18,6 +18,7 @@ from ratoon.core.errors import RequestError, TooLargeError
 from ratoon.core.params import ENCODER, MAX_HIDDEN_STATES_BYTES, HiddenStatesParams
 from ratoon.core.request import Extraction
 from ratoon.core.sizes import format_size
+from ratoon.engine.hidden_states_budget import Hold
 
 Piece: TypeAlias = int | tuple[int, int | None]  # one position, or a run of them: from, up to but not including
 
@@ -39,6 +40,8 @@ class Selection:
     extraction: Extraction  # what the engine has to do for it: each of them at least, once, in rising order
     row_order: list[int]  # for each position, which of the extraction's it is
     layer_order: list[int]
+    num_bytes: int = 0  # of the answer
+    hold: Hold | None = None  # what is reserved for it, where that is bounded
 
 
 class HiddenStatesSelector:
@@ -64,7 +67,9 @@ class HiddenStatesSelector:
         """Params that were verified, for a sequence of so many tokens; of the encoder, for so many positions."""
         layers = self._layers(params)
         runs = self._runs(params, num_prompt_tokens, num_output_tokens)
-        self._verify_size(runs, len(layers), params.dtype)
+        if params.each_once:
+            runs = first_mentions(runs)
+        num_bytes = self._verify_size(runs, len(layers), params.dtype)
         positions = [position for run in runs for position in run]
         rows, row_order = _each_once(positions)
         planes, layer_order = _each_once(layers)
@@ -77,6 +82,7 @@ class HiddenStatesSelector:
             Extraction(rows, planes, params.dtype, params.deadline, of_encoder=params.side == ENCODER),
             row_order,
             layer_order,
+            num_bytes,
         )
 
     def verify_longest(
@@ -87,6 +93,8 @@ class HiddenStatesSelector:
         if params.side == ENCODER:
             raise RequestError("side", "an answer has no encoder states", "a request of its own for hidden states")
         runs = self._runs(params, num_prompt_tokens, max_output_tokens)
+        if params.each_once:
+            runs = first_mentions(runs)
         self._verify_size(runs * num_choices, len(self._layers(params)), params.dtype)
 
     def _num_layers(self, side: str) -> int:
@@ -97,7 +105,8 @@ class HiddenStatesSelector:
         return self._model_config.encoder.num_layers
 
     def _layers(self, params: HiddenStatesParams) -> list[int]:
-        return resolve_layers(params.layers, self._num_layers(params.side))
+        layers = resolve_layers(params.layers, self._num_layers(params.side))
+        return list(dict.fromkeys(layers)) if params.each_once else layers
 
     def _layer_names(self, params: HiddenStatesParams) -> list[int | str]:
         num_layers = self._num_layers(params.side)
@@ -110,8 +119,8 @@ class HiddenStatesSelector:
         runs = place_positions(parse_positions(params.positions), last - first, name)
         return [range(run.start + first, run.stop + first) for run in runs]
 
-    def _verify_size(self, runs: list[range], num_layers: int, dtype: str) -> None:
-        """Before positions are written out one by one: a short list can name very many."""
+    def _verify_size(self, runs: list[range], num_layers: int, dtype: str) -> int:
+        """The bytes of the answer. Before positions are written out one by one: a short list can name very many."""
         num_positions = sum(map(len, runs))
         num_bytes = num_positions * num_layers * self._hidden_size * ITEM_BYTES[dtype]
         if num_bytes > self._max_bytes:
@@ -121,6 +130,7 @@ class HiddenStatesSelector:
                 f"{format_size(num_bytes)} ({num_bytes} bytes), and at most {self._max_bytes} bytes may be asked for",
                 "fewer positions or layers, or an engine with a greater max_hidden_states_bytes",
             )
+        return num_bytes
 
 
 # ---- positions ----
@@ -173,6 +183,23 @@ def place_positions(pieces: Iterable[Piece], length: int, name: str) -> list[ran
     if not any(runs):
         raise RequestError("positions", f"name none of the {length} tokens of the {name}", "at least one position")
     return runs
+
+
+def first_mentions(runs: Iterable[range]) -> list[range]:
+    """The same positions, each where it stands first. The time depends on the runs that differ, not on how many
+    positions they name together."""
+    different = dict.fromkeys(runs)
+    seen = bytearray(max(run.stop for run in different))
+    first = []
+    for run in different:
+        start = run.start
+        while (start := seen.find(0, start, run.stop)) >= 0:
+            stop = seen.find(1, start, run.stop)
+            stop = run.stop if stop < 0 else stop
+            seen[start:stop] = b"\x01" * (stop - start)
+            first.append(range(start, stop))
+            start = stop
+    return first
 
 
 def _place(position: int, length: int, name: str, highest: int) -> int:

@@ -7,6 +7,7 @@ RequestState.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from ratoon.core.outputs import HiddenStatesOutput
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.engine.extraction_requests import extract_from_root
 from ratoon.engine.hidden_states import HiddenStatesSelector, Selection
+from ratoon.engine.hidden_states_budget import HiddenStatesBudget
 from ratoon.engine.request_measures import measure_end, measure_tokens
 from ratoon.engine.request_state import Output, Reading, RequestState, make_request_state
 from ratoon.engine.roots import Root, RootTable
@@ -66,11 +68,13 @@ class OutputProcessor:
         metrics: EngineMetrics | None = None,
         selector: HiddenStatesSelector | None = None,  # needed where requests ask for hidden states
         max_roots: int = MAX_ROOTS,
+        budget: HiddenStatesBudget | None = None,  # of the hidden states that come with answers
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
         self._metrics = metrics
         self._selector = selector
+        self._budget = HiddenStatesBudget() if budget is None else budget
         self._states: dict[str, RequestState] = {}  # by internal id
         self._internal_ids: dict[tuple[str | None, str], str] = {}  # by owner and the caller's id
         self._readers_waiting: deque[EngineCoreRequest] = deque()
@@ -230,12 +234,14 @@ class OutputProcessor:
                 request, selection = extract_from_root(
                     self._selector, request_id, root, choice, params, ends_lease=not state.leased
                 )
+                hold = self._budget.reserve(selection.num_bytes, state.owner)
             except RequestError as error:
                 reading.states[choice] = _not_there(state, error.inside("return_hidden_states"))
                 continue
             request.external_id = state.external_id
             request.arrival_time = now
             requests.append(request)
+            selection = dataclasses.replace(selection, hold=hold)
             reader = reading.readers[request_id] = make_request_state(request, None, None, selection)
             reader.reads = state, choice
         state.reading = reading

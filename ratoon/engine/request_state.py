@@ -6,14 +6,13 @@ It takes in what the engine sent and makes what the caller gets. Which requests 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import (
     CompletionOutput,
     Continuation,
-    EmbeddingOutput,
     HiddenStatesOutput,
     RequestMetrics,
     RequestOutput,
@@ -27,14 +26,14 @@ from ratoon.core.request import (
     FinishReason,
     InheritedFrom,
 )
-from ratoon.engine.answers import Answer, HiddenStatesAnswer, VectorAnswer
+from ratoon.engine.answers import Answer, HiddenStatesAnswer, Output, VectorAnswer
 from ratoon.engine.choice_state import ChoiceState, make_choices
 from ratoon.engine.faults import refusal_of
 from ratoon.engine.hidden_states import Selection
 from ratoon.engine.logprobs import PromptLogprobsCollector
 from ratoon.engine.roots import Root
 
-Output: TypeAlias = RequestOutput | EmbeddingOutput | HiddenStatesOutput
+__all__ = ["Output", "Reading", "RequestState", "make_request_state"]
 
 
 @dataclass(slots=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
-from ratoon.engine.request_state import Output
+from ratoon.engine.answers import Output, arrange, states_of
 
 if TYPE_CHECKING:
     import torch
@@ -13,10 +12,8 @@ if TYPE_CHECKING:
 
 def with_torch_tensors(output: Output) -> None:
     """Put tensors where an output has arrays of hidden states."""
-    found = [output] if isinstance(output, HiddenStatesOutput) else []
-    if isinstance(output, RequestOutput) and output.hidden_states is not None:
-        found = output.hidden_states
-    for states in found:
+    arrange(output)
+    for states in states_of(output):
         if states.tensor is not None:
             states.tensor = as_torch(states.tensor, states.dtype)
 

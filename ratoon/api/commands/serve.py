@@ -83,6 +83,15 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-audio-seconds", type=float, default=7200.0, metavar="X", help="longest recording; default 7200"
     )
+    group.add_argument(
+        "--write-timeout", type=float, default=60.0, metavar="X", help="seconds that a client may not read; default 60"
+    )
+    group.add_argument(
+        "--max-total-hidden-states-bytes",
+        default="1GiB",
+        metavar="SIZE",
+        help="hidden states that clients have not read yet; default 1GiB",
+    )
     group.add_argument("--max-batch", type=int, default=256, metavar="N", help="prompts in a request; default 256")
     group.add_argument(
         "--max-request-tokens", type=int, default=2**20, metavar="N", help="prompts × n × max_tokens; default 1048576"
@@ -114,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
     llm = AsyncLLM(
         args.model,
         num_replicas=args.replicas,
+        max_total_hidden_states_bytes=settings.max_total_hidden_states_bytes,
         metrics=EngineMetrics(names[0] if names else args.model),
         **engine_settings(args),
     )
@@ -166,6 +176,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         max_body=parse_size("max_body", args.max_body),
         max_audio=parse_size("max_audio", args.max_audio),
         max_audio_seconds=args.max_audio_seconds,
+        write_timeout=args.write_timeout,
+        max_total_hidden_states_bytes=parse_size("max_total_hidden_states_bytes", args.max_total_hidden_states_bytes),
         max_batch=args.max_batch,
         max_request_tokens=args.max_request_tokens,
         max_queue=args.max_queue,

@@ -71,6 +71,7 @@ class HttpServer(uvicorn.Server):
     connections in our way."""
 
     _acceptor: Acceptor | None = None
+    write_timeout: float | None = None  # seconds
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -87,6 +88,8 @@ class HttpServer(uvicorn.Server):
         protocol: asyncio.Protocol = make(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
+        if self.write_timeout is not None:
+            protocol.write_seconds = self.write_timeout  # type: ignore[attr-defined]
         return protocol
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -123,6 +126,7 @@ class ServerRunner:
 
     async def _serve(self, on_ready: Callable[[], None]) -> int:
         server = HttpServer(self._http_config())
+        server.write_timeout = self._context.settings.write_timeout
         serving = asyncio.create_task(server.serve([self._bound]))
         dead = asyncio.create_task(self._engine_dead())
         try:

@@ -31,6 +31,8 @@ class ServerSettings:
     max_audio: int = 64 * MEBIBYTE  # the same of requests that bring a recording
     max_audio_seconds: float = 2 * 3600.0  # of a recording
     body_timeout: float = 60.0  # seconds until a body must be here in full
+    write_timeout: float = 60.0  # seconds that a client may leave what is sent to it unread
+    max_total_hidden_states_bytes: int = 2**30  # that clients have asked for and not read yet
     max_batch: int = 256  # prompts in a request
     max_request_tokens: int = 2**20  # prompts × choices × tokens that a request may ask for
     max_queue: int = 4096  # unfinished prompts, of all requests together
@@ -42,12 +44,21 @@ class ServerSettings:
         """ConfigError for what has no meaning, before anything is loaded."""
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is out of range", "0 to 65535")
-        for name in ("max_body", "max_audio", "max_batch", "max_request_tokens", "max_queue"):
+        for name in (
+            "max_body",
+            "max_audio",
+            "max_batch",
+            "max_request_tokens",
+            "max_queue",
+            "max_total_hidden_states_bytes",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"{getattr(self, name)} is out of range", "at least 1")
         for name in ("drain_seconds", "body_timeout", "max_audio_seconds"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(name, f"{getattr(self, name)} is out of range", "a number of seconds")
+        if not 0 < self.write_timeout < float("inf"):
+            raise ConfigError("write_timeout", f"{self.write_timeout} is out of range", "seconds, more than 0")
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
             if any(not key or not key.isprintable() or key != key.strip() for key in keys):
                 raise ConfigError(name, "is empty, or has spaces around it", "printable characters")

@@ -243,3 +243,73 @@ async def test_a_continuation_waits_until_the_states_of_its_parent_are_read():
         root = await waiting
         assert bytes(root.choices[0][:3]) == b"cba" and not root.leased
         await parent
+
+
+# ---- how much is held at a time ----
+
+
+@on_event_loop
+async def test_what_callers_hold_is_bounded_over_all_requests():
+    async with make(FakeAsyncClient(), max_total_hidden_states_bytes=1000) as llm:
+        budget = llm.hidden_states_budget
+        first = await llm.extract_hidden_states("abcde", EVERYTHING)
+        size = first.tensor.nbytes
+        assert budget.num_bytes == size
+        held = [first] + [await llm.extract_hidden_states("abcde", EVERYTHING) for _ in range(1000 // size - 1)]
+        with pytest.raises(QueueFullError, match="max_total_hidden_states_bytes"):
+            await llm.extract_hidden_states("abcde", EVERYTHING)
+        assert (await llm.extract_hidden_states("abcde", EVERYTHING, owner="another")).error is None, "it has a share"
+        view = held.pop().tensor[0, 1:]
+        with pytest.raises(QueueFullError):
+            await llm.extract_hidden_states("abcde", EVERYTHING)
+        del view
+        again = await llm.extract_hidden_states("abcde", EVERYTHING)
+        assert budget.num_bytes == size * (1000 // size)
+        del first, again
+        held.clear()
+        assert budget.num_bytes == 0
+        assert_nothing_left(llm)
+
+
+@on_event_loop
+async def test_room_is_free_again_when_a_request_fails_or_is_taken_back():
+    client = FakeAsyncClient(by_hand=True)
+    async with make(client, max_total_hidden_states_bytes=1000) as llm:
+        reading = asyncio.create_task(llm.extract_hidden_states("abcde", EVERYTHING))
+        await turns()
+        assert llm.hidden_states_budget.num_bytes > 0
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await turns()
+        del reading
+        assert llm.hidden_states_budget.num_bytes == 0
+
+
+@on_event_loop
+async def test_an_answer_has_its_text_where_there_is_no_room_for_its_states():
+    async with make(FakeAsyncClient(), max_total_hidden_states_bytes=1000) as llm:
+        held = [await llm.extract_hidden_states("abcdefgh", EVERYTHING)]
+        num_more = 1000 // held[0].tensor.nbytes - 1
+        held += [await llm.extract_hidden_states("abcdefgh", EVERYTHING) for _ in range(num_more)]
+        (*_, last) = await collect(llm, "abcdefgh", with_states())
+        assert last.finished and last.outputs[0].text and last.error is None
+        (states,) = last.hidden_states
+        assert states.tensor is None and isinstance(states.refusal, QueueFullError)
+        assert_nothing_left(llm)
+
+
+@on_event_loop
+async def test_half_a_million_repeated_positions_do_not_keep_the_event_loop():
+    """They are put in order beside it. Others have their turn all the time."""
+    async with make(FakeAsyncClient()) as llm:
+        asked = HiddenStatesParams(positions=[[0, None]] * 60_000)
+        reading = asyncio.create_task(llm.extract_hidden_states("abcdefgh", asked))
+        num_turns = 0
+        while not reading.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        output = await reading
+        assert output.tensor.shape[1] == len(output.positions) == len(output.token_ids) == 480_000
+        assert output.positions[:9] == [*range(8), 0]
+        assert (output.tensor[0, 8:16] == output.tensor[0, :8]).all()
+        assert num_turns > 100

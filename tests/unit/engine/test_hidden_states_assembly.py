@@ -13,7 +13,7 @@ from ratoon.core.errors import EngineError
 from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
 from ratoon.core.params import HiddenStatesParams
 from ratoon.core.wire import WireTensor
-from ratoon.engine.answers import HiddenStatesAssembly
+from ratoon.engine.answers import Arrangement, HiddenStatesAssembly
 from ratoon.engine.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.torch_tensors import as_torch, with_torch_tensors
 from tests.unit.engine.fakes import HIDDEN_SIZE, NUM_LAYERS, hidden_state, model_config, wire_tensor
@@ -52,7 +52,10 @@ def test_parts_of_any_size_make_the_array_that_was_asked_for(positions: list, la
         assembly.add(part_of(selection, first, count), first)
         first += count
     assert assembly.complete
-    array = assembly.array()
+    output = HiddenStatesOutput("r", assembly.take_array(), "float32", layers, selection.positions, [])
+    Arrangement(selection, range(100, 100 + LENGTH)).apply(output)
+    array = output.tensor
+    assert output.token_ids == [100 + position for position in positions]
     planes = [NUM_LAYERS + 1 if layer == "norm" else layer for layer in layers]
     numpy.testing.assert_array_equal(array, WHOLE[planes][:, positions])
     assert array.flags.c_contiguous and array.flags.writeable and array.flags.owndata
@@ -78,7 +81,7 @@ def test_a_torch_tensor_is_the_same_memory(dtype: str):
     selection = selection_of("all", "all", dtype)
     assembly = HiddenStatesAssembly(selection)
     assembly.add(part_of(selection, 0, LENGTH), 0)
-    array = assembly.array()
+    array = assembly.take_array()
     tensor = as_torch(array, dtype)
     assert tensor.dtype == getattr(torch, dtype) and tensor.data_ptr() == array.ctypes.data
     # Eighths and sixty-fourths of small numbers: what does not fit into bfloat16 is cut off there.

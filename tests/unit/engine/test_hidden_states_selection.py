@@ -193,3 +193,34 @@ def test_positions_and_layers_can_travel_and_mean_the_same():
     assert (everything.positions, everything.layers) == ([[0, None]], [0, 1, 2, 3, "norm"])
     assert SELECTOR.select(plain, 5, 4) == SELECTOR.select(params, 5, 4)
     assert resolve_layers(everything.layers, NUM_LAYERS) == resolve_layers("all", NUM_LAYERS)
+
+
+# ---- each once ----
+
+
+@given(
+    asked=st.lists(FAR | PAIRS, min_size=1, max_size=8),
+    layers=st.lists(st.integers(0, NUM_LAYERS) | st.just("norm"), min_size=1, max_size=6),
+)
+def test_each_once_has_the_same_positions_and_layers_where_they_are_named_first(asked: list, layers: list):
+    try:
+        repeated = select(positions=asked, layers=layers)
+    except RequestError as error:
+        with pytest.raises(type(error)):
+            select(positions=asked, layers=layers, each_once=True)
+        return
+    once = select(positions=asked, layers=layers, each_once=True)
+    assert once.positions == list(dict.fromkeys(repeated.positions))
+    assert once.layers == list(dict.fromkeys(repeated.layers))
+    assert once.extraction == repeated.extraction, "the engine has the same to do"
+    assert once.num_bytes == len(once.positions) * len(once.layers) * HIDDEN_SIZE * 4
+
+
+def test_what_is_named_a_million_times_is_as_large_as_once():
+    selector = HiddenStatesSelector(model_config(), 5000 * HIDDEN_SIZE * 4)
+    many = HiddenStatesParams(positions=[[0, None], [1, None], 3] * 100_000, layers=[0] * 1000, each_once=True)
+    selection = selector.select(many, 5000, 0)
+    assert len(selection.positions) == 5000 and selection.layers == [0]
+    selector.verify_longest(many, 100, 4900, 1)
+    with pytest.raises(TooLargeError):
+        selector.select(HiddenStatesParams(positions=[[0, None]] * 2), 5000, 0)

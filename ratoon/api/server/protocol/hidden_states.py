@@ -102,7 +102,9 @@ class HiddenStatesFields(RequestModel):
     )
 
     def hidden_states_params(self) -> HiddenStatesParams:
-        return HiddenStatesParams(**{name: value for name in NAMES if (value := getattr(self, name)) is not None})
+        """What is named several times comes once: a short body must not ask for many copies of the same numbers."""
+        given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
+        return HiddenStatesParams(**given, each_once=True)
 
 
 ReturnHiddenStates = Annotated[
@@ -131,7 +133,9 @@ class HiddenStatesContent(AnswerModel):
     dtype: Literal["float32", "bfloat16", "float16"]
     shape: list[int] = Field(description="Layers, positions, the model's width")
     layers: list[int | Literal["norm"]]
-    positions: list[int] = Field(description="In the whole sequence, prompt and output")
+    positions: list[int] = Field(
+        description="In the whole sequence, prompt and output; each once, in the order in which they were first named"
+    )
     token_ids: list[int] = Field(description="At these positions; none where the encoder read audio")
     computed_tokens: int = Field(description="Tokens that were run for it")
     cached_tokens: int = Field(description="Tokens whose keys and values were there")

@@ -91,10 +91,10 @@ async def test_what_is_asked_reaches_the_engine():
         await ask(client, prompt=[1, 2], cache_salt="mine", request_id="mine", deadline=2, **asked)
         (prompt, params, request_id, options), second = calls
         assert prompt == {"prompt": "abc", "prompt_token_ids": [97, 98, 99]}
-        assert params == HiddenStatesParams() and request_id.startswith("hs-")
+        assert params == HiddenStatesParams(each_once=True) and request_id.startswith("hs-")
         assert options == {"cache_salt": None, "owner": None}
         assert second[0]["prompt_token_ids"] == [1, 2] and second[2] == "hs-mine"
-        assert second[1] == HiddenStatesParams(deadline=2, **asked)
+        assert second[1] == HiddenStatesParams(deadline=2, each_once=True, **asked)
         assert second[3]["cache_salt"] == "mine"
 
 
@@ -106,7 +106,7 @@ async def test_an_ended_request_is_named_by_its_id():
             await ask(client, original_request_id=answer["id"], choice=1, layers="all", positions="all")
         ).status == 200
         ((prompt, params, _, options),) = calls
-        assert prompt is None and params == HiddenStatesParams(layers="all", positions="all")
+        assert prompt is None and params == HiddenStatesParams(layers="all", positions="all", each_once=True)
         assert options == {"original_request_id": "cmpl-x", "choice": 1, "owner": None}
 
 
@@ -381,7 +381,7 @@ async def test_an_answer_has_the_states_of_each_choice():
         body = (await client.chat("x", **fields)).json()
         ChatCompletion.model_validate(body)
         assert [choice["hidden_states"]["positions"] for choice in body["choices"]] == [[4, 0, 4], [1, 2, 3]]
-        assert asked == [HiddenStatesParams(layers=[0, "norm"], scope="output")] * 2
+        assert asked == [HiddenStatesParams(layers=[0, "norm"], scope="output", each_once=True)] * 2
 
 
 @on_event_loop
@@ -390,7 +390,7 @@ async def test_true_asks_for_the_last_token_and_false_for_nothing():
         for wish in (True, {}, False, None):
             answer = await client.complete(prompt="x", return_hidden_states=wish)
             assert ("hidden_states" in answer.json()["choices"][0]) == (asked[-1] is not None)
-        assert asked == [HiddenStatesParams(), HiddenStatesParams(), None, None]
+        assert asked == [HiddenStatesParams(each_once=True)] * 2 + [None, None]
 
 
 @pytest.mark.parametrize("chat", [False, True])

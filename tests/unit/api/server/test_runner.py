@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -57,8 +58,8 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(**settings) -> AsyncIterator[Running]:
-    async with scripted(say("abcdef"), by_hand=True) as client:
+async def running(text: str = "abcdef", **settings) -> AsyncIterator[Running]:
+    async with scripted(say(text), by_hand=True) as client:
         chosen = ServerSettings(port=0, **settings)
         bound = bind(chosen)
         llm = client.context.llm
@@ -255,3 +256,57 @@ def test_a_unix_socket_that_was_left_behind_is_replaced_and_one_in_use_is_not(tm
     with pytest.raises(ConfigError, match="uds"):
         bind(settings)
     assert Path(path).read_text() == "a file of somebody's"
+
+
+# ---- clients that do not read ----
+
+LONG_NAME = "tiny-" + "x" * 20_000  # in every event: an answer is then larger than what the system's buffers hold
+
+
+async def open_unread(server: Running) -> socket.socket:
+    """A stream of which nothing is read, while its events are larger than what sockets keep."""
+    body = json.dumps({"model": LONG_NAME, "prompt": "x", "stream": True, "max_tokens": 490}).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    host, port = server.url.removeprefix("http://").split(":")
+    await loop.sock_connect(client, (host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    await loop.sock_sendall(client, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    while not server.engine.core.added:
+        await asyncio.sleep(0.001)
+    for _ in range(400):
+        server.engine.step()
+        await asyncio.sleep(0)
+    return client
+
+
+@on_event_loop
+async def test_a_client_that_reads_nothing_is_given_up_and_its_request_aborted():
+    async with running(write_timeout=0.3, served_names=(LONG_NAME,), text="a" * 480) as server:
+        with await open_unread(server):
+            llm = server.runner._llm
+            assert llm.num_unfinished_requests() == 1
+            while llm.num_unfinished_requests():
+                await asyncio.sleep(0.01)
+        send_signal()
+
+
+@on_event_loop
+async def test_a_client_that_reads_late_gets_everything():
+    async with running(write_timeout=60.0, served_names=(LONG_NAME,), text="a" * 480) as server:
+        with await open_unread(server) as client:
+            await asyncio.sleep(0.3)
+            server.engine.step(200)
+            got = bytearray()
+            while not got.endswith(b"0\r\n\r\n"):
+                got += await asyncio.get_running_loop().sock_recv(client, 2**20)
+            assert got.count(b"data: ") == got.count(b'"text":') + 1 and b"[DONE]" in got
+        send_signal()
+
+
+def test_the_time_to_write_must_be_one():
+    for seconds in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="write_timeout"):
+            ServerSettings(write_timeout=seconds).verify()
