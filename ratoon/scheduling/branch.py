@@ -136,9 +136,9 @@ class Request:
 
     @property
     def can_be_swapped(self) -> bool:
-        """Are its blocks all that there is of it? Of beams and of a mean the runner keeps more, which is lost when they
-        give way."""
-        return self.beams is None and not self.pools_first_rows
+        """Are its blocks all that there is of it? Of a mean the runner keeps more, which is lost when it gives way. A
+        beam search is its trunk here; what is behind that is computed again."""
+        return not self.pools_first_rows
 
     @property
     def encoder_tokens_for_rules(self) -> list[int]:

@@ -270,9 +270,10 @@ class StepPlanner:
         """What has to be free before a branch can come in."""
         kv_cache = self._roster.kv_cache
         if kv_cache.is_swapped(branch):
-            return kv_cache.num_blocks_to_swap_in(branch)
-        num_wanted = kv_cache.required_blocks(min(branch.num_tokens, self.max_step_tokens))
-        num_wanted += self._beginnings.num_missing_cross_blocks(branch)
+            num_wanted = kv_cache.num_blocks_to_swap_in(branch)
+        else:
+            num_wanted = kv_cache.required_blocks(min(branch.num_tokens, self.max_step_tokens))
+            num_wanted += self._beginnings.num_missing_cross_blocks(branch)
         if branch.request.beams is not None:
             num_wanted += branch.request.beams.num_blocks_to_come(kv_cache)
         return num_wanted

@@ -184,10 +184,22 @@ class Roster:
             branch.request.beams.set_back()
         if branch.request.extraction is not None and branch.status == BranchStatus.RUNNING:
             self.extractions.set_back(branch.request.extraction)
-        if not (may_swap and branch.request.can_be_swapped and self.kv_cache.swap_out(branch)):
+        if not (may_swap and self._swap_out(branch)):
             self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
+
+    def _swap_out(self, branch: Branch) -> bool:
+        if not branch.request.can_be_swapped:
+            return False
+        num_computed_tokens = branch.num_computed_tokens
+        # Who is let in again runs. Of a trunk whose prompt is computed, that is the prompt's last token once more; what
+        # beams have behind it is computed again.
+        branch.num_computed_tokens = min(num_computed_tokens, branch.num_tokens - 1)
+        if self.kv_cache.swap_out(branch):
+            return True
+        branch.num_computed_tokens = num_computed_tokens
+        return False
 
     def release(self, branches: list[Branch], trusted: bool = True, keep: bool = False) -> None:
         """Take ended branches out of everything, and give their memory back, or lease it where that was asked for."""
