@@ -26,8 +26,8 @@ CONTRADICTIONS: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (),
     "prompt_logprobs": (),
 }
-# What has no meaning without one.
-COMPANIONS = ("beam_width", "length_penalty", "early_stopping")
+# What has no meaning without one, and the values that change nothing.
+COMPANIONS: dict[str, tuple[Any, ...]] = {"beam_width": (1,), "length_penalty": (1,), "early_stopping": (False,)}
 
 
 def find_contradiction(value_of: Callable[[str], Any]) -> str | None:
@@ -41,4 +41,8 @@ def find_contradiction(value_of: Callable[[str], Any]) -> str | None:
 
 def find_companion(value_of: Callable[[str], Any]) -> str | None:
     """The first name that was given and has no meaning without a beam search."""
-    return next((name for name in COMPANIONS if value_of(name) is not None), None)
+    for name, harmless in COMPANIONS.items():
+        value = value_of(name)
+        if value is not None and value not in harmless:
+            return name
+    return None

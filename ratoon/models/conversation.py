@@ -15,6 +15,7 @@ from ratoon.core.errors import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FORM = 'expected a list of objects such as {"role": "user", "content": "Hello"}'
 TOOL_CALL_FORM = 'expected {"type": "function", "function": {"name": "…", "arguments": "{…}"}}'
+TOOL_FORM = 'expected a list of objects such as {"type": "function", "function": {"name": "…", "parameters": {…}}}'
 MAX_SHOWN_ROLE = 64
 
 Message = dict[str, Any]
@@ -28,6 +29,16 @@ def check_messages(messages: Sequence[Mapping[str, Any]], further_roles: Collect
     if not messages:
         raise RequestError("messages", "is empty", MESSAGE_FORM)
     return [_check_message(f"messages[{index}]", message, further_roles) for index, message in enumerate(messages)]
+
+
+def check_tools(tools: Any) -> list[dict[str, Any]]:
+    """The tools as plain dicts; a RequestError names the first that is wrong."""
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise RequestError("tools", f"{type(tools).__name__} is not a list", TOOL_FORM)
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise RequestError(f"tools[{index}]", f"is of type {type(tool).__name__}", TOOL_FORM)
+    return [dict(tool) for tool in tools]
 
 
 def _check_message(name: str, message: Mapping[str, Any], further_roles: Collection[str]) -> Message:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import ModelError, RequestError
 from ratoon.models.chat_template import RenderedChat, render_chat
+from ratoon.models.conversation import check_tools
 from ratoon.models.damage import FETCH_AGAIN, is_panic, reading, shorten, show, without_panic_messages
 from ratoon.models.token_bound import MinTokens, find_bound
 from ratoon.observe.logging import get_logger
@@ -144,7 +145,7 @@ class Tokenizer:
             raise RequestError("add_generation_prompt", problem, "set one of the two to false")
         template = self._choose_template(chat_template, bool(tools))
         known: dict[str, Any] = {**self.special_tokens, "documents": None, **variables}
-        known["tools"] = list(tools) if tools else None
+        known["tools"] = check_tools(tools) if tools else None
         known["add_generation_prompt"] = (
             not continue_final_message if add_generation_prompt is None else add_generation_prompt
         )

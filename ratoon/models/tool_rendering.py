@@ -75,4 +75,6 @@ def _call_as_text(message: Message) -> Message:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=dict)
+    return json.dumps(
+        value, ensure_ascii=False, default=lambda other: dict(other) if isinstance(other, Mapping) else str(other)
+    )

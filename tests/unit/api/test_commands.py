@@ -150,7 +150,7 @@ def test_what_contradicts_a_beam_search_is_refused_by_its_name(client, capsys, w
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["generate", "fake", "hi", "--length-penalty", "1"], "--length-penalty"),
+        (["generate", "fake", "hi", "--length-penalty", "2"], "--length-penalty"),
         (["generate", "fake", "hi", "--early-stopping", "true"], "--early-stopping"),
         (["generate", "fake", "hi", "--beam-width", "0"], "beam_width"),
         (["generate", "fake", "hi", "--beam-width", "2", "-n", "3"], "n:"),

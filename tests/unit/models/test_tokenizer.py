@@ -142,6 +142,20 @@ def test_the_template_is_chosen_by_name_by_tools_or_brought_along() -> None:
     assert tokenizer.apply_chat_template(MESSAGES, chat_template="{{ word }}", word="own") == "own"
 
 
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("look", "tools: str is not a list"),
+        ({"a": 1}, "tools: dict is not a list"),
+        ([print], r"tools\[0\]: is of type "),
+    ],
+)
+def test_tools_that_are_no_tools_are_named(tools: Any, message: str) -> None:
+    tokenizer = Tokenizer(train_byte_level(), {}, {"default": "{{ tools }}"})
+    with pytest.raises(RequestError, match=message):
+        tokenizer.apply_chat_template(MESSAGES, tools=tools)
+
+
 def test_a_model_without_template_says_so() -> None:
     with pytest.raises(RequestError, match="messages: this model has no chat template; send a prompt, or a chat_templ"):
         Tokenizer(train_byte_level(), {}).apply_chat_template(MESSAGES)

@@ -130,8 +130,8 @@ WRONG = [
     ({"use_beam_search": "yes"}, "use_beam_search"),
     ({"stop_token_ids": list(range(17))}, "stop_token_ids"),
     ({"use_beam_search": False}, "beam_width"),
-    ({"use_beam_search": None, "beam_width": None, "length_penalty": 1.0}, "length_penalty"),
-    ({"use_beam_search": None, "beam_width": None, "early_stopping": False}, "early_stopping"),
+    ({"use_beam_search": None, "beam_width": None, "length_penalty": 2.0}, "length_penalty"),
+    ({"use_beam_search": None, "beam_width": None, "early_stopping": True}, "early_stopping"),
     ({"max_tokens": 300_000_000}, "max_tokens"),
 ]
 

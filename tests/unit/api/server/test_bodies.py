@@ -138,6 +138,7 @@ async def test_values_that_ask_for_nothing_are_accepted():
         answer = await client.complete(
             prompt="x", echo=False, best_of=1, n=1, suffix="", whatever=None, response_format={"type": "text"},
             store=False, metadata={"a": "b"}, service_tier="auto", user="me", stream_options={"include_usage": False},
+            use_beam_search=False, length_penalty=1.0, early_stopping=False, beam_width=1,
         )  # fmt: skip
         assert answer.status == 200, answer.body
         assert (await client.complete(prompt="x", best_of=True)).status == 400
