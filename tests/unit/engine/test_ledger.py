@@ -285,3 +285,16 @@ def test_an_extraction_that_kills_every_engine_is_given_up():
         failed = ledger.engine_died(0)
     assert [(output.request_id, output.finish_reason) for output in failed] == [("x", FinishReason.ERROR)]
     assert len(ledger) == 0
+
+
+def test_a_replayed_request_keeps_its_owner():
+    """It takes its owner's turn in the next engine as well."""
+    ledger = Ledger()
+    ledger.add(EngineCoreRequest("r", [1, 2], SamplingParams(max_tokens=9), owner="ada"))
+    (entry,) = ledger.ready_to_go()
+    ledger.handed_over(entry, 0)
+    ledger.record(EngineCoreOutputs([EngineCoreOutput("r", [7])]))
+    ledger.engine_died(0)
+    (entry,) = ledger.ready_to_go()
+    again = entry.current_request()
+    assert again.resumed is not None and again.owner == "ada"
