@@ -52,6 +52,8 @@ from ratoon.engine.request_state import Output
 from ratoon.engine.roots import Root
 from ratoon.engine.torch_tensors import with_torch_tensors
 from ratoon.observe.startup import StartupTimer
+from ratoon.observe.throughput import ThroughputLog
+from ratoon.observe.tracing import make_tracer, trace_context
 
 if TYPE_CHECKING:
     from ratoon.api.transcription.results import Transcription
@@ -97,10 +99,14 @@ class LLM:
         skip_tokenizer: bool = False,  # work with token ids alone
         seed: int | None = 0,  # of requests that bring none of their own; None: another one every time
         process: bool = False,  # run the engine in a process of its own, which is started again should it die
+        disable_log_stats: bool = True,  # False: a line with the throughput in the log every ten seconds of work
+        otlp_traces_endpoint: str | None = None,  # a collector's URL, to which spans of requests are sent
         startup_timer: StartupTimer | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
         skip_tokenizer = settings.pop("skip_tokenizer_init", False) or skip_tokenizer
+        self._throughput = None if disable_log_stats else ThroughputLog()
+        self._tracer = None if otlp_traces_endpoint is None else make_tracer(otlp_traces_endpoint, model)
         config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
         self._start(config, seed, skip_tokenizer, process)
@@ -138,9 +144,15 @@ class LLM:
             pooling=self.source.pooling,
         )
         output_processor = OutputProcessor(
-            self._tokenizer, selector=input_processor.selector, max_roots=config.max_roots
+            self._tokenizer,
+            selector=input_processor.selector,
+            max_roots=config.max_roots,
+            tracer=self._tracer,
+            throughput=self._throughput,
         )
-        self.engine = LLMEngine(self._client, input_processor, output_processor)
+        if self._tracer is not None:
+            self._tracer.model_name = self.source.name
+        self.engine = LLMEngine(self._client, input_processor, output_processor, self._throughput)
         self._num_requests = 0
         self._inboxes: dict[str, deque[Any]] = {}  # by request id: whose outputs these are
         self._closed = False
@@ -154,6 +166,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
         retain_kv: float | None = None,  # seconds that the memory is kept for continuations, once an answer has ended
+        trace_headers: Mapping[str, str] | None = None,  # traceparent, tracestate: the span that this belongs to
         progress: bool = True,
         use_tqdm: UseTqdm = None,  # vLLM's name of progress
         lora_request: None = None,  # there are no adapters
@@ -170,6 +183,7 @@ class LLM:
         """
         refuse_lora(lora_request)
         checked = self._check(prompts, sampling_params, priority, cache_salt, RequestOutputKind.FINAL_ONLY, retain_kv)
+        self._trace(checked, trace_headers)
         outputs: dict[str, RequestOutput] = {}
         with request_progress(len(checked), wants_progress(progress, use_tqdm)) as advance:
             for output in self._run(checked):
@@ -214,6 +228,7 @@ class LLM:
         retain_kv: float | None = None,
         prompt: Prompt | None = None,  # the whole of it, suffix included, in case the parent is forgotten
         cache_salt: str | None = None,  # of that prompt; a parent has its own
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestOutput:
         """Go on from a request that has ended: behind its tokens, then `suffix` (text or token ids), a new answer.
 
@@ -246,7 +261,9 @@ class LLM:
                 request_id, root, suffix, params, choice=choice, at=at, retain_kv=retain_kv
             )
         self._num_requests += 1
-        (output,) = self._run([Checked(request, texts[0], encoder_prompt=texts[1])])
+        checked = [Checked(request, texts[0], encoder_prompt=texts[1])]
+        self._trace(checked, trace_headers)
+        (output,) = self._run(checked)
         assert isinstance(output, RequestOutput)
         return output
 
@@ -257,6 +274,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Answer prompts, and yield what is new as it comes: each output holds only new text and tokens.
 
@@ -265,6 +283,7 @@ class LLM:
         unfinished.
         """
         checked = self._check(prompts, sampling_params, priority, cache_salt, RequestOutputKind.DELTA)
+        self._trace(checked, trace_headers)
         return self._run(checked)
 
     def chat(
@@ -274,6 +293,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         progress: bool = True,
         use_tqdm: UseTqdm = None,  # vLLM's name of progress
         lora_request: None = None,
@@ -292,19 +312,24 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         refuse_lora(lora_request)
-        progress = wants_progress(progress, use_tqdm)
+        options: dict[str, Any] = {
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "trace_headers": trace_headers,
+            "progress": wants_progress(progress, use_tqdm),
+        }
         if not is_sequence(messages):
             raise RequestError("messages", f"{type(messages).__name__} is not a list", "a list of messages")
         if not messages or not is_sequence(messages[0]):
             prompt = self.chat_prompt(messages, **variables)  # type: ignore[arg-type]
-            return self.generate(prompt, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
+            return self.generate(prompt, sampling_params, **options)
         prompts = []
         for index, conversation in enumerate(messages):
             try:
                 prompts.append(self.chat_prompt(conversation, **variables))  # type: ignore[arg-type]
             except RequestError as error:
                 raise in_conversation(error, index) from None
-        return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
+        return self.generate(prompts, sampling_params, **options)
 
     def embed(
         self,
@@ -477,6 +502,8 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._client.shutdown()
+            if self._tracer is not None:
+                self._tracer.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -629,7 +656,15 @@ class LLM:
             for one in checked:
                 self._inboxes.pop(one.external_id, None)
 
+    def _trace(self, checked: list[Checked], headers: Mapping[str, str] | None) -> None:
+        context = trace_context(headers)
+        if self._tracer is not None:
+            for one in checked:
+                one.request.trace_headers = context
+
     def _submit(self, one: Checked, inbox: deque[Any]) -> None:
+        if self._tracer is not None and one.request.trace_headers is None:
+            one.request.trace_headers = {}
         self._inboxes[one.external_id] = inbox
         try:
             self.engine.submit(*one)

@@ -96,7 +96,7 @@ def add_vllm_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quantization", "-q", metavar="gguf", help="others are refused")
     group.add_argument("--tokenizer", metavar="MODEL", help="another than the model's is refused")
     group.add_argument("--revision", metavar="NAME", help="refused: the newest is used")
-    for name in ("--enforce-eager", "--trust-remote-code", "--disable-log-stats"):
+    for name in ("--enforce-eager", "--trust-remote-code"):
         group.add_argument(name, action="store_true", help="changes nothing")
 
 

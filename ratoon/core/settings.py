@@ -12,7 +12,9 @@ from ratoon.core.suggestions import unknown_keyword
 from ratoon.core.vllm_names import VllmSettings, translate
 
 # Keywords of LLM and AsyncLLM that are not about the engine; a mistyped one ends up here.
-FURTHER_KEYWORDS = ("skip_tokenizer", "seed", "process", "num_replicas", "startup_timer")
+FURTHER_KEYWORDS = (
+    "skip_tokenizer", "seed", "process", "num_replicas", "startup_timer", "disable_log_stats", "otlp_traces_endpoint",
+)  # fmt: skip
 
 
 class EngineSettings(VllmSettings, total=False):

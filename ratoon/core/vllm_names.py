@@ -38,7 +38,6 @@ class VllmSettings(TypedDict, total=False):
     speculative_config: Any
     trust_remote_code: bool  # no code of a model's repository is ever run
     enforce_eager: bool
-    disable_log_stats: bool
     disable_custom_all_reduce: bool
     max_seq_len_to_capture: int | None
     compilation_config: Any
@@ -88,7 +87,7 @@ RULES = {
     "speculative_config": Rule(_nothing, "leave it out: speculative decoding is not supported"),
 }  # fmt: skip
 NO_EFFECT = (
-    "trust_remote_code", "enforce_eager", "disable_log_stats", "disable_custom_all_reduce", "max_seq_len_to_capture",
+    "trust_remote_code", "enforce_eager", "disable_custom_all_reduce", "max_seq_len_to_capture",
     "compilation_config", "distributed_executor_backend", "worker_cls", "runner", "task", "download_dir",
     "served_model_name", "mm_processor_kwargs", "limit_mm_per_prompt", "disable_async_output_proc", "async_scheduling",
 )  # fmt: skip

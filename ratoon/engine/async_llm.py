@@ -51,6 +51,8 @@ from ratoon.engine.roots import Root
 from ratoon.models.tokenizer import LONG_TEXT, Tokenizer
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
+from ratoon.observe.throughput import ThroughputLog
+from ratoon.observe.tracing import make_tracer, trace_context
 
 if TYPE_CHECKING:
     from ratoon.models.source import ModelSource
@@ -84,6 +86,8 @@ class AsyncLLM:
         skip_tokenizer: bool = False,  # work with token ids alone
         max_total_hidden_states_bytes: int | str | None = None,  # that callers have not let go of; None: no limit
         metrics: EngineMetrics | None = None,
+        disable_log_stats: bool = False,  # no line with the throughput in the log every ten seconds of work
+        otlp_traces_endpoint: str | None = None,  # a collector's URL, to which spans of requests are sent
         client: AsyncEngineClient | None = None,  # in the place of engine processes
         startup_timer: StartupTimer | None = None,
         **settings: Unpack[EngineSettings],
@@ -94,6 +98,8 @@ class AsyncLLM:
         skip_tokenizer = settings.pop("skip_tokenizer_init", False) or skip_tokenizer
         self.config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
         self.metrics = metrics
+        self._throughput = None if disable_log_stats else ThroughputLog()
+        self.tracer = None if otlp_traces_endpoint is None else make_tracer(otlp_traces_endpoint, model)
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
         if max_total_hidden_states_bytes is not None:
             max_total_hidden_states_bytes = parse_size("max_total_hidden_states_bytes", max_total_hidden_states_bytes)
@@ -171,10 +177,14 @@ class AsyncLLM:
             selector=self._input_processor.selector,
             max_roots=self.config.max_roots,
             budget=self.hidden_states_budget,
+            tracer=self.tracer,
+            throughput=self._throughput,
         )
-        self._handler = OutputHandler(client, output_processor, self.metrics)
+        self._handler = OutputHandler(client, output_processor, self.metrics, self._throughput)
         if self.metrics is not None:
             self.metrics.watch(client.health)
+        if self.tracer is not None:
+            self.tracer.model_name = self.source.name
 
     async def shutdown(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests, wait so long for those under way, abort the rest, end the engine processes.
@@ -193,6 +203,8 @@ class AsyncLLM:
             await handler.stop()
             await client.shutdown()
             self._handler = None
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.shutdown)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -218,6 +230,7 @@ class AsyncLLM:
         retain_kv: float | None = None,  # seconds that the memory is kept for continuations, once the answer has ended
         owner: str | None = None,  # only for the same owner it can be continued
         in_place_of: str | None = None,  # the id of a forgotten parent: the output's `continuation` tells of it
+        trace_headers: Mapping[str, str] | None = None,  # traceparent, tracestate: the span that this belongs to
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield outputs as the params' `output_kind` asks until one is `finished`.
 
@@ -241,7 +254,9 @@ class AsyncLLM:
             owner=owner,
             in_place_of=in_place_of,
         )
-        request, collector = await self._begin(process, priority, data_parallel_rank, prompt=prompt)
+        request, collector = await self._begin(
+            process, priority, data_parallel_rank, prompt=prompt, trace_headers=trace_headers
+        )
         async with aclosing(_outputs_of(handler, request, collector)) as outputs:
             async for output in outputs:
                 yield output
@@ -262,6 +277,7 @@ class AsyncLLM:
         owner: str | None = None,
         prompt: Prompt | None = None,  # the whole of it, suffix included, in case the parent is forgotten
         cache_salt: str | None = None,  # of that prompt; a parent has its own
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Go on from a request that has ended: behind its tokens, then `suffix` (text or token ids), a new answer.
 
@@ -291,6 +307,7 @@ class AsyncLLM:
                 retain_kv=retain_kv,
                 owner=owner,
                 in_place_of=parent_request_id,
+                trace_headers=trace_headers,
             )
             async with aclosing(ordinary) as outputs:
                 async for output in outputs:
@@ -308,7 +325,9 @@ class AsyncLLM:
             arrival_time=arrival_time,
             retain_kv=retain_kv,
         )
-        request, collector = await self._begin(process, priority, data_parallel_rank, suffix=suffix)
+        request, collector = await self._begin(
+            process, priority, data_parallel_rank, suffix=suffix, trace_headers=trace_headers
+        )
         async with aclosing(_outputs_of(handler, request, collector)) as outputs:
             async for output in outputs:
                 yield output
@@ -343,6 +362,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         owner: str | None = None,  # another owner may use the same request_id
+        trace_headers: Mapping[str, str] | None = None,
     ) -> EmbeddingOutput:
         """A prompt as a vector. RequestError if it can't be served, EngineError if it failed."""
         handler = self._running()
@@ -356,7 +376,7 @@ class AsyncLLM:
             arrival_time=time.monotonic(),
             owner=owner,
         )
-        request, collector = await self._begin(process, priority, prompt=prompt)
+        request, collector = await self._begin(process, priority, prompt=prompt, trace_headers=trace_headers)
         output = await _only_output_of(handler, request, collector)
         assert isinstance(output, EmbeddingOutput)
         return output
@@ -371,6 +391,7 @@ class AsyncLLM:
         choice: int = 0,
         cache_salt: str | None = None,  # of a prompt
         owner: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> HiddenStatesOutput:
         """Hidden states of a prompt, or of a request that has ended or still runs, as far as it has come; `choice` is
         one of several. Cancelling the task aborts it.
@@ -399,7 +420,9 @@ class AsyncLLM:
             arrival_time=time.monotonic(),
             owner=owner,
         )
-        request, collector = await self._begin(process, prompt=prompt, in_thread=_names_many(params.positions))
+        request, collector = await self._begin(
+            process, prompt=prompt, in_thread=_names_many(params.positions), trace_headers=trace_headers
+        )
         try:
             # The engine keeps the time. This is for one that is paused, or that is being started again.
             async with asyncio.timeout(None if params.deadline is None else params.deadline + DEADLINE_GRACE):
@@ -449,10 +472,12 @@ class AsyncLLM:
         prompt: Prompt | None = None,  # None: it is about an earlier request, and brings a suffix at most
         suffix: Suffix = "",
         in_thread: bool = False,  # it takes long for another reason
+        trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[EngineCoreRequest, OutputCollector]:
         """Check a request and hand it over. Whatever is raised, nothing of it is left behind."""
         try:
             self._verify_placement(priority, data_parallel_rank)
+            context = trace_context(trace_headers)
             if in_thread or (_takes_long(suffix) if prompt is None else _takes_long_to_read(prompt)):
                 made = await asyncio.to_thread(process)  # the event loop has others to serve
             else:
@@ -462,6 +487,7 @@ class AsyncLLM:
                 hold = self.hidden_states_budget.reserve(selection.num_bytes, request.owner)
                 selection = dataclasses.replace(selection, hold=hold)
             request.data_parallel_rank = data_parallel_rank
+            request.trace_headers = None if self.tracer is None else context
             handler = self._running()  # asked again: much may have happened in a thread
             has_encoder = request.encoder_input is not None
             text, encoder_text = (None, None) if prompt is None else texts_of(prompt, has_encoder)

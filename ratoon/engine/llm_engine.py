@@ -19,15 +19,21 @@ from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.prompts import Prompt, texts_of
 from ratoon.engine.request_state import Output
+from ratoon.observe.throughput import ThroughputLog
 
 
 class LLMEngine:
     def __init__(
-        self, client: EngineClient, input_processor: InputProcessor, output_processor: OutputProcessor
+        self,
+        client: EngineClient,
+        input_processor: InputProcessor,
+        output_processor: OutputProcessor,
+        throughput: ThroughputLog | None = None,
     ) -> None:
         self.client = client
         self.input_processor = input_processor
         self.output_processor = output_processor
+        self._throughput = throughput
         self._lock = threading.Lock()  # the output processor belongs to who holds it
 
     def add_request(
@@ -58,6 +64,8 @@ class LLMEngine:
         process refuses it later: a step then brings an output with `refusal`. `selection` comes with a request for
         hidden states."""
         with self._lock:
+            if self._throughput is not None and not self.has_unfinished_requests():
+                self._throughput.begin_work()
             self.output_processor.add_request(request, prompt, selection, encoder_prompt)
             try:
                 self.client.add_request(request)
@@ -91,7 +99,12 @@ class LLMEngine:
             outputs, stopped, extractions = self.output_processor.process_outputs(engine_outputs)
             if stopped:
                 self.client.stop_requests(stopped)
-            return outputs + self._extract(extractions)
+            outputs += self._extract(extractions)
+        if self._throughput is not None:
+            if engine_outputs.scheduler_stats is not None:
+                self._throughput.record_engine(engine_outputs.engine_index, engine_outputs.scheduler_stats)
+            self._throughput.write_when_due(idle=not self.has_unfinished_requests())
+        return outputs
 
     def abort_request(self, request_ids: Iterable[str]) -> list[Output]:
         """Take requests back, by the caller's ids; those that are unknown or finished are passed over. From any thread:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, TypeAlias
 from ratoon.core.errors import EngineDeadError, EngineError
 from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from ratoon.core.stats import SchedulerStats
 from ratoon.engine.client_interface import AsyncEngineClient
 from ratoon.engine.hidden_states import Selection
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.request_state import Output
 from ratoon.observe.logging import get_logger
+from ratoon.observe.throughput import INTERVAL, ThroughputLog
 
 if TYPE_CHECKING:
     from ratoon.observe.metrics import EngineMetrics
@@ -35,7 +37,11 @@ logger = get_logger(__name__)
 
 class OutputHandler:
     def __init__(
-        self, client: AsyncEngineClient, output_processor: OutputProcessor, metrics: EngineMetrics | None
+        self,
+        client: AsyncEngineClient,
+        output_processor: OutputProcessor,
+        metrics: EngineMetrics | None,
+        throughput: ThroughputLog | None = None,
     ) -> None:
         self.dead: EngineDeadError | None = None  # why nothing will be answered any more
         self.collectors: dict[Key, OutputCollector] = {}  # as long as a request is unfinished
@@ -43,11 +49,15 @@ class OutputHandler:
         self._waiting_for_ends: dict[Key, list[asyncio.Future[None]]] = {}
         self._client = client
         self._metrics = metrics
-        self._task = asyncio.create_task(self._run(), name="output handler")
+        self._throughput = throughput
+        self._tasks = [asyncio.create_task(self._run(), name="output handler")]
+        if throughput is not None:
+            self._tasks.append(asyncio.create_task(self._write_throughput(throughput), name="throughput log"))
 
     async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ---- callers ----
 
@@ -111,8 +121,8 @@ class OutputHandler:
         try:
             while True:
                 outputs = await self._client.get_outputs()
-                if self._metrics is not None and outputs.scheduler_stats is not None:
-                    self._metrics.record_engine(outputs.engine_index, outputs.scheduler_stats)
+                if outputs.scheduler_stats is not None:
+                    self._record_stats(outputs.engine_index, outputs.scheduler_stats)
                 for part in _slices(outputs.outputs):
                     self._handle(part, outputs)
                     await asyncio.sleep(0)  # callers take what they got, new requests come in
@@ -121,6 +131,18 @@ class OutputHandler:
         except Exception as error:
             logger.exception("the output handler failed")
             self._die(EngineDeadError(f"the output handler failed: {type(error).__name__}: {error}"))
+
+    def _record_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+        if self._metrics is not None:
+            self._metrics.record_engine(engine_index, stats)
+        if self._throughput is not None:
+            self._throughput.record_engine(engine_index, stats)
+
+    @staticmethod
+    async def _write_throughput(throughput: ThroughputLog) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL)
+            throughput.write()
 
     def _handle(self, outputs: list[EngineCoreOutput], step: EngineCoreOutputs) -> None:
         part = EngineCoreOutputs(outputs, timestamp=step.timestamp, engine_index=step.engine_index)

@@ -20,13 +20,16 @@ from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReas
 from ratoon.engine.extraction_requests import extract_from_root
 from ratoon.engine.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.hidden_states_budget import HiddenStatesBudget
-from ratoon.engine.request_measures import measure_end, measure_tokens
+from ratoon.engine.request_measures import count_tokens, measure_end, measure_tokens
 from ratoon.engine.request_state import Output, Reading, RequestState, make_request_state
+from ratoon.engine.request_traces import trace_of
 from ratoon.engine.roots import Root, RootTable
 from ratoon.observe.logging import get_logger
 
 if TYPE_CHECKING:
     from ratoon.observe.metrics import EngineMetrics
+    from ratoon.observe.throughput import ThroughputLog
+    from ratoon.observe.tracing import RequestTracer
 
 # Seconds that the memory of an ended request is kept until the reader of its hidden states has come. It is given
 # back as soon as they are read; this is for the case that nobody comes to read them.
@@ -69,12 +72,16 @@ class OutputProcessor:
         selector: HiddenStatesSelector | None = None,  # needed where requests ask for hidden states
         max_roots: int = MAX_ROOTS,
         budget: HiddenStatesBudget | None = None,  # of the hidden states that come with answers
+        tracer: RequestTracer | None = None,
+        throughput: ThroughputLog | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
         self._metrics = metrics
         self._selector = selector
         self._budget = HiddenStatesBudget() if budget is None else budget
+        self._tracer = tracer
+        self._throughput = throughput
         self._states: dict[str, RequestState] = {}  # by internal id
         self._internal_ids: dict[tuple[str | None, str], str] = {}  # by owner and the caller's id
         self._readers_waiting: deque[EngineCoreRequest] = deque()
@@ -165,6 +172,8 @@ class OutputProcessor:
         """The caller's output for what changed, if there is one to give; forget the request once it is finished."""
         if self._metrics is not None and state.got_tokens:
             measure_tokens(self._metrics, state, now)
+        if self._throughput is not None:
+            count_tokens(self._throughput, state)
         state.got_tokens = False
         state.num_new_tokens = 0
         if not state.finished:
@@ -217,6 +226,8 @@ class OutputProcessor:
             self.roots.add(root)
         if self._metrics is not None:
             measure_end(self._metrics, state)
+        if self._tracer is not None and state.trace_headers is not None:
+            self._tracer.record(trace_of(state))
 
     # ---- hidden states of requests that have ended ----
 

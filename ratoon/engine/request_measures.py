@@ -1,4 +1,4 @@
-"""What the figures for Prometheus learn of requests, as their tokens come and when they end."""
+"""What the figures for Prometheus and the throughput log learn of requests, as their tokens come and when they end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ratoon.engine.request_state import RequestState
 
 if TYPE_CHECKING:
     from ratoon.observe.metrics import EngineMetrics
+    from ratoon.observe.throughput import ThroughputLog
 
 
 def measure_tokens(metrics: EngineMetrics, state: RequestState, now: float) -> None:
@@ -22,6 +23,15 @@ def measure_tokens(metrics: EngineMetrics, state: RequestState, now: float) -> N
         metrics.record_next_token(now - state.last_token_time)
     state.last_token_time = now
     metrics.record_generated(state.num_new_tokens)
+
+
+def count_tokens(throughput: ThroughputLog, state: RequestState) -> None:
+    """A step brought something. A prompt is done with the first token, or with the vector that it was made into."""
+    num_prompt_tokens = 0
+    if not state.prompt_counted and (state.got_tokens or (state.finished and state.ended_well)):
+        state.prompt_counted = True
+        num_prompt_tokens = len(state.prompt_token_ids)
+    throughput.record_tokens(state.engine or 0, num_prompt_tokens, state.num_new_tokens)
 
 
 def measure_end(metrics: EngineMetrics, state: RequestState) -> None:

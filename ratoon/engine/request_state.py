@@ -78,6 +78,7 @@ class RequestState:
     changed: set[int] = field(default_factory=set)  # choices with something new in this step
     trace_headers: dict[str, str] | None = None  # set, perhaps empty: it is traced, and its events are kept
     events: list[EngineCoreEvent] = field(default_factory=list)
+    prompt_counted: bool = False  # among the tokens of the throughput log
 
     @property
     def finished(self) -> bool:

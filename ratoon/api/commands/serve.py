@@ -104,6 +104,12 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-level", metavar="NAME", help="debug, info, warning or error")
     group.add_argument("--log-file", metavar="FILE", help="write the log to this file, too")
     group.add_argument("--access-log", action="store_true", help="a line for every request")
+    group.add_argument(
+        "--disable-log-stats", action="store_true", help="no line with the throughput every ten seconds of work"
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help="send spans of requests to this OpenTelemetry collector"
+    )
     group.add_argument("--startup-times", action="store_true", help="show what start-up spent its time on")
 
 
@@ -125,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
         num_replicas=args.replicas,
         max_total_hidden_states_bytes=settings.max_total_hidden_states_bytes,
         metrics=EngineMetrics(names[0] if names else args.model),
+        disable_log_stats=args.disable_log_stats,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         **engine_settings(args),
     )
     bound = bind(settings)
@@ -134,6 +142,8 @@ def run(args: argparse.Namespace) -> int:
 
     def on_ready() -> None:
         loading.close()
+        if llm.tracer is not None and names:
+            llm.tracer.model_name = names[0]
         if args.startup_times:
             print(llm.startup_timer.table(), file=sys.stderr)
         where = address(bound)

@@ -19,6 +19,7 @@ AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEY = "ratoon"
 REQUEST_ID_HEADER = b"x-request-id"
+TRACE_HEADERS = [("traceparent", b"traceparent"), ("tracestate", b"tracestate")]
 NOTE_HEADER = "X-Ratoon-Note"
 CLIENTS_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -28,6 +29,7 @@ class Exchange:
     request_id: str  # the client's X-Request-Id, or one of ours; goes back in the answer's header
     raw_send: Send  # the HTTP server's own: the chunks of a stream go past all layers
     tenant: str | None = None  # stands for the API key; None where no keys are asked for
+    trace_headers: dict[str, str] | None = None  # the client's trace context
     body: bytes = b""
     status: int = 0  # 0: no answer was begun
     notes: tuple[str, ...] = ()  # what the client should know about how its request was carried out
@@ -57,7 +59,7 @@ class ExchangeLayer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await refuse_other_protocols(scope, receive, send)
-        exchange = scope[KEY] = Exchange(_request_id(scope), send)
+        exchange = scope[KEY] = Exchange(_request_id(scope), send, trace_headers=_trace_headers(scope))
 
         async def note_status(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -75,6 +77,11 @@ def _request_id(scope: Scope) -> str:
     if given is not None and CLIENTS_REQUEST_ID.fullmatch(given):
         return given.decode("ascii")
     return secrets.token_hex(16)
+
+
+def _trace_headers(scope: Scope) -> dict[str, str] | None:
+    found = {name: value.decode("latin-1") for name, key in TRACE_HEADERS if (value := header(scope, key)) is not None}
+    return found or None
 
 
 async def refuse_other_protocols(scope: Scope, receive: Receive, send: Send) -> None:

@@ -46,6 +46,7 @@ class Batch:
     retain_kv: float | None = None
     origin: Origin | None = None  # set: a continuation, and its one prompt is the engine's to know
     fallback: Callable[[], Awaitable[EncodedPrompt]] | None = None  # its prompt where the parent is forgotten
+    trace_headers: dict[str, str] | None = None  # the client's span
     names: tuple[str, ...] = ()  # what the client calls the request, beside the id
     only_prompt: bool = False  # score the prompt: the engine makes one token nevertheless, and nobody gets to see it
 
@@ -210,6 +211,7 @@ async def _begin(context: ServerContext, batch: Batch, index: int) -> AsyncGener
         data_parallel_rank=batch.data_parallel_rank,
         retain_kv=batch.retain_kv,
         owner=batch.owner,
+        trace_headers=batch.trace_headers,
     )
 
 
@@ -227,6 +229,7 @@ def _answer(
         retain_kv=batch.retain_kv,
         owner=batch.owner,
         in_place_of=in_place_of,
+        trace_headers=batch.trace_headers,
     )
 
 

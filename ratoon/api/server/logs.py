@@ -9,6 +9,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.observe.logging import FILE_VARIABLE, LEVELS, ROOT, VARIABLE, configure_logging
 
 HTTP_LOGGER = "uvicorn"
+THROUGHPUT_LOGGER = "ratoon.observe.throughput"
 
 
 def configure_server_logging(level: str | None, file: str | None, access_log: bool) -> None:
@@ -20,6 +21,8 @@ def configure_server_logging(level: str | None, file: str | None, access_log: bo
     if file is not None:
         os.environ[FILE_VARIABLE] = os.path.abspath(file)
     configure_logging()
+    if VARIABLE not in os.environ:  # whoever asks for less gets less; unasked, the throughput is worth a line
+        logging.getLogger(THROUGHPUT_LOGGER).setLevel(logging.INFO)
     http = logging.getLogger(HTTP_LOGGER)
     http.handlers = list(logging.getLogger(ROOT).handlers)
     http.propagate = False

@@ -32,7 +32,7 @@ def test_dtypes_as_vllm_writes_them(dtype: Any, name: str) -> None:
 def test_what_changes_no_answer_changes_nothing() -> None:
     assert engine_config(
         "m", tensor_parallel_size=1, pipeline_parallel_size=1, enforce_eager=True, trust_remote_code=False,
-        revision=None, disable_log_stats=True, tokenizer="m", tokenizer_mode="auto", quantization=None,
+        revision=None, tokenizer="m", tokenizer_mode="auto", quantization=None,
         cpu_offload_gb=0, kv_cache_dtype="auto", max_seq_len_to_capture=8192, enable_lora=False, swap_space=0,
         served_model_name="x",
     ) == engine_config("m")  # fmt: skip

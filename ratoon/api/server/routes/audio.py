@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
-from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.form_body import read_form
 from ratoon.api.server.generation import make_id
 from ratoon.api.server.protocol.audio import (
@@ -70,8 +70,9 @@ async def _answer(request: Request, asked: TranslationRequest, task: Task) -> Re
     context = context_of(request)
     context.check_model(asked.model)
     options = _options(asked, task)
-    tenant = exchange_of(request.scope).tenant
-    transcriber = _transcriber(context, asked, tenant)
+    exchange = exchange_of(request.scope)
+    tenant = exchange.tenant
+    transcriber = _transcriber(context, asked, exchange)
     if asked.stream:
         if asked.response_format in (*SUBTITLES, "verbose_json"):
             raise refused("response_format", f"{asked.response_format} is not streamed", "json or text")
@@ -95,7 +96,7 @@ def _options(asked: TranslationRequest, task: Task) -> TranscriptionOptions:
     return options
 
 
-def _transcriber(context: ServerContext, asked: TranslationRequest, owner: str | None) -> Transcriber:
+def _transcriber(context: ServerContext, asked: TranslationRequest, exchange: Exchange) -> Transcriber:
     from ratoon.api.transcription.asynchronous import async_transcriber  # with numpy, which others do without
     from ratoon.api.transcription.sources import AudioLimits
 
@@ -106,7 +107,8 @@ def _transcriber(context: ServerContext, asked: TranslationRequest, owner: str |
         request_id=make_id("trsc", asked.request_id),
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
-        owner=owner,
+        owner=exchange.tenant,
+        trace_headers=exchange.trace_headers,
     )
 
 

@@ -85,6 +85,7 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, excha
         origin=origin,
         fallback=fallback,
         names=names_of(asked.request_id, exchange),
+        trace_headers=exchange.trace_headers,
     )
 
 

@@ -86,6 +86,7 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
         origin=origin,
         fallback=fallback,
         names=names_of(asked.request_id, exchange),
+        trace_headers=exchange.trace_headers,
         only_prompt=max_tokens == 0,
     )
 

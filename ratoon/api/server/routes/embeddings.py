@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
-from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generation import PROMPT_FIELDS, all_or_none, make_id
 from ratoon.api.server.json_body import read_body
 from ratoon.api.server.prompts import EncodedPrompt, encode_prompts
@@ -38,7 +38,7 @@ async def create_embeddings(request: Request) -> Response:
     asked = await read_body(request, EmbeddingRequest)
     context.check_model(asked.model)
     answer_id = make_id("embd", asked.request_id)
-    outputs = await embed_all(context, asked, answer_id, exchange_of(request.scope).tenant)
+    outputs = await embed_all(context, asked, answer_id, exchange_of(request.scope))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     as_text = asked.encoding_format == "base64"
     data = [
@@ -51,18 +51,18 @@ async def create_embeddings(request: Request) -> Response:
 
 
 async def embed_all(
-    context: ServerContext, asked: EmbeddingRequest, answer_id: str, owner: str | None
+    context: ServerContext, asked: EmbeddingRequest, answer_id: str, exchange: Exchange
 ) -> list[EmbeddingOutput]:
     """A vector for each input, in order."""
     params = PoolingParams(pooling=asked.pooling, normalize=asked.normalize is not False, dimensions=asked.dimensions)
     params.verify()
     prompts = await encode_prompts(context, "input", asked.input, asked.add_special_tokens is not False, num_places=0)
-    with context.admit(len(prompts), owner):
+    with context.admit(len(prompts), exchange.tenant):
         return await all_or_none(
             [
-                embed(context, asked, params, prompt, answer_id, owner)
+                embed(context, asked, params, prompt, answer_id, exchange)
                 if len(prompts) == 1
-                else embed(context, asked, params, prompt, f"{answer_id}-{index}", owner, f"input[{index}]")
+                else embed(context, asked, params, prompt, f"{answer_id}-{index}", exchange, f"input[{index}]")
                 for index, prompt in enumerate(prompts)
             ]
         )
@@ -74,7 +74,7 @@ async def embed(
     params: PoolingParams,
     prompt: EncodedPrompt,
     request_id: str,
-    owner: str | None,
+    exchange: Exchange,
     param: str = "input",
 ) -> EmbeddingOutput:
     """`param` is where in the body the prompt stands; an error about it says so."""
@@ -85,7 +85,8 @@ async def embed(
             request_id,
             priority=asked.priority or 0,
             cache_salt=asked.cache_salt,
-            owner=owner,
+            owner=exchange.tenant,
+            trace_headers=exchange.trace_headers,
         )
     except RequestError as error:
         if error.field.partition("[")[0] not in PROMPT_FIELDS:

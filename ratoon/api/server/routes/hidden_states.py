@@ -11,7 +11,7 @@ from ratoon.api.server.accept import preferred_type
 from ratoon.api.server.answers.hidden_states import content
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused, request_not_found
-from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generation import make_id
 from ratoon.api.server.json_body import read_body
 from ratoon.api.server.prompts import encode_prompts
@@ -41,7 +41,7 @@ async def read_hidden_states(request: Request) -> Response:
     check_source(asked)
     media_type = preferred_type(request.scope, (JSON, *SAFETENSORS))
     answer_id = make_id("hs", asked.request_id)
-    output = await extract(context, asked, answer_id, exchange_of(request.scope).tenant)
+    output = await extract(context, asked, answer_id, exchange_of(request.scope))
     if media_type == JSON:
         head = {"id": answer_id, "object": "hidden_states", "model": asked.model}
         return large_json_response(request, {**head, **content(output)})
@@ -61,8 +61,9 @@ def check_source(asked: HiddenStatesRequest) -> None:
 
 
 async def extract(
-    context: ServerContext, asked: HiddenStatesRequest, answer_id: str, owner: str | None
+    context: ServerContext, asked: HiddenStatesRequest, answer_id: str, exchange: Exchange
 ) -> HiddenStatesOutput:
+    owner, headers = exchange.tenant, exchange.trace_headers
     params = asked.hidden_states_params()
     params.verify()
     if asked.prompt is not None:
@@ -70,7 +71,12 @@ async def extract(
         (prompt,) = await encode_prompts(context, "prompt", [asked.prompt], add_special_tokens, 0, asked.decoder_prompt)
         with context.admit(1, owner):
             return await context.llm.extract_hidden_states(
-                prompt.as_prompt(), params, answer_id, cache_salt=asked.cache_salt, owner=owner
+                prompt.as_prompt(),
+                params,
+                answer_id,
+                cache_salt=asked.cache_salt,
+                owner=owner,
+                trace_headers=headers,
             )
     original = asked.original_request_id
     assert original is not None, "one of the two is there"
@@ -81,7 +87,13 @@ async def extract(
             raise request_not_found(original, "original_request_id")
         with context.admit(1, owner):
             return await context.llm.extract_hidden_states(
-                None, params, answer_id, original_request_id=original_id, choice=asked.choice or 0, owner=owner
+                None,
+                params,
+                answer_id,
+                original_request_id=original_id,
+                choice=asked.choice or 0,
+                owner=owner,
+                trace_headers=headers,
             )
     except UnknownParentError:
         raise request_not_found(original, "original_request_id") from None
