@@ -21,6 +21,7 @@ MAX_LOGPROBS = (
 MAX_CHOICES = 256  # the same for `n`
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
+MAX_BAD_WORDS_CHARACTERS = 2**16  # of all `bad_words` together; each is tokenised twice
 MAX_BEAM_WIDTH = 2048
 MAX_BEAM_STOP_TOKENS = 16  # each costs a step `beam_width` more candidates
 MAX_NGRAM_SIZE = 256  # of no_repeat_ngram_size and its like: a step's work grows with it
@@ -155,6 +156,10 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
             )
         _require_list("stop_token_ids", self.stop_token_ids, int, MAX_LOGIT_BIAS)
         _require_list("bad_words", self.bad_words, str, MAX_LOGIT_BIAS)
+        num_characters = sum(map(len, self.bad_words or ()))
+        if num_characters > MAX_BAD_WORDS_CHARACTERS:
+            problem = f"has {num_characters} characters in all"
+            raise RequestError("bad_words", problem, f"{MAX_BAD_WORDS_CHARACTERS} at most")
         _require_list("allowed_token_ids", self.allowed_token_ids, int, None)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids", "is empty", "name at least one token, or leave it out")

@@ -64,6 +64,7 @@ logger = get_logger(__name__)
 
 DRAIN_POLL = 0.02  # seconds
 MANY_PIECES = 256  # entries of `positions`, each of which may be as long as a sequence
+MANY_WORDS = 100  # that may not appear in an answer: tokenising more of them takes its time
 DEADLINE_GRACE = 0.5  # seconds that an engine has to say that a deadline is over
 
 
@@ -255,7 +256,12 @@ class AsyncLLM:
             in_place_of=in_place_of,
         )
         request, collector = await self._begin(
-            process, priority, data_parallel_rank, prompt=prompt, trace_headers=trace_headers
+            process,
+            priority,
+            data_parallel_rank,
+            prompt=prompt,
+            in_thread=_has_many_words(sampling_params),
+            trace_headers=trace_headers,
         )
         async with aclosing(_outputs_of(handler, request, collector)) as outputs:
             async for output in outputs:
@@ -326,7 +332,12 @@ class AsyncLLM:
             retain_kv=retain_kv,
         )
         request, collector = await self._begin(
-            process, priority, data_parallel_rank, suffix=suffix, trace_headers=trace_headers
+            process,
+            priority,
+            data_parallel_rank,
+            suffix=suffix,
+            in_thread=_has_many_words(sampling_params),
+            trace_headers=trace_headers,
         )
         async with aclosing(_outputs_of(handler, request, collector)) as outputs:
             async for output in outputs:
@@ -626,6 +637,11 @@ def _takes_long_to_read(prompt: Prompt) -> bool:
 
 def _names_many(positions: Any) -> bool:
     return isinstance(positions, Sequence) and len(positions) > MANY_PIECES
+
+
+def _has_many_words(params: GenerationParams | None) -> bool:
+    words = getattr(params, "bad_words", None)
+    return isinstance(words, list) and (len(words) > MANY_WORDS or any(map(_takes_long, words)))
 
 
 def _takes_long(text: Any) -> bool:

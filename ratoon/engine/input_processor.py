@@ -33,6 +33,7 @@ from ratoon.engine.roots import Root
 from ratoon.engine.vectors import own_pooling, verify_pooling, with_pooling
 
 ID_CHARACTERS = string.ascii_lowercase + string.digits
+MAX_CACHE_SALT = 1024  # characters; it is hashed with every block
 ID_LENGTH = 8  # random characters behind the caller's id: nobody can guess another's request
 
 
@@ -258,6 +259,8 @@ def _verify_envelope(request_id: str, priority: int, cache_salt: str | None) -> 
         raise RequestError("priority", f"{priority!r} is not a whole number", "lower goes first; 0 is usual")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise RequestError("cache_salt", f"{cache_salt!r} is not a salt", "text of at least one character, or None")
+    if cache_salt is not None and len(cache_salt) > MAX_CACHE_SALT:
+        raise RequestError("cache_salt", f"has {len(cache_salt)} characters", f"{MAX_CACHE_SALT} at most")
 
 
 def _random_suffix() -> str:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from ratoon.api.server.errors import ApiError
 from ratoon.api.server.exchange import AsgiApp, Receive, Scope, Send, exchange_of, header
+from ratoon.api.server.freed_memory import LARGE, return_memory_soon
 from ratoon.api.server.responses import send_error
 
 CLOSE = {"Connection": "close"}  # the rest of the body is not read, so the connection can't be used again
+LONGEST_LENGTH = 18  # digits
 METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -30,6 +32,13 @@ class BoundedBody:
         self._timeout = timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            if _announced_length(scope) >= LARGE or len(exchange_of(scope).body) >= LARGE:
+                return_memory_soon(asyncio.get_running_loop())
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] in METHODS_WITH_BODY:
             limit = self._others.get(scope["path"], self._limit)
             try:
@@ -47,6 +56,11 @@ class BoundedBody:
         await self._app(scope, receive, send)
 
 
+def _announced_length(scope: Scope) -> int:
+    announced = header(scope, b"content-length") or b""
+    return int(announced) if announced.isdigit() and len(announced) <= LONGEST_LENGTH else 0
+
+
 def _check_announced_length(scope: Scope, limit: BodyLimit) -> None:
     announced = header(scope, b"content-length")
     if announced is None:
@@ -54,7 +68,7 @@ def _check_announced_length(scope: Scope, limit: BodyLimit) -> None:
     if not announced.isdigit():
         raise ApiError(400, "Content-Length is not a number", headers=CLOSE)
     # A number this long is larger than any body, and would take its time to convert.
-    if len(announced) > 18 or int(announced) > limit.num_bytes:
+    if len(announced) > LONGEST_LENGTH or int(announced) > limit.num_bytes:
         raise _too_large(limit)
 
 

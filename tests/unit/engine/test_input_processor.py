@@ -286,3 +286,16 @@ def test_a_suffix_that_is_far_too_long_is_refused_before_it_is_tokenised():
     with pytest.raises(RequestError, match=r"has at least [0-9]+ tokens") as caught:
         processor(tokenizer=NeverTokenises())._prompts.process_suffix("x" * 5000)
     assert caught.value.field == "continuation_suffix"
+
+
+def test_a_salt_that_would_make_every_block_dear_is_refused():
+    processor().process("r", "hi", SamplingParams(), cache_salt="x" * 1024)
+    with pytest.raises(RequestError, match="has 1025 characters; 1024 at most") as caught:
+        processor().process("r", "hi", SamplingParams(), cache_salt="x" * 1025)
+    assert caught.value.field == "cache_salt"
+
+
+def test_bad_words_are_not_tokenised_whatever_their_length():
+    with pytest.raises(RequestError, match="has 65537 characters in all; 65536 at most") as caught:
+        processor(tokenizer=NeverTokenises()).process("r", "hi", SamplingParams(bad_words=["x" * 65536, "y"]))
+    assert caught.value.field == "bad_words"

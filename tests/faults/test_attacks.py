@@ -1,0 +1,144 @@
+"""Cheap requests that used to hurt others: large wrong bodies and prompts that are far too long. They are refused at
+about the cost of reading them, and other clients are answered meanwhile. bench/attacks.py has them in full size."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import pytest
+import requests
+
+from tests.e2e.servers import Server, serving, wait_until
+from tests.faults.processes import resident_bytes
+from tests.unit.api.server.harness import MODEL, write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+MEBIBYTE = 2**20
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SHORT = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+LONGEST_WAIT = 10.0  # seconds, of other clients and of a refusal: it is below 1 on a machine with nothing else to do
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(write_tiny_model(tmp_path_factory.mktemp("models") / MODEL)) as running:
+        for _ in range(3):  # what is made at the first request is no growth
+            requests.post(running.url + COMPLETIONS, json={**SHORT, "prompt": "x" * 100_000}, timeout=60)
+        yield running
+
+
+@dataclass
+class Watch:
+    growth: int = 0  # bytes that the server had in memory at most, beyond what it had before
+    longest_wait: float = 0.0  # of another client, in seconds
+    num_answers: int = 0
+
+
+@contextmanager
+def watching(server: Server) -> Iterator[Watch]:
+    watch, ended = Watch(), threading.Event()
+    before = resident_bytes(server.process.pid)
+
+    def look() -> None:
+        while not ended.wait(0.01):
+            watch.growth = max(watch.growth, resident_bytes(server.process.pid) - before)
+
+    def ask() -> None:
+        with requests.Session() as session:
+            while not ended.wait(0.02):
+                start = time.monotonic()
+                answer = session.post(server.url + COMPLETIONS, json=SHORT, timeout=120)
+                assert answer.status_code == 200
+                watch.longest_wait = max(watch.longest_wait, time.monotonic() - start)
+                watch.num_answers += 1
+
+    threads = [threading.Thread(target=work) for work in (look, ask)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield watch
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def many(entry: str) -> bytes:
+    return (entry * (MEBIBYTE // len(entry))).encode()[:-1]
+
+
+BODIES = {
+    "messages": (CHAT, b'{"model": "tiny", "messages": [%s]}' % many("0,")),
+    "messages that are wrong": (CHAT, b'{"model": "tiny", "messages": [%s]}' % many('{"role":1},')),
+    "tools": (CHAT, b'{"model": "tiny", "messages": [], "tools": [%s]}' % many("0,")),
+    "stop_token_ids": (COMPLETIONS, b'{"model": "tiny", "prompt": "x", "stop_token_ids": [%s]}' % many('"",')),
+    "logit_bias": (
+        COMPLETIONS,
+        json.dumps({"model": "tiny", "prompt": "x", "logit_bias": {str(key): "" for key in range(90_000)}}).encode(),
+    ),
+    "prompts": (COMPLETIONS, b'{"model": "tiny", "prompt": [%s]}' % many("[],")),
+    "positions": ("/v1/hidden_states", b'{"model": "tiny", "prompt": "x", "positions": [%s]}' % many("[0],")),
+    "tokens": ("/detokenize", b'{"tokens": [%s]}' % many("-1,")),
+    "an unknown field": (COMPLETIONS, b'{"model": "tiny", "prompt": "x", "unknown": [%s]}' % many("{},")),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_wrong_body_costs_little_and_keeps_nobody_waiting(server: Server, kind: str) -> None:
+    path, body = BODIES[kind]
+    with watching(server) as watch:
+        start = time.monotonic()
+        answer = requests.post(server.url + path, data=body, headers={"Content-Type": "application/json"}, timeout=60)
+        seconds = time.monotonic() - start
+    assert answer.status_code == 400, answer.text
+    assert len(answer.content) < 1000
+    assert seconds < LONGEST_WAIT
+    assert watch.longest_wait < LONGEST_WAIT
+    assert watch.growth < 100 * MEBIBYTE, "about ten times the body; it was hundreds"
+
+
+def send_and_leave(server: Server, path: str, body: dict) -> None:
+    """The whole body, and no interest in the answer."""
+    address = urlsplit(server.url)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        connection.sendall(head.encode() + data)
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt": "too long " * (3 * MEBIBYTE // 9)}),
+        (CHAT, {"messages": [{"role": "user", "content": "too long " * (3 * MEBIBYTE // 9)}]}),
+    ],
+)
+def test_prompts_that_are_far_too_long_are_not_tokenised(server: Server, path: str, fields: dict) -> None:
+    before = resident_bytes(server.process.pid)
+    with watching(server) as watch:
+        start = time.monotonic()
+        answer = requests.post(server.url + path, json={"model": MODEL, **fields}, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert time.monotonic() - start < LONGEST_WAIT
+        attackers = [
+            threading.Thread(target=send_and_leave, args=(server, path, {"model": MODEL, **fields})) for _ in range(8)
+        ]
+        for attacker in attackers:
+            attacker.start()
+        for attacker in attackers:
+            attacker.join()
+        seen = watch.num_answers
+        wait_until("others are answered", lambda: watch.num_answers > seen + 3, 30)
+    assert watch.longest_wait < LONGEST_WAIT
+    assert watch.growth < 8 * 3 * 10 * MEBIBYTE, "ten times the bodies; it was a hundred times"
+    wait_until("memory is given back", lambda: resident_bytes(server.process.pid) - before < 48 * MEBIBYTE, 30)
