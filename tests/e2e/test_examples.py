@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.real_models import needs_embedded_model
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -25,6 +27,7 @@ def share(shown: str, line: str) -> float:
     return int(found) / 100
 
 
+@needs_embedded_model
 @pytest.mark.slow
 def test_a_probe_hears_praise_in_words_that_it_was_not_trained_on() -> None:
     shown = run_example("linear_probe.py")
@@ -32,6 +35,7 @@ def test_a_probe_hears_praise_in_words_that_it_was_not_trained_on() -> None:
     assert share(shown, "layer 16") >= 0.9
 
 
+@needs_embedded_model
 @pytest.mark.slow
 def test_last_token_states_find_what_common_words_do_not() -> None:
     shown = run_example("retrieval.py")
@@ -39,6 +43,7 @@ def test_last_token_states_find_what_common_words_do_not() -> None:
     assert share(shown, "asked to sum up") >= 0.8
 
 
+@needs_embedded_model
 @pytest.mark.slow
 def test_a_value_head_counts_open_brackets_from_states_and_not_from_tokens() -> None:
     shown = run_example("value_head.py")

@@ -31,7 +31,7 @@ MARKS = (KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN)
 
 @pytest.fixture
 def misbehaving(monkeypatch) -> dict:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     return {**SETTINGS, "executor": NAME}
 
 

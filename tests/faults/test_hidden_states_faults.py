@@ -24,7 +24,7 @@ IN_PARTS = {**SETTINGS, "max_num_batched_tokens": 8}  # rows in a step
 
 @pytest.fixture(autouse=True)
 def executors_are_found(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
 
 
 def greedy(**changes: Any) -> SamplingParams:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from ratoon.core.errors import RequestError
 from ratoon.models.source import resolve_model
 from ratoon.models.tokenizer import Tokenizer
+from tests.real_models import needs_embedded_model
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}
@@ -118,6 +119,7 @@ def test_a_message_is_continued_as_in_transformers(style: str, begun: str) -> No
     compare(ours, theirs, chat, continue_final_message=True)
 
 
+@needs_embedded_model
 @pytest.mark.parametrize("chat", CHATS)
 def test_smollm2_renders_like_transformers(chat: list) -> None:
     template = resolve_model("smollm2-135m").chat_template
@@ -127,6 +129,7 @@ def test_smollm2_renders_like_transformers(chat: list) -> None:
     assert "<|im_start|>assistant\n" in ours.apply_chat_template(chat)
 
 
+@needs_embedded_model
 def test_smollm2_takes_tool_calls_without_content_and_tools() -> None:
     tokenizer = resolve_model("smollm2-135m").load_tokenizer()
     function = {"name": "look", "arguments": '{"at": "sea"}'}

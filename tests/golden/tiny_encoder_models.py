@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions
+from ratoon.core.config import EncoderConfig, ModelConfig, PositionKind, RelativePositions
 from tests.golden.tiny_models import MAX_POSITION, VOCAB_SIZE, TinyModel, make_tiny
 
 NUM_MEL_BINS = 16
@@ -64,6 +64,7 @@ def tiny_t5(feed_forward: str = "relu", own_head: bool = False, seed: int = 0) -
     positions, relative = 4096, RelativePositions(num_buckets=8, max_distance=20)
     config = ModelConfig(
         architecture="T5ForConditionalGeneration",
+        position_kind=PositionKind.RELATIVE,
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -109,6 +110,7 @@ def tiny_t5(feed_forward: str = "relu", own_head: bool = False, seed: int = 0) -
 def tiny_bert(seed: int = 0) -> TinyModel:
     config = ModelConfig(
         architecture="BertModel",
+        position_kind=PositionKind.TABLE,
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=112,
@@ -144,6 +146,7 @@ def random_features(seed: int = 0) -> torch.Tensor:
 def _config(architecture: str, scale_embedding: bool = False, activation: str = "gelu") -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
+        position_kind=PositionKind.TABLE,
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=112,

@@ -6,7 +6,7 @@ Nothing but the given file is opened, whatever that says: a playlist is no recor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import av
 import numpy as np
@@ -27,6 +27,9 @@ CONTAINERS = (
 # Into 16 bits FFmpeg averages channels, whatever the codec; into floats it may add them up. openai-whisper has 16, too.
 SAMPLE_FORMAT = "s16"
 LOUDEST = 32768
+# Titles in unknown encodings must not make a file unreadable. PyAV 19 has no option for it any more, and needs none: it
+# decodes any bytes.
+LENIENT_METADATA: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
 READABLE = "a recording in a common format (WAV, MP3, FLAC, Ogg, Opus, AAC, MP4, WebM), whole and unharmed"
 
 
@@ -58,7 +61,7 @@ def resample(pieces: Iterable[np.ndarray], rate: int) -> Iterator[np.ndarray]:
 def _open(file: BinaryIO) -> InputContainer:
     options = {"format_whitelist": CONTAINERS}
     try:
-        container = av.open(file, mode="r", options=options, metadata_errors="ignore")
+        container = av.open(file, mode="r", options=options, **LENIENT_METADATA)
     except (FFmpegError, OSError) as error:
         raise _not_readable(error) from None
     if not container.streams.audio:

@@ -23,6 +23,7 @@ from ratoon.engine.detokenizer import FastDetokenizer
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.models.tokenizer import LONG_TEXT
 from ratoon.observe.metrics import EngineMetrics
+from tests.real_models import needs_embedded_model
 from tests.unit.engine.fakes import model_config
 from tests.unit.engine.fakes_async import MAX_MODEL_LEN, FakeAsyncClient, FakeSource, fake_source, on_event_loop
 
@@ -518,6 +519,7 @@ async def test_the_resolved_settings_can_be_read():
     assert AsyncLLM("fake", num_replicas=2).health().state == EngineState.STARTING
 
 
+@needs_embedded_model
 def test_the_front_end_never_loads_torch():
     code = """
 import asyncio, sys

@@ -30,7 +30,6 @@ def test_a_set_that_is_not_the_best_one_passes_the_same_tests(kernel_set: str) -
         sys.executable,
         "-m",
         "pytest",
-        "-q",
         "-x",
         "-p",
         "no:xdist",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -213,7 +214,7 @@ def test_a_hub_id_without_network_or_cache_is_explained(tmp_path: Path) -> None:
         "try:\n    resolve_model('some-org/some-model')\n"
         "except ModelError as error:\n    print(error)\n"
     )
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "", "PYTHONPATH": str(Path.cwd())}
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert "some-org/some-model: is neither a path here nor in the hub's cache" in result.stdout
     assert "HF_HUB_OFFLINE" in result.stdout and "smollm2-135m" in result.stdout

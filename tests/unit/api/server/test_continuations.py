@@ -15,6 +15,7 @@ from ratoon.api.server.protocol.roots import EndedRequests, ForgottenRequest
 from ratoon.api.server.settings import ServerSettings
 from ratoon.observe.metrics import EngineMetrics
 from tests.engines_async import make_thread_engine
+from tests.real_models import needs_embedded_model
 from tests.unit.api.server.harness import END, MODEL, TINY_SETTINGS, Client, say, scripted, write_tiny_model
 from tests.unit.engine.fakes_async import on_event_loop
 
@@ -376,6 +377,7 @@ async def test_what_chat_has_not_is_refused():
         assert (await client.chat("x", continuation_of="chatcmpl-never")).error["code"] == "request_not_found"
 
 
+@needs_embedded_model
 @pytest.mark.slow
 @on_event_loop
 async def test_a_real_chat_goes_on_token_for_token_as_if_sent_afresh():
