@@ -11,13 +11,26 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ratoon.api.commands import bench, chat, complete, demo, embed, generate, hidden_states, info, serve, transcribe
+from ratoon.api.commands import (
+    bench,
+    chat,
+    complete,
+    demo,
+    embed,
+    generate,
+    hidden_states,
+    info,
+    models,
+    pull,
+    serve,
+    transcribe,
+)
 from ratoon.api.parser import CommandParser
 from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestError
 from ratoon.observe.logging import configure_logging
 from ratoon.version import __version__
 
-COMMANDS = (generate, chat, complete, embed, hidden_states, transcribe, serve, info, bench, demo)
+COMMANDS = (generate, chat, complete, embed, hidden_states, transcribe, serve, models, pull, info, bench, demo)
 EXIT_ENGINE = 1
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130

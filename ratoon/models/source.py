@@ -7,7 +7,6 @@ the model is not done here, and torch is not imported until a tensor is read.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +22,7 @@ from ratoon.models.gguf_source import GGUFSource
 from ratoon.models.gguf_tokenizer import chat_templates_from_gguf, load_tokenizer_from_gguf
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.hf_encoder_config import with_generation_config
+from ratoon.models.hub import HUB_ID, download
 from ratoon.models.overrides import verify_overrides, with_overrides
 from ratoon.models.safetensors_source import SafetensorsSource
 from ratoon.models.tokenizer import (
@@ -38,16 +38,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HUB_FILES = (
-    "*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja", "1_Pooling/config.json",
-)  # fmt: skip
-HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # the same weights once more
 Overrides: TypeAlias = Mapping[str, Any]  # fields that take the place of those of a config.json
 MAX_NAME = 4096  # characters: the longest path that Linux takes
 MAX_SHOWN_NAME = 300
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 # Flags of sentence-transformers, one of which is set.
 POOLING_MODES = {
@@ -88,10 +81,10 @@ def resolve_model(name: str, overrides: Mapping[str, Any] | None = None) -> Mode
     wrong with the name or with what it leads to."""
     shown = shorten(name, MAX_SHOWN_NAME)
     if "\0" in name or not _is_text(name):
-        raise ModelError(show(name), "has characters that no name has", _what_would_be_right())
+        raise ModelError(show(name), "has characters that no name has", what_would_be_right())
     if len(name) > MAX_NAME:
-        raise ModelError(shown, f"is a name of {len(name):,} characters", _what_would_be_right())
-    with reading(shown, _what_would_be_right()):
+        raise ModelError(shown, f"is a name of {len(name):,} characters", what_would_be_right())
+    with reading(shown, what_would_be_right()):
         source = _open_model(name, overrides or {})
         verify_overrides(source.config, overrides or {})
         return source
@@ -115,11 +108,11 @@ def _open_model(name: str, overrides: Overrides) -> ModelSource:
     if name and path.is_dir():  # an empty name would be the current folder
         return _open_folder(path, overrides)
     if HUB_ID.fullmatch(name) and not name.startswith("."):
-        return replace(_open_folder(_download(name), overrides), name=name)
-    raise ModelError(shorten(name, MAX_SHOWN_NAME), "is no file, folder or known model", _what_would_be_right())
+        return replace(_open_folder(download(name, what_would_be_right()), overrides), name=name)
+    raise ModelError(shorten(name, MAX_SHOWN_NAME), "is no file, folder or known model", what_would_be_right())
 
 
-def _what_would_be_right() -> str:
+def what_would_be_right() -> str:
     embedded = ", ".join(sorted(EMBEDDED_MODELS))
     return f"a Hugging Face folder, a .gguf file, a hub id (org/name), or an embedded model: {embedded}"
 
@@ -129,7 +122,7 @@ def _open_file(path: Path, overrides: Overrides) -> ModelSource:
         return _open_gguf(path, overrides)
     if path.name == "config.json" or path.suffix == ".safetensors":
         raise ModelError(str(path), "is one file of a model", f"the folder: {path.parent}")
-    raise ModelError(str(path), f"is no model file ({path.suffix or 'no suffix'})", _what_would_be_right())
+    raise ModelError(str(path), f"is no model file ({path.suffix or 'no suffix'})", what_would_be_right())
 
 
 def _open_gguf(path: Path, overrides: Overrides) -> ModelSource:
@@ -207,29 +200,3 @@ def _read_pooling(folder: Path) -> str | None:
     if (folder / "2_Dense").exists():
         logger.warning("%s has a layer behind the pooling, which is not applied: its vectors will differ", folder)
     return ours
-
-
-def _download(hub_id: str) -> Path:
-    """The model's folder in the hub's cache, fetched if it is not there. The hub library respects HF_HUB_OFFLINE."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)))
-    except GatedRepoError as error:
-        raise ModelError(hub_id, "is gated on the hub", "accept its terms there, then set HF_TOKEN") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelError(hub_id, "is neither here nor on the hub", _what_would_be_right()) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        problem = (
-            "is neither a path here nor in the hub's cache, and the hub can't be reached (or HF_HUB_OFFLINE is set)"
-        )
-        raise ModelError(hub_id, problem, _what_would_be_right()) from error
-    except Exception as error:  # connection errors have the classes of whatever HTTP library the hub uses this year
-        raise ModelError(hub_id, f"can't be fetched from the hub: {error}", _what_would_be_right()) from error

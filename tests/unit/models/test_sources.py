@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -244,7 +245,8 @@ def test_a_hub_id_is_fetched_without_pickles_and_keeps_its_name(
     [
         ("RepositoryNotFoundError", r"is neither here nor on the hub; a Hugging Face folder"),
         ("GatedRepoError", r"is gated on the hub; accept its terms there, then set HF_TOKEN"),
-        ("ConnectionError", r"can't be fetched from the hub: no route"),
+        ("ConnectionError", r"the hub \(.*\) can't be reached; is there a network\?"),
+        ("FullDisk", r"can't be kept: no space is left at .*models--some-org--some-model; make room, or set HF_HOME"),
     ],
 )
 def test_what_the_hub_answers_is_explained(error_name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +256,8 @@ def test_what_the_hub_answers_is_explained(error_name: str, message: str, monkey
     def download(repo_id: str, **options: Any) -> str:
         if error_name == "ConnectionError":
             raise ConnectionError("no route")
+        if error_name == "FullDisk":
+            raise RuntimeError("while writing") from OSError(errno.ENOSPC, "No space left on device")
         kind = getattr(errors, error_name)
         raise kind.__new__(kind)  # their constructors want a response of whatever HTTP library is in use
 

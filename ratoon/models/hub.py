@@ -1,0 +1,164 @@
+"""Models of the Hugging Face hub: fetched into its cache by `huggingface_hub`, which heeds HF_HOME, HF_TOKEN,
+HF_ENDPOINT and HF_HUB_OFFLINE. Only what an engine reads is fetched. Errors are said in our words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ratoon.core.errors import ModelError
+from ratoon.core.sizes import format_size
+
+HUB_FILES = (
+    "*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja", "1_Pooling/config.json",
+)  # fmt: skip
+HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # the same weights once more
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+WATCH_INTERVAL = 0.2  # seconds between looks at how much is there
+
+Watch = Callable[[int], None]  # called with the bytes that are there
+
+
+def download(hub_id: str, expected: str) -> Path:
+    """The model's folder in the hub's cache, fetched if it is not there. `expected` ends the error of an unknown id."""
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(hub_id, expected):
+        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)))
+
+
+def file_sizes(hub_id: str, expected: str) -> dict[str, int]:
+    """The files that `download` would have in the cache, and their bytes. ModelError also for one without a config."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects
+
+    with hub_errors(hub_id, expected):
+        files = HfApi().model_info(hub_id, files_metadata=True).siblings or []
+        sizes = {file.rfilename: file.size or 0 for file in files}
+        wanted = filter_repo_objects(sizes, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED))
+        found = {path: sizes[path] for path in wanted}
+    if "config.json" not in found or not any(path.endswith(".safetensors") for path in found):
+        hint = "a repository with config.json and safetensors files; a GGUF file is downloaded and named as a file"
+        raise ModelError(hub_id, "is no model in the form that is read", hint)
+    return found
+
+
+def fetch_config(hub_id: str, expected: str) -> Path:
+    """Where its config.json is now: a small file that says whether the large ones are worth fetching."""
+    from huggingface_hub import hf_hub_download
+
+    with hub_errors(hub_id, expected):
+        return Path(hf_hub_download(hub_id, "config.json"))
+
+
+def cache_folder(hub_id: str) -> Path:
+    """Where the hub's cache keeps this model."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+
+
+def num_bytes_cached(hub_id: str) -> int:
+    """What is there of it, files that are still being fetched among it."""
+    total = 0
+    for file in (cache_folder(hub_id) / "blobs").glob("*"):
+        try:
+            total += file.stat().st_size
+        except OSError:  # it was renamed, as happens when it is complete
+            continue
+    return total
+
+
+def verify_space(hub_id: str, num_bytes: int) -> None:
+    """ModelError if so many bytes more would not fit where the cache is."""
+    folder = cache_folder(hub_id)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        problem = f"needs {format_size(num_bytes)} more, and {format_size(free)} are free at {folder}"
+        raise ModelError(hub_id, problem, "make room, or set HF_HOME to a folder on another disk")
+
+
+@contextmanager
+def watched(hub_id: str, watch: Watch) -> Iterator[None]:
+    """Inside the block, `watch` is told again and again how much of the model is there. The hub's own bars are off:
+    each of its versions has others."""
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(WATCH_INTERVAL):
+            watch(num_bytes_cached(hub_id))
+
+    thread = threading.Thread(target=look, name="watch a download", daemon=True)
+    disable_progress_bars()
+    thread.start()
+    try:
+        yield
+        watch(num_bytes_cached(hub_id))
+    finally:
+        done.set()
+        thread.join()
+        enable_progress_bars()
+
+
+@contextmanager
+def hub_errors(hub_id: str, expected: str) -> Iterator[None]:
+    """What the hub's library raises inside, as a ModelError."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
+    except ModelError:
+        raise
+    except GatedRepoError as error:
+        raise ModelError(hub_id, "is gated on the hub", "accept its terms there, then set HF_TOKEN") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelError(hub_id, "is neither here nor on the hub", expected) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        problem = (
+            "is neither a path here nor in the hub's cache, and the hub can't be reached (or HF_HUB_OFFLINE is set)"
+        )
+        raise ModelError(hub_id, problem, expected) from error
+    except Exception as error:  # connection errors have the classes of whatever HTTP library the hub uses this year
+        if _is_full_disk(error):
+            problem = f"can't be kept: no space is left at {cache_folder(hub_id)}"
+            raise ModelError(hub_id, problem, "make room, or set HF_HOME to a folder on another disk") from error
+        if _is_connection_error(error):
+            where = os.environ.get("HF_ENDPOINT", "huggingface.co")
+            raise ModelError(hub_id, f"the hub ({where}) can't be reached", "is there a network?") from error
+        raise ModelError(hub_id, f"can't be fetched from the hub: {error}", expected) from error
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    return _any_cause(error, lambda cause: isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    names = ("ConnectError", "ConnectTimeout", "ConnectionError", "NewConnectionError")
+    return _any_cause(error, lambda cause: isinstance(cause, ConnectionError) or type(cause).__name__ in names)
+
+
+def _any_cause(error: Any, is_it: Callable[[Any], bool]) -> bool:
+    while error is not None:
+        if is_it(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,153 @@
+"""`ratoon pull` and `ratoon models`, against a hub that is a small HTTP server here: HF_ENDPOINT leads to it."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 8, "intermediate_size": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 16,
+}  # fmt: skip
+GOOD = {
+    "config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"w" * 300_000, "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"never fetched",
+}  # fmt: skip
+REPOS = {
+    "org/good": GOOD,
+    "org/other-family": {**GOOD, "config.json": b'{"architectures": ["MambaForCausalLM"]}'},
+    "org/gguf-only": {"model.gguf": b"GGUF"},
+}
+HUGE = "org/huge"  # its listing says that it is larger than any disk
+
+
+class FakeHub(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        path = unquote(urlparse(self.path).path)
+        if "org/gated" in path:
+            return self.reply(403, b"", {"X-Error-Code": "GatedRepo"})
+        name = next((name for name in (*REPOS, HUGE) if name in path), None)
+        if name is None:
+            return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
+        files = REPOS.get(name, GOOD)
+        if "/resolve/" in path:
+            return self.reply_file(files, path.split("/resolve/")[1].split("/", 1)[1])
+        sizes = {file: 10**18 if name == HUGE else len(content) for file, content in files.items()}
+        if "/tree/" in path:
+            listing = [
+                {"type": "file", "path": file, "size": sizes[file], "oid": oid(content)}
+                for file, content in files.items()
+            ]
+            return self.reply(200, json.dumps(listing).encode())
+        siblings = [{"rfilename": file, "size": size} for file, size in sizes.items()]
+        info = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+        self.reply(200, json.dumps(info).encode())
+
+    def reply_file(self, files: dict[str, bytes], file: str) -> None:
+        if file not in files:
+            return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+        content = files[file]
+        self.reply(200, content, {"ETag": f'"{oid(content)}"', "X-Repo-Commit": COMMIT})
+
+    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def oid(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[http.server.ThreadingHTTPServer]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    server.asked = []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def ratoon(home: Path, endpoint: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RATOON_"))}
+    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", **variables}
+    command = [sys.executable, "-m", "ratoon.api.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+def address(server: http.server.ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def test_a_model_is_fetched_listed_and_not_fetched_again(hub, tmp_path: Path) -> None:
+    empty = ratoon(tmp_path, address(hub), "models", "--json")
+    assert empty.returncode == 0 and "org/good" not in empty.stdout
+    first = ratoon(tmp_path, address(hub), "pull", "org/good")
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.startswith("org/good: 293.1 KiB in ")
+    folder = Path(first.stdout.split(" in ")[1].strip())
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    hub.asked.clear()
+    assert ratoon(tmp_path, address(hub), "pull", "org/good").returncode == 0
+    assert not any("safetensors" in path for path in hub.asked)
+    listed = [json.loads(line) for line in ratoon(tmp_path, address(hub), "models", "--json").stdout.splitlines()]
+    found = next(model for model in listed if model["name"] == "org/good")
+    assert (found["kind"], found["architecture"], found["note"]) == ("hub", "LlamaForCausalLM", "")
+    assert found["size"] >= 300_000 and found["path"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("org/nothing", "org/nothing: is neither here nor on the hub"),
+        ("org/gated", "org/gated: is gated on the hub; accept its terms there, then set HF_TOKEN"),
+        ("org/other-family", "architecture 'MambaForCausalLM' is not supported"),
+        ("org/gguf-only", "org/gguf-only: is no model in the form that is read; a repository with config.json"),
+        ("org/huge", "are free at"),
+        ("good", "good: is no hub id"),
+    ],
+)
+def test_what_can_not_be_fetched_says_why_in_one_line(hub, tmp_path: Path, name: str, words: str) -> None:
+    hub.asked.clear()
+    refused = ratoon(tmp_path, address(hub), "pull", name)
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1 and words in refused.stderr
+    assert not any("safetensors" in path for path in hub.asked)
+
+
+def test_without_a_network_it_says_so_soon(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    refused = ratoon(tmp_path, endpoint, "pull", "org/good")
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: org/good: the hub ({endpoint}) can't be reached; is there a network?\n"
+    offline = ratoon(tmp_path, endpoint, "pull", "org/good", HF_HUB_OFFLINE="1")
+    assert offline.returncode == 2 and "HF_HUB_OFFLINE is set" in offline.stderr
