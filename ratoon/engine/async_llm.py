@@ -104,7 +104,14 @@ class AsyncLLM:
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
         if max_total_hidden_states_bytes is not None:
             max_total_hidden_states_bytes = parse_size("max_total_hidden_states_bytes", max_total_hidden_states_bytes)
-            if max_total_hidden_states_bytes < self.config.max_hidden_states_bytes:  # or some could never be answered
+            if max_total_hidden_states_bytes < self.config.max_hidden_states_bytes:  # some could never be answered
+                if "max_hidden_states_bytes" in settings:
+                    raise ConfigError(
+                        "max_total_hidden_states_bytes",
+                        f"{max_total_hidden_states_bytes} bytes are less than one request may ask for "
+                        f"(max_hidden_states_bytes, {self.config.max_hidden_states_bytes})",
+                        "at least as many",
+                    )
                 self.config = self.config.with_(max_hidden_states_bytes=max_total_hidden_states_bytes)
         self.hidden_states_budget = HiddenStatesBudget(max_total_hidden_states_bytes)
         self._num_replicas = num_replicas

@@ -83,7 +83,6 @@ def test_branches_that_were_swapped_go_on_where_they_were(load: Load) -> None:
     run(load)
 
 
-@examples(300)
 @given(loads("owned"))
 def test_requests_of_several_owners_all_end_with_the_tokens_they_would_get_alone(load: Load) -> None:
     run(load)
@@ -99,7 +98,7 @@ def test_owners_share_leases_and_extractions_also_in_a_new_engine(load: Load) ->
     run(load)
 
 
-@examples(100)
+@settings(max_examples=60)
 @given(loads())
 def test_one_owner_alone_is_planned_as_none_at_all(load: Load) -> None:
     """Step by step, the same plans."""

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from ratoon.core.errors import (
+    ConfigError,
     DeadlineError,
     EngineDeadError,
     EngineError,
@@ -269,6 +270,12 @@ async def test_what_callers_hold_is_bounded_over_all_requests():
         held.clear()
         assert budget.num_bytes == 0
         assert_nothing_left(llm)
+
+
+def test_the_total_can_not_be_less_than_one_request_may_ask_for():
+    assert make(FakeAsyncClient(), max_total_hidden_states_bytes="1KiB").config.max_hidden_states_bytes == 1024
+    with pytest.raises(ConfigError, match="max_total_hidden_states_bytes"):
+        make(FakeAsyncClient(), max_total_hidden_states_bytes="1KiB", max_hidden_states_bytes="2KiB")
 
 
 @on_event_loop

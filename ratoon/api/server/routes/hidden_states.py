@@ -14,6 +14,7 @@ from ratoon.api.server.errors import refused, request_not_found
 from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generation import make_id
 from ratoon.api.server.json_body import read_body
+from ratoon.api.server.large_json import SLICE
 from ratoon.api.server.prompts import encode_prompts
 from ratoon.api.server.protocol.hidden_states import HiddenStatesAnswer, HiddenStatesRequest
 from ratoon.api.server.responses import JSON, SlicedResponse, large_json_response
@@ -46,7 +47,7 @@ async def read_hidden_states(request: Request) -> Response:
         head = {"id": answer_id, "object": "hidden_states", "model": asked.model}
         return large_json_response(request, {**head, **content(output)})
     file_head, data = as_safetensors(output, id=answer_id, model=asked.model)
-    slices = (bytes(piece) for part in (memoryview(file_head), data) for piece in cut(part))
+    slices = (bytes(piece) for part in (memoryview(file_head), data) for piece in cut(part, SLICE))
     return SlicedResponse(request, slices, len(file_head) + data.nbytes, media_type)
 
 
