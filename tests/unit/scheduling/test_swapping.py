@@ -178,14 +178,19 @@ def test_leases_do_not_go_for_one_that_could_not_come_back_all_the_same() -> Non
 # ---- what is not swapped ----
 
 
-def test_beams_are_computed_again() -> None:
+def test_of_a_beam_search_the_prompt_is_kept_and_its_beams_are_computed_again() -> None:
     scheduler = encoder_scheduler(11, 50, caching=False)
     add_encoded(scheduler, "a", 7, 4, max_tokens=17)
     add_encoded(scheduler, "s", 4, 4, width=3, max_tokens=6)
     plan = preempt(scheduler)
-    assert plan.preempted_req_ids == ["s"] and plan.swapped_out == []
-    assert new_of(until_back(scheduler, "s"), "s").num_computed_tokens == 0
+    assert plan.preempted_req_ids == ["s"]
+    assert len(plan.swapped_out) == 2  # of the prompt and of the cross table, one block each
+    plan = until_back(scheduler, "s")
+    # The prompt's last token runs once more, the encoder does not.
+    assert new_of(plan, "s").num_computed_tokens == 3 and plan.num_scheduled_tokens["s"] == 1
+    assert plan.encoder_steps == [] and scheduler.stats().num_encoder_runs == 2
     finish(scheduler)
+    assert scheduler.kv_cache.num_free_host_blocks == 50
 
 
 @pytest.mark.parametrize("kind", ["last", "mean"])
