@@ -287,14 +287,14 @@ class HiddenStatesParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omi
     """Which hidden states of a sequence to return.
 
     `positions` counts in the part that `scope` names: one number, a list of numbers and of pairs [start, stop), or
-    "all"; negative ones count from its end, and a pair with the stop None goes on to there. `layers` are places in the
-    residual stream, one or a list: 0 is the embeddings, L what the last of L layers leaves, "norm" what the final norm
-    makes of it, "all" all of these; negative ones count from the end of the stream, so that -1 is L.
+    "all"; negative ones count from its end, and a pair with the stop None goes on to there. `layers` are entries of
+    transformers' `hidden_states`, one, a list or "all": 0 is the embeddings, l what l layers leave, and L, -1 or "norm"
+    what the final norm makes of what the last of L layers leaves. That itself, before the norm, is "pre_norm".
     """
 
     positions: Any = -1
     scope: str = "all"  # all, prompt or output
-    layers: Any = None  # None: what the last layer leaves
+    layers: Any = None  # None: the last entry, behind the final norm
     dtype: str = "float32"
     deadline: float | None = None  # seconds
     side: str = "decoder"  # encoder: positions are those of the encoder's input, and layers the encoder's

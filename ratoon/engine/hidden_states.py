@@ -23,10 +23,11 @@ from ratoon.engine.hidden_states_budget import Hold
 Piece: TypeAlias = int | tuple[int, int | None]  # one position, or a run of them: from, up to but not including
 
 ALL = "all"
-NORM = "norm"
+NORM = "norm"  # the last entry by another name: what the final norm makes of the end of the residual stream
+PRE_NORM = "pre_norm"  # that end itself
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 POSITIONS_EXPECTED = 'a whole number, a list of them and of pairs [start, stop], or "all"'
-LAYERS_EXPECTED = 'a whole number, "norm", a list of these, or "all"'
+LAYERS_EXPECTED = 'a whole number, "norm", "pre_norm", a list of these, or "all"'
 SCOPE_NAMES = {"all": "sequence", "prompt": "prompt", "output": "output"}
 ENCODER_INPUT = "encoder's input"
 
@@ -105,12 +106,18 @@ class HiddenStatesSelector:
         return self._model_config.encoder.num_layers
 
     def _layers(self, params: HiddenStatesParams) -> list[int]:
-        layers = resolve_layers(params.layers, self._num_layers(params.side))
-        return list(dict.fromkeys(layers)) if params.each_once else layers
+        num_layers = self._num_layers(params.side)
+        return [layers_passed(layer, num_layers) for layer in self._layer_names(params)]
 
     def _layer_names(self, params: HiddenStatesParams) -> list[int | str]:
         num_layers = self._num_layers(params.side)
-        return [NORM if layer > num_layers else layer for layer in self._layers(params)]
+        names = resolve_layers(params.layers, num_layers)
+        if not params.each_once:
+            return names
+        first_names: dict[int, int | str] = {}  # one layer may have been asked for by two names
+        for name in names:
+            first_names.setdefault(layers_passed(name, num_layers), name)
+        return list(first_names.values())
 
     def _runs(self, params: HiddenStatesParams, num_prompt_tokens: int, num_output_tokens: int) -> list[range]:
         first = num_prompt_tokens if params.scope == "output" else 0
@@ -215,12 +222,20 @@ def _place(position: int, length: int, name: str, highest: int) -> int:
 # ---- layers ----
 
 
-def resolve_layers(asked: Any, num_layers: int) -> list[int]:
-    """How many layers the rows have passed; one more than there are stands for the final norm."""
+def layers_passed(layer: int | str, num_layers: int) -> int:
+    """What the engine counts: the layers that rows have passed; one more than there are stands for the final norm."""
+    if layer == PRE_NORM:
+        return num_layers
+    return num_layers + 1 if layer in (NORM, num_layers) else int(layer)
+
+
+def resolve_layers(asked: Any, num_layers: int) -> list[int | str]:
+    """Each by the number that it has in transformers' `hidden_states`, or by its name. The last entry there is behind
+    the final norm: it is what those who compare or train heads expect, and so it is the default."""
     if asked is None:
         return [num_layers]
     if isinstance(asked, str) and asked == ALL:
-        return [*range(num_layers + 2)]
+        return [*range(num_layers + 1)]
     if not _is_list(asked):
         return [_resolve_layer("layers", asked, num_layers)]
     if not asked:
@@ -228,18 +243,18 @@ def resolve_layers(asked: Any, num_layers: int) -> list[int]:
     return [_resolve_layer(f"layers[{index}]", layer, num_layers) for index, layer in enumerate(asked)]
 
 
-def _resolve_layer(field: str, layer: Any, num_layers: int) -> int:
+def _resolve_layer(field: str, layer: Any, num_layers: int) -> int | str:
     if isinstance(layer, str):
-        if layer != NORM:
+        if layer not in (NORM, PRE_NORM):
             raise RequestError(field, f"{layer!r} is unknown", LAYERS_EXPECTED)
-        return num_layers + 1
+        return layer
     number = _whole(field, layer, LAYERS_EXPECTED)
     lowest = -num_layers - 1
     if not lowest <= number <= num_layers:
         raise RequestError(
             "layers",
             f"{number} is out of range: the model has {num_layers} layers",
-            f'from {lowest} to {num_layers} (0 is the embeddings), or "norm"',
+            f'from {lowest} to {num_layers} (0 is the embeddings), "norm" or "pre_norm"',
         )
     return number if number >= 0 else number - lowest
 

@@ -48,7 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--positions", default="-1", metavar="LIST", help="such as all, 0,5 or 3:10; default -1, the last token"
     )
     parser.add_argument(
-        "--layers", metavar="LIST", help="such as all, 0,15 or norm; 0 is the embeddings; default: the last layer"
+        "--layers", metavar="LIST", help="all, or numbers as in transformers, norm, pre_norm; default -1, the last"
     )
     parser.add_argument(
         "--side", default="decoder", choices=HIDDEN_STATES_SIDES, help="of an encoder-decoder model; default decoder"
@@ -151,7 +151,9 @@ def parse_positions(text: str) -> str | list[Any]:
 def parse_layers(text: str) -> str | list[Any]:
     if text == "all":
         return text
-    return [part.strip() if part.strip() == "norm" else _number("--layers", part) for part in text.split(",")]
+    return [
+        part.strip() if part.strip() in ("norm", "pre_norm") else _number("--layers", part) for part in text.split(",")
+    ]
 
 
 def _position(text: str) -> int | list[int | None]:

@@ -28,7 +28,7 @@ def states_of(llm: LLM, *arguments: Any, **options: Any) -> Any:
 def test_one_source_gives_one_output_and_a_list_gives_a_list(llm):
     one = states_of(llm, "abc")
     assert isinstance(one, HiddenStatesOutput) and one.token_ids == [ord("c")]
-    assert torch.equal(one.tensor, torch.tensor([[hidden_state(2, 3)]]))
+    assert torch.equal(one.tensor, torch.tensor([[hidden_state(2, 4)]]))
     assert states_of(llm, [97, 98]).token_ids == [98]
     many = states_of(llm, ["abc", [97, 98], {"prompt": "xy"}], HiddenStatesParams(positions="all"))
     assert [bytes(output.token_ids) for output in many] == [b"abc", b"ab", b"xy"]

@@ -123,7 +123,7 @@ async def test_the_asynchronous_engine_tells_the_same(monkeypatch):
         assert [output async for output in llm.generate_continuation("r", [5], SamplingParams(max_tokens=4))]
         assert client.core.added[1].encoder_input == client.core.added[0].encoder_input
         states = await llm.extract_hidden_states(None, OF_ENCODER, original_request_id="r")
-        assert states.tensor.shape == (ENCODER_LAYERS + 2, AUDIO_POSITIONS, HIDDEN_SIZE)
+        assert states.tensor.shape == (ENCODER_LAYERS + 1, AUDIO_POSITIONS, HIDDEN_SIZE)
         with pytest.raises(RequestError, match="encoder_prompt: is text"):
             await anext(llm.generate({"encoder_prompt": "ab"}))
 
@@ -204,7 +204,7 @@ def extract(source: Any, params: HiddenStatesParams, engine: LLMEngine | None = 
 
 
 def test_states_of_the_encoder_count_its_positions_and_layers():
-    request, selection = extract("ab", HiddenStatesParams(side="encoder", positions=[-1, 0], layers=[-1, "norm"]))
+    request, selection = extract("ab", HiddenStatesParams(side="encoder", positions=[-1, 0], layers=["pre_norm", -1]))
     assert request.extraction.of_encoder
     assert request.extraction.positions == [0, 3] and selection.positions == [3, 0]
     assert request.extraction.layers == [ENCODER_LAYERS, ENCODER_LAYERS + 1]
@@ -218,8 +218,8 @@ def test_states_of_the_encoder_come_with_its_tokens():
     output = run(engine, request, None, selection)
     assert isinstance(output, HiddenStatesOutput) and output.error is None
     assert (output.positions, output.token_ids) == ([0, 1, 2, 3], FRAMED)
-    assert output.layers == [*range(ENCODER_LAYERS + 1), "norm"]
-    assert output.tensor.shape == (ENCODER_LAYERS + 2, 4, HIDDEN_SIZE)
+    assert output.layers == [*range(ENCODER_LAYERS + 1)]
+    assert output.tensor.shape == (ENCODER_LAYERS + 1, 4, HIDDEN_SIZE)
 
 
 def test_states_of_audio_have_no_tokens():
@@ -315,4 +315,4 @@ def test_where_every_token_sees_all_the_whole_prompt_is_run_and_only_what_was_as
     assert request.extraction.positions == [0, 1, 3]
     output = run(engine, request, None, selection)
     assert (output.positions, output.token_ids) == ([1, 0], [97, OTHER])
-    assert output.tensor[0].tolist() == [hidden_state(1, 3), hidden_state(0, 3)]
+    assert output.tensor[0].tolist() == [hidden_state(1, 4), hidden_state(0, 4)]

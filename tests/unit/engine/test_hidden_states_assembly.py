@@ -14,7 +14,7 @@ from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
 from ratoon.core.params import HiddenStatesParams
 from ratoon.core.wire import WireTensor
 from ratoon.engine.answers import Arrangement, HiddenStatesAssembly
-from ratoon.engine.hidden_states import HiddenStatesSelector, Selection
+from ratoon.engine.hidden_states import HiddenStatesSelector, Selection, layers_passed
 from ratoon.engine.torch_tensors import as_torch, with_torch_tensors
 from tests.unit.engine.fakes import HIDDEN_SIZE, NUM_LAYERS, hidden_state, model_config, wire_tensor
 
@@ -37,7 +37,7 @@ def part_of(selection: Selection, first: int, count: int) -> WireTensor:
 
 @given(
     positions=st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=20),
-    layers=st.lists(st.integers(0, NUM_LAYERS) | st.just("norm"), min_size=1, max_size=6),
+    layers=st.lists(st.integers(0, NUM_LAYERS) | st.sampled_from(["norm", "pre_norm"]), min_size=1, max_size=6),
     seed=st.integers(0, 10**6),
 )
 def test_parts_of_any_size_make_the_array_that_was_asked_for(positions: list, layers: list, seed: int):
@@ -56,7 +56,7 @@ def test_parts_of_any_size_make_the_array_that_was_asked_for(positions: list, la
     Arrangement(selection, range(100, 100 + LENGTH)).apply(output)
     array = output.tensor
     assert output.token_ids == [100 + position for position in positions]
-    planes = [NUM_LAYERS + 1 if layer == "norm" else layer for layer in layers]
+    planes = [layers_passed(layer, NUM_LAYERS) for layer in layers]
     numpy.testing.assert_array_equal(array, WHOLE[planes][:, positions])
     assert array.flags.c_contiguous and array.flags.writeable and array.flags.owndata
 
@@ -78,7 +78,7 @@ def test_rows_that_do_not_fit_are_the_engines_fault():
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_torch_tensor_is_the_same_memory(dtype: str):
     torch = pytest.importorskip("torch")
-    selection = selection_of("all", "all", dtype)
+    selection = selection_of("all", [*range(NUM_LAYERS), "pre_norm", "norm"], dtype)
     assembly = HiddenStatesAssembly(selection)
     assembly.add(part_of(selection, 0, LENGTH), 0)
     array = assembly.take_array()

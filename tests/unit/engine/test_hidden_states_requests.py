@@ -175,7 +175,7 @@ def test_the_states_are_asked_for_when_the_text_has_ended_and_come_with_its_last
     assert (last.outputs[0].text, last.outputs[0].finish_reason) == ("y", "length")
     (states,) = last.hidden_states
     assert (states.request_id, states.positions, states.layers, states.token_ids) == ("r", [4], [3], [ord("y")])
-    assert states.tensor.tolist() == [[hidden_state(4, 3)]]
+    assert states.tensor.tolist() == [[hidden_state(4, 4)]]  # behind the final norm
     assert (states.computed_tokens, states.source) == (1, "lease")
     assert not run.outputs.has_unfinished_requests()
     assert run.outputs.find_root("r").choices == [[120, 121]]
@@ -208,7 +208,7 @@ def test_each_choice_has_its_states_whatever_order_they_come_in():
     assert [states.positions for states in last.hidden_states] == [[5, 3], [3, 3], [4, 3]]
     assert [bytes(states.token_ids) for states in last.hidden_states] == [b"zx", b"qq", b"sr"]
     for states in last.hidden_states:
-        expected = [[hidden_state(position, 3) for position in states.positions]]
+        expected = [[hidden_state(position, 4) for position in states.positions]]
         numpy.testing.assert_array_equal(states.tensor, numpy.array(expected, numpy.float32))
 
 
@@ -341,7 +341,7 @@ def test_no_more_are_read_at_a_time_than_the_engine_can_queue_and_none_is_forgot
 
 def test_an_extraction_gives_one_output_with_all_its_rows():
     outputs = OutputProcessor(TOKENIZER, lambda: 9.0)
-    params = HiddenStatesParams(positions=[4, 0, 4], layers=[3, "norm"])
+    params = HiddenStatesParams(positions=[4, 0, 4], layers=["pre_norm", "norm"])
     request, selection = input_processor().process_extraction("x", "abcdef", params, owner="me")
     outputs.add_request(request, None, selection)
     with pytest.raises(UnknownParentError) as unknown:
@@ -351,7 +351,7 @@ def test_an_extraction_gives_one_output_with_all_its_rows():
     (output,) = outputs.process_outputs(EngineCoreOutputs([hidden_rows(request, 1, 1)])).outputs
     assert isinstance(output, HiddenStatesOutput) and output.finished and output.error is None
     assert (output.request_id, output.owner, output.dtype, output.source) == ("x", "me", "float32", None)
-    assert (output.positions, output.layers, bytes(output.token_ids)) == ([4, 0, 4], [3, "norm"], b"eae")
+    assert (output.positions, output.layers, bytes(output.token_ids)) == ([4, 0, 4], ["pre_norm", "norm"], b"eae")
     expected = [[hidden_state(position, layer) for position in (4, 0, 4)] for layer in (3, 4)]
     assert output.tensor.tolist() == expected and output.computed_tokens == 2
     assert (output.metrics.arrival_time, output.metrics.finished_time) == (7.0, 9.0)

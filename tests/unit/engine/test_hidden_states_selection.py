@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ratoon.core.errors import RequestError, TooLargeError
 from ratoon.core.params import HiddenStatesParams
-from ratoon.engine.hidden_states import HiddenStatesSelector, Selection, resolve_layers
+from ratoon.engine.hidden_states import HiddenStatesSelector, Selection, layers_passed, resolve_layers
 from tests.unit.engine.fakes import HIDDEN_SIZE, NUM_LAYERS, model_config
 
 SELECTOR = HiddenStatesSelector(model_config())
@@ -67,25 +67,32 @@ def test_positions_are_those_that_plain_indexing_finds(asked: Any, scope: str, n
     assert [extraction.positions[row] for row in selection.row_order] == expected
 
 
-@given(st.lists(st.integers(-NUM_LAYERS - 1, NUM_LAYERS) | st.just("norm"), min_size=1, max_size=8))
-def test_layers_are_places_in_the_residual_stream(asked: list[int | str]):
-    stream = list(range(NUM_LAYERS + 1))
+@given(
+    st.lists(st.integers(-NUM_LAYERS - 1, NUM_LAYERS) | st.sampled_from(["norm", "pre_norm"]), min_size=1, max_size=8)
+)
+def test_layers_are_entries_of_transformers_hidden_states(asked: list[int | str]):
+    """Its last one has passed the final norm; the engine counts that as one layer more."""
+    entries = [*range(NUM_LAYERS), NUM_LAYERS + 1]
+    passed = {"norm": NUM_LAYERS + 1, "pre_norm": NUM_LAYERS}
     selection = select(layers=asked)
-    assert selection.layers == [layer if layer == "norm" else stream[layer] for layer in asked]
-    numbers = [NUM_LAYERS + 1 if layer == "norm" else stream[layer] for layer in asked]
+    assert selection.layers == [layer if isinstance(layer, str) else range(NUM_LAYERS + 1)[layer] for layer in asked]
+    numbers = [passed[layer] if isinstance(layer, str) else entries[layer] for layer in asked]
     assert selection.extraction.layers == sorted(set(numbers))
     assert [selection.extraction.layers[place] for place in selection.layer_order] == numbers
 
 
-def test_what_is_left_out_is_the_last_token_behind_the_last_layer():
+def test_what_is_left_out_is_the_last_token_behind_the_final_norm():
     selection = select(num_prompt=5, num_output=4)
     assert (selection.positions, selection.layers) == ([8], [NUM_LAYERS])
+    assert selection.extraction.layers == [NUM_LAYERS + 1]
     assert selection.extraction.dtype == "float32" and selection.extraction.deadline is None
 
 
-def test_all_layers_are_the_embeddings_each_layer_and_the_norm():
-    assert select(layers="all").layers == [0, 1, 2, 3, "norm"]
+def test_all_layers_are_the_embeddings_and_each_layer_the_last_behind_the_norm():
+    everything = select(layers="all")
+    assert (everything.layers, everything.extraction.layers) == ([0, 1, 2, 3], [0, 1, 2, 4])
     assert select(layers="norm").layers == ["norm"]
+    assert select(layers=["pre_norm", 3]).extraction.layers == [3, 4]
     assert select(layers=-1).layers == [NUM_LAYERS]
 
 
@@ -190,7 +197,7 @@ def test_positions_and_layers_can_travel_and_mean_the_same():
     plain = SELECTOR.in_plain_lists(params)
     assert (plain.positions, plain.layers) == ([0, 1, 2], ["norm", 3])
     everything = SELECTOR.in_plain_lists(HiddenStatesParams(positions="all", layers="all"))
-    assert (everything.positions, everything.layers) == ([[0, None]], [0, 1, 2, 3, "norm"])
+    assert (everything.positions, everything.layers) == ([[0, None]], [0, 1, 2, 3])
     assert SELECTOR.select(plain, 5, 4) == SELECTOR.select(params, 5, 4)
     assert resolve_layers(everything.layers, NUM_LAYERS) == resolve_layers("all", NUM_LAYERS)
 
@@ -200,7 +207,7 @@ def test_positions_and_layers_can_travel_and_mean_the_same():
 
 @given(
     asked=st.lists(FAR | PAIRS, min_size=1, max_size=8),
-    layers=st.lists(st.integers(0, NUM_LAYERS) | st.just("norm"), min_size=1, max_size=6),
+    layers=st.lists(st.integers(0, NUM_LAYERS) | st.sampled_from(["norm", "pre_norm"]), min_size=1, max_size=6),
 )
 def test_each_once_has_the_same_positions_and_layers_where_they_are_named_first(asked: list, layers: list):
     try:
@@ -211,7 +218,8 @@ def test_each_once_has_the_same_positions_and_layers_where_they_are_named_first(
         return
     once = select(positions=asked, layers=layers, each_once=True)
     assert once.positions == list(dict.fromkeys(repeated.positions))
-    assert once.layers == list(dict.fromkeys(repeated.layers))
+    passed = [layers_passed(layer, NUM_LAYERS) for layer in repeated.layers]  # "norm" is the last by another name
+    assert once.layers == [repeated.layers[passed.index(number)] for number in dict.fromkeys(passed)]
     assert once.extraction == repeated.extraction, "the engine has the same to do"
     assert once.num_bytes == len(once.positions) * len(once.layers) * HIDDEN_SIZE * 4
 

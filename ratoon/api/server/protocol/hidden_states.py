@@ -13,6 +13,7 @@ from ratoon.core.params import HiddenStatesParams
 
 NAMES = ("positions", "scope", "layers", "dtype", "deadline", "side")  # here and in HiddenStatesParams
 LARGEST = 2**63
+LAYER_NAMES = ("norm", "pre_norm")
 
 
 def _positions(value: Any) -> Any:
@@ -22,11 +23,11 @@ def _positions(value: Any) -> Any:
 
 
 def _layers(value: Any) -> Any:
-    if value in ("all", "norm") if isinstance(value, str) else _is_number(value):
+    if value in ("all", *LAYER_NAMES) if isinstance(value, str) else _is_number(value):
         return value
-    if isinstance(value, list) and _are_numbers_or(lambda layer: layer == "norm", value):
+    if isinstance(value, list) and _are_numbers_or(lambda layer: layer in LAYER_NAMES, value):
         return value
-    raise ValueError('is neither a number, "norm", "all", nor a list of numbers and "norm"')
+    raise ValueError('is neither a number, "norm", "pre_norm", "all", nor a list of numbers and of the first two names')
 
 
 def _are_numbers_or(is_other: Callable[[Any], bool], values: list[Any]) -> bool:
@@ -73,8 +74,8 @@ Layers = Annotated[
         {
             "anyOf": [
                 _NUMBER,
-                {"enum": ["all", "norm"]},
-                {"type": "array", "items": {"anyOf": [_NUMBER, {"const": "norm"}]}},
+                {"enum": ["all", *LAYER_NAMES]},
+                {"type": "array", "items": {"anyOf": [_NUMBER, {"enum": [*LAYER_NAMES]}]}},
             ]
         }
     ),
@@ -92,8 +93,8 @@ class HiddenStatesFields(RequestModel):
     scope: Literal["all", "prompt", "output"] | None = Field(None, description="What positions count in")
     layers: Layers | None = Field(
         None,
-        description='0: the embeddings; N: behind N layers; "norm": behind the final norm; a list of these; "all"; '
-        "negative ones count from the last layer; that one where it is left out",
+        description='As in transformers: 0: the embeddings; N: behind N layers; the last, -1 or "norm": behind the '
+        'final norm, and the default; a list of these; "all". "pre_norm": the last before that norm',
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="float32 where it is left out")
     deadline: float | None = Field(None, description="Give up after so many seconds")
@@ -132,7 +133,7 @@ class HiddenStatesRequest(HiddenStatesFields):
 class HiddenStatesContent(AnswerModel):
     dtype: Literal["float32", "bfloat16", "float16"]
     shape: list[int] = Field(description="Layers, positions, the model's width")
-    layers: list[int | Literal["norm"]]
+    layers: list[int | Literal["norm", "pre_norm"]]
     positions: list[int] = Field(
         description="In the whole sequence, prompt and output; each once, in the order in which they were first named"
     )
