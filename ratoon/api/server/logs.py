@@ -9,6 +9,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.observe.logging import FILE_VARIABLE, LEVELS, ROOT, VARIABLE, configure_logging
 
 HTTP_LOGGER = "uvicorn"
+TRACE_LOGGER = "opentelemetry"  # says that a collector does not answer
 THROUGHPUT_LOGGER = "ratoon.observe.throughput"
 
 
@@ -21,10 +22,11 @@ def configure_server_logging(level: str | None, file: str | None, access_log: bo
     if file is not None:
         os.environ[FILE_VARIABLE] = os.path.abspath(file)
     configure_logging()
-    if VARIABLE not in os.environ:  # whoever asks for less gets less; unasked, the throughput is worth a line
+    if VARIABLE not in os.environ:  # no level was asked for: the throughput is written all the same
         logging.getLogger(THROUGHPUT_LOGGER).setLevel(logging.INFO)
-    http = logging.getLogger(HTTP_LOGGER)
-    http.handlers = list(logging.getLogger(ROOT).handlers)
-    http.propagate = False
-    http.setLevel(logging.WARNING)
+    for name in (HTTP_LOGGER, TRACE_LOGGER):
+        library = logging.getLogger(name)
+        library.handlers = list(logging.getLogger(ROOT).handlers)
+        library.propagate = False
+        library.setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if access_log else logging.WARNING)
