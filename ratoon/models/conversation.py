@@ -11,7 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ratoon.core.errors import RequestError
+from ratoon.core.json_extent import MAX_OTHER_VALUES, MAX_PARTS, ExtentLimit, find_excess
 
+ARGUMENTS_LIMIT = ExtentLimit(MAX_PARTS, MAX_OTHER_VALUES)  # of one tool call
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FORM = 'expected a list of objects such as {"role": "user", "content": "Hello"}'
 TOOL_CALL_FORM = 'expected {"type": "function", "function": {"name": "…", "arguments": "{…}"}}'
@@ -97,6 +99,9 @@ def _check_tool_call(name: str, call: Any) -> dict[str, Any]:
         raise RequestError(f"{name}.function.name", "is missing, or not text", TOOL_CALL_FORM)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        excess = find_excess(arguments.encode("utf-8", "surrogatepass"), ARGUMENTS_LIMIT)
+        if excess is not None:
+            raise RequestError(f"{name}.function.arguments", f"holds more than {excess}", "shorter arguments")
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):

@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.hosts import AllowedHosts
-from ratoon.api.server.json_extent import ExtentLimit, extent_limit
 from ratoon.api.server.names import RequestNames
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.token_texts import TokenTexts
+from ratoon.core.json_extent import ExtentLimit, extent_limit
 from ratoon.core.shares import SharedLimit
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from starlette.requests import Request
 from ratoon.api.server.context import context_of
 from ratoon.api.server.errors import ApiError, refused
 from ratoon.api.server.exchange import Scope, exchange_of, header
-from ratoon.api.server.json_extent import ExtentLimit, check_extent
 from ratoon.api.server.lanes import WorkLanes
 from ratoon.api.server.problems import explain
 from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.protocol.unsupported import find_hint
+from ratoon.core.json_extent import ExtentLimit, find_excess
 from ratoon.core.suggestions import did_you_mean
 
 Model = TypeVar("Model", bound=RequestModel)
@@ -46,7 +46,9 @@ async def read_body(request: Request, model: type[Model]) -> Model:
 def parse_body(body: bytes, model: type[Model], lenient: bool, limit: ExtentLimit) -> Model:
     """How much it holds is known before it is decoded, and what is wrong with it is found no more than once: a refusal
     costs no more than a few times the body, in time and in memory."""
-    check_extent(body, limit)
+    excess = find_excess(body, limit)
+    if excess is not None:
+        raise ApiError(400, f"The body holds more than {excess}, which no request needs", code="body_too_large")
     decoded = decode_json(body)
     if not isinstance(decoded, dict):
         raise ApiError(400, "The body is not a JSON object", code="invalid_json")

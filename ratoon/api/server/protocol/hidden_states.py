@@ -14,6 +14,7 @@ from ratoon.core.params import HiddenStatesParams
 NAMES = ("positions", "scope", "layers", "dtype", "deadline", "side")  # here and in HiddenStatesParams
 LARGEST = 2**63
 LAYER_NAMES = ("norm", "pre_norm")
+MAX_LAYERS = 4096  # entries of a list
 
 
 def _positions(value: Any) -> Any:
@@ -25,6 +26,8 @@ def _positions(value: Any) -> Any:
 def _layers(value: Any) -> Any:
     if value in ("all", *LAYER_NAMES) if isinstance(value, str) else _is_number(value):
         return value
+    if isinstance(value, list) and len(value) > MAX_LAYERS:
+        raise ValueError(f"has {len(value)} entries; {MAX_LAYERS} at most")
     if isinstance(value, list) and _are_numbers_or(lambda layer: layer in LAYER_NAMES, value):
         return value
     raise ValueError('is neither a number, "norm", "pre_norm", "all", nor a list of numbers and of the first two names')

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from ratoon.api.server.errors import ApiError
 from ratoon.api.server.json_body import check_fields, decode_json, parse_body
-from ratoon.api.server.json_extent import MAX_PARTS, SLICE, SMALL_BODY, ExtentLimit, check_extent, extent_limit
 from ratoon.api.server.protocol.audio import TranscriptionRequest, TranslationRequest
 from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
@@ -22,6 +21,7 @@ from ratoon.api.server.protocol.embeddings import EmbeddingRequest
 from ratoon.api.server.protocol.hidden_states import HiddenStatesFields, HiddenStatesRequest
 from ratoon.api.server.protocol.sampling import StreamOptions
 from ratoon.api.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from ratoon.core.json_extent import MAX_PARTS, SLICE, SMALL_BODY, ExtentLimit, extent_limit, find_excess
 from ratoon.core.params import MAX_LOGIT_BIAS
 from tests.unit.api.server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, say, scripted
 from tests.unit.engine.fakes_async import on_event_loop
@@ -124,7 +124,7 @@ def test_a_refusal_costs_a_few_times_the_body(kind: str, model: type[RequestMode
 def test_what_is_inside_texts_does_not_count() -> None:
     text = '[{,"\\' * MEBIBYTE
     body = json.dumps({"model": "x", "prompt": [text, "}", '"', "\\", "\\\\" * SLICE]}).encode()
-    check_extent(body, ExtentLimit(12, 6))
+    assert find_excess(body, ExtentLimit(12, 6)) is None
     assert decode_json(body)["prompt"][0] == text
 
 
@@ -134,11 +134,9 @@ def test_texts_may_end_anywhere_in_a_slice(shift: int) -> None:
     text = "x" * (SLICE - 10 - shift) + '\\"\\\\",,,,[[[[' * 3 + "y" * SLICE
     body = b'["' + json.dumps(text).encode()[1:] + b"," + b"1," * 10 + b"1]"
     assert len(body) > SMALL_BODY
-    check_extent(body, ExtentLimit(2, 11))
-    with pytest.raises(ApiError, match="more than 10 values"):
-        check_extent(body, ExtentLimit(2, 10))
-    with pytest.raises(ApiError, match="more than 1 texts, lists and objects"):
-        check_extent(body, ExtentLimit(1, 11))
+    assert find_excess(body, ExtentLimit(2, 11)) is None
+    assert find_excess(body, ExtentLimit(2, 10)) == "10 values"
+    assert find_excess(body, ExtentLimit(1, 11)) == "1 texts, lists and objects"
 
 
 def test_every_prompt_of_the_largest_batch_can_be_token_ids() -> None:
@@ -178,3 +176,21 @@ async def test_large_bodies_are_read_and_answered() -> None:
         assert answer.status == 200
         refused = await client.post("/v1/chat/completions", {"model": MODEL, "messages": [long, 0, 0]})
         assert (refused.status, refused.error["param"]) == (400, "messages[1]")
+
+
+@on_event_loop
+async def test_json_inside_of_a_text_is_bounded_as_well() -> None:
+    """The arguments of a tool call are text in the body, and an object for the chat template."""
+    arguments = '{"a": [' + "[]," * 200_000 + "0]}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    async with scripted(say("x")) as client:
+        answer = await client.post("/v1/chat/completions", {"model": MODEL, "messages": [message]})
+        assert answer.status == 400
+        assert answer.error["param"] == "messages[0].tool_calls[0].function.arguments"
+        assert "holds more than 131072 texts, lists and objects" in answer.error["message"]
+
+
+def test_a_list_of_layers_is_no_longer_than_any_model_is_deep() -> None:
+    with pytest.raises(ValidationError, match="has 5000 entries; 4096 at most"):
+        HiddenStatesRequest.model_validate({"model": "x", "layers": [0] * 5000})

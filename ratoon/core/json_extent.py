@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ratoon.api.server.errors import ApiError
-
 SLICE = 64 * 1024  # bytes; what is made of one is all the memory that counting takes
 SMALL_BODY = 64 * 1024  # bytes: it can't hold enough to be worth counting
 MAX_PARTS = 2**17  # texts (keys included), lists and objects
@@ -26,10 +24,10 @@ def extent_limit(max_prompts: int, max_model_len: int, vocab_size: int) -> Exten
     return ExtentLimit(MAX_PARTS, max_prompts * max_model_len + vocab_size + MAX_OTHER_VALUES)
 
 
-def check_extent(body: bytes, limit: ExtentLimit) -> None:
-    """ApiError for a body that holds more. It is found at the first slice that goes over the limit."""
+def find_excess(body: bytes, limit: ExtentLimit) -> str | None:
+    """What there is too much of; None: it is within the limit. It is found at the first slice that goes over it."""
     if len(body) <= SMALL_BODY:
-        return
+        return None
     num_containers = num_marks = num_values = start = 0
     while start < len(body):
         end = start + SLICE
@@ -46,10 +44,7 @@ def check_extent(body: bytes, limit: ExtentLimit) -> None:
         num_containers += structure.count(b"[") + structure.count(b"{")
         num_values += structure.count(b",")
         if num_containers + num_marks // 2 > limit.num_parts:
-            raise _too_much(f"{limit.num_parts} texts, lists and objects")
+            return f"{limit.num_parts} texts, lists and objects"
         if num_values > limit.num_values:
-            raise _too_much(f"{limit.num_values} values")
-
-
-def _too_much(limit: str) -> ApiError:
-    return ApiError(400, f"The body holds more than {limit}, which no request needs", code="body_too_large")
+            return f"{limit.num_values} values"
+    return None
