@@ -259,3 +259,21 @@ def test_without_a_budget_there_are_no_leases_and_a_shorter_limit_holds():
         assert llm.continue_from(parent, [5], GREEDY).continuation.source == "prefix_cache"
         with pytest.raises(RequestError, match="at most 10"):
             llm.generate(random_token_ids(10, seed=1), GREEDY, retain_kv=11, progress=False)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_prompt_in_the_place_of_a_forgotten_parent_gives_what_the_continuation_gives(params):
+    suffix = [7, 3]
+    with engine("llama with grouped heads", block_size=4, num_blocks=200) as llm:
+        (parent,) = llm.generate(random_token_ids(11, seed=5), params, retain_kv=60, progress=False)
+        prompt = whole(parent) + suffix
+        child = llm.continue_from(parent, suffix, params, prompt=prompt)
+        assert (child.continuation.source, child.continuation.fallback) == ("lease", False)
+        llm.engine.output_processor.roots.remove(parent.request_id)
+        fallen_back = llm.continue_from(parent, suffix, params, prompt=prompt)
+        assert tokens_of(fallen_back) == tokens_of(child) and fallen_back.prompt_token_ids == child.prompt_token_ids
+        assert (fallen_back.continuation.source, fallen_back.continuation.fallback) == ("prefix_cache", True)
+        assert fallen_back.continuation.inherited_tokens == len(prompt) // 4 * 4 - (4 if len(prompt) % 4 == 0 else 0)
+        with pytest.raises(UnknownParentError):
+            llm.continue_from(parent, suffix, params)
+        llm.reset_prefix_cache()
