@@ -29,10 +29,12 @@ pytestmark = pytest.mark.slow
 
 KEYS = ("sk-mine", "sk-yours")
 PROMPT = "a prompt that fills more than one block"
-ASKED = {"positions": [-1, [3, 6], 3], "layers": [-1, 0, "pre_norm"]}
+ASKED = {"positions": [-1, [3, 6]], "layers": [-1, 0, "pre_norm"]}
 FILE_TYPE = "application/octet-stream"
-# 16,000 times the same few positions: large answers of a small model.
-MUCH = {"positions": [[0, 32]] * 500, "layers": "all"}
+# As much as may be asked for, in several parts.
+LONG_PROMPT = "x" * 480
+MUCH = {"positions": "all", "layers": "all"}
+MOST_BYTES = 480 * 3 * 32 * 4
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(folder, "--max-hidden-states-bytes", "16MiB", RATOON_API_KEY=",".join(KEYS)) as running:
+    with serving(folder, "--max-hidden-states-bytes", str(MOST_BYTES), RATOON_API_KEY=",".join(KEYS)) as running:
         yield running
 
 
@@ -88,8 +90,15 @@ def test_a_prompts_states_as_json_and_as_a_file(server, expected, tmp_path):
     with safe_open(file, "np") as opened:
         close(opened.get_tensor("hidden_states"), wanted)
         notes = opened.metadata()
-    assert json.loads(notes["positions"]) == [38, 3, 4, 5, 3] and json.loads(notes["layers"]) == [2, 0, "pre_norm"]
-    assert bytes(json.loads(notes["token_ids"])) == b"k" + PROMPT[3:6].encode() + PROMPT[3:4].encode()
+    assert json.loads(notes["positions"]) == [38, 3, 4, 5] and json.loads(notes["layers"]) == [2, 0, "pre_norm"]
+    assert bytes(json.loads(notes["token_ids"])) == b"k" + PROMPT[3:6].encode()
+
+
+def test_what_is_asked_for_twice_comes_once(server, expected):
+    twice = {"positions": [*ASKED["positions"], 3, [4, 6]], "layers": [*ASKED["layers"], 0]}
+    answer = ask(server, prompt=PROMPT, **twice).json()
+    assert (answer["positions"], answer["layers"]) == ([38, 3, 4, 5], [2, 0, "pre_norm"])
+    close(numbers(answer), expected(list(PROMPT.encode()), **ASKED))
 
 
 def test_half_precision_is_the_rounded_whole(server, expected):
@@ -118,7 +127,7 @@ def test_an_ended_request_by_its_id_for_its_own_key_alone(server, client, expect
         ({"layers": 3}, 400, None),
         ({"dtype": "float8"}, 400, None),
         ({"prompt": None, "original_request_id": "cmpl-never"}, 404, "request_not_found"),
-        ({"positions": [[0, 39]] * 1500, "layers": "all"}, 413, "answer_too_large"),
+        ({"prompt": LONG_PROMPT + "x", **MUCH}, 413, "answer_too_large"),
         ({"deadline": 1e-9}, 504, "deadline_exceeded"),
     ],
 )
@@ -128,18 +137,18 @@ def test_what_can_not_be_read_has_its_status(server, fields, status, code):
 
 
 def test_a_large_answer_arrives_whole(server, expected):
-    wanted = np.tile(expected(list(PROMPT.encode()), positions=[[0, 32]], layers="all"), (1, 500, 1))
-    answer = ask(server, prompt=PROMPT, accept=FILE_TYPE, **MUCH)
-    assert len(answer.content) > 6_000_000
+    wanted = expected(list(LONG_PROMPT.encode()), **MUCH)
+    answer = ask(server, prompt=LONG_PROMPT, accept=FILE_TYPE, **MUCH)
+    assert len(answer.content) > MOST_BYTES
     close(load(answer.content)["hidden_states"], wanted)
-    close(numbers(ask(server, prompt=PROMPT, **MUCH).json()), wanted)
+    close(numbers(ask(server, prompt=LONG_PROMPT, **MUCH).json()), wanted)
 
 
 def test_a_reader_that_stalls_holds_up_nobody(server, client):
     host, port = server.url.removeprefix("http://").split(":")
     stalled = []
     for accept in ("application/json", FILE_TYPE):
-        body = json.dumps({"model": MODEL, "prompt": PROMPT, **MUCH}).encode()
+        body = json.dumps({"model": MODEL, "prompt": LONG_PROMPT, **MUCH}).encode()
         head = (
             f"POST /v1/hidden_states HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEYS[0]}\r\n"
             f"Accept: {accept}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -202,12 +211,12 @@ def there(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_command_writes_the_same_file_here_and_there(here, there, expected, tmp_path, capsys):
     wanted = expected(list(PROMPT.encode()), **ASKED)
-    asked = [PROMPT, "--positions=-1,3:6,3", "--layers=-1,0,pre_norm", "--output"]
+    asked = [PROMPT, "--positions=-1,3:6", "--layers=-1,0,pre_norm", "--output"]
     for name, where in (("here", here), ("there", there)):
         file = tmp_path / name
         assert main(["hidden-states", *where, *asked, str(file)]) == 0
         close(load_file(file)["hidden_states"], wanted)
-        line = f'{file}: float32 [3, 5, 32], layers [2,0,"pre_norm"], 39 tokens computed\n'
+        line = f'{file}: float32 [3, 4, 32], layers [2,0,"pre_norm"], 39 tokens computed\n'
         assert capsys.readouterr().out == line or name == "there"  # the server has seen the prompt before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]
 
