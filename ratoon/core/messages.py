@@ -4,7 +4,8 @@
     engine → client  (DEALER → ROUTER)   secret: once, when it has connected
     engine → client  (PUSH → PULL)       secret, kind (EngineMessageType, one byte), message
 
-The secret is made anew for every process that is started: what a stranger or a dead process sent is told apart by it.
+Secret and identity are made anew for every process that is started: what a stranger or a dead process sent is told
+apart by them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import msgspec
 from ratoon.core.config import EngineConfig
 
 
-def engine_identity(index: int) -> bytes:
-    """What an engine is called on the client's ROUTER socket."""
-    return f"engine-{index}".encode()
+def engine_identity(index: int, run: str) -> bytes:
+    """What an engine is called on the client's ROUTER socket. Of two peers with one name the second is not heard: so
+    each run has a name (`run`, drawn at random) that a stranger can't take before the engine does."""
+    return f"engine-{index}-{run}".encode()
 
 
 class EngineMessageType(enum.Enum):
@@ -39,6 +41,7 @@ class EngineLaunch(msgspec.Struct, gc=False):
     index: int  # which of several engines it is
     num_engines: int
     secret: bytes
+    identity: bytes  # its own on the client's ROUTER socket
     input_address: str
     output_address: str
     heartbeat_interval: float = 1.0

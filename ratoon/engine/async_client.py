@@ -20,16 +20,19 @@ from ratoon.core.messages import EngineMessageType, EngineReady, UtilityCall, Ut
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.balancer import LoadBalancer
 from ratoon.engine.faults import error_of
-from ratoon.engine.launch import EngineProcess, SocketDirectory
+from ratoon.engine.launch import EngineProcess
 from ratoon.engine.ledger import Entry, Ledger
 from ratoon.engine.replica import Replica
+from ratoon.engine.socket_directory import SocketDirectory
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
 
 logger = get_logger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_GREETINGS = 0.02  # looks at the socket of an engine that is ready and has not connected
 SECONDS_TO_END = 5.0
+MESSAGES_AT_ONCE = 256  # then others have their turn
 
 
 class AsyncMPClient:
@@ -225,9 +228,11 @@ class AsyncMPClient:
             self._handle(replica, process.outputs.recv_multipart(), started)
 
     def _take_messages(self, replica: Replica, started: asyncio.Future[None]) -> None:
-        """All that is there."""
+        """All that is there, or many of it."""
+        if not replica.has_process or replica.process.closed:
+            return  # it ended since this was called for
         process = replica.process
-        while True:
+        for _ in range(MESSAGES_AT_ONCE):
             try:
                 frames = process.outputs.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -238,6 +243,7 @@ class AsyncMPClient:
                 logger.exception("engine %d: a message can't be taken in", replica.index)
                 process.kill()
                 return
+        asyncio.get_running_loop().call_soon(self._take_messages, replica, started)
 
     def _handle(self, replica: Replica, frames: list[bytes], started: asyncio.Future[None]) -> None:
         taken = replica.take(frames)
@@ -252,10 +258,21 @@ class AsyncMPClient:
             if future is not None and not future.done():
                 future.set_result(message)
         elif kind == EngineMessageType.READY:
-            _settle(started)
-            if self._paused:
-                replica.send(EngineCoreRequestType.UTILITY, UtilityCall(0, "pause"))  # nobody waits for this answer
-            self._dispatch()
+            self._begin_to_serve(replica, replica.process, started)
+
+    def _begin_to_serve(self, replica: Replica, process: EngineProcess, started: asyncio.Future[None]) -> None:
+        """The engine is ready. One that can't be reached yet is looked for again, and others go on meanwhile."""
+        if not replica.has_process or replica.process is not process or process.closed:
+            return  # it has ended
+        replica.look_for_connection()
+        if not replica.can_serve:
+            loop = asyncio.get_running_loop()
+            loop.call_later(SECONDS_BETWEEN_GREETINGS, self._begin_to_serve, replica, process, started)
+            return
+        _settle(started)
+        if self._paused:
+            replica.send(EngineCoreRequestType.UTILITY, UtilityCall(0, "pause"))  # nobody waits for this answer
+        self._dispatch()
 
     def _record(self, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:

@@ -4,7 +4,8 @@
     main thread                                             └→ loop: take messages, step ┐
     output thread  PUSH socket ← encoded messages ← queue ←──────────────────────────────┘
     heartbeat thread: tells the client how long the step under way has taken
-    lifeline thread:  ends the process when standard input closes, that is when its parent is gone
+    lifeline thread:  ends the process when standard input closes, that is when its parent is gone; one that is
+                      stopped (SIGSTOP) is made to continue by the system then
 
 The loop is never more than a few steps ahead of what the client has taken: else a front end that is slower than the
 engine would find itself behind a long queue, and new requests at its end.
@@ -15,7 +16,6 @@ written to: the parent sees it close when this process ends, however it ends.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import signal
@@ -38,7 +38,6 @@ from ratoon.core.messages import (
     Fault,
     Heartbeat,
     UtilityCall,
-    engine_identity,
 )
 from ratoon.core.request import (
     EngineCoreOutput,
@@ -51,7 +50,9 @@ from ratoon.core.wire import Decoder, WireError, encode
 from ratoon.engine.build import build_core, calm_thread_pools, describe
 from ratoon.engine.core import EngineCore
 from ratoon.engine.faults import fault_of
+from ratoon.engine.parent_death import continue_when_parent_dies
 from ratoon.engine.placement import place_engine
+from ratoon.engine.socket_directory import remove_if_abandoned
 from ratoon.engine.utilities import EngineUtilities
 from ratoon.observe.logging import configure_logging, forget_live_display, get_logger
 from ratoon.observe.startup import StartupTimer
@@ -60,6 +61,7 @@ logger = get_logger(__name__)
 
 MAX_STEPS_AHEAD = 4  # messages with outputs that the client has not taken; the loop waits then
 MAX_HEARTBEATS_WAITING = 16
+SECONDS_TO_TIDY_UP = 2.0
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
 
 
@@ -77,6 +79,7 @@ class Stop:
 class EngineCoreProcess:
     def __init__(self, launch: EngineLaunch) -> None:
         self._launch = launch
+        self._parent = os.getppid()
         self._context = zmq.Context()
         self._inputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outputs: queue.Queue[tuple[EngineMessageType, Any] | Stop] = queue.Queue()
@@ -96,6 +99,7 @@ class EngineCoreProcess:
             logger.debug("the engine did not start", exc_info=True)
             self._send(EngineMessageType.START_FAILED, fault_of(error))
             self._finish_sending()
+            self._remove_directory()
             return 1
         self._core = core
         kv_config = core.executor.facts.kv_config
@@ -107,6 +111,7 @@ class EngineCoreProcess:
         self._loop(core, EngineUtilities(core))
         self._finish_sending()
         core.shutdown()
+        self._remove_directory()
         return 0
 
     def _start(self, timer: StartupTimer) -> EngineCore:
@@ -171,7 +176,7 @@ class EngineCoreProcess:
 
     def _read_messages(self) -> None:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, engine_identity(self._launch.index))
+        socket.setsockopt(zmq.ROUTING_ID, self._launch.identity)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self._launch.input_address)
         socket.send(self._launch.secret)  # the client knows now that it can reach us
@@ -254,6 +259,7 @@ class EngineCoreProcess:
         self._remove_sockets()
         self._inputs.put(Stop())
         time.sleep(SECONDS_TO_END)
+        self._remove_directory()
         os._exit(1)
 
     def _remove_sockets(self) -> None:
@@ -261,8 +267,14 @@ class EngineCoreProcess:
         for address in (self._launch.input_address, self._launch.output_address):
             path = Path(address.removeprefix("ipc://"))
             path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                path.parent.rmdir()  # the last engine's
+
+    def _remove_directory(self) -> None:
+        """What a parent that was killed would have removed last. The system may take a moment to give its lock up."""
+        directory = Path(self._launch.input_address.removeprefix("ipc://")).parent
+        deadline = time.monotonic() + SECONDS_TO_TIDY_UP
+        while os.getppid() != self._parent and directory.exists() and time.monotonic() < deadline:
+            remove_if_abandoned(directory)
+            time.sleep(0.01)
 
 
 def read_launch(stream: BinaryIO) -> EngineLaunch:
@@ -273,9 +285,11 @@ def read_launch(stream: BinaryIO) -> EngineLaunch:
 
 def main() -> int:
     # Ctrl-C reaches the whole group, and a service manager's SIGTERM all of the service. The parent decides what they
-    # mean: requests under way may need this process for a while yet.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # mean: requests under way may need this process for a while yet. SIGHUP comes to stopped processes when the parent
+    # is gone, before the lifeline could tidy up.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    continue_when_parent_dies()
     os.set_inheritable(int(sys.argv[1]), False)
     calm_thread_pools()
     configure_logging()

@@ -8,11 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import sys
 import sysconfig
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
@@ -23,7 +20,6 @@ import zmq
 
 import ratoon
 from ratoon.core.config import EngineConfig
-from ratoon.core.errors import ConfigError
 from ratoon.core.messages import (
     EngineLaunch,
     EngineMessageType,
@@ -35,29 +31,13 @@ from ratoon.core.messages import (
 )
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequestType
 from ratoon.core.wire import Decoder, WireError, encode
+from ratoon.engine.socket_directory import SocketDirectory
 from ratoon.observe.logging import get_logger
 
 logger = get_logger(__name__)
 
-LONGEST_SOCKET_PATH = 100  # a Unix-domain address holds 104 to 108 bytes
-SECONDS_TO_CONNECT = 30.0
-
-
-class SocketDirectory:
-    """A private directory (mode 0700) for the sockets of one client's engines."""
-
-    def __init__(self) -> None:
-        for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
-            if parent and len(parent) + 40 < LONGEST_SOCKET_PATH and os.access(parent, os.W_OK):
-                self.path = Path(tempfile.mkdtemp(prefix="ratoon-", dir=parent))  # mkdtemp's mode is 0700
-                return
-        raise ConfigError("TMPDIR", "no short directory to write sockets to", f"under {LONGEST_SOCKET_PATH} characters")
-
-    def address(self, name: str) -> str:
-        return f"ipc://{self.path / name}"
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+MOST_AT_ONCE = 64  # messages of strangers that are read in one go: the rest waits until others have had their turn
+LONGEST_GREETING = 1024  # bytes
 
 
 class EngineProcess:
@@ -76,9 +56,9 @@ class EngineProcess:
         self.num_bad_messages = 0
         self.closed = False
         self._num_outputs_taken = 0
-        self._connected = False
-        self._identity = engine_identity(index)
+        self.connected = False  # what is sent arrives
         self._secret = secrets.token_bytes(16)
+        self._identity = engine_identity(index, secrets.token_hex(8))
         self._decoders: dict[bytes, Decoder[Any]] = {
             EngineMessageType.READY.value: Decoder(EngineReady),
             EngineMessageType.START_FAILED.value: Decoder(Fault),
@@ -89,6 +69,7 @@ class EngineProcess:
         self.inputs = context.socket(zmq.ROUTER)
         self.inputs.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an engine that can't be reached is an error, not a silence
         self.inputs.setsockopt(zmq.SNDHWM, 0)  # requests that were accepted are never dropped
+        self.inputs.setsockopt(zmq.MAXMSGSIZE, LONGEST_GREETING)  # of what is read
         self.inputs.setsockopt(zmq.LINGER, 0)
         self.outputs = context.socket(zmq.PULL)
         self.outputs.setsockopt(zmq.LINGER, 0)
@@ -97,6 +78,7 @@ class EngineProcess:
             index=index,
             num_engines=num_engines,
             secret=self._secret,
+            identity=self._identity,
             input_address=directory.address(f"{index}-{run}-in"),
             output_address=directory.address(f"{index}-{run}-out"),
         )
@@ -137,15 +119,6 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_connected(self) -> None:
-        """Make sure that what we send will arrive. An engine that is ready has long connected: this does not block."""
-        deadline = time.monotonic() + SECONDS_TO_CONNECT
-        while not self._connected:
-            if time.monotonic() > deadline:
-                raise WireError(f"engine {self.index} is ready, but its socket is not there")
-            self.inputs.poll(100)
-            self.read_input_socket()
-
     def send(self, kind: EngineCoreRequestType, message: Any) -> None:
         """Never waits. What is sent to a process that has just died is lost; its death is noticed elsewhere."""
         try:
@@ -173,12 +146,16 @@ class EngineProcess:
             return None
 
     def read_input_socket(self) -> None:
-        """An engine writes here once, when it has connected: whatever else there is came from a stranger."""
-        while self.inputs.poll(0):
-            if self.inputs.recv_multipart() == [self._identity, self._secret]:
-                self._connected = True
+        """An engine writes here once, when it has connected: all else comes from a stranger. Never waits."""
+        for _ in range(MOST_AT_ONCE):
+            try:
+                frames = self.inputs.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if frames == [self._identity, self._secret]:
+                self.connected = True
             else:
-                self._count_garbage("nobody should write to this socket")
+                self._count_garbage("only the engine writes to this socket")
 
     def _count_garbage(self, reason: str) -> None:
         self.num_bad_messages += 1

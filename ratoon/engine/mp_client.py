@@ -21,9 +21,9 @@ from ratoon.core.messages import EngineMessageType, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.faults import error_of
-from ratoon.engine.launch import SocketDirectory
 from ratoon.engine.ledger import Ledger
 from ratoon.engine.replica import Replica
+from ratoon.engine.socket_directory import SocketDirectory
 from ratoon.observe.startup import StartupTimer
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at a process from which nothing comes
@@ -135,9 +135,13 @@ class SyncMPClient:
         poller = zmq.Poller()
         poller.register(process.outputs, zmq.POLLIN)
         poller.register(process.death_fd, zmq.POLLIN)
+        if self._replica.awaits_connection:
+            poller.register(process.inputs, zmq.POLLIN)
         events = dict(poller.poll(int(SECONDS_BETWEEN_LOOKS * 1000)))
         while process.outputs.poll(0):
             self._handle(process.outputs.recv_multipart())
+        if self._replica.awaits_connection:
+            self._replica.look_for_connection()
         self._replica.end_if_hung()
         return process.death_fd not in events
 

@@ -18,7 +18,8 @@ from ratoon.core.health import EngineHealth, EngineState
 from ratoon.core.messages import EngineMessageType, EngineReady, Fault, Heartbeat
 from ratoon.core.request import EngineCoreRequestType
 from ratoon.engine.faults import error_of
-from ratoon.engine.launch import EngineProcess, SocketDirectory
+from ratoon.engine.launch import EngineProcess
+from ratoon.engine.socket_directory import SocketDirectory
 from ratoon.observe.logging import get_logger
 
 logger = get_logger(__name__)
@@ -27,6 +28,7 @@ MAX_FAILED_STARTS = 5  # in a row; then it is given up
 LONGEST_RESTART_DELAY = 10.0
 SILENCE_IS_STALLED = 5.0  # seconds without a heartbeat
 SILENCE_IS_DEATH = 60.0  # it is killed then, and started again
+SECONDS_TO_CONNECT = 30.0  # for one that is ready
 STEP_IS_STALLED = 60.0
 STEP_IS_DEATH = 600.0  # no step takes so long
 
@@ -56,6 +58,7 @@ class Replica:
         self._num_failed_starts = 0
         self._heartbeat = Heartbeat()
         self._last_heard = 0.0
+        self._ready_since: float | None = None  # when the process that runs said so
         self._detail = ""
         self._was_ready = False
         self._num_bad_messages = 0  # of earlier runs
@@ -82,6 +85,7 @@ class Replica:
         self.start_error = None
         self._last_heard = self._clock()
         self._heartbeat = Heartbeat()
+        self._ready_since = None
         self._num_runs += 1
         try:
             self._process = EngineProcess(
@@ -103,11 +107,9 @@ class Replica:
         self._last_heard = self._clock()
         kind, message = decoded
         if kind == EngineMessageType.READY:
-            self.process.wait_connected()
             self.ready = message
-            self.state = EngineState.OK
-            self._num_failed_starts = 0
-            self._detail = ""
+            self._ready_since = self._clock()
+            self.look_for_connection()
         elif kind == EngineMessageType.START_FAILED:
             assert isinstance(message, Fault)
             self.start_error = error_of(message)
@@ -115,6 +117,22 @@ class Replica:
             self._heartbeat = message
             self.process.read_input_socket()
         return decoded
+
+    @property
+    def awaits_connection(self) -> bool:
+        """It has said that it is ready, on one socket, and can't yet be reached on the other."""
+        return self._ready_since is not None and not self.can_serve
+
+    def look_for_connection(self) -> None:
+        """An engine that is ready can serve once it can be reached, which it has long been as a rule. Never waits."""
+        self.process.read_input_socket()
+        if self.awaits_connection and self.process.connected:
+            self.state = EngineState.OK
+            self._num_failed_starts = 0
+            self._detail = ""
+        elif self.awaits_connection and self._clock() - (self._ready_since or 0.0) > SECONDS_TO_CONNECT:
+            self.start_error = EngineError("it is ready, but its socket can't be reached")
+            self.process.kill()
 
     def lose(self) -> None:
         """The process is gone: nothing can be handed to it any more."""

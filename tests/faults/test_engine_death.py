@@ -285,12 +285,13 @@ def test_garbage_on_the_sockets_is_counted_and_ignored():
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
             right = await read_stream(llm, 3)
             folder = llm._client._directory.path
-            input_path, output_path = sorted(folder.iterdir())
+            input_path, output_path = sorted(folder.glob("0-*"))
             context = zmq.Context()
             strangers = [context.socket(zmq.PUSH), context.socket(zmq.DEALER), context.socket(zmq.DEALER)]
             strangers[0].connect(f"ipc://{output_path}")
             strangers[1].connect(f"ipc://{input_path}")
-            strangers[2].setsockopt(zmq.ROUTING_ID, b"engine-0")  # the engine's own name
+            process = llm._client.replicas[0].process
+            strangers[2].setsockopt(zmq.ROUTING_ID, process._identity)  # the engine's own name
             strangers[2].connect(f"ipc://{input_path}")
             reading = asyncio.create_task(read_stream(llm, 3))
             for length in (0, 1, 3, 1000):
@@ -319,7 +320,7 @@ def test_garbage_from_the_clients_side_does_not_hurt_the_engine():
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
             process = llm._client.replicas[0].process
             for frames in ([b"\x00", b"garbage"], [b"\x07", b""], [b"\x03"], [b""], [b"\x01", b"\xc1"], [b"\x02"]):
-                process.inputs.send_multipart([b"engine-0", *frames])
+                process.inputs.send_multipart([process._identity, *frames])
             await read_stream(llm, 3)
             deadline = time.monotonic() + 10
             while llm.health().engines[0].num_bad_messages < 5:  # a wave needs nothing done and is not garbage

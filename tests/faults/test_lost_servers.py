@@ -1,0 +1,183 @@
+"""Servers that are killed, and engines that are stopped or can't be reached: nothing outlives its server or is left
+behind, and no loop is blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from ratoon import LLM, AsyncLLM, EngineError
+from ratoon.engine import launch, replica
+from tests.faults.processes import ROOT, SETTINGS, is_running, model_name, wait_until
+from tests.faults.test_engine_death import read_stream
+
+PROGRAM = """
+import sys
+from ratoon import LLM
+llm = LLM(sys.argv[1], process=True, device="cpu", num_blocks=64, num_threads=1)
+print(llm._client.health().engines[0].pid, llm._client._directory.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def runtime(tmp_path_factory, monkeypatch) -> Path:
+    folder = tmp_path_factory.mktemp("r")
+    if len(str(folder)) < 55:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def client(runtime: Path) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """A process with an engine, the engine's process and the directory between them."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, model_name()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    pid, _, directory = process.stdout.readline().strip().partition(" ")
+    yield process, int(pid), Path(directory)
+    process.kill()
+    process.communicate()
+    if is_running(int(pid)):
+        os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_a_stopped_engine_ends_with_its_killed_client_and_leaves_nothing(client):
+    process, engine, directory = client
+    assert directory.exists()
+    os.kill(engine, signal.SIGSTOP)
+    process.kill()
+    wait_until(lambda: not is_running(engine), 60, "the engine ends")
+    assert not directory.exists()
+
+
+def test_an_engine_leaves_nothing_when_its_client_is_killed(client):
+    process, engine, directory = client
+    process.kill()
+    wait_until(lambda: not is_running(engine), 60, "the engine ends")
+    assert not directory.exists()
+
+
+def test_what_is_left_when_both_are_killed_is_removed_by_the_next_start(client):
+    process, engine, directory = client
+    os.kill(engine, signal.SIGSTOP)  # it must not tidy up
+    os.kill(engine, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not is_running(engine), 60, "the engine ends")
+    with LLM(model_name(), process=True, **SETTINGS) as llm:
+        assert llm._client._directory.path.parent == directory.parent
+        assert not directory.exists()
+
+
+def test_a_stopped_engine_ends_with_a_client_that_shuts_down():
+    llm = LLM(model_name(), process=True, **SETTINGS)
+    engine = llm._client.health().engines[0].pid
+    os.kill(engine, signal.SIGSTOP)
+    llm.close()
+    assert not is_running(engine)
+
+
+class Squatter:
+    """A stranger who connects to an engine's socket before the engine does, under names that can be guessed."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.sockets: list[zmq.Socket[bytes]] = []
+
+    def take(self, path: Path) -> None:
+        for name in (b"engine-0", b"0", b"engine"):
+            taken = self.context.socket(zmq.DEALER)
+            taken.setsockopt(zmq.ROUTING_ID, name)
+            taken.connect(f"ipc://{path}")
+            taken.send(b"secret")
+            self.sockets.append(taken)
+
+    def close(self) -> None:
+        for taken in self.sockets:
+            taken.close(linger=0)
+        self.context.term()
+
+
+async def longest_gap(until: asyncio.Task) -> float:
+    """The longest time in which nothing else had its turn on the loop."""
+    longest, last = 0.0, time.monotonic()
+    while not until.done():
+        await asyncio.sleep(0.01)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+def test_a_stranger_who_comes_first_takes_no_engines_place(monkeypatch):
+    squatter = Squatter()
+    spawn = launch.EngineProcess._spawn
+
+    def squat_and_spawn(self, message):
+        squatter.take(Path(message.input_address.removeprefix("ipc://")))
+        time.sleep(0.2)  # so that the stranger is there first
+        spawn(self, message)
+
+    monkeypatch.setattr(launch.EngineProcess, "_spawn", squat_and_spawn)
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            assert await read_stream(llm, 3)
+            assert llm.health().engines[0].num_restarts == 0
+
+    try:
+        asyncio.run(run())
+    finally:
+        squatter.close()
+
+
+@pytest.mark.parametrize("kind", [AsyncLLM, LLM])
+def test_an_engine_that_is_ready_and_never_connects_is_given_up_and_blocks_nothing(kind, monkeypatch):
+    monkeypatch.setattr(replica, "SECONDS_TO_CONNECT", 2.0)
+    monkeypatch.setattr(launch.EngineProcess, "read_input_socket", lambda self: None)
+
+    async def run() -> None:
+        starting = asyncio.create_task(AsyncLLM(model_name(), **SETTINGS).start())
+        gap = await longest_gap(starting)
+        with pytest.raises(EngineError, match="can't be reached"):
+            await starting
+        assert gap < 1.5
+
+    if kind is AsyncLLM:
+        asyncio.run(run())
+    else:
+        with pytest.raises(EngineError, match="can't be reached"):
+            LLM(model_name(), process=True, **SETTINGS)
+
+
+def test_a_flood_from_a_stranger_leaves_the_loop_free():
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            context = zmq.Context()
+            stranger = context.socket(zmq.PUSH)
+            stranger.setsockopt(zmq.SNDHWM, 50_000)
+            stranger.connect(f"ipc://{next(llm._client._directory.path.glob('0-*-out'))}")
+            for _ in range(20_000):
+                stranger.send_multipart([b"x", b"y", b"z"], zmq.NOBLOCK)
+            reading = asyncio.create_task(read_stream(llm, 3))
+            assert await longest_gap(reading) < 2.0
+            await reading
+            stranger.close(linger=0)
+            context.term()
+
+    asyncio.run(run())
