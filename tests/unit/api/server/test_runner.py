@@ -310,3 +310,67 @@ def test_the_time_to_write_must_be_one():
     for seconds in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="write_timeout"):
             ServerSettings(write_timeout=seconds).verify()
+
+
+COMPLETION = b'{"model": "tiny", "prompt": "x", "max_tokens": 4}'
+HALF_CLOSED = {
+    "HTTP/1.1": b"POST /v1/completions HTTP/1.1\r\n" + JSON_HEADERS,
+    "HTTP/1.0": b"POST /v1/completions HTTP/1.0\r\n" + JSON_HEADERS,
+    "close": b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\n" + JSON_HEADERS,
+}
+
+
+@pytest.mark.parametrize("form", HALF_CLOSED)
+@on_event_loop
+async def test_a_client_that_closes_its_own_side_gets_its_answer(form):
+    async with running() as server:
+        head = HALF_CLOSED[form] + b"Content-Length: %d\r\n\r\n" % len(COMPLETION)
+        reader, writer = await say_over_socket(server, head + COMPLETION)
+        writer.write_eof()
+        while not server.engine.core.added:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.2)
+        server.engine.step(6)
+        answer = await asyncio.wait_for(reader.read(), 20)  # the server closes behind it
+        assert answer.count(b" 200 OK") == 1 and b'"abcd"' in answer
+        assert (b"100 Continue" in answer) == (form != "HTTP/1.0")
+        writer.close()
+        send_signal()
+
+
+@on_event_loop
+async def test_a_client_that_closes_its_own_side_gets_all_answers_that_it_asked_for_ahead():
+    async with running() as server:
+        reader, writer = await say_over_socket(server, (b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n") * 3)
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.count(b" 200 OK") == 3
+        writer.close()
+        send_signal()
+
+
+@on_event_loop
+async def test_a_client_that_closes_its_side_before_its_request_is_complete_is_let_go():
+    async with running() as server:
+        head = HALF_CLOSED["HTTP/1.1"] + b"Content-Length: 500\r\n\r\n"
+        for beginning in (b"", b"GET /ver", head, head + COMPLETION):
+            reader, writer = await say_over_socket(server, beginning)
+            writer.write_eof()
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
+        assert not server.engine.core.added
+        send_signal()
+
+
+@on_event_loop
+async def test_a_client_that_is_gone_for_good_is_noticed_and_its_request_taken_back():
+    async with running() as server:
+        head = HALF_CLOSED["HTTP/1.1"] + b"Content-Length: %d\r\n\r\n" % len(COMPLETION)
+        _, writer = await say_over_socket(server, head + COMPLETION)
+        while not server.engine.core.added:
+            await asyncio.sleep(0.001)
+        writer.close()
+        async with asyncio.timeout(20):
+            while not server.engine.core.aborted:
+                await asyncio.sleep(0.01)
+        send_signal()
