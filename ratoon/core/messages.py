@@ -17,6 +17,8 @@ import msgspec
 
 from ratoon.core.config import EngineConfig
 
+LAST_WORD = b"."  # on an engine's standard input, before it is closed by a parent that goes on
+
 
 def engine_identity(index: int, run: str) -> bytes:
     """What an engine is called on the client's ROUTER socket. Of two peers with one name the second is not heard: so

@@ -32,6 +32,7 @@ import zmq
 
 from ratoon.core.errors import RequestError
 from ratoon.core.messages import (
+    LAST_WORD,
     EngineLaunch,
     EngineMessageType,
     EngineReady,
@@ -79,7 +80,7 @@ class Stop:
 class EngineCoreProcess:
     def __init__(self, launch: EngineLaunch) -> None:
         self._launch = launch
-        self._parent = os.getppid()
+        self._is_orphan = False
         self._context = zmq.Context()
         self._inputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outputs: queue.Queue[tuple[EngineMessageType, Any] | Stop] = queue.Queue()
@@ -254,8 +255,10 @@ class EngineCoreProcess:
                 self._send(EngineMessageType.HEARTBEAT, heartbeat)
 
     def _hold_lifeline(self) -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
+        heard = b""
+        while data := os.read(sys.stdin.fileno(), 4096):
+            heard = data
+        self._is_orphan = not heard.endswith(LAST_WORD)
         self._remove_sockets()
         self._inputs.put(Stop())
         time.sleep(SECONDS_TO_END)
@@ -272,7 +275,7 @@ class EngineCoreProcess:
         """What a parent that was killed would have removed last. The system may take a moment to give its lock up."""
         directory = Path(self._launch.input_address.removeprefix("ipc://")).parent
         deadline = time.monotonic() + SECONDS_TO_TIDY_UP
-        while os.getppid() != self._parent and directory.exists() and time.monotonic() < deadline:
+        while self._is_orphan and directory.exists() and time.monotonic() < deadline:
             remove_if_abandoned(directory)
             time.sleep(0.01)
 

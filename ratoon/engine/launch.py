@@ -21,6 +21,7 @@ import zmq
 import ratoon
 from ratoon.core.config import EngineConfig
 from ratoon.core.messages import (
+    LAST_WORD,
     EngineLaunch,
     EngineMessageType,
     EngineReady,
@@ -170,8 +171,11 @@ class EngineProcess:
         self._process.kill()
 
     def ask_to_end(self) -> None:
+        """A last word tells it that we live, and tidy up ourselves."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
+            if not self._process.stdin.closed:
+                self._process.stdin.write(LAST_WORD)
             self._process.stdin.close()
 
     def close(self, grace_seconds: float = 0.0) -> int:
