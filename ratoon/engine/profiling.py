@@ -74,6 +74,6 @@ class StepProfiler:
             folder = Path(named)
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             return folder
-        if self._folder is None:
+        if self._folder is None or not self._folder.exists():
             self._folder = Path(tempfile.mkdtemp(prefix="ratoon-profile-"))  # mkdtemp's mode is 0700
         return self._folder

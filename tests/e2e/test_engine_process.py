@@ -101,6 +101,8 @@ def test_a_profile_names_the_functions_of_a_step(other_process, tmp_path):
         assert any(function == "execute_model" for _, _, function in pstats.Stats(str(path)).stats)
     finally:
         path.unlink()
+        if path.parent.name.startswith("ratoon-profile-"):  # no folder was named
+            path.parent.rmdir()
 
 
 def test_sockets_lie_in_a_private_directory_that_is_removed():
@@ -108,7 +110,7 @@ def test_sockets_lie_in_a_private_directory_that_is_removed():
         folder = llm._client._directory.path
         pid = llm._client.health().engines[0].pid
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert len(list(folder.iterdir())) == 2
+        assert len(list(folder.glob("0-*"))) == 2
     assert not folder.exists()
     assert not is_running(pid)
 
