@@ -18,7 +18,6 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from ratoon.models.gguf_tokenizer import load_tokenizer_from_gguf, merges_from_scores
 from ratoon.models.source import resolve_model
@@ -219,8 +218,14 @@ def smollm_oracle() -> Tokenizer:
 
     AutoTokenizer does the same and reads the file several times, which takes it 17 s.
     """
-    architecture, description, _ = get_gguf_tokenizer(str(resolve_model("smollm2-135m").path))
-    backend, _ = convert_gguf_tokenizer(architecture, description)
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping as gguf
+
+        convert, read = gguf.convert_gguf_tokenizer, gguf.get_gguf_tokenizer
+    except (ImportError, AttributeError):  # a part of transformers that moves with its versions
+        pytest.skip("this transformers reads GGUF tokenizers in another place")
+    architecture, description, _ = read(str(resolve_model("smollm2-135m").path))
+    backend, _ = convert(architecture, description)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
