@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each sets up what is missing.
+# `make demo` and `make test` are the two to know. Each target sets up what is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 # Everything whose change means that the environment must be brought up to date.
 SETUP_INPUTS := pyproject.toml constraints.txt hatch_build.py $(wildcard ratoon/layers/native/*.c ratoon/layers/native/*.h)
 
-.PHONY: demo test lint format setup bench clean help
+.PHONY: demo test lint format setup bench wheel clean help
 
 help:
 	@echo "make demo    set up and answer a handful of prompts with the embedded model"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   the benchmarks that need no other engine"
+	@echo "make wheel   a wheel with the kernels of this platform, in dist/; RATOON_WHEEL_TARGET=linux-aarch64 for another"
 	@echo "make clean   remove the environment and caches"
 
 setup: $(STAMP)
@@ -47,6 +48,14 @@ bench: setup
 	$(BIN)/python bench/scheduler.py
 	$(BIN)/ratoon bench latency smollm2-135m
 	$(BIN)/ratoon bench throughput smollm2-135m
+
+# pip builds in an environment of its own, with the compiler in it: this needs no more than Python.
+wheel:
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -rf build/wheel && mkdir -p build/wheel dist
+	RATOON_REQUIRE_KERNELS=1 $(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(BIN)/python .ci/check_wheel.py build/wheel/*.whl
+	mv build/wheel/*.whl dist/
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist ratoon/layers/native/*.so
