@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
-from ratoon.core.plan import BeamStep, SchedulerOutput
+from ratoon.core.plan import BeamStep
 from ratoon.execution.beam_rows import BeamRows
+from ratoon.execution.readers import StepLayout
 from ratoon.execution.rules.base import RowRules, forbid, force
 from ratoon.execution.sampling_rows import RowEdits, SamplingRows
 from ratoon.execution.timestamps import keep_to_timestamp_rules
@@ -19,29 +20,38 @@ from ratoon.layers.beams import SearchRows, best_candidates_of_searches
 NO_CANDIDATES = "the model's logits hold no usable number (NaN or all tokens forbidden)"
 
 
-def beam_rows_of(plan: SchedulerOutput, last_token: dict[str, int], beam_last_tokens: list[int]) -> list[int]:
-    """The rows to choose candidates from, search after search. `last_token`: the last row of every branch of the step;
-    `beam_last_tokens`: the same for its beams."""
-    wanted: list[int] = []
-    start = 0
-    for step in plan.beam_steps:
-        num_beams = step.num_beams if step.num_tokens else 0
-        if step.num_candidates:
-            wanted += beam_last_tokens[start : start + num_beams] if num_beams else [last_token[step.req_id]]
-        start += num_beams
-    return wanted
+class CandidatesReader:
+    """Reads the rows of all beam searches of a step that want candidates, search after search."""
+
+    def __init__(
+        self, beam_steps: list[BeamStep], layout: StepLayout, beam_rows: BeamRows, sampling_rows: SamplingRows
+    ) -> None:
+        self._steps = [step for step in beam_steps if step.num_candidates]
+        self._beam_rows = beam_rows
+        self._sampling_rows = sampling_rows
+        self.rows: list[int] = []
+        start = 0
+        for step in beam_steps:
+            num_beams = step.num_beams if step.num_tokens else 0  # none yet: the trunk's last row stands for them
+            if step.num_candidates:
+                last_rows = layout.beam_last_rows[start : start + num_beams]
+                self.rows += last_rows or [layout.last_row[step.req_id]]
+            start += num_beams
+
+    def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
+        if self._steps:
+            choose_candidates(self._steps, logits, output, self._beam_rows, self._sampling_rows)
 
 
 def choose_candidates(
-    plan: SchedulerOutput,
+    steps: list[BeamStep],
     logits: torch.Tensor,
     output: ModelRunnerOutput,
     beam_rows: BeamRows,
     sampling_rows: SamplingRows,
 ) -> None:
-    """From the logits [B, V] of the rows that `beam_rows_of` named. They are changed. Which tokens a search may not
-    choose is known from its trunk's params."""
-    steps = [step for step in plan.beam_steps if step.num_candidates]
+    """From the logits [B, V] of all beams of these searches. They are changed. Which tokens a search may not choose is
+    known from its trunk's params."""
     searches: list[SearchRows] = []
     scores: list[float] = []
     ruled: list[int] = []  # rows with rules over tokens

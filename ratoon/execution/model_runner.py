@@ -13,48 +13,34 @@ import torch
 
 from ratoon.attention.interface import AttentionBackend
 from ratoon.core.kv import KVCacheConfig
-from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
+from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
-from ratoon.execution.beam_candidates import beam_rows_of, choose_candidates
+from ratoon.execution.beam_candidates import CandidatesReader
 from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.capture import StepCapture, captured_rows, lay_out_spans, only_reads
 from ratoon.execution.encoder import EncoderRunner
 from ratoon.execution.kv_tensors import KVTensors
-from ratoon.execution.pooling import PoolingBranches, PoolingSpan
-from ratoon.execution.sampler import Sampler, prompt_logprobs
+from ratoon.execution.pooling import PoolingBranches
+from ratoon.execution.prompt_logprobs import PromptLogprobsReader
+from ratoon.execution.readers import LogitsReader, NextTokenReader, RowReader, StepLayout, read_all, rows_of
+from ratoon.execution.sampled_rows import SampledRowsReader
+from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation, StepInputs
 from ratoon.models.base import CausalLM
 from ratoon.models.encoder_decoder import EncoderDecoderLM
 
-PROMPT_LOGPROBS_ROWS = 128  # prompt rows whose logits are held at one time
-
-
-@dataclass(slots=True)
-class PromptSpan:
-    """Consecutive rows of one branch whose next token is a prompt token that the caller wants to know about."""
-
-    req_id: str
-    row: int  # of the branch
-    start: int  # prompt position of the first one
-    count: int
-    num_logprobs: int
-
 
 @dataclass(slots=True)
 class ExecutedStep:
     """What the first phase leaves for the second. Tensors are on the device and may still be in the making."""
 
-    plan: SchedulerOutput
-    # [S + B + P + V + C, H]: the newest token of every sampled branch, and of every beam that wants candidates; rows
-    # for prompt log-probabilities, for vectors, and rows that `capture` has taken already
-    hidden: torch.Tensor
-    num_beams: int  # B
-    prompt_spans: list[PromptSpan]
-    pooling_spans: list[PoolingSpan]
+    # [R + C, H]: the final states of the readers' rows, one reader behind another, and of rows that captures have taken
+    states: torch.Tensor
+    readers: list[RowReader]
     captures: list[StepCapture]  # of the decoder's rows, and of the encoder's
 
 
@@ -102,7 +88,7 @@ class ModelRunner:
         if plan.total_num_scheduled_tokens:
             self._executed = self._run_decoder(plan)
         elif encoder_capture is not None:
-            self._executed = ExecutedStep(plan, torch.empty(0), 0, [], [], [])
+            self._executed = ExecutedStep(torch.empty(0), [], [])
         if encoder_capture is not None:
             assert self._executed is not None
             self._executed.captures.append(encoder_capture)
@@ -111,23 +97,35 @@ class ModelRunner:
         inputs = self._prepare(plan)
         metadata = [self.backend.build_metadata(group) for group in inputs.groups]
         cross = None if inputs.cross is None else self.backend.build_metadata(inputs.cross)
-        last_tokens = (inputs.cu_num_tokens - 1).tolist()
-        last_token = dict(zip(plan.num_scheduled_tokens, last_tokens))
-        beams = beam_rows_of(plan, last_token, last_tokens[len(last_token) :]) if plan.beam_steps else []
-        prompt_spans = self._prompt_spans(plan)
-        pooling_spans = self.pooling.spans(plan, last_token) if self.pooling else []
+        readers = self._readers(plan, StepLayout.of(plan, inputs.cu_num_tokens.tolist()))
         capture = self._capture(plan) if plan.captures else None
-        last_rows = [] if capture is None else capture.last_rows
-        wanted = self._wanted_rows(plan, last_token, beams, prompt_spans, pooling_spans, last_rows)
+        rows = rows_of(readers) + ([] if capture is None else capture.last_rows)
+        # None: all rows of the step, in order
+        wanted = None if rows == list(range(plan.total_num_scheduled_tokens)) else indices_on(self.device, rows)
         step = PagedStep(self.backend, self.kv, metadata, cross)
         if capture is None:
-            hidden = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
+            states = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
         else:
             depth = capture.num_layers_read if only_reads(plan) else len(self.model.layers)
-            hidden = self.model.forward_and_read(inputs.input_ids, inputs.positions, step, wanted, capture, depth)
+            states = self.model.forward_and_read(inputs.input_ids, inputs.positions, step, wanted, capture, depth)
         self.num_computed_tokens += plan.total_num_scheduled_tokens
-        captures = [] if capture is None else [capture]
-        return ExecutedStep(plan, hidden, len(beams), prompt_spans, pooling_spans, captures)
+        return ExecutedStep(states, readers, [] if capture is None else [capture])
+
+    def _readers(self, plan: SchedulerOutput, layout: StepLayout) -> list[RowReader]:
+        """What reads the step, one for each kind of result that is due."""
+        next_token: list[LogitsReader] = []
+        if plan.sampled_req_ids:
+            next_token.append(SampledRowsReader(plan, layout, self.rows, self.sampler))
+        if plan.beam_steps:
+            next_token.append(CandidatesReader(plan.beam_steps, layout, self.beam_rows, self.sampling_rows))
+        compute_logits = self.model.compute_logits
+        readers: list[RowReader] = [
+            NextTokenReader(next_token, compute_logits),
+            PromptLogprobsReader(plan, layout, self.rows, compute_logits),
+        ]
+        if self.pooling:
+            readers.append(self.pooling.reader(plan, layout))
+        return [reader for reader in readers if reader.rows]
 
     def _prepare(self, plan: SchedulerOutput) -> StepInputs:
         rows, num_scheduled = self._batch(plan)
@@ -157,40 +155,6 @@ class ModelRunner:
                 rows += beams
                 num_scheduled += [step.num_tokens] * len(beams)
         return np.array(rows), np.array(num_scheduled, np.int64)
-
-    def _wanted_rows(
-        self,
-        plan: SchedulerOutput,
-        last_token: dict[str, int],
-        beams: list[int],
-        prompt_spans: list[PromptSpan],
-        pooling_spans: list[PoolingSpan],
-        captured: list[int],
-    ) -> torch.Tensor | None:
-        """Which rows of the step anybody reads: None when that is all of them, in order."""
-        wanted = [last_token[req_id] for req_id in plan.sampled_req_ids] + beams
-        for span in prompt_spans:
-            first = last_token[span.req_id] + 1 - plan.num_scheduled_tokens[span.req_id]
-            wanted += range(first, first + span.count)
-        for pooled in pooling_spans:
-            wanted += range(pooled.first, pooled.first + pooled.count)
-        wanted += captured
-        if wanted == list(range(plan.total_num_scheduled_tokens)):
-            return None
-        return indices_on(self.device, wanted)
-
-    def _prompt_spans(self, plan: SchedulerOutput) -> list[PromptSpan]:
-        spans = []
-        for req_id, count in plan.num_scheduled_tokens.items():
-            row = self.rows.row_of[req_id]
-            params = self.rows.params[row]
-            if params is None or params.prompt_logprobs is None:
-                continue
-            start = int(self.rows.num_computed[row])
-            count = min(start + count, int(self.rows.num_prompt[row]) - 1) - start  # the last prompt token has no next
-            if count > 0:
-                spans.append(PromptSpan(req_id, row, start, count, params.prompt_logprobs))
-        return spans
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         """The order of core/plan.py: drop, move blocks, add, append."""
@@ -234,75 +198,8 @@ class ModelRunner:
         executed, self._executed = self._executed, None
         if executed is None:
             return ModelRunnerOutput()
-        plan = executed.plan
-        output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(executed))
-        if executed.pooling_spans:
-            first = len(plan.sampled_req_ids) + executed.num_beams + sum(s.count for s in executed.prompt_spans)
-            self.pooling.pool(executed.pooling_spans, executed.hidden[first:], output)
+        output = ModelRunnerOutput()
         for capture in executed.captures:
             capture.give(output)
-        num_sampled = len(plan.sampled_req_ids)
-        if not num_sampled + executed.num_beams:
-            return output
-        logits = self.model.compute_logits(executed.hidden[: num_sampled + executed.num_beams])
-        if num_sampled:
-            self._sample(plan, logits[:num_sampled], output)
-        if executed.num_beams:
-            choose_candidates(plan, logits[num_sampled:], output, self.beam_rows, self.sampling_rows)
+        read_all(executed.readers, executed.states, output)
         return output
-
-    def _sample(self, plan: SchedulerOutput, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
-        ids, rows, seeds, source = self._draws(plan)
-        if len(ids) > len(plan.sampled_req_ids):  # several choices from one row
-            logits = logits[torch.from_numpy(source).to(self.device)]
-        sampled = self.sampler.sample(logits, rows, seeds)
-
-        tokens = sampled.to_numpy()  # the one wait for the device in a step
-        bad = set(sampled.bad_rows)
-        own = np.array([index for index in range(len(plan.sampled_req_ids)) if index not in bad], np.int64)
-        self.rows.append_tokens(rows[own], tokens[own])
-        self.sampling_rows.append_tokens(rows[own], tokens[own])
-        for index, token in enumerate(tokens.tolist()):
-            if index in bad:
-                output.errors[ids[index]] = "the model's logits hold no usable number (NaN or all tokens forbidden)"
-            else:
-                output.req_ids.append(ids[index])
-                output.sampled_token_ids.append([token])
-        output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}
-
-    def _draws(self, plan: SchedulerOutput) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
-        """Who gets a token: ids, their rows, their seeds, and which of the sampled rows each draws from.
-
-        The sampled branches come first, in the plan's order, then the children of fan-outs.
-        """
-        ids = list(plan.sampled_req_ids)
-        rows = [self.rows.row_of[req_id] for req_id in ids]
-        seeds = [self.rows.seeds[row] for row in rows]
-        source = list(range(len(ids)))
-        for parent, children in plan.fanout.items():
-            index = plan.sampled_req_ids.index(parent)
-            for child, seed in children:
-                ids.append(child)
-                rows.append(rows[index])
-                seeds.append(np.uint64(seed))
-                source.append(index)
-        return ids, np.array(rows), np.array(seeds, np.uint64), np.array(source)
-
-    def _prompt_logprobs(self, executed: ExecutedStep) -> dict[str, PromptLogprobsChunk]:
-        """What the model expected at the prompt positions that follow the spans' rows."""
-        result = {}
-        first = len(executed.plan.sampled_req_ids) + executed.num_beams
-        for span in executed.prompt_spans:
-            lists = LogprobsLists([], [], [])
-            for offset in range(0, span.count, PROMPT_LOGPROBS_ROWS):
-                count = min(PROMPT_LOGPROBS_ROWS, span.count - offset)
-                logits = self.model.compute_logits(executed.hidden[first + offset : first + offset + count])
-                position = span.start + offset + 1
-                next_ids = torch.from_numpy(self.rows.token_ids[span.row, position : position + count]).long()
-                part = prompt_logprobs(logits, next_ids, span.num_logprobs)
-                lists.token_ids += part.token_ids
-                lists.logprobs += part.logprobs
-                lists.sampled_ranks += part.sampled_ranks
-            result[span.req_id] = PromptLogprobsChunk(span.start + 1, lists)
-            first += span.count
-        return result

@@ -14,6 +14,7 @@ import torch
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.core.wire import WireTensor
+from ratoon.execution.readers import StepLayout
 
 Tensor = torch.Tensor
 
@@ -59,8 +60,11 @@ class PoolingBranches:
         for req_id in req_ids:
             self._branches.pop(req_id, None)
 
-    def spans(self, plan: SchedulerOutput, last_token: dict[str, int]) -> list[PoolingSpan]:
-        """The rows of this step that are needed: of a mean all, else one. `last_token`: row by branch."""
+    def reader(self, plan: SchedulerOutput, layout: StepLayout) -> PoolingReader:
+        return PoolingReader(self._spans(plan, layout.last_row), self._branches)
+
+    def _spans(self, plan: SchedulerOutput, last_row: dict[str, int]) -> list[PoolingSpan]:
+        """The rows of this step that are needed: of a mean all, else one."""
         ends = set(plan.pooled_req_ids)
         spans = []
         for req_id, branch in self._branches.items():
@@ -70,21 +74,27 @@ class PoolingBranches:
                 continue
             if branch.kind == "first" and scheduled < branch.num_tokens:
                 raise ValueError(f"the first row of branch {req_id!r} is not in the step of its last")
-            first = last_token[req_id] + 1 - (1 if branch.kind in (None, "last") else scheduled)
+            first = last_row[req_id] + 1 - (1 if branch.kind in (None, "last") else scheduled)
             spans.append(PoolingSpan(req_id, first, scheduled if branch.kind == "mean" else 1, is_end))
         return spans
 
-    def pool(self, spans: list[PoolingSpan], hidden: Tensor, output: ModelRunnerOutput) -> None:
-        """Take in the rows of the spans, [P, H] one behind the other, and put the vectors that are due into `output`.
 
-        A vector with a NaN or an infinite number in it fails its branch, and nobody else's.
+class PoolingReader:
+    """Reads the rows of a step that go into vectors."""
+
+    def __init__(self, spans: list[PoolingSpan], branches: dict[str, PooledBranch]) -> None:
+        self.rows = [row for span in spans for row in range(span.first, span.first + span.count)]
+        self._spans = spans
+        self._branches = branches
+
+    def read(self, states: Tensor, output: ModelRunnerOutput) -> None:
+        """Take in the rows of the spans, and put the vectors that are due into `output`.
+
+        A vector with a NaN or an infinite number in it fails its branch, and no other.
         """
         due: list[str] = []
         vectors: list[Tensor] = []
-        offset = 0
-        for span in spans:
-            rows = hidden[offset : offset + span.count]
-            offset += span.count
+        for span, rows in zip(self._spans, states.split([span.count for span in self._spans])):
             branch = self._branches[span.req_id]
             if branch.kind == "mean":
                 branch.total = add_rows(branch.total, rows)

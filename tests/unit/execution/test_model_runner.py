@@ -15,7 +15,7 @@ from ratoon.core.kv import KVCacheConfig, group_layers
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
-from ratoon.execution import model_runner
+from ratoon.execution import prompt_logprobs
 from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.execution.step_inputs import InputPreparation
@@ -357,7 +357,7 @@ def test_a_child_goes_on_with_its_own_random_stream() -> None:
 def test_prompt_logprobs_join_at_the_borders_of_chunks(
     borders: list[int], rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "PROMPT_LOGPROBS_ROWS", rows_at_a_time)
+    monkeypatch.setattr(prompt_logprobs, "ROWS_AT_ONCE", rows_at_a_time)
     params = SamplingParams(temperature=0.0, prompt_logprobs=2)
     driver = Driver()
     rows: list[list[float]] = []

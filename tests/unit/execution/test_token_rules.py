@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams, TimestampRules
-from ratoon.core.plan import BeamStep, NewRequestData, SchedulerOutput
+from ratoon.core.plan import BeamStep, NewRequestData
 from ratoon.execution.beam_candidates import choose_candidates
 from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.branch_rows import BranchRows
@@ -311,7 +311,7 @@ class BeamSide:
             if step.num_tokens:
                 self.beam_rows.apply(step)
         output = ModelRunnerOutput()
-        choose_candidates(SchedulerOutput(beam_steps=steps), logits, output, self.beam_rows, self.sampling_rows)
+        choose_candidates(steps, logits, output, self.beam_rows, self.sampling_rows)
         return output
 
 

@@ -1,0 +1,64 @@
+"""Log-probabilities of prompts for the runner: what the model expected at the prompt's own positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
+from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.readers import ComputeLogits, StepLayout
+from ratoon.execution.sampler import prompt_logprobs
+
+ROWS_AT_ONCE = 128  # prompt rows whose logits are held at one time
+
+
+@dataclass(slots=True)
+class PromptSpan:
+    """Consecutive rows of one branch whose next token is a prompt token that the caller wants to know about."""
+
+    req_id: str
+    row: int  # of the branch
+    start: int  # prompt position of the first one
+    count: int
+    num_logprobs: int
+
+
+class PromptLogprobsReader:
+    def __init__(
+        self, plan: SchedulerOutput, layout: StepLayout, branches: BranchRows, compute_logits: ComputeLogits
+    ) -> None:
+        self.rows: list[int] = []
+        self._spans: list[PromptSpan] = []
+        self._branches = branches
+        self._compute_logits = compute_logits
+        for req_id, num_scheduled in plan.num_scheduled_tokens.items():
+            row = branches.row_of[req_id]
+            params = branches.params[row]
+            if params is None or params.prompt_logprobs is None:
+                continue
+            start = int(branches.num_computed[row])
+            # The last prompt token has no next one in the prompt.
+            count = min(start + num_scheduled, int(branches.num_prompt[row]) - 1) - start
+            if count > 0:
+                first = layout.last_row[req_id] + 1 - num_scheduled
+                self._spans.append(PromptSpan(req_id, row, start, count, params.prompt_logprobs))
+                self.rows += range(first, first + count)
+
+    def read(self, states: torch.Tensor, output: ModelRunnerOutput) -> None:
+        for span, part in zip(self._spans, states.split([span.count for span in self._spans])):
+            output.prompt_logprobs[span.req_id] = PromptLogprobsChunk(span.start + 1, self._lists(span, part))
+
+    def _lists(self, span: PromptSpan, states: torch.Tensor) -> LogprobsLists:
+        lists = LogprobsLists([], [], [])
+        position = span.start + 1
+        for part in states.split(ROWS_AT_ONCE):
+            next_ids = self._branches.token_ids[span.row, position : position + len(part)]
+            found = prompt_logprobs(self._compute_logits(part), torch.from_numpy(next_ids).long(), span.num_logprobs)
+            lists.token_ids += found.token_ids
+            lists.logprobs += found.logprobs
+            lists.sampled_ranks += found.sampled_ranks
+            position += len(part)
+        return lists
