@@ -15,7 +15,8 @@ Order in which the runner carries a plan out:
 
 A beam search has one branch, its trunk, which computes the prompt like any other. Behind it the runner keeps a row for
 each beam, under the trunk's id: beams are known by their number, and a step says which beam of the last one each comes
-from.
+from. A search that comes back from the host with its beams has its trunk in `scheduled_new_reqs`, for the sake of its
+row: none of the trunk's tokens run.
 """
 
 from __future__ import annotations
@@ -76,9 +77,11 @@ class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     num_tokens: int = 0
     num_computed_tokens: int = 0
     # Set: the beams are new. Beam i is beam `parents[i]` of before (0: the trunk, if there were none) and the i-th part
-    # of `token_ids` behind its computed tokens.
+    # of `token_ids` behind its computed tokens. Of beams that come back from the host, the parts are all that they
+    # have behind the prompt, `num_restored_tokens` of it computed.
     parents: list[int] | None = None
     token_ids: list[int] = []
+    num_restored_tokens: int = 0
     first_column: int = 0  # the first place in the block tables that changes
     block_ids: BlockIds = ()  # what stands there and behind, of every beam
     num_candidates: int = 0  # 0: the beams are not up to date yet

@@ -82,14 +82,15 @@ class BeamRows:
             rows.encoder_lens[beams] = rows.encoder_lens[old[0]]
         # Of the tokens only those are read that are not computed yet.
         new_tokens = np.array(step.token_ids).reshape(len(beams), -1)  # [B, N]
-        end = step.num_computed_tokens + new_tokens.shape[1]
-        rows.token_ids[beams, step.num_computed_tokens : end] = new_tokens
+        start = step.num_computed_tokens - step.num_restored_tokens
+        end = start + new_tokens.shape[1]
+        rows.token_ids[beams, start:end] = new_tokens
         rows.num_tokens[beams] = end
         rows.num_prompt[beams] = rows.num_prompt[old[0]]
         self._of_search[step.req_id] = beams
         before = self.rules_of(step.req_id)
         if before:
-            # Tokens that are not computed are new: a search that lost what was computed has lost its rules with it.
+            # A search that lost its rows has lost its rules with them: it brings all its tokens, computed or not.
             moves = zip(step.parents, new_tokens.tolist(), strict=True)
             self._rules[step.req_id] = [before[parent].after_all(tokens) for parent, tokens in moves]
 

@@ -5,7 +5,7 @@ Decides which block holds which tokens. When to run, preempt or refuse is the sc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.kv import KVCacheConfig
@@ -17,7 +17,7 @@ from ratoon.memory.groups import SlidingWindowRule, rule_for
 from ratoon.memory.hashing import BlockHasher
 from ratoon.memory.host_pool import HostPool
 from ratoon.memory.sequence import TokenSequence
-from ratoon.memory.swap import SwapSpace
+from ratoon.memory.swap import SwapSpace, Tables
 from ratoon.memory.transfers import Transfers
 
 TablePlace = tuple[int, int]  # KV group, index into its table
@@ -306,10 +306,11 @@ class KVCacheManager:
         """Ask each time: where its host copy is lost, it is a sequence without memory, to be computed again."""
         return sequence in self._swap
 
-    def swap_out(self, branch: TokenSequence) -> bool:
-        """Move all that a sequence holds to the host. False: there is no room, or its cross table is not good (yet),
-        and nothing changed. Not for one with prefix hits of this very step: they may be written only in it."""
-        if not self._swap.save(branch):
+    def swap_out(self, branch: TokenSequence, tails: Sequence[Tables] = (), num_tail_tokens: int = 0) -> bool:
+        """Move all that a sequence holds to the host, and copy `tails` there, the tables of beams behind it, each with
+        so many computed tokens. False: there is no room, or its cross table is not good (yet), and nothing changed. Not
+        for one with prefix hits of this very step: they may be written only in it."""
+        if not self._swap.save(branch, tails, num_tail_tokens):
             return False
         self.cross_tables.release(branch)
         self._free_tables(branch)
@@ -332,6 +333,18 @@ class KVCacheManager:
         self.cross_tables.attach_swapped(branch)
         self._swap.restore(branch)
         return True
+
+    def num_tail_tokens_on_host(self, trunk: TokenSequence) -> int:
+        """What each beam behind a swapped trunk had computed; 0: they are not on the host. Ask each time."""
+        return self._swap.num_tail_tokens_of(trunk)
+
+    def swap_in_with_tails(self, trunk: TokenSequence) -> list[Tables]:
+        """Give a trunk what it held when it was swapped out with beams, and return their tables. There must be memory
+        for all of it, and they must run in the step that is being planned."""
+        self.cross_tables.attach_swapped(trunk)
+        tails = self._swap.restore(trunk)
+        self._register_full_blocks(trunk, trunk.num_computed_tokens // self.block_size)
+        return tails
 
     def take_swaps(self) -> tuple[list[BlockSwap], list[BlockSwap]]:
         """What goes to the host and what comes back before the next forward pass. They are handed over once."""

@@ -1,12 +1,13 @@
 """The host side of swapping: what of each sequence that was swapped out lies in which host blocks. Accounting only.
 
 A swapped sequence needs its cross table too, which others may hold on the device, or need on the host: it is kept by
-its key, once for all of them. When to swap is the scheduler's; the device side is the KVCacheManager's.
+its key, once for all of them. Beams go with the trunk that they share, all or none: a block that several of them hold
+lies on the host once. When to swap is the scheduler's; the device side is the KVCacheManager's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ratoon.memory.block_pool import Block, BlockPool
@@ -14,18 +15,27 @@ from ratoon.memory.host_pool import HostPool
 from ratoon.memory.sequence import TokenSequence
 from ratoon.memory.transfers import Transfers
 
+Tables = list[list[Block]]  # one list of table entries for each KV group
+HostTables = list[list[int | None]]  # the same in host blocks; None where the null block stood
+
 
 @dataclass(slots=True, eq=False)
 class HostCopy:
-    """What a sequence held when it was swapped out."""
+    """What a sequence held when it was swapped out. Every table entry is a reference."""
 
-    tables: list[list[int | None]]  # host blocks for each KV group; None where the null block stood
+    tables: HostTables
     num_computed_tokens: int
     cross_key: bytes | None
+    tails: list[HostTables]  # what the beams of a search held behind it, which is then their trunk
+    num_tail_tokens: int  # that each beam had computed, the trunk's included
+
+    @property
+    def own_host_blocks(self) -> list[int]:
+        return _host_blocks_of(self.tables)
 
     @property
     def host_blocks(self) -> list[int]:
-        return [host_block for table in self.tables for host_block in table if host_block is not None]
+        return self.own_host_blocks + [host_block for tail in self.tails for host_block in _host_blocks_of(tail)]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,14 +59,19 @@ class SwapSpace:
         return sequence in self._copies
 
     def num_blocks_of(self, sequence: TokenSequence) -> int:
-        """Device blocks that it takes to restore a sequence, its cross table aside."""
-        return len(self._copies[sequence].host_blocks)
+        """Device blocks that it takes to restore a sequence, its cross table and beams behind it aside."""
+        return len(self._copies[sequence].own_host_blocks)
 
     def num_columns_of(self, sequence: TokenSequence) -> int:
         return max(map(len, self._copies[sequence].tables), default=0)
 
     def num_computed_tokens_of(self, sequence: TokenSequence) -> int:
         return self._copies[sequence].num_computed_tokens
+
+    def num_tail_tokens_of(self, sequence: TokenSequence) -> int:
+        """What each beam behind a trunk had computed; 0 where no beams are on the host."""
+        copy = self._copies.get(sequence)
+        return 0 if copy is None else copy.num_tail_tokens
 
     def find_cross(self, key: bytes) -> HostCross | None:
         return self._cross.get(key)
@@ -66,28 +81,37 @@ class SwapSpace:
 
     # ---- out and in ----
 
-    def save(self, sequence: TokenSequence) -> bool:
-        """Copy what a sequence holds to the host. False: there is no room, or the content of its cross table is not
-        there or not good, and nothing changed. The sequence holds it all still; when it lets go of its cross table and
-        is the last who does, that follows (keep_cross)."""
+    def save(self, sequence: TokenSequence, tails: Sequence[Tables] = (), num_tail_tokens: int = 0) -> bool:
+        """Copy what a sequence holds to the host, and `tails`, the tables of beams behind it. False: there is no room,
+        or the content of its cross table is not there or not good, and nothing changed. The sequence holds it all
+        still; when it lets go of its cross table and is the last who does, that follows (keep_cross)."""
         if sequence in self._copies:
             raise ValueError(f"{sequence.branch_id} is swapped out already")
         cross = sequence.cross
-        if (cross is not None and not cross.is_settled) or not self._has_room_for(sequence):
+        if (cross is not None and not cross.is_settled) or not self._has_room_for(sequence, tails):
             return False
-        null, save = self._pool.null_block, self._transfers.save
-        tables = [[None if block is null else save(block) for block in table] for table in sequence.block_tables]
-        self._copies[sequence] = HostCopy(tables, sequence.num_computed_tokens, None if cross is None else cross.key)
+        saved: dict[int, int] = {}
+        self._copies[sequence] = HostCopy(
+            self._save_tables(sequence.block_tables, saved),
+            sequence.num_computed_tokens,
+            None if cross is None else cross.key,
+            [self._save_tables(tail, saved) for tail in tails],
+            num_tail_tokens,
+        )
         if cross is not None:
             self._cross.setdefault(cross.key, HostCross(cross.num_positions)).users[sequence] = None
         return True
 
-    def restore(self, sequence: TokenSequence) -> None:
-        """Give a sequence its tables back, in new device blocks. There must be so many free ones."""
+    def restore(self, sequence: TokenSequence) -> list[Tables]:
+        """Give a sequence its tables back, in new device blocks, and return those of the beams behind it. There must be
+        so many free ones."""
         copy = self._copies[sequence]
-        sequence.block_tables = [[self._restore_block(host_block) for host_block in table] for table in copy.tables]
+        restored: dict[int, Block] = {}
+        sequence.block_tables = self._restore_tables(copy.tables, restored)
+        tails = [self._restore_tables(tail, restored) for tail in copy.tails]
         sequence.num_computed_tokens = copy.num_computed_tokens
         self.forget(sequence)
+        return tails
 
     def keep_cross(self, key: bytes, blocks: list[Block]) -> None:
         """A cross table is about to leave the device. If swapped sequences need it, it goes to the host; if there is no
@@ -152,18 +176,43 @@ class SwapSpace:
             expected[host_block] = expected.get(host_block, 0) + 1
         self._host.check(expected)
 
-    def _has_room_for(self, sequence: TokenSequence) -> bool:
+    def _has_room_for(self, sequence: TokenSequence, tails: Sequence[Tables]) -> bool:
         null, cross = self._pool.null_block, sequence.cross
-        blocks = [block for table in sequence.block_tables for block in table if block is not null]
+        every = [block for tables in (sequence.block_tables, *tails) for table in tables for block in table]
+        blocks = list({block.block_id: block for block in every if block is not null}.values())
         if cross is not None and len(cross.holders) == 1:
             needed = self._cross.get(cross.key)
             if needed is None or not needed.host_blocks:
                 blocks += cross.blocks
         return self._transfers.num_to_save(blocks) <= self._host.num_free_blocks
 
-    def _restore_block(self, host_block: int | None) -> Block:
+    def _save_tables(self, tables: Tables, saved: dict[int, int]) -> HostTables:
+        """`saved`: device block → host block, of what is there already."""
+        return [[self._save_block(block, saved) for block in table] for table in tables]
+
+    def _save_block(self, block: Block, saved: dict[int, int]) -> int | None:
+        if block is self._pool.null_block:
+            return None
+        if block.block_id in saved:
+            self._host.share(saved[block.block_id])
+        else:
+            saved[block.block_id] = self._transfers.save(block)
+        return saved[block.block_id]
+
+    def _restore_tables(self, tables: HostTables, restored: dict[int, Block]) -> Tables:
+        """`restored`: by host block, what is there already."""
+        return [[self._restore_block(host_block, restored) for host_block in table] for table in tables]
+
+    def _restore_block(self, host_block: int | None, restored: dict[int, Block]) -> Block:
         if host_block is None:
             return self._pool.null_block
-        (block,) = self._pool.get_new_blocks(1)
-        self._transfers.restore(host_block, block)
-        return block
+        if host_block in restored:
+            self._pool.touch((restored[host_block],))
+        else:
+            (restored[host_block],) = self._pool.get_new_blocks(1)
+            self._transfers.restore(host_block, restored[host_block])
+        return restored[host_block]
+
+
+def _host_blocks_of(tables: HostTables) -> list[int]:
+    return [host_block for table in tables for host_block in table if host_block is not None]

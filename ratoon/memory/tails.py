@@ -35,6 +35,30 @@ class BeamTails:
         self._first_column = trunk.num_computed_tokens // kv_cache.block_size
         self._tails: list[Tail] = [[table[self._first_column :] for table in trunk.block_tables]]
         self._touch(self._tails[0])
+        self._are_unknown = False  # does the runner know nothing of what they hold?
+
+    @classmethod
+    def from_host(cls, kv_cache: KVCacheManager, trunk: TokenSequence) -> BeamTails:
+        """Beams that were swapped out with their trunk, as they were then. There must be memory for both."""
+        num_computed_tokens = kv_cache.num_tail_tokens_on_host(trunk)
+        restored = kv_cache.swap_in_with_tails(trunk)
+        tails = cls(kv_cache, trunk)
+        tails.release()  # the one that begins behind the trunk
+        tails._tails = restored
+        tails.num_computed_tokens = num_computed_tokens
+        tails._are_unknown = True
+        return tails
+
+    def swap_out(self, num_unwritten_tokens: int) -> bool:
+        """Move the trunk to the host, and copies of what beams hold: all that is computed but for so many tokens, which
+        were counted and do not run. False: there is no room for all of it, or there is nothing behind the trunk that
+        was computed. Nothing changed then."""
+        num_tokens = self.num_computed_tokens - num_unwritten_tokens
+        if num_tokens <= self._trunk.num_tokens:
+            return False
+        num_columns = -(-num_tokens // self._kv_cache.block_size) - self._first_column
+        tails = [[blocks[:num_columns] for blocks in tail] for tail in self._tails]
+        return self._kv_cache.swap_out(self._trunk, tails, num_tokens)
 
     def __len__(self) -> int:
         return len(self._tails)
@@ -80,7 +104,9 @@ class BeamTails:
             for tail in self._tails:
                 for blocks in tail:
                     blocks += self._pool.get_new_blocks(num_missing)
-        if not num_wanted:
+        if self._are_unknown:
+            column, self._are_unknown = 0, False
+        elif not num_wanted:
             return 0, ()
         return self._first_column + column, tuple(
             [block.block_id for tail in self._tails for block in tail[group][column:]]

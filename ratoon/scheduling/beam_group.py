@@ -28,6 +28,8 @@ class BeamGroup:
         "_kept",
         "_max_new_tokens",
         "_moves",
+        "_num_restored_tokens",
+        "_num_unwritten_tokens",
         "_retained",
         "_tails",
         "search",
@@ -47,7 +49,9 @@ class BeamGroup:
         self._tails: BeamTails | None = None  # None: the prompt is not computed (any more)
         # What the runner does not know yet: which beam each comes from, and the tokens behind its computed ones.
         self._moves: tuple[list[int], list[int]] | None = None
+        self._num_restored_tokens = 0  # of the tokens in `_moves`: those that came back from the host computed
         self._changed: tuple[int, BlockIds] = (0, ())
+        self._num_unwritten_tokens = 0  # of each beam: there is memory for them, and no step that runs them yet
         self._kept: dict[int, KeptTail] = {}  # by the number of the finished text
 
     # ---- steps ----
@@ -67,9 +71,13 @@ class BeamGroup:
         if self._tails is None and self.search.num_tokens and self.trunk.num_computed_tokens == self.trunk.num_tokens:
             self._tails = BeamTails(kv_cache, self.trunk)
             self._tails.fork([0] * self.num_beams)
-            tokens = [token for beam in range(self.num_beams) for token in self.search.running_token_ids(beam)]
-            self._moves = ([0] * self.num_beams, tokens)
+            self._move_all_from_trunk()
         return self._tails is not None
+
+    def _move_all_from_trunk(self) -> None:
+        """The runner has forgotten the beams: they come with all their tokens."""
+        tokens = [token for beam in range(self.num_beams) for token in self.search.running_token_ids(beam)]
+        self._moves = ([0] * self.num_beams, tokens)
 
     def num_blocks_to_come(self, kv_cache: KVCacheManager) -> int:
         """What beams will need as soon as the prompt is computed, all that they had before included."""
@@ -84,6 +92,7 @@ class BeamGroup:
         if changed is None:
             return False
         self._changed = changed
+        self._num_unwritten_tokens = num_tokens
         return True
 
     def take_step(self, num_tokens: int) -> BeamStep:
@@ -91,6 +100,8 @@ class BeamGroup:
         assert self._tails is not None
         parents, token_ids = self._moves if self._moves is not None else (None, [])
         self._moves = None
+        num_restored_tokens, self._num_restored_tokens = self._num_restored_tokens, 0
+        self._num_unwritten_tokens = 0
         first_column, block_ids = self._changed
         step = BeamStep(
             req_id=self.trunk.branch_id,
@@ -98,6 +109,7 @@ class BeamGroup:
             num_computed_tokens=self._tails.num_computed_tokens - num_tokens,
             parents=parents,
             token_ids=token_ids,
+            num_restored_tokens=num_restored_tokens,
             first_column=first_column,
             block_ids=block_ids,
             scores=self.search.scores,
@@ -164,6 +176,29 @@ class BeamGroup:
         self._kept.clear()
         return True
 
+    def is_on_host(self, kv_cache: KVCacheManager) -> bool:
+        """Are the beams swapped out, with their trunk? Ask each time: where their copy is lost, they are not."""
+        return kv_cache.num_tail_tokens_on_host(self.trunk) > 0
+
+    def swap_out(self) -> bool:
+        """Move the trunk and the beams to the host. What is kept of finished texts is given back. False: there is no
+        room for all of it, or no beam has computed anything, and nothing changed."""
+        if self._tails is None or not self._tails.swap_out(self._num_unwritten_tokens):
+            return False
+        self.set_back()
+        return True
+
+    def swap_in(self, kv_cache: KVCacheManager) -> bool:
+        """Bring the trunk and the beams back from the host, where there is memory for them and for the tokens that they
+        have not computed. False: it is short, and nothing changed."""
+        num_wanted = kv_cache.num_blocks_to_swap_in(self.trunk) + self.num_blocks_to_come(kv_cache)
+        if num_wanted > kv_cache.num_free_blocks:
+            return False
+        self._tails = BeamTails.from_host(kv_cache, self.trunk)
+        self._num_restored_tokens = self._tails.num_computed_tokens - self.trunk.num_tokens
+        self._move_all_from_trunk()
+        return True
+
     def set_back(self) -> None:
         """Give all memory behind the trunk back. The search stays where it is."""
         if self._tails is None:
@@ -172,6 +207,7 @@ class BeamGroup:
         self._tails.release()
         self._tails = None
         self._moves = None
+        self._num_restored_tokens = self._num_unwritten_tokens = 0
 
     def held(self) -> list[TokenSequence]:
         """For checks: the tables that hold references, as sequences."""

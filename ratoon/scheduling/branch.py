@@ -136,8 +136,7 @@ class Request:
 
     @property
     def can_be_swapped(self) -> bool:
-        """Are its blocks all that there is of it? Of a mean the runner keeps more, which is lost when it gives way. A
-        beam search is its trunk here; what is behind that is computed again."""
+        """Are its blocks all that there is of it? Of a mean the runner keeps more, which is lost when it gives way."""
         return not self.pools_first_rows
 
     @property

@@ -171,7 +171,7 @@ class StepPlanner:
         return victim
 
     def _preempt(self, step: StepDraft, branch: Branch) -> None:
-        """Take a branch's memory. It will be computed again, as far as the prefix cache has not kept it."""
+        """Take a branch's memory. What is neither swapped out nor kept by the prefix cache is computed again."""
         step.remove(branch)
         step.preempted = True
         if branch.known_to_runner:
@@ -190,11 +190,12 @@ class StepPlanner:
             if branch in step.gave_way:
                 break
             has_rows = roster.has_rows_for(branch)
+            budget = step.budget
             admission = self._admit(step, branch) if has_rows else Admission.NOT_NOW
             if admission == Admission.ADMITTED:
                 roster.waiting.take(branch)
                 if roster.shares.contended:
-                    roster.shares.charge(branch.request.owner, step.allocated[-1][1])
+                    roster.shares.charge(branch.request.owner, budget - step.budget)
             elif has_rows and admission == Admission.NOT_NOW:
                 break  # nobody overtakes the first in the queue
             elif not self._have_another_give_way(step, branch, roster.running[:num_running]):
@@ -280,6 +281,8 @@ class StepPlanner:
 
     def _try_to_admit(self, step: StepDraft, branch: Branch) -> Admission:
         kv_cache = self._roster.kv_cache
+        if branch.request.beams is not None and branch.request.beams.is_on_host(kv_cache):
+            return self._try_to_resume(step, branch.request.beams)
         hit_blocks: GroupBlocks | None = None
         num_encoder_inputs = len(step.encoder_lengths)
         was_swapped = kv_cache.is_swapped(branch)
@@ -319,6 +322,20 @@ class StepPlanner:
         step.add(branch, num_new_tokens, appended)
         return Admission.ADMITTED
 
+    def _try_to_resume(self, step: StepDraft, group: BeamGroup) -> Admission:
+        """Let a search in again that is on the host with its beams. They run at once: nothing is left of the prompt."""
+        if step.budget < group.num_beams:
+            return Admission.NOT_NOW
+        if not group.swap_in(self._roster.kv_cache):
+            return Admission.NO_MEMORY
+        trunk = group.trunk
+        self._roster.running.append(trunk)
+        trunk.status = BranchStatus.RUNNING
+        self._roster.events.scheduled(trunk, self._roster.now)
+        step.resumed.append(trunk)
+        self._schedule_beams(step, group, step.budget)  # in memory that it has come with
+        return Admission.ADMITTED
+
     def _has_memory_for_beams(self, branch: Branch, num_hit_tokens: int, hit_blocks: GroupBlocks | None) -> bool:
         """A search that has memory for its prompt alone would lose it again as soon as the prompt is computed."""
         beams = branch.request.beams
@@ -356,6 +373,9 @@ class StepPlanner:
             branch.num_computed_tokens += 1
         for branch, num_new_tokens, appended in step.allocated:
             self._write_down(plan, branch, num_new_tokens, appended)
+        for branch in step.resumed:
+            plan.scheduled_new_reqs.append(self._new_request_data(branch))
+            branch.known_to_runner = True
         for state, spans in step.captures:
             if state.branch.request.traced:
                 self._roster.events.chunk(state.branch, sum(count for _, count, _ in spans), self._roster.now)

@@ -180,11 +180,11 @@ class Roster:
 
     def set_back(self, branch: Branch, trusted: bool = True, may_swap: bool = False) -> None:
         """A branch loses its memory: it is computed again, or, where it may be and there is room, kept on the host."""
-        if branch.request.beams is not None:
-            branch.request.beams.set_back()
         if branch.request.extraction is not None and branch.status == BranchStatus.RUNNING:
             self.extractions.set_back(branch.request.extraction)
         if not (may_swap and self._swap_out(branch)):
+            if branch.request.beams is not None:
+                branch.request.beams.set_back()
             self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
@@ -192,9 +192,14 @@ class Roster:
     def _swap_out(self, branch: Branch) -> bool:
         if not branch.request.can_be_swapped:
             return False
+        beams = branch.request.beams
+        if beams is not None:
+            if beams.swap_out():
+                return True
+            beams.set_back()
         num_computed_tokens = branch.num_computed_tokens
-        # Who is let in again runs. Of a trunk whose prompt is computed, that is the prompt's last token once more; what
-        # beams have behind it is computed again.
+        # Who is let in again runs. Of a trunk that is kept alone, that is the prompt's last token once more; what beams
+        # had behind it is computed again.
         branch.num_computed_tokens = min(num_computed_tokens, branch.num_tokens - 1)
         if self.kv_cache.swap_out(branch):
             return True
@@ -242,6 +247,9 @@ class Roster:
         """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests."""
         beams = [held for group in self.searching.values() for held in group.held()]
         self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *beams])
+        assert not any(group.held() for group in self.searching.values() if group.is_on_host(self.kv_cache)), (
+            "beams are here and swapped out"
+        )
         self.leases.check()
         self.shares.check(request.owner for request in self.requests.values())
         running, waiting = set(self.running), set(self.waiting)

@@ -23,6 +23,7 @@ class StepDraft:
         "gave_way",
         "in_place",
         "preempted",
+        "resumed",
     )
 
     def __init__(self, budget: int, encoder_budget: int = 0) -> None:
@@ -33,6 +34,7 @@ class StepDraft:
         self.in_place: list[Branch] = []  # one token each, into memory that they have
         self.allocated: list[tuple[Branch, int, BlockIds]] = []  # tokens, and blocks appended to the tables
         self.beams: list[tuple[BeamGroup, int]] = []  # tokens of each beam
+        self.resumed: list[Branch] = []  # trunks that came back from the host computed: only their beams run
         self.captures: list[tuple[ExtractionState, list[Span]]] = []
         self.preempted = False
         self.gave_way: set[Branch] = set()  # to another owner's; they do not come back in this step
@@ -64,6 +66,8 @@ class StepDraft:
 
     def remove(self, branch: Branch) -> None:
         """Take a branch out again, if it is in, and its tokens back. With a trunk its beams go."""
+        if branch in self.resumed:
+            self.resumed.remove(branch)
         for index, (group, num_tokens) in enumerate(self.beams):
             if group.trunk is branch:
                 del self.beams[index]

@@ -100,7 +100,8 @@ class FakeRunner:
         self._append_blocks(plan)
         self.spans = [span for capture in plan.captures for span in self._spans_of(capture)]
         held = self._readers(plan, self.spans)
-        assert held.keys() >= {block for _, block in plan.swapped_in}, "nobody holds what comes from the host"
+        brought = {block for _, block in plan.swapped_in}
+        assert held.keys() | self._held_by_beams_that_are_back(plan) >= brought, "nobody holds what comes from the host"
         self._run_encoder(plan, held)
         scheduled = self._scheduled(plan)
         assert plan.total_num_scheduled_tokens == sum(count for _, _, count in scheduled)
@@ -204,9 +205,11 @@ class FakeRunner:
             old = self.beams.get(step.req_id) or [self.rows[step.req_id]]
             beams = []
             num_new = len(step.token_ids) // len(step.parents)
+            num_held = step.num_computed_tokens - step.num_restored_tokens
             for beam, parent in enumerate(step.parents):
-                row = old[parent].fork(step.num_computed_tokens)
-                assert row.num_computed_tokens == step.num_computed_tokens
+                row = old[parent].fork(num_held)
+                assert row.num_computed_tokens == num_held
+                row.num_computed_tokens = step.num_computed_tokens
                 row.extend(step.token_ids[beam * num_new : (beam + 1) * num_new])
                 beams.append(row)
             self.beams[step.req_id] = beams
@@ -280,6 +283,13 @@ class FakeRunner:
                 for block in table[first:]:
                     readers.setdefault(block, set()).add(row_id)
         return readers
+
+    def _held_by_beams_that_are_back(self, plan: SchedulerOutput) -> set[int]:
+        """Beams and their trunk keep what their window has passed."""
+        new_ids = {new.req_id for new in plan.scheduled_new_reqs}
+        back = [step.req_id for step in plan.beam_steps if step.num_tokens and step.req_id in new_ids]
+        rows = [row for row_id in back for row in (self.rows[row_id], *self.beams[row_id])]
+        return {block for row in rows for table in row.tables for block in table}
 
     def _first_read(self, group: int, position: int) -> int:
         window = self.windows[group]

@@ -83,6 +83,12 @@ def test_branches_that_were_swapped_go_on_where_they_were(load: Load) -> None:
     run(load)
 
 
+@examples(300)
+@given(loads("searching", "swapping"))
+def test_searches_that_were_swapped_go_on_where_their_beams_were(load: Load) -> None:
+    run(load)
+
+
 @given(loads("owned"))
 def test_requests_of_several_owners_all_end_with_the_tokens_they_would_get_alone(load: Load) -> None:
     run(load)

@@ -13,7 +13,8 @@ from ratoon.scheduling.scheduler import Scheduler
 
 
 class SwapWatch:
-    """Who was swapped out comes back with what it had computed."""
+    """Who was swapped out comes back with what it had computed: a search with what its beams had, or with its prompt
+    but for the last token, behind which they are computed again."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._roster = scheduler.roster
@@ -22,11 +23,12 @@ class SwapWatch:
 
     def before_plan(self) -> None:
         branches, is_swapped = self._roster.branches.values(), self._roster.kv_cache.is_swapped
-        self._num_computed = {branch: branch.num_computed_tokens for branch in branches}
+        self._num_computed = {branch: self._computed_of(branch) for branch in branches}
         self._swapped = {branch: count for branch, count in self._swapped.items() if is_swapped(branch)}
 
     def after_plan(self, plan: SchedulerOutput) -> None:
         restored = {block for _, block in plan.swapped_in}
+        num_restored = {step.req_id: step.num_restored_tokens for step in plan.beam_steps if step.num_tokens}
         for new in plan.scheduled_new_reqs:
             num_computed = self._swapped.pop(self._roster.branches[new.req_id], None)
             if num_computed is None:
@@ -36,13 +38,27 @@ class SwapWatch:
                 event("computed again, for its cross table was lost")
                 assert new.cross_block_ids
             else:
-                event("swapped in")
-                assert new.num_computed_tokens == num_computed, f"{new.req_id} came back with other tokens"
+                event("beams swapped in" if new.req_id in num_restored else "swapped in")
+                found = new.num_computed_tokens + num_restored.get(new.req_id, 0)
+                assert found == num_computed, f"{new.req_id} came back with other tokens"
+                assert (new.req_id in plan.num_scheduled_tokens) != (new.req_id in num_restored)
         for branch in self._roster.branches.values():
             if self._roster.kv_cache.is_swapped(branch) and branch not in self._swapped:
-                event("swapped out")
-                assert branch.request.beams is None and branch.request.extraction is None
-                self._swapped[branch] = self._num_computed[branch]
+                assert branch.request.extraction is None
+                beams, num_computed = branch.request.beams, self._num_computed[branch]
+                if beams is not None and beams.is_on_host(self._roster.kv_cache):
+                    event("beams swapped out")
+                    assert num_computed > branch.num_tokens
+                elif beams is not None:
+                    event("prompt of beams swapped out")
+                    num_computed = min(num_computed, branch.num_tokens - 1)
+                else:
+                    event("swapped out")
+                self._swapped[branch] = num_computed
+
+    def _computed_of(self, branch: Branch) -> int:
+        tails = None if branch.request.beams is None else branch.request.beams._tails
+        return branch.num_computed_tokens if tails is None else tails.num_computed_tokens
 
 
 class EncoderWatch:

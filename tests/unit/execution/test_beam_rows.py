@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
-from ratoon.core.plan import MAX_CAPTURE_SPANS, BeamStep, BlockCopy
+from ratoon.core.plan import MAX_CAPTURE_SPANS, BeamStep, BlockCopy, SchedulerOutput
 from tests.golden.tiny_models import TinyModel
 from tests.unit.execution.test_model_runner import (
     BACKENDS,
@@ -124,6 +124,35 @@ def test_beams_that_lost_their_memory_catch_up_in_parts() -> None:
     output = driver.step(beam_steps=[rest], total_num_scheduled_tokens=2)
     texts = [[*PROMPT, 3, 4, 5], [*PROMPT, 6, 7, 8]]
     assert_candidates(output.candidates["s"], oracle_candidates(LLAMA, texts, [-1.0, -2.0], 4))
+
+
+def test_beams_that_come_back_from_the_host_go_on_without_a_token_computed_again() -> None:
+    driver = Driver()
+    begin(driver)
+    first_beams(driver, [3, 4], [-1.0, -2.0], 5, 6)
+    num_computed = driver.runner.num_computed_tokens
+    back = BeamStep(
+        "s",
+        num_tokens=1,
+        num_computed_tokens=len(PROMPT) + 1,
+        parents=[0, 0],
+        token_ids=[3, 8, 4, 9],
+        num_restored_tokens=1,
+        first_column=TAIL,
+        block_ids=([5, 6],),
+        num_candidates=4,
+        scores=[-1.0, -2.0],
+    )
+    trunk = driver.new("s", PROMPT, 1)
+    trunk.num_computed_tokens = len(PROMPT)
+    plan = SchedulerOutput(
+        scheduled_new_reqs=[trunk], beam_steps=[back], preempted_req_ids=["s"], total_num_scheduled_tokens=2
+    )
+    driver.runner.execute_model(plan)
+    output = driver.runner.sample_tokens()
+    texts = [[*PROMPT, 3, 8], [*PROMPT, 4, 9]]
+    assert_candidates(output.candidates["s"], oracle_candidates(LLAMA, texts, [-1.0, -2.0], 4))
+    assert driver.runner.num_computed_tokens == num_computed + 2
 
 
 def test_a_search_beside_sampled_branches_and_another_search_changes_nothing_for_them() -> None:

@@ -247,6 +247,7 @@ class Search:
         self.texts: list[list[int]] = [[]]
         self.parents: list[int] | None = None
         self.new_tokens: list[int] = []
+        self.num_restored = 0
 
     def fork(self) -> None:
         width = self.chance.randint(1, 5)
@@ -254,9 +255,11 @@ class Search:
         tokens = [self.chance.choice([self.chance.randrange(END), self.chance.randrange(40, 60)]) for _ in range(width)]
         self.texts = [[*self.texts[parent], token] for parent, token in zip(self.parents, tokens)]
         self.new_tokens = tokens
+        self.num_restored = 0
 
-    def lose_memory(self) -> None:
-        """Beams that come back behind a new trunk bring all their tokens."""
+    def lose_memory(self, num_restored: int) -> None:
+        """Beams that come back behind a new trunk bring all their tokens, so many of them computed."""
+        self.num_restored = num_restored
         self.parents = [0] * len(self.texts)
         self.new_tokens = [token for text in self.texts for token in text]
 
@@ -265,17 +268,20 @@ class Search:
         return BeamStep(
             self.name,
             num_tokens=1 if num_tokens else 0,
-            num_computed_tokens=len(PROMPT) + (0 if self.parents is None else num_tokens - self.num_new),
+            num_computed_tokens=len(PROMPT) + self.num_computed,
             parents=self.parents if num_tokens else None,
             token_ids=self.new_tokens,
+            num_restored_tokens=self.num_restored,
             num_candidates=8,
             scores=[-self.chance.random() for _ in self.texts],
             held_back=held_back,
         )
 
     @property
-    def num_new(self) -> int:
-        return len(self.new_tokens) // len(self.texts)
+    def num_computed(self) -> int:
+        if self.parents is None:
+            return 0
+        return len(self.texts[0]) - len(self.new_tokens) // len(self.texts) + self.num_restored
 
     def expected(self, step: BeamStep, logits: Tensor) -> list[tuple[float, int, int]]:
         scores = torch.log_softmax(logits, -1)
@@ -337,7 +343,7 @@ def test_beams_keep_the_rules_that_transformers_keeps(seed):
             if step.num_tokens and chance.random() < 0.2:
                 side.drop(search)
                 side.add_trunk(search)
-                search.lose_memory()
+                search.lose_memory(chance.choice([0, len(search.texts[0]) - 1]))
             else:
                 search.fork()
 

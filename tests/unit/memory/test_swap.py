@@ -213,6 +213,54 @@ def test_beams_of_a_trunk_that_is_swapped_in_get_their_copies_from_the_host() ->
     assert memory.take_swaps()[1][2:] == [(2, own[0]), (2, own[1])]
 
 
+def test_beams_go_to_the_host_with_their_trunk_and_share_the_same_blocks_when_they_are_back() -> None:
+    memory = memory_of(20, 10)
+    trunk = running(memory, "a", None)  # six tokens in blocks of four
+    tails = BeamTails(memory, trunk)
+    tails.fork([0, 0])
+    assert tails.allocate(3) is not None
+    finish_step(memory)
+    tails.fork([0, 0, 1])
+    num_free = memory.num_free_blocks
+    assert tails.allocate(1) is not None, "the step that it was for does not come"
+    assert tails.swap_out(num_unwritten_tokens=1)
+    tails.release()
+    assert memory.num_free_blocks == 19 and memory.num_tail_tokens_on_host(trunk) == 9
+    # Of the trunk two, of the first two beams a shared one and, because of the step, one each, of the last two
+    swapped_out, _ = memory.take_swaps()
+    assert len(swapped_out) == 2 + 1 + 2 + 2 and memory.num_free_host_blocks == 3
+    memory.take_block_copies()
+    memory.check([trunk])
+    tails = BeamTails.from_host(memory, trunk)
+    assert trunk.num_computed_tokens == 6 and tails.num_computed_tokens == 9
+    assert memory.num_free_blocks == num_free - 1 and len(memory.take_swaps()[1]) == 7
+    assert memory.num_free_host_blocks == 10
+    (first,), (second,), (third,) = tails.tables()
+    assert [len(blocks) for blocks in (first, second, third)] == [2, 2, 2]
+    assert first[0] is second[0] and third[0] is not first[0] and first[0].ref_cnt == 2
+    changed = tails.allocate(1)
+    assert changed is not None and changed[0] == 1 and len(changed[1][0]) == 6, "tables travel in full"
+    tails.release()
+    memory.free(trunk)
+    memory.check([])
+    assert memory.num_free_blocks == 19
+
+
+def test_without_room_for_beams_on_the_host_nothing_changes() -> None:
+    memory = memory_of(20, 4)
+    trunk = running(memory, "a", None)
+    tails = BeamTails(memory, trunk)
+    tails.fork([0, 0])
+    assert not tails.swap_out(0), "nothing is computed behind the trunk"
+    assert tails.allocate(3) is not None
+    assert not tails.swap_out(0) and not memory.is_swapped(trunk)
+    assert memory.num_free_host_blocks == 4 and len(memory.block_ids(trunk)[0]) == 2
+    assert memory.swap_out(trunk), "there is for the trunk"
+    tails.release()
+    assert memory.num_tail_tokens_on_host(trunk) == 0
+    memory.check([trunk])
+
+
 def test_a_sequence_whose_copy_is_not_made_yet_is_saved_from_the_copys_source() -> None:
     memory = memory_of(20, 10)
     parent = running(memory, "a", None)

@@ -175,22 +175,81 @@ def test_leases_do_not_go_for_one_that_could_not_come_back_all_the_same() -> Non
     finish(scheduler)
 
 
-# ---- what is not swapped ----
+# ---- beam searches ----
 
 
-def test_of_a_beam_search_the_prompt_is_kept_and_its_beams_are_computed_again() -> None:
-    scheduler = encoder_scheduler(11, 50, caching=False)
+def preempt_search(num_host_blocks: int) -> tuple[Scheduler, SchedulerOutput]:
+    """A search that has three beams with four tokens behind its prompt, three of them computed, when it gives way."""
+    scheduler = encoder_scheduler(11, num_host_blocks, caching=False)
     add_encoded(scheduler, "a", 7, 4, max_tokens=17)
     add_encoded(scheduler, "s", 4, 4, width=3, max_tokens=6)
     plan = preempt(scheduler)
     assert plan.preempted_req_ids == ["s"]
+    return scheduler, plan
+
+
+def test_beams_go_on_where_they_were_without_a_token_computed_again() -> None:
+    scheduler, plan = preempt_search(50)
+    (search,) = scheduler.roster.searching.values()
+    num_computed = search.search.num_tokens - 1
+    assert len(plan.swapped_out) == 1 + 3 + 1, "of the prompt, of each beam and of the cross table"
+    assert scheduler.roster.branches["s"].block_tables == [] and search.held() == []
+    plan = until_back(scheduler, "s")
+    new, (step_back,) = new_of(plan, "s"), plan.beam_steps
+    assert new.num_computed_tokens == 4 and "s" not in plan.num_scheduled_tokens
+    assert (step_back.num_tokens, step_back.num_computed_tokens) == (1, 4 + num_computed)
+    assert step_back.num_restored_tokens == num_computed and step_back.num_candidates > 0
+    assert step_back.parents == [0, 0, 0] and len(step_back.token_ids) == 3 * (num_computed + 1)
+    restored = {block for _, block in plan.swapped_in}
+    assert restored >= {*new.block_ids[0], *new.cross_block_ids} and len(restored) == 5
+    assert restored.intersection(step_back.block_ids[0]), "tables travel in full"
+    assert step_back.first_column == 1
+    finish(scheduler)
+    assert scheduler.kv_cache.num_free_host_blocks == 50 and scheduler.stats().num_encoder_runs == 2
+
+
+@pytest.mark.parametrize("end", ["aborted", "failed", "failed step"])
+def test_a_search_that_ends_or_is_lost_on_the_host_leaves_nothing_there(end: str) -> None:
+    scheduler, plan = preempt_search(50)
+    if end == "aborted":
+        scheduler.abort_requests(["s"])
+    elif end == "failed":
+        scheduler.fail_requests(["s"], "it broke")
+    else:
+        scheduler.say_again(plan)
+    scheduler.check()
+    assert scheduler.kv_cache.num_free_host_blocks == 50
+    if end == "failed step":
+        assert new_of(until_back(scheduler, "s"), "s").num_computed_tokens == 0
+    finish(scheduler)
+
+
+def test_a_search_that_came_back_with_a_failed_step_is_computed_again() -> None:
+    scheduler, _ = preempt_search(50)
+    add_encoded(scheduler, "d", 3, 4, max_tokens=2)
+    while not (plan := scheduler.schedule()).swapped_in:
+        scheduler.update_from_output(plan, answer_to(plan))
+    assert new_ids(plan) == ["d", "s"]
+    scheduler.say_again(plan)
+    assert scheduler.try_apart(plan)
+    scheduler.check()
+    assert new_of(until_back(scheduler, "s"), "s").num_computed_tokens == 0
+    finish(scheduler)
+    assert scheduler.kv_cache.num_free_host_blocks == 50
+
+
+def test_with_room_for_its_prompt_alone_beams_are_computed_again() -> None:
+    scheduler, plan = preempt_search(4)
     assert len(plan.swapped_out) == 2  # of the prompt and of the cross table, one block each
     plan = until_back(scheduler, "s")
     # The prompt's last token runs once more, the encoder does not.
     assert new_of(plan, "s").num_computed_tokens == 3 and plan.num_scheduled_tokens["s"] == 1
     assert plan.encoder_steps == [] and scheduler.stats().num_encoder_runs == 2
     finish(scheduler)
-    assert scheduler.kv_cache.num_free_host_blocks == 50
+    assert scheduler.kv_cache.num_free_host_blocks == 4
+
+
+# ---- what is not swapped ----
 
 
 @pytest.mark.parametrize("kind", ["last", "mean"])
