@@ -88,9 +88,9 @@ def kv_configs(
 
 
 @st.composite
-def beam_params(draw: st.DrawFn, stops: list[int]) -> BeamSearchParams:
-    width = draw(st.sampled_from([1, 2, 3, 4, 6, 9]))
-    max_tokens = draw(st.integers(1, 14))
+def beam_params(draw: st.DrawFn, stops: list[int], is_long: bool) -> BeamSearchParams:
+    width = draw(st.sampled_from([2, 3, 4] if is_long else [1, 2, 3, 4, 6, 9]))
+    max_tokens = draw(st.integers(8 if is_long else 1, 14))
     return BeamSearchParams(
         beam_width=width,
         n=draw(st.integers(1, min(width, VOCABULARY - len(stops)))),
@@ -123,7 +123,7 @@ def requests(draw: st.DrawFn, index: int, traits: tuple[str, ...], has_encoder: 
     pooling = draw(st.sampled_from([None] * (18 if is_long else 4) + ["last", "mean"]))
     likely_search = [True, True, False] if "searching" in traits else [True] + [False] * (9 if is_long else 2)
     is_search = pooling is None and draw(st.sampled_from(likely_search))
-    beams = draw(beam_params(stops)) if is_search else None
+    beams = draw(beam_params(stops, is_long)) if is_search else None
     if pooling is not None:
         params = SamplingParams(max_tokens=1, detokenize=False)
     elif beams is not None:

@@ -83,7 +83,6 @@ def test_branches_that_were_swapped_go_on_where_they_were(load: Load) -> None:
     run(load)
 
 
-@examples(300)
 @given(loads("searching", "swapping"))
 def test_searches_that_were_swapped_go_on_where_their_beams_were(load: Load) -> None:
     run(load)
