@@ -11,6 +11,8 @@ from typing import Any
 from tests.golden.engines import model_folder
 
 ROOT = Path(__file__).parents[2]
+# Where processes that a test starts find tests and, on a host that keeps packages on this path, everything else.
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 FAMILY = "llama with grouped heads"
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 256, "num_threads": 1, "max_num_seqs": 64}
 

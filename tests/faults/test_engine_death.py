@@ -23,7 +23,7 @@ from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
 from ratoon.engine import launch, replica
 from tests.faults.executors import HANG_TOKEN, KILL_TOKEN, NAME, RAISE_TOKEN
-from tests.faults.processes import ROOT, SETTINGS, model_name, resident_bytes
+from tests.faults.processes import PYTHONPATH, SETTINGS, model_name, resident_bytes
 from tests.golden.tiny_models import random_token_ids
 
 MARKS = (KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN)
@@ -31,7 +31,7 @@ MARKS = (KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN)
 
 @pytest.fixture
 def misbehaving(monkeypatch) -> dict:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     return {**SETTINGS, "executor": NAME}
 
 

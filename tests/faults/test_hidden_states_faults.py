@@ -13,7 +13,7 @@ import pytest
 from ratoon import LLM, AsyncLLM, EngineError, HiddenStatesParams, SamplingParams
 from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
 from tests.faults.executors import KILL_TOKEN
-from tests.faults.processes import ROOT, SETTINGS, model_name
+from tests.faults.processes import PYTHONPATH, SETTINGS, model_name
 from tests.faults.reading_executors import DEADLY, SLOW
 from tests.golden.tiny_models import random_token_ids
 
@@ -24,7 +24,7 @@ IN_PARTS = {**SETTINGS, "max_num_batched_tokens": 8}  # rows in a step
 
 @pytest.fixture(autouse=True)
 def executors_are_found(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
 
 def greedy(**changes: Any) -> SamplingParams:

@@ -17,7 +17,7 @@ import zmq
 
 from ratoon import LLM, AsyncLLM, EngineError
 from ratoon.engine import launch, replica
-from tests.faults.processes import ROOT, SETTINGS, is_running, model_name, wait_until
+from tests.faults.processes import PYTHONPATH, SETTINGS, is_running, model_name, wait_until
 from tests.faults.test_engine_death import read_stream
 
 PROGRAM = """
@@ -45,7 +45,7 @@ def client(runtime: Path) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
     assert process.stdout is not None
     pid, _, directory = process.stdout.readline().strip().partition(" ")

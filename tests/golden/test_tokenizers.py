@@ -23,6 +23,7 @@ from ratoon.models.gguf_tokenizer import load_tokenizer_from_gguf, merges_from_s
 from ratoon.models.source import resolve_model
 from ratoon.models.tokenizer import Tokenizer as OurTokenizer
 from ratoon.models.tokenizer import load_tokenizer_from_folder
+from tests.real_models import needs_embedded_model
 from tests.unit.models.model_files import NASTY_TEXTS, byte_level_metadata, sentencepiece_vocabulary, train_byte_level
 
 LLAMA3 = (
@@ -235,6 +236,7 @@ def smollm_oracle() -> Tokenizer:
     return backend
 
 
+@needs_embedded_model
 def test_smollm2_reads_like_in_transformers(smollm: OurTokenizer, smollm_oracle: Tokenizer) -> None:
     texts = [*NASTY_TEXTS, "<|im_start|>user\nHi<|im_end|>\n", "<|endoftext|> x <|im_end|>", Path(__file__).read_text()]
     for text in texts:
@@ -245,12 +247,14 @@ def test_smollm2_reads_like_in_transformers(smollm: OurTokenizer, smollm_oracle:
     assert (smollm.bos_token, smollm.eos_token) == ("<|im_start|>", "<|im_end|>")
 
 
+@needs_embedded_model
 def test_smollm2_keeps_its_ids(smollm: OurTokenizer) -> None:
     """Written down, so that a change which the oracle follows would show."""
     assert smollm.encode("<|im_start|>user\nHello<|im_end|>\n") == [1, 4093, 198, 19556, 2, 198]
     assert len(smollm.encode("2024")) == 4
 
 
+@needs_embedded_model
 def test_smollm2_knows_that_a_text_is_too_long_without_tokenising_it(smollm: OurTokenizer) -> None:
     texts = ["The quick brown fox. " * 100, "    x = 1\n" * 100, "中文" * 300, " " * 1000, "é\x00\x01" * 99, "=" * 1000]
     for text in texts:
@@ -268,5 +272,6 @@ def without_missing_bytes(tokenizer: OurTokenizer, text: str) -> str:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60))
+@needs_embedded_model
 def test_smollm2_loses_no_text_that_its_vocabulary_can_spell(smollm: OurTokenizer, text: str) -> None:
     assert smollm.decode(smollm.encode(text), skip_special_tokens=False) == without_missing_bytes(smollm, text)
