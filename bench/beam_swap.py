@@ -1,7 +1,7 @@
 """What it costs a beam search to come back after it gave way: with all of it on the host, with its prompt there or in
 the prefix cache, and computed again.
 
-    python bench/beam_swap.py [--tokens 128 512] [--width 4] [--length 32] [--rounds 2]
+    python bench/beam_swap.py [--tokens 128 384] [--width 4] [--length 32] [--rounds 2]
 
 A search has run for a while when others take all memory for a step. Measured is the time from then on until it is one
 token further, the copies from the host included, and the tokens that are computed on the way. Rounds alternate between
@@ -81,7 +81,7 @@ def needs_a_block(llm: LLM) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 384])
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
