@@ -57,7 +57,7 @@ def forget_prefixes(llm: LLM) -> None:
 
 def come_back(llm: LLM, num_tokens: int, width: int, length: int, way: str) -> tuple[float, int]:
     """Seconds, and tokens that were computed."""
-    prompt = [1000 + 7 * place % 20_000 for place in range(num_tokens - 1)]
+    prompt = [1000 + 7 * place % 20_000 for place in range(num_tokens)]
     params = BeamSearchParams(beam_width=width, max_tokens=length + 40, ignore_eos=True)
     num_blocks = -(-num_tokens // llm.config.cache.block_size)
     runner = llm._client.core.executor._worker.runner
