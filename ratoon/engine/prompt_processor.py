@@ -138,8 +138,8 @@ class PromptProcessor:
         """Refuses a text that has surely more tokens, before it is tokenised, which takes long and much memory."""
         if part.token_ids is not None or part.text is None or self._tokenizer is None:
             return
-        num_tokens = self._tokenizer.min_tokens(part.text, longest)
-        if num_tokens > longest:
+        num_tokens = self._tokenizer.refuse_early(part.text, longest)
+        if num_tokens is not None:
             raise too_long(part.field, f"at least {num_tokens}")
 
     def _verify_length(self, field: str, token_ids: list[int], num_places: int) -> None:

@@ -82,9 +82,18 @@ class Tokenizer:
             raise RequestError("prompt", problem, "expected words that the model knows") from error
 
     def min_tokens(self, text: str, enough: int) -> int:
-        """So many tokens it has at least, without counting far beyond `enough`: to refuse what is too long before it is
-        tokenised. 0: nothing is known without tokenising it."""
+        """So many tokens it has at least, without counting far beyond `enough`. 0: nothing is known without tokenising
+        it."""
         return self._bound(text, enough) if len(text) > enough else 0
+
+    def refuse_early(self, text: str, longest: int) -> int | None:
+        """For a text that surely has more tokens than `longest`, how many it has at least: such a text is refused
+        before it is tokenised, which takes long and much memory. None: tokenise it; a short one always, so that its
+        exact number can be told."""
+        if len(text) <= LONG_TEXT:
+            return None
+        num_tokens = self.min_tokens(text, longest)
+        return num_tokens if num_tokens > longest else None
 
     @cached_property
     def _bound(self) -> MinTokens:

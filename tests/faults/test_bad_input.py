@@ -76,7 +76,7 @@ BAD_PROMPTS: list[tuple[Any, str, str]] = [
     ("", "prompt", "empty"),
     ("   ", "prompt", "empty"),  # text without a token
     ({"prompt_token_ids": []}, "prompt_token_ids", "empty"),
-    ("w1 " * MAX_POSITION, "prompt", f"{MAX_POSITION} tokens, and at most {MAX_POSITION - 1} leave room"),
+    ("w1 " * MAX_POSITION, "prompt", f"has {MAX_POSITION} tokens"),
     ([1] * MAX_POSITION, "prompt_token_ids", f"at most {MAX_POSITION - 1}"),
     ([1] * 5000, "prompt_token_ids", "has 5000 tokens"),
     ([1, VOCAB_SIZE], "prompt_token_ids[1]", f"0 to {VOCAB_SIZE - 1}"),

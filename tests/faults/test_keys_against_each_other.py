@@ -32,6 +32,15 @@ def complete(server: Server, key: str, **fields: Any) -> requests.Response:
     return requests.post(f"{server.api}/completions", json=body, headers=headers, timeout=120)
 
 
+def num_sequences(server: Server) -> int:
+    """Those that run or wait in the engine."""
+    text = requests.get(f"{server.url}/metrics", headers={"Authorization": "Bearer ada"}, timeout=120).text
+    lines = [
+        line for line in text.splitlines() if line.startswith(("ratoon_requests_running", "ratoon_requests_waiting"))
+    ]
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+
+
 def test_roots_and_leases_outlive_the_requests_of_another_key(server: Server) -> None:
     assert complete(server, "bob", prompt="what bob keeps", retain_kv=600, request_id="kept").status_code == 200
     for number in range(3 * MAX_ROOTS // 8):
@@ -54,8 +63,10 @@ def test_a_queue_that_one_key_has_filled_is_open_to_another(server: Server) -> N
     threads = [threading.Thread(target=fill) for _ in range(MAX_QUEUE // 12)]
     for thread in threads:
         thread.start()
-    while complete(server, "ada", prompt="one too many", max_tokens=1).status_code != 429:
-        assert any(thread.is_alive() for thread in threads), "the queue was never full"
+    while num_sequences(server) < MAX_QUEUE:
+        assert all(thread.is_alive() for thread in threads), "the queue was never full"
+        time.sleep(0.01)
+    assert complete(server, "ada", prompt="one too many", max_tokens=1).status_code == 429
     answer = complete(server, "bob", prompt="a short one")
     bobs_end = time.monotonic()
     assert answer.status_code == 200, answer.text

@@ -113,8 +113,8 @@ async def encode_text(
     tokenizer = context.llm.get_tokenizer()
 
     def encode() -> list[int] | str:
-        num_tokens = tokenizer.min_tokens(text, limit)
-        if num_tokens > limit:
+        num_tokens = tokenizer.refuse_early(text, limit)
+        if num_tokens is not None:
             return f"at least {num_tokens}"
         token_ids = tokenizer.encode(text, add_special_tokens)
         return token_ids if len(token_ids) <= limit else str(len(token_ids))

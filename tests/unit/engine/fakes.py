@@ -60,6 +60,10 @@ class FakeTokenizer:
     def min_tokens(self, text: str, enough: int) -> int:
         return find_bound(self.backend)(text, enough) if len(text) > enough else 0
 
+    def refuse_early(self, text: str, longest: int) -> int | None:
+        num_tokens = self.min_tokens(text, longest)
+        return num_tokens if num_tokens > longest else None
+
     def encode_chat(self, messages: list[dict], **variables) -> list[int]:
         return self.encode(self.apply_chat_template(messages, **variables))
 
