@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import tracemalloc
@@ -89,7 +90,8 @@ def test_what_a_template_makes_stays_small_in_memory(name: str) -> None:
     ("template", "message"),
     [
         (ENDLESS["loops"], "chat_template: takes more than 2000000 steps"),
-        (ENDLESS["maps of maps"], "chat_template: takes more than 2 seconds"),
+        # Whichever of the two a machine comes to first.
+        (ENDLESS["maps of maps"], "chat_template: takes more than (2 seconds|2000000 steps)"),
         (HUGE["output"], "chat_template: writes more than 8388608 characters"),
         (HUGE["join"], "chat_template: makes a text of more than 8388608 characters"),
         (HUGE["batch"], "chat_template: makes a list of more than 1000000 entries"),
@@ -100,7 +102,7 @@ def test_what_a_template_makes_stays_small_in_memory(name: str) -> None:
 )
 def test_the_error_names_the_limit(template: str, message: str) -> None:
     outcome, _ = render_in_time(template)
-    assert str(outcome) == message
+    assert re.fullmatch(message, str(outcome))
 
 
 def test_renders_at_the_same_time_have_limits_of_their_own() -> None:
