@@ -41,13 +41,13 @@ def room_on_host(llm: LLM, num_blocks: int | None) -> Iterator[None]:
 
 
 def take_all_memory(llm: LLM) -> None:
-    """Whoever runs gives way in the step that follows."""
+    """A branch that runs gives way in the step that follows."""
     pool = llm._client.core.scheduler.kv_cache.pool
     taken = pool.get_new_blocks(pool.num_free_blocks)
     before = llm.stats().num_preemptions
     llm._step()
     pool.free_blocks(taken)
-    assert llm.stats().num_preemptions == before + 1, "nobody gave way"
+    assert llm.stats().num_preemptions == before + 1, "no branch gave way"
 
 
 def forget_prefixes(llm: LLM) -> None:

@@ -271,7 +271,7 @@ class AsyncMPClient:
             return
         _settle(started)
         if self._paused:
-            replica.send(EngineCoreRequestType.UTILITY, UtilityCall(0, "pause"))  # nobody waits for this answer
+            replica.send(EngineCoreRequestType.UTILITY, UtilityCall(0, "pause"))  # its answer is not waited for
         self._dispatch()
 
     def _record(self, outputs: EngineCoreOutputs) -> None:

@@ -1,6 +1,6 @@
 """Spans of requests for OpenTelemetry, made when a request has ended from the times that are known by then.
 
-Nothing is measured here, and nothing runs while a request does: whoever has no tracer pays nothing. Spans are sent over
+Nothing is measured here, and nothing runs while a request does: without a tracer it costs nothing. Spans are sent over
 OTLP/HTTP by a thread of OpenTelemetry's own, in batches; what can't be sent is dropped, and requests do not notice.
 The packages (extra `otel`) are imported when a tracer is made.
 
@@ -125,7 +125,7 @@ class RequestTracer:
         try:
             self._record(trace)
         except Exception:
-            if not self._failed:  # once: a log that says it for every request helps nobody
+            if not self._failed:  # once: a log line for every request would not help
                 self._failed = True
                 logger.exception("spans of request %s, and perhaps of others, are lost", trace.request_id)
 

@@ -1,7 +1,7 @@
 """What happened to requests in the engine, and is told with their next outputs: queued, scheduled, preempted, chunks.
 
-Knows no clock: the time is an argument. A few events for a request and none for a token, so that nobody who does not
-ask pays for it; parts of prompts are noted of requests that are traced.
+Knows no clock: the time is an argument. There are a few events for a request and none for a token, so that they cost
+little where they are not read; parts of prompts are noted for traced requests only.
 """
 
 from __future__ import annotations

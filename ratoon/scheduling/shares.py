@@ -69,7 +69,7 @@ class OwnerShares:
 
 
 def fair_split(budget: int, wants: Mapping[Owner, int]) -> dict[Owner, int]:
-    """What each owner gets of a budget: nobody more than it wants, and no one less than another who wants as much."""
+    """What each owner gets of a budget: none more than it wants, and none less than another that wants as much."""
     given: dict[Owner, int] = {}
     left = budget
     for number, (owner, want) in enumerate(sorted(wants.items(), key=lambda item: item[1])):

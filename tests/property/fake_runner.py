@@ -101,7 +101,7 @@ class FakeRunner:
         self.spans = [span for capture in plan.captures for span in self._spans_of(capture)]
         held = self._readers(plan, self.spans)
         brought = {block for _, block in plan.swapped_in}
-        assert held.keys() | self._held_by_beams_that_are_back(plan) >= brought, "nobody holds what comes from the host"
+        assert held.keys() | self._held_by_beams_that_are_back(plan) >= brought, "no branch holds what came back"
         self._run_encoder(plan, held)
         scheduled = self._scheduled(plan)
         assert plan.total_num_scheduled_tokens == sum(count for _, _, count in scheduled)

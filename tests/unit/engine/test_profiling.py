@@ -1,4 +1,4 @@
-"""Profiles of steps: where they are written, and that nobody else can read them."""
+"""Profiles of steps: where they are written, and that no other user can read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extractions beside generation and beside each other: who goes first, who gives memory up, and that nobody starves."""
+"""Extractions beside generation and beside each other: who goes first, who gives memory up, and that none starves."""
 
 from __future__ import annotations
 

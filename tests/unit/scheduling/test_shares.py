@@ -1,4 +1,4 @@
-"""Several owners in one scheduler: whose turn it is, who gives way, whose leases go, and that nobody starves."""
+"""Several owners in one scheduler: whose turn it is, who gives way, whose leases go, and that none starves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """GET / and /docs: what this server is, and its API to read and to try. For people; they need nothing from elsewhere.
 
-Both are open where keys are asked for, so they say nothing about the model there. /docs is the same file for everybody;
+Both are open where keys are asked for, so they say nothing about the model there. /docs is one file for all;
 what it shows it asks of /openapi.json, with the key that is typed into it.
 """
 
