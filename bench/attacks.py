@@ -75,7 +75,9 @@ ATTACKS = (
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator[tuple[int, str]]:
     """Process id and address of a server of the checkout."""
-    command = [sys.executable, "-m", "ratoon.api.cli", "serve", MODEL, "--port", "0", "--max-model-len", "2048"]
+    # An earlier checkout (`--tree`) can't be run as a package.
+    module = "ratoon" if (args.tree / "ratoon" / "__main__.py").exists() else "ratoon.api.cli"
+    command = [sys.executable, "-m", module, "serve", MODEL, "--port", "0", "--max-model-len", "2048"]
     environment = {**os.environ, "PYTHONPATH": str(args.tree.resolve())}
     process = subprocess.Popen(
         command, cwd=args.tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

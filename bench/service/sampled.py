@@ -54,7 +54,7 @@ def main() -> int:
     out, *arguments = sys.argv[1:]
     Sampler(Path(out)).install()
     sys.argv[1:] = arguments
-    from ratoon.api.cli import main as run_ratoon
+    from ratoon.cli import main as run_ratoon
 
     return run_ratoon()
 

@@ -47,7 +47,7 @@ class ServerProcess:
     def __init__(
         self, options: list[str], environment: dict[str, str] | None = None, profile: Path | None = None
     ) -> None:
-        launcher = ["-m", "ratoon.api.cli"] if profile is None else ["-m", "service.sampled", str(profile.resolve())]
+        launcher = ["-m", "ratoon"] if profile is None else ["-m", "service.sampled", str(profile.resolve())]
         self._command = [sys.executable, *launcher, "serve", *options, "--port", "0"]
         # The root is where engine processes find bench.stub_executor, the folder where a profiled server finds service.
         path = os.pathsep.join([str(BENCH_FOLDER.parent), str(BENCH_FOLDER)])

@@ -1,4 +1,6 @@
-"""The `ratoon` command: finds the subcommand, runs it, and turns errors into one line and an exit code.
+"""A command line of command modules: finds the subcommand, runs it, and turns errors into one line and an exit code.
+
+The `ratoon` command (ratoon/cli.py) is this with the commands below and those of other rooms.
 
 Exit codes: 0 done, 1 the engine failed, 2 bad input (arguments, model, settings), 130 interrupted.
 """
@@ -10,9 +12,9 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from ratoon.api.commands import (
-    bench,
     chat,
     complete,
     demo,
@@ -30,25 +32,25 @@ from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestErro
 from ratoon.observe.logging import configure_logging
 from ratoon.version import __version__
 
-COMMANDS = (generate, chat, complete, embed, hidden_states, transcribe, serve, models, pull, info, bench, demo)
+COMMANDS = (generate, chat, complete, embed, hidden_states, transcribe, serve, models, pull, info, demo)
 EXIT_ENGINE = 1
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(commands: Sequence[ModuleType] = COMMANDS) -> argparse.ArgumentParser:
     parser = CommandParser(prog="ratoon", description="An inference engine for language models.")
     parser.add_argument("--version", action="version", version=f"ratoon {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for command in commands:
         command.add_parser(subparsers)
     return parser
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None, commands: Sequence[ModuleType] = COMMANDS) -> argparse.Namespace:
     """As argparse does, except that prompts may stand behind options, where it gives them up as unknown."""
-    parser = build_parser()
+    parser = build_parser(commands)
     args, rest = parser.parse_known_args(argv)
     if rest and not hasattr(args, "prompts"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -57,8 +59,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
+def main(argv: Sequence[str] | None = None, commands: Sequence[ModuleType] = COMMANDS) -> int:
+    args = parse_arguments(argv, commands)
     configure_logging()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
@@ -88,7 +90,3 @@ def report(error: Exception) -> int:
     problem = " ".join(f"{type(error).__name__}: {error}".split())
     print(f"error: {problem} (unexpected; --debug shows where)", file=sys.stderr)
     return EXIT_ENGINE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

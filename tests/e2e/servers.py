@@ -37,7 +37,7 @@ class Server:
 
 
 def serve_command(model: str | Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "ratoon.api.cli", "serve", str(model), "--port", "0", *TINY_OPTIONS, *options]
+    return [sys.executable, "-m", "ratoon", "serve", str(model), "--port", "0", *TINY_OPTIONS, *options]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tests.real_models import needs_embedded_model as needs_model
 
 MODEL = "smollm2-135m"
 ENGINE = ["--kv-memory", "128MiB"]
-COMMAND = [sys.executable, "-m", "ratoon.api.cli"]
+COMMAND = [sys.executable, "-m", "ratoon"]
 LIMIT = 120  # seconds; a run takes a few, but the machine may be busy
 
 

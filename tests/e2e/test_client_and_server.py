@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ratoon.api.cli import main
+from ratoon.cli import main
 from tests.e2e.test_cli import COMMAND, LIMIT, MODEL, ratoon
 from tests.real_models import needs_embedded_model
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from ratoon.api.cli import main
+from ratoon.cli import main
 from tests.e2e.fake_server import Script, fake_server
 from tests.e2e.test_cli import Terminal
 

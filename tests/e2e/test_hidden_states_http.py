@@ -19,8 +19,8 @@ import requests
 from safetensors import safe_open
 from safetensors.numpy import load, load_file
 
-from ratoon.api.cli import main
 from ratoon.api.llm import LLM
+from ratoon.cli import main
 from ratoon.core.params import HiddenStatesParams
 from tests.e2e.servers import Server, serving
 from tests.unit.api.server.harness import MODEL, TINY_SETTINGS, write_tiny_model

@@ -99,7 +99,7 @@ def hub() -> Iterator[http.server.ThreadingHTTPServer]:
 def ratoon(home: Path, endpoint: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RATOON_"))}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", **variables}
-    command = [sys.executable, "-m", "ratoon.api.cli", *words]
+    command = [sys.executable, "-m", "ratoon", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 

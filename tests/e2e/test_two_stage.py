@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ratoon.api.cli import main
+from ratoon.cli import main
 from tests.golden.engines import model_folder
 
 SIZES = ["--prompt-tokens", "37", "--stage1-tokens", "9", "--beam-width", "4", "--beam-tokens", "3", "--rounds", "1"]

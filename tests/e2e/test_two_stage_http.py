@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ratoon.api.cli import main
+from ratoon.cli import main
 from tests.e2e.fake_server import fake_server
 from tests.e2e.servers import Server, serving
 from tests.unit.api.server.harness import MODEL, write_tiny_model

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ratoon.api.cli import main
 from ratoon.api.llm import LLM
+from ratoon.cli import main
 from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestError
 from ratoon.core.params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 from ratoon.models.source import resolve_model

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel
 
 from ratoon import LLM, PoolingParams, RequestError, SamplingParams
-from ratoon.api.cli import main
+from ratoon.cli import main
 from tests.golden.engines import check_nothing_left
 from tests.real_models import minilm
 

@@ -22,6 +22,7 @@ BELOW = {
     "distributed": ("execution",),
     "engine": ("scheduling", "distributed"),
     "api": ("engine",),
+    "benchmarks": ("api",),
 }
 WITHOUT_TORCH = ("core", "observe", "memory", "scheduling")
 
@@ -83,6 +84,6 @@ def test_transformers_is_only_an_oracle():
 
 def test_importing_the_package_loads_nothing_slow():
     slow = ("torch", "numpy", "tokenizers", "rich", "jinja2")
-    code = f"import sys, ratoon, ratoon.api.cli; print([name for name in {slow} if name in sys.modules])"
+    code = f"import sys, ratoon, ratoon.cli; print([name for name in {slow} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from ratoon.api.cli import main, parse_arguments
+from ratoon.api.cli import parse_arguments
 from ratoon.api.commands.serve import say_what_is_waited_for
+from ratoon.cli import main
 from ratoon.core.errors import EngineError, ModelError, RequestError
 
 
@@ -48,7 +49,6 @@ def test_generate_goes_on_with_an_answer_that_was_begun(client, source, capsys):
 
 
 def test_complete_sends_an_answer_that_was_begun(capsys):
-    from ratoon.api.cli import parse_arguments
     from ratoon.api.commands.complete import make_request
 
     path, body = make_request(
@@ -360,30 +360,6 @@ def test_info_shows_settings_and_start_up(client, capsys):
     assert main(["info", "fake", "--max-num-seqs", "5"]) == 0
     out = capsys.readouterr().out
     assert "LlamaForCausalLM" in out and "max num seqs" in out and "load tokenizer" in out
-
-
-@pytest.mark.parametrize(("kind", "count"), [("latency", "--batch"), ("throughput", "--num-requests")])
-def test_bench_reports_speed_of_what_was_asked(client, capsys, kind, count):
-    client.script = lambda request, choice: [1] * 64
-    shape = ["--input-len", "10", "--output-len", "5", count, "3", "--repeat", "2", "--json"]
-    assert main(["bench", kind, "fake", *shape]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["kind"], result["num_requests"], result["repeat"]) == (kind, 3, 2)
-    assert result["output_tokens_per_second"]["min"] <= result["output_tokens_per_second"]["median"]
-    measured = client.added[3:]  # the first round warms up
-    assert len(measured) == 6
-    assert all(len(request.prompt_token_ids) == 10 for request in measured)
-    assert all(request.sampling_params.all_stop_token_ids == [] for request in measured)
-    assert len({tuple(request.prompt_token_ids) for request in client.added}) == 9
-
-
-def test_bench_prompts_are_the_same_in_every_run(client):
-    client.script = lambda request, choice: [1] * 64
-    for _ in range(2):
-        main(["bench", "latency", "fake", "--input-len", "4", "--output-len", "2", "--repeat", "1"])
-    half = len(client.added) // 2
-    prompts = [request.prompt_token_ids for request in client.added]
-    assert prompts[:half] == prompts[half:]
 
 
 def test_demo_answers_everything_and_sends_the_shared_prefix_second(client, source, capsys):

@@ -9,8 +9,8 @@ from array import array
 import numpy as np
 import pytest
 
-from ratoon.api.cli import main
 from ratoon.api.llm import LLM
+from ratoon.cli import main
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput
 from ratoon.core.params import PoolingParams

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 import ratoon
-from ratoon.api.cli import main
 from ratoon.api.commands import complete
 from ratoon.api.llm import LLM
+from ratoon.cli import main
 from ratoon.core.errors import RequestError
 from ratoon.core.params import HiddenStatesParams, SamplingParams
 from tests.unit.engine.fakes import DECODER_START, END, encoder_decoder_config, model_config

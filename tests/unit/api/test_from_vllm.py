@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.api.cli import main, parse_arguments
+from ratoon.api.cli import parse_arguments
 from ratoon.api.llm import LLM
 from ratoon.api.options import engine_settings
+from ratoon.cli import main
 from ratoon.core.errors import RequestError
 from ratoon.core.params import SamplingParams
 

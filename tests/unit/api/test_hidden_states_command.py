@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from ratoon.api.cli import main
 from ratoon.api.commands.hidden_states import parse_layers, parse_positions
+from ratoon.cli import main
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ SLOW_MODULES = ("torch", "numpy", "transformers", "tokenizers", "rich", "hugging
     "statement",
     [
         "import ratoon",
-        "import ratoon.api.cli; ratoon.api.cli.build_parser()",
+        "from ratoon import cli; from ratoon.api.cli import build_parser; build_parser(cli.COMMANDS)",
         "from ratoon import BeamSearchParams",
     ],
 )

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from ratoon.api.cli import main
 from ratoon.api.remote.client import check_api_key, normalize_url
 from ratoon.api.remote.errors import RefusedError, RemoteError, error_for_status
+from ratoon.cli import main
 from ratoon.core.errors import RequestError
 
 

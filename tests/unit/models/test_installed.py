@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.api.cli import main
+from ratoon.cli import main
 from ratoon.core.errors import ConfigError
 from ratoon.models import installed
 from ratoon.models.installed import installed_models

@@ -12,8 +12,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from ratoon.api.cli import main
 from ratoon.api.llm import LLM
+from ratoon.cli import main
 from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.params import SamplingParams
 from tests.unit.api.transcription.engines import SpeechClient, speech_source

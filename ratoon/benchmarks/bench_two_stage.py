@@ -1,0 +1,192 @@
+"""`ratoon bench two-stage`: sample an answer, then search with beams behind it, and what each kind of reuse saves.
+
+The parser, and the order of things. What is measured is in two_stage/, over HTTP in two_stage/over_http/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
+from ratoon.api.progress import request_progress
+from ratoon.api.remote.options import add_remote_options, open_client
+from ratoon.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ratoon.benchmarks.two_stage.experiment import Round
+    from ratoon.benchmarks.two_stage.over_http.experiment import Measured
+    from ratoon.benchmarks.two_stage.over_http.settings import HttpSettings
+    from ratoon.benchmarks.two_stage.settings import TwoStageSettings
+
+DEFAULT_MODEL = "smollm2-135m"
+EXIT_DISAGREED = 1
+EXIT_INTERRUPTED = 130
+HTTP_OPTIONS = ("file", "num_conversations", "request_rate", "remote_model", "api_key")
+DESCRIPTION = """Sample an answer, then search with beams behind it and a suffix: with no reuse, from the prefix cache,
+and as a continuation of a leased parent; the last two also after other requests have filled the KV cache.
+All must find the same beams; otherwise the exit code is 1.
+
+With --url the stages are requests to a running server, stage 2 of each conversation as soon as its stage 1 has ended;
+the server's memory is its own, so the last two ways are left out."""
+# Option, its default, and what it is.
+SIZES = (
+    ("--prompt-tokens", 500, "tokens of a prompt"),
+    ("--stage1-tokens", 200, "tokens that stage 1 samples"),
+    ("--suffix-tokens", 5, "tokens behind the answer, before the beams"),
+    ("--beam-width", 32, "beams of stage 2"),
+    ("--beam-tokens", 3, "tokens of each beam"),
+    ("--rounds", 3, "times; the ways take turns"),
+    ("--seed", 0, "of prompts and samples"),
+)
+
+
+def add_parser(kinds: Subparsers) -> None:
+    parser = kinds.add_parser(
+        "two-stage",
+        help="beam search behind a sampled answer, by what is reused",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"default {DEFAULT_MODEL}; without --url")
+    for option, default, help_text in SIZES:
+        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{help_text} (default {default})")
+    parser.add_argument(
+        "--requests", "--concurrency", type=int, metavar="N", dest="requests", help="conversations at once (default 1)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every turn and the figures")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the ways side by side")
+    add_remote_options(parser, required=False)
+    _add_http_options(parser.add_argument_group("with --url"))
+    add_engine_options(parser)
+    add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_http_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--num-conversations", type=int, metavar="N", help="in each round (default 8; of a file, all of its lines)"
+    )
+    group.add_argument(
+        "--file", metavar="FILE", help="JSONL: lines with prompt or messages, and perhaps suffix, reference, output_len"
+    )
+    group.add_argument(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="R",
+        help="conversations that begin in a second, in the place of so many at once",
+    )
+    group.add_argument(
+        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson arrivals; lower: in bursts; higher: even"
+    )
+    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of a request (default 600)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ratoon.benchmarks.loadgen.plot import check_plotting
+    from ratoon.benchmarks.loadgen.settings import check_writable
+
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None:
+            check_writable(option, path)
+    if args.plot is not None:
+        check_plotting(args.plot)
+    return run_in_process(args) if args.url is None else run_over_http(args)
+
+
+def run_over_http(args: argparse.Namespace) -> int:
+    from ratoon.benchmarks.bench_serve import allow_many_connections, fast_loop_factory
+    from ratoon.benchmarks.two_stage.over_http.experiment import measure
+    from ratoon.benchmarks.two_stage.over_http.settings import http_settings_of
+
+    settings = http_settings_of(args)
+    client = open_client(args, settings.timeout)
+    allow_many_connections()
+    with asyncio.Runner(loop_factory=fast_loop_factory()) as runner:
+        measured = runner.run(measure(client, settings, args.remote_model))
+    if not any(turn.trips for one in measured.rounds for turn in one.values()):
+        raise KeyboardInterrupt
+    return report_over_http(client.url, settings, measured, args)
+
+
+def report_over_http(url: str, settings: HttpSettings, measured: Measured, args: argparse.Namespace) -> int:
+    import msgspec
+
+    from ratoon.benchmarks.two_stage.over_http.measures import all_well, summarize
+    from ratoon.benchmarks.two_stage.over_http.plot import draw
+    from ratoon.benchmarks.two_stage.over_http.report import (
+        as_object,
+        describe,
+        format_latencies,
+        format_notes,
+        format_ways,
+    )
+
+    summaries = summarize(measured)
+    title = describe(measured.model, url, settings)
+    print(f"{title}\n\n{format_latencies(summaries)}\n\n{format_ways(summaries)}")
+    for note in format_notes(measured, summaries):
+        print(f"note: {note}", file=sys.stderr)
+    if args.json is not None:
+        facts = {"url": url, "model": measured.model, "settings": settings.as_dict()}
+        Path(args.json).write_bytes(msgspec.json.encode(as_object(facts, measured, summaries)))
+    if args.plot is not None:
+        draw(args.plot, title, measured, summaries)
+    if measured.interrupted:
+        print("interrupted: these are the figures so far", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0 if all_well(summaries.values()) else EXIT_DISAGREED
+
+
+def run_in_process(args: argparse.Namespace) -> int:
+    from ratoon.benchmarks.two_stage.settings import check_model, fitting_engine, settings_of
+    from ratoon.models.source import resolve_model
+
+    refuse_http_options(args)
+    settings = settings_of(args)
+    args.model = args.model or DEFAULT_MODEL
+    model = resolve_model(args.model).config
+    check_model(settings, model, args.max_model_len)
+    with open_llm(args, skip_tokenizer=True, **fitting_engine(settings, model, args)) as llm:
+        from ratoon.benchmarks.two_stage.experiment import TwoStageExperiment
+        from ratoon.benchmarks.two_stage.ways import WAYS
+
+        with request_progress(settings.rounds * len(WAYS), wanted=True, label="two-stage") as advance:
+            rounds = TwoStageExperiment(llm, settings).run(on_turn=lambda: advance(1, settings.stage1_tokens))
+        facts = llm.describe()
+    return report(settings, facts, rounds, args)
+
+
+def refuse_http_options(args: argparse.Namespace) -> None:
+    for name in HTTP_OPTIONS:
+        default = math.inf if name == "request_rate" else None
+        if getattr(args, name) != default:
+            option = "--" + name.removeprefix("remote_").replace("_", "-")
+            raise RequestError(option, "belongs to a server", "give its address (--url), or leave it out")
+
+
+def report(settings: TwoStageSettings, engine: dict[str, object], rounds: list[Round], args: argparse.Namespace) -> int:
+    import msgspec
+
+    from ratoon.benchmarks.two_stage.measures import compare, summarize
+    from ratoon.benchmarks.two_stage.plot import draw
+    from ratoon.benchmarks.two_stage.report import as_object, describe, format_agreement, format_notes, format_table
+
+    summaries, agreement = summarize(rounds), compare(rounds)
+    title = describe(args.model, settings)
+    print(f"{title}\n\n{format_table(summaries)}\n")
+    for line in format_agreement(agreement):
+        print(line)
+    for note in format_notes(summaries):
+        print(f"note: {note}", file=sys.stderr)
+    if args.json is not None:
+        facts = {"model": args.model, "engine": engine, "settings": msgspec.to_builtins(settings)}
+        Path(args.json).write_bytes(msgspec.json.encode(as_object(facts, rounds, summaries, agreement)))
+    if args.plot is not None:
+        draw(args.plot, title, rounds, summaries)
+    return 0 if agreement.all_well else EXIT_DISAGREED

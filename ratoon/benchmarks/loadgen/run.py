@@ -1,0 +1,171 @@
+"""When sessions arrive; sends them then and records what comes back. What the figures mean is in measures.py.
+
+It shares the machine with the server that it measures: for each chunk it takes the time, decodes and appends, no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ratoon.api.remote.client import RemoteClient
+from ratoon.api.remote.errors import RemoteError
+from ratoon.api.remote.events import Chunk, decode_chunk
+from ratoon.benchmarks.loadgen.datasets import Session
+from ratoon.benchmarks.loadgen.measures import RequestRecord
+from ratoon.benchmarks.loadgen.target import Target, messages_of
+
+OnEnd = Callable[[RequestRecord], None]
+
+
+class Round(msgspec.Struct):
+    records: list[RequestRecord]
+    seconds: float
+    interrupted: bool = False
+
+
+class LoadRunner:
+    """Runs rounds against one target. `concurrency` limits the sessions at once; None: no limit."""
+
+    def __init__(
+        self, client: RemoteClient, target: Target, concurrency: int | None = None, think_time: float = 0.0
+    ) -> None:
+        self._client = client
+        self._target = target
+        self._concurrency = concurrency
+        self._think_time = think_time
+        self._clock = Clock()
+
+    async def run(self, sessions: Sequence[Session], arrivals: Sequence[float], on_end: OnEnd) -> Round:
+        """All sessions to their end. Cancelled, it stops what is under way and returns what there is."""
+        records: list[RequestRecord] = []
+
+        async def one(number: int, arrival: float) -> None:
+            await self._run_session(number, sessions[number], arrival, records, on_end)
+
+        self._clock = Clock()
+        interrupted = await run_paced(one, arrivals, self._concurrency, self._clock)
+        return Round(records, self._clock.now(), interrupted)
+
+    async def _run_session(
+        self, number: int, session: Session, arrival: float, records: list[RequestRecord], on_end: OnEnd
+    ) -> None:
+        history: list[dict[str, Any]] = []
+        due = arrival
+        for index, turn in enumerate(session):
+            if index and self._think_time:
+                await asyncio.sleep(self._think_time)
+            if index or arrival == 0 or self._concurrency is not None:
+                due = self._clock.now()  # no clock says when: it follows the end of something else, or the beginning
+            record = RequestRecord(session=number, turn=index, scheduled=due)
+            records.append(record)
+            text: list[str] | None = [] if len(session) > 1 else None
+            receive = partial(note, record, text=text)
+            await send(self._client, self._target.path, self._target.body(turn, history), record, self._clock, receive)
+            on_end(record)
+            if record.error_kind is not None:
+                return  # the rest of the conversation has nothing to follow
+            if text is not None:
+                history = [*history, *messages_of(turn), {"role": "assistant", "content": "".join(text)}]
+
+
+def arrival_times(count: int, rate: float, burstiness: float, source: random.Random) -> list[float]:
+    """Seconds from the beginning for each of `count` arrivals, `rate` a second on average; the first comes at once.
+
+    Gaps are gamma distributed. Burstiness 1 is a Poisson process (as many independent users make it), lower comes in
+    bursts, higher is more even. An infinite rate is all at once.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += source.gammavariate(burstiness, 1.0 / (rate * burstiness))
+    return times
+
+
+class Clock:
+    """Seconds from the beginning of a round."""
+
+    def __init__(self) -> None:
+        self._origin = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._origin
+
+
+async def run_paced(
+    one: Callable[[int, float], Coroutine[Any, Any, None]],
+    arrivals: Sequence[float],
+    concurrency: int | None,
+    clock: Clock,
+) -> bool:
+    """Run `one` for each arrival, by its number and moment, when it is due; no more than `concurrency` at once.
+    Cancelled, it stops what is under way and returns True."""
+    places: AbstractAsyncContextManager[Any] = nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
+    tasks: list[asyncio.Task[None]] = []
+
+    async def in_place(number: int, arrival: float) -> None:
+        async with places:
+            await one(number, arrival)
+
+    try:
+        for number, arrival in enumerate(arrivals):
+            delay = arrival - clock.now()
+            if delay > 0:
+                await asyncio.sleep(delay)
+            tasks.append(asyncio.create_task(in_place(number, arrival)))
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return True
+    return False
+
+
+async def send(
+    client: RemoteClient,
+    path: str,
+    body: dict[str, Any],
+    record: RequestRecord,
+    clock: Clock,
+    receive: Callable[[float, list[Chunk]], None],
+    decode: Callable[[bytes], Chunk] = decode_chunk,
+) -> None:
+    """One request to its end, good or bad."""
+    record.started = clock.now()
+    try:
+        await client.stream(path, body, lambda chunks: receive(clock.now(), chunks), decode)
+    except RemoteError as error:
+        record.error_kind, record.error = error.kind, str(error)
+    record.ended = clock.now()
+
+
+def note(record: RequestRecord, now: float, chunks: list[Chunk], text: list[str] | None = None) -> None:
+    """Write down what arrived. A chunk without a token count has one token, if it has text. The text is kept only where
+    it is wanted."""
+    for chunk in chunks:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            num_new = int(choice.has_text) if usage is None else usage.completion_tokens - record.num_output_tokens
+            if num_new > 0:
+                record.chunk_times.append(now)
+                record.chunk_tokens.append(num_new)
+                record.num_output_tokens += num_new
+            if choice.finish_reason is not None:
+                record.finish_reason = choice.finish_reason
+            if text is not None:
+                text.append(choice.new_text)
+        if usage is not None:
+            record.num_output_tokens = usage.completion_tokens
+            record.num_prompt_tokens = usage.prompt_tokens
+            record.num_cached_tokens = usage.cached_tokens
