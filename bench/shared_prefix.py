@@ -20,7 +20,7 @@ from cpu_peers import QUIET_LIMIT_SECONDS
 from peers.machine import describe_machine, usable_cores, wait_for_quiet_machine
 
 from ratoon.attention.cpu import CpuAttentionBackend, CpuMetadata
-from ratoon.attention.interface import AttentionNeeds, GroupInputs
+from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
 from ratoon.core.kv import FullAttentionSpec
 from ratoon.layers.attention import AttentionLayer
 from ratoon.layers.native import library
@@ -59,7 +59,7 @@ class Step:
         return out
 
 
-def step_inputs(prefix: int, beams: int, shared: bool) -> GroupInputs:
+def step_inputs(prefix: int, beams: int, shared: bool) -> CommonAttentionMetadata:
     """Beams own the block that their prefix fills only in part, and all after it; without sharing, every block."""
     seq_len = prefix + OWN_TOKENS
     width = -(-seq_len // BLOCK_SIZE)
@@ -70,7 +70,7 @@ def step_inputs(prefix: int, beams: int, shared: bool) -> GroupInputs:
     query_start = np.arange(beams + 1, dtype=np.int32)
     seq_lens = np.full(beams, seq_len, dtype=np.int32)
     slots = table[:, -1].astype(np.int64) * BLOCK_SIZE + (seq_len - 1) % BLOCK_SIZE
-    return GroupInputs(
+    return CommonAttentionMetadata(
         query_start, seq_lens, table, torch.from_numpy(query_start), torch.from_numpy(seq_lens),
         torch.from_numpy(table), torch.from_numpy(slots), BLOCK_SIZE, 1, seq_len,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, GroupInputs
+from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata
 from ratoon.core.kv import KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 from ratoon.layers.native import library
@@ -69,7 +69,7 @@ class CpuAttentionBackend(AttentionBackend):
     def kv_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size * spec.head_dim)
 
-    def build_metadata(self, inputs: GroupInputs) -> CpuMetadata:
+    def build_metadata(self, inputs: CommonAttentionMetadata) -> CpuMetadata:
         table = inputs.block_table
         assert table.dtype == inputs.query_start_loc.dtype == inputs.seq_lens.dtype == np.int32
         shared = shared_prefixes(table, inputs.seq_lens, inputs.block_size)

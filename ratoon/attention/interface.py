@@ -27,7 +27,7 @@ class AttentionNeeds:
 
 
 @dataclass(slots=True)
-class GroupInputs:
+class CommonAttentionMetadata:
     """One KV group's view of a step. Host arrays and device tensors hold the same numbers."""
 
     query_start_loc: np.ndarray  # [R + 1]
@@ -60,7 +60,7 @@ class AttentionBackend(ABC):
         copying, swapping and sending blocks need to know nothing more. Everything inside it is the backend's own."""
 
     @abstractmethod
-    def build_metadata(self, inputs: GroupInputs) -> Any:
+    def build_metadata(self, inputs: CommonAttentionMetadata) -> Any:
         """Once a step for each group; handed to every `forward` of its layers."""
 
     @abstractmethod

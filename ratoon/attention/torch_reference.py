@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, GroupInputs
+from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata
 from ratoon.core.kv import KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 
 @dataclass(slots=True)
 class ReferenceMetadata:
-    inputs: GroupInputs
+    inputs: CommonAttentionMetadata
     starts: list[int]  # query_start_loc
     seq_lens: list[int]
 
@@ -31,7 +31,7 @@ class TorchReferenceBackend(AttentionBackend):
     def kv_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
         return (num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
 
-    def build_metadata(self, inputs: GroupInputs) -> ReferenceMetadata:
+    def build_metadata(self, inputs: CommonAttentionMetadata) -> ReferenceMetadata:
         return ReferenceMetadata(inputs, inputs.query_start_loc.tolist(), inputs.seq_lens.tolist())
 
     def store(

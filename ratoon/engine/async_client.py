@@ -199,8 +199,8 @@ class AsyncMPClient:
         while True:
             if replica.start():
                 await self._run(replica, started)
-            replica.lose()
-            delay = await asyncio.to_thread(replica.bury)
+            replica.on_exit()
+            delay = await asyncio.to_thread(replica.cleanup)
             if not started.done():
                 started.set_exception(replica.failure())
                 return

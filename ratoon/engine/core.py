@@ -94,7 +94,7 @@ class EngineCore:
                 outputs += self._run_step()
         if not self._aborts.empty():  # came while the lock was still held
             self._take_aborts_between_steps()
-        return EngineCoreOutputs(outputs, self.scheduler.stats(), self.scheduler.roster.now)
+        return EngineCoreOutputs(outputs, self.scheduler.stats(), self.scheduler.state.now)
 
     def _run_step(self) -> list[EngineCoreOutput]:
         plan = self.scheduler.schedule()

@@ -47,8 +47,8 @@ class SyncMPClient:
         try:
             with timer.phase("start the engine process"):
                 if not self._start_replica():
-                    self._replica.lose()
-                    self._replica.bury()
+                    self._replica.on_exit()
+                    self._replica.cleanup()
                     raise self._replica.failure()
                 assert self._replica.ready is not None
                 timer.include(self._replica.ready.startup)
@@ -160,8 +160,8 @@ class SyncMPClient:
     def _receive_or_revive(self) -> None:
         if self._receive():
             return
-        self._replica.lose()
-        delay = self._replica.bury()
+        self._replica.on_exit()
+        delay = self._replica.cleanup()
         failed = self._ledger.engine_died(0)
         if failed:
             self._arrived.append(EngineCoreOutputs(failed))

@@ -134,12 +134,12 @@ class Replica:
             self.start_error = EngineError("it is ready, but its socket can't be reached")
             self.process.kill()
 
-    def lose(self) -> None:
+    def on_exit(self) -> None:
         """The process is gone: nothing can be handed to it any more."""
         self._was_ready = self.can_serve
         self.state = EngineState.RESTARTING
 
-    def bury(self) -> float | None:
+    def cleanup(self) -> float | None:
         """Give back what was the lost process's own, which may take a moment. Seconds to wait before another start;
         None: give up."""
         was_ready = self._was_ready

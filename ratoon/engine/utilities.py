@@ -55,5 +55,5 @@ class EngineUtilities:
         return {
             "num_blocks": num_usable,
             "num_used_blocks": round(scheduler.kv_cache.usage * num_usable),
-            "num_requests": len(scheduler.roster.requests),
+            "num_requests": len(scheduler.state.requests),
         }

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ratoon.core.plan import BeamStep
-from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.rules.base import RowRules
 from ratoon.execution.sampling_rows import SamplingRows
 
@@ -18,7 +18,7 @@ from ratoon.execution.sampling_rows import SamplingRows
 class BeamRows:
     """The row of every beam, by search. The first is the trunk's own, which it has from the prompt on."""
 
-    def __init__(self, rows: BranchRows, sampling_rows: SamplingRows) -> None:
+    def __init__(self, rows: InputBatch, sampling_rows: SamplingRows) -> None:
         self._rows = rows
         self._sampling_rows = sampling_rows
         self._of_search: dict[str, np.ndarray] = {}  # [B] rows, by the trunk's id

@@ -13,8 +13,8 @@ import torch
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import CaptureStep, EncoderStep, SchedulerOutput
 from ratoon.core.wire import WireTensor
-from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import indices_on
+from ratoon.execution.input_batch import InputBatch
 
 Tensor = torch.Tensor
 
@@ -33,7 +33,7 @@ class SpanRows:
     written: list[bool]  # whether their keys and values are
 
 
-def lay_out_spans(rows: BranchRows, captures: list[CaptureStep]) -> SpanRows:
+def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
     """A row for each span, with its tokens at their positions and the blocks that they read. Give the rows back."""
     taken = rows.take(sum(len(capture.spans) for capture in captures))
     free = iter(taken.tolist())

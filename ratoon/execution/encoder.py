@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ratoon.attention.interface import AttentionBackend, GroupInputs
+from ratoon.attention.interface import AttentionBackend, CommonAttentionMetadata
 from ratoon.core.kv import NULL_BLOCK
 from ratoon.core.plan import EncoderStep
 from ratoon.execution.capture import CapturedRows, StepCapture
@@ -63,7 +63,7 @@ class EncoderRunner:
 
     # ---- attention's inputs ----
 
-    def _own_inputs(self, lengths: np.ndarray) -> GroupInputs:
+    def _own_inputs(self, lengths: np.ndarray) -> CommonAttentionMetadata:
         """Every input in blocks of its own of the scratch cache, in order from 1."""
         num_blocks = -(-lengths // self._block_size)
         first_blocks = 1 + np.cumsum(num_blocks) - num_blocks
@@ -73,7 +73,7 @@ class EncoderRunner:
         slots = np.repeat(first_blocks * self._block_size, lengths) + _counted(lengths)
         return self._group_inputs(lengths, tables, slots)
 
-    def _stored_inputs(self, steps: list[EncoderStep], lengths: np.ndarray) -> GroupInputs:
+    def _stored_inputs(self, steps: list[EncoderStep], lengths: np.ndarray) -> CommonAttentionMetadata:
         """The slots of the cross tables. States that nobody reads across go to the null block."""
         tables = np.full((len(lengths), -(-int(lengths.max()) // self._block_size)), NULL_BLOCK, np.int32)
         for row, step in enumerate(steps):
@@ -82,11 +82,11 @@ class EncoderRunner:
         blocks = tables[owners, positions // self._block_size].astype(np.int64)
         return self._group_inputs(lengths, tables, blocks * self._block_size + positions % self._block_size)
 
-    def _group_inputs(self, lengths: np.ndarray, tables: np.ndarray, slots: np.ndarray) -> GroupInputs:
+    def _group_inputs(self, lengths: np.ndarray, tables: np.ndarray, slots: np.ndarray) -> CommonAttentionMetadata:
         query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         seq_lens = lengths.astype(np.int32)
         longest = int(lengths.max())
-        return GroupInputs(
+        return CommonAttentionMetadata(
             query_start_loc=query_start,
             seq_lens=seq_lens,
             block_table=tables,

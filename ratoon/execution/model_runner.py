@@ -17,10 +17,10 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
 from ratoon.execution.beam_candidates import CandidatesReader
 from ratoon.execution.beam_rows import BeamRows
-from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.capture import StepCapture, captured_rows, lay_out_spans, only_reads
 from ratoon.execution.encoder import EncoderRunner
+from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.pooling import PoolingBranches
 from ratoon.execution.prompt_logprobs import PromptLogprobsReader
@@ -30,7 +30,7 @@ from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation, StepInputs
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 from ratoon.models.encoder_decoder import EncoderDecoderLM
 
 
@@ -47,7 +47,7 @@ class ExecutedStep:
 class ModelRunner:
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         backend: AttentionBackend,
         kv_config: KVCacheConfig,
         *,
@@ -67,12 +67,14 @@ class ModelRunner:
         if model.config.encoder is not None:
             self.encoder = EncoderRunner(backend, self.kv, kv_config.block_size, dtype, device)
             max_encoder_len = model.config.encoder.max_position
-        self.rows = BranchRows(num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len)
+        self.input_batch = InputBatch(
+            num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len
+        )
         self.sampling_rows = SamplingRows(max_num_reqs)
         self.sampler = Sampler(self.sampling_rows)
         self.pooling = PoolingBranches()
-        self.beam_rows = BeamRows(self.rows, self.sampling_rows)
-        self.inputs = InputPreparation(self.rows, max_num_tokens, num_rows, device)
+        self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
+        self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
         self.num_computed_tokens = 0  # rows that went through the model, since the start
         self._executed: ExecutedStep | None = None
 
@@ -115,13 +117,13 @@ class ModelRunner:
         """What reads the step, one for each kind of result that is due."""
         next_token: list[LogitsReader] = []
         if plan.sampled_req_ids:
-            next_token.append(SampledRowsReader(plan, layout, self.rows, self.sampler))
+            next_token.append(SampledRowsReader(plan, layout, self.input_batch, self.sampler))
         if plan.beam_steps:
             next_token.append(CandidatesReader(plan.beam_steps, layout, self.beam_rows, self.sampling_rows))
         compute_logits = self.model.compute_logits
         readers: list[RowReader] = [
             NextTokenReader(next_token, compute_logits),
-            PromptLogprobsReader(plan, layout, self.rows, compute_logits),
+            PromptLogprobsReader(plan, layout, self.input_batch, compute_logits),
         ]
         if self.pooling:
             readers.append(self.pooling.reader(plan, layout))
@@ -131,14 +133,14 @@ class ModelRunner:
         rows, num_scheduled = self._batch(plan)
         if not plan.captures:
             return self.inputs.prepare(rows, num_scheduled)
-        spans = lay_out_spans(self.rows, plan.captures)
+        spans = lay_out_spans(self.input_batch, plan.captures)
         unwritten = np.array([False] * len(rows) + [not written for written in spans.written])
         rows = np.concatenate([rows, spans.rows]).astype(np.int64)
         num_scheduled = np.concatenate([num_scheduled, spans.counts]).astype(np.int64)
         try:
             return self.inputs.prepare(rows, num_scheduled, unwritten)
         finally:
-            self.rows.give_back(spans.rows)  # the step has what it needs of them
+            self.input_batch.give_back(spans.rows)  # the step has what it needs of them
 
     def _capture(self, plan: SchedulerOutput) -> StepCapture:
         first_row = plan.total_num_scheduled_tokens - sum(len(capture.token_ids) for capture in plan.captures)
@@ -146,7 +148,7 @@ class ModelRunner:
 
     def _batch(self, plan: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
         """The rows of the step, and the tokens of each: branches in the plan's order, then beams."""
-        row_of = self.rows.row_of
+        row_of = self.input_batch.row_of
         rows = [row_of[req_id] for req_id in plan.num_scheduled_tokens]
         num_scheduled = list(plan.num_scheduled_tokens.values())
         for step in plan.beam_steps:
@@ -160,7 +162,7 @@ class ModelRunner:
         """The order of core/plan.py: drop, move blocks, add, append."""
         self.kv.move_blocks(plan)
         for req_id in (*plan.finished_req_ids, *plan.preempted_req_ids):
-            row = self.rows.drop(req_id)
+            row = self.input_batch.drop(req_id)
             if row is not None:
                 self.sampling_rows.remove(row)
         if self.pooling:
@@ -169,7 +171,7 @@ class ModelRunner:
             self.beam_rows.drop((*plan.finished_req_ids, *plan.preempted_req_ids))
         new_ids = set()
         for new in plan.scheduled_new_reqs:
-            row = self.rows.add(new)
+            row = self.input_batch.add(new)
             prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
             self.sampling_rows.add(row, new.sampling_params, new.seed, prompt, output, new.encoder_token_ids)
             if new.pooling_params is not None:
@@ -179,15 +181,15 @@ class ModelRunner:
         new_ids.update(capture.req_id for capture in plan.captures)
         for copy in plan.block_copies:
             if copy.req_id not in new_ids:  # those come with it in their tables
-                self.rows.replace_block(copy)
+                self.input_batch.replace_block(copy)
         cached = plan.scheduled_cached_reqs
         for req_id, computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
-            row = self.rows.row_of[req_id]
-            self.rows.num_computed[row] = computed
+            row = self.input_batch.row_of[req_id]
+            self.input_batch.num_computed[row] = computed
             if blocks is not None:
-                self.rows.append_blocks(row, blocks)
+                self.input_batch.append_blocks(row, blocks)
         for step in plan.beam_steps:
             if step.num_tokens:
                 self.beam_rows.apply(step)

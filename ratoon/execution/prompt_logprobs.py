@@ -8,7 +8,7 @@ import torch
 
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.readers import ComputeLogits, StepLayout
 from ratoon.execution.sampler import prompt_logprobs
 
@@ -28,7 +28,7 @@ class PromptSpan:
 
 class PromptLogprobsReader:
     def __init__(
-        self, plan: SchedulerOutput, layout: StepLayout, branches: BranchRows, compute_logits: ComputeLogits
+        self, plan: SchedulerOutput, layout: StepLayout, branches: InputBatch, compute_logits: ComputeLogits
     ) -> None:
         self.rows: list[int] = []
         self._spans: list[PromptSpan] = []

@@ -7,7 +7,7 @@ import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.readers import StepLayout
 from ratoon.execution.sampler import Sampler
 
@@ -15,7 +15,7 @@ NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidde
 
 
 class SampledRowsReader:
-    def __init__(self, plan: SchedulerOutput, layout: StepLayout, branches: BranchRows, sampler: Sampler) -> None:
+    def __init__(self, plan: SchedulerOutput, layout: StepLayout, branches: InputBatch, sampler: Sampler) -> None:
         self.rows = [layout.last_row[req_id] for req_id in plan.sampled_req_ids]
         self._plan = plan
         self._branches = branches

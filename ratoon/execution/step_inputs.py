@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ratoon.attention.interface import GroupInputs
+from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.kv import NULL_BLOCK
-from ratoon.execution.branch_rows import BranchRows
 from ratoon.execution.buffers import StepBuffer
+from ratoon.execution.input_batch import InputBatch
 
 
 @dataclass(slots=True)
@@ -23,13 +23,13 @@ class StepInputs:
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    groups: list[GroupInputs]
+    groups: list[CommonAttentionMetadata]
     cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
-    cross: GroupInputs | None = None  # what cross-attention reads: sequences are then encoder inputs
+    cross: CommonAttentionMetadata | None = None  # what cross-attention reads: sequences are then encoder inputs
 
 
 class InputPreparation:
-    def __init__(self, rows: BranchRows, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
+    def __init__(self, rows: InputBatch, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
         self.rows = rows
         self.input_ids = StepBuffer((max_num_tokens,), torch.int64, device)
         self.positions = StepBuffer((max_num_tokens,), torch.int64, device)
@@ -93,12 +93,12 @@ class InputPreparation:
         total: int,
         max_query_len: int,
         max_seq_len: int,
-    ) -> GroupInputs:
+    ) -> CommonAttentionMetadata:
         num_reqs = len(batch_rows)
         num_blocks = -(-max_seq_len // self.rows.block_size)  # what is read; the rest of the table stays behind
         table = self.block_tables[group].array
         table[:num_reqs, :num_blocks] = self.rows.block_tables[group][batch_rows, :num_blocks]
-        return GroupInputs(
+        return CommonAttentionMetadata(
             query_start_loc=self.query_start_loc.array[: num_reqs + 1],
             seq_lens=self.seq_lens.array[:num_reqs],
             block_table=table[:num_reqs],
@@ -111,7 +111,7 @@ class InputPreparation:
             max_seq_len=max_seq_len,
         )
 
-    def _cross_inputs(self, batch_rows: np.ndarray, max_query_len: int) -> GroupInputs:
+    def _cross_inputs(self, batch_rows: np.ndarray, max_query_len: int) -> CommonAttentionMetadata:
         """The same queries over what the encoder left. Nothing is stored: it was, when the encoder ran."""
         assert self.rows.cross_tables is not None
         num_reqs = len(batch_rows)
@@ -121,7 +121,7 @@ class InputPreparation:
         num_blocks = -(-max_seq_len // self.rows.block_size)
         table = self.cross_tables.array
         table[:num_reqs, :num_blocks] = self.rows.cross_tables[batch_rows, :num_blocks]
-        return GroupInputs(
+        return CommonAttentionMetadata(
             query_start_loc=self.query_start_loc.array[: num_reqs + 1],
             seq_lens=lens,
             block_table=table[:num_reqs],

@@ -27,7 +27,7 @@ from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_t
 from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 from ratoon.models.build import build_model
 from ratoon.models.encoder_decoder import EncoderDecoderLM
 from ratoon.observe.startup import StartupTimer
@@ -183,7 +183,9 @@ def resolve_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.
     return torch.float32 if device.type == "cpu" else _DTYPES.get(model.checkpoint_dtype, torch.bfloat16)
 
 
-def cut_kv_memory(config: EngineConfig, model: CausalLM, dtype: torch.dtype, device: torch.device) -> KVCacheConfig:
+def cut_kv_memory(
+    config: EngineConfig, model: LanguageModel, dtype: torch.dtype, device: torch.device
+) -> KVCacheConfig:
     """How many blocks there are: as asked for, or as many as the memory allows."""
     cache = config.cache
     groups = group_layers(model.kv_specs(cache.block_size, dtype.itemsize))

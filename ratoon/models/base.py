@@ -1,7 +1,8 @@
 """What the runner knows of a model: its config, the memory its attention layers need, a forward pass and logits.
 
-A family subclasses CausalLM and builds four parts: `embed`, `layers`, `final_norm` and `lm_head`. What stands beside an
-encoder is in encoder_decoder.py. Where keys and values lie, and which rows are sampled, is the runner's business.
+A family subclasses LanguageModel and builds four parts: `embed`, `layers`, `final_norm` and `lm_head`. What stands
+beside an encoder is in encoder_decoder.py. Where keys and values lie, and which rows are sampled, is known to the
+runner alone.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def end_of_stream(final_norm: RMSNorm | LayerNorm | None, update: Tensor | None,
     return final_norm(update, stream)
 
 
-class CausalLM:
+class LanguageModel:
     """A stack of layers over tokens. Everything is decided when it is built; a forward pass only computes.
 
     Most are decoders. With `config.causal` False it is an encoder alone, which has states and no logits.
@@ -146,4 +147,4 @@ class CausalLM:
 
 
 # A family is built from a config, its weights, and the number of positions that it makes tables for.
-ModelClass = Callable[[ModelConfig, Weights, int], CausalLM]
+ModelClass = Callable[[ModelConfig, Weights, int], LanguageModel]

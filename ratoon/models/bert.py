@@ -10,7 +10,7 @@ from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
 from ratoon.layers.weights import Weights
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 from ratoon.models.decoder import SelfAttention
 from ratoon.models.post_norm import PostNormLayer
 from ratoon.models.text_input import TextInput
@@ -27,7 +27,7 @@ HEADS = (
 )  # fmt: skip
 
 
-class BertModel(CausalLM):
+class BertModel(LanguageModel):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
         super().__init__(config)
         weights.ignore(*HEADS)

@@ -11,7 +11,7 @@ from ratoon.core.config import ModelConfig
 from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource, Weights
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 from ratoon.models.read_ahead import ReadAhead
 from ratoon.models.registry import find_model_class
 
@@ -25,7 +25,7 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     max_position: int | None = None,
-) -> CausalLM:
+) -> LanguageModel:
     """The model with its weights. A source that does not fit is a ModelError before any tensor of it is read.
 
     `max_position` is the longest sequence that will be run, where it is less than what the model could do.

@@ -1,5 +1,5 @@
-"""What the runner knows of an encoder-decoder model: the decoder is a CausalLM with cross-attention in its layers, and
-an encoder stands beside it, whose states become keys and values of that attention at once.
+"""What the runner knows of an encoder-decoder model: the decoder is a LanguageModel with cross-attention in its layers,
+and an encoder stands beside it, whose states become keys and values of that attention at once.
 
 Where those are kept, and which encoder inputs run together, is the runner's business.
 """
@@ -16,7 +16,7 @@ from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.kv import CrossAttentionSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.norm import LayerNorm, RMSNorm
-from ratoon.models.base import CausalLM, StreamLayer, StreamReader, end_of_stream
+from ratoon.models.base import LanguageModel, StreamLayer, StreamReader, end_of_stream
 from ratoon.models.cross import CrossAttention
 
 Tensor = torch.Tensor
@@ -47,7 +47,7 @@ class Encoder:
         self.final_norm = final_norm
 
     def __call__(self, batch: EncoderBatch, step: StepContext, reader: StreamReader | None = None) -> Tensor:
-        """The states [E, H] of all inputs. `reader` is shown the residual stream as CausalLM.forward_and_read does."""
+        """The states [E, H] of all inputs. `reader` sees the stream as in LanguageModel.forward_and_read."""
         stream = self.embed(batch)
         if reader is not None:
             reader.take(0, stream)
@@ -70,8 +70,8 @@ class CrossLayer(StreamLayer, Protocol):
     def cross(self) -> CrossAttention: ...
 
 
-class EncoderDecoderLM(CausalLM):
-    """A family builds `encoder` besides what a CausalLM has. `forward` and the rest are the decoder's."""
+class EncoderDecoderLM(LanguageModel):
+    """A family builds `encoder` besides what a LanguageModel has. `forward` and the rest are the decoder's."""
 
     encoder: Encoder
     layers: Sequence[CrossLayer]

@@ -10,13 +10,13 @@ from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
 from ratoon.layers.weights import Weights
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 from ratoon.models.decoder import PreNormLayer, SelfAttention
 
 Tensor = torch.Tensor
 
 
-class GPT2LMHeadModel(CausalLM):
+class GPT2LMHeadModel(LanguageModel):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
         super().__init__(config)
         # Files saved from the model without its head have no prefix; the first GPT-2 of the hub is one.

@@ -12,11 +12,11 @@ from ratoon.layers.mlp import GatedMLP
 from ratoon.layers.norm import RMSNorm
 from ratoon.layers.rotary import Rotary
 from ratoon.layers.weights import Weights
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 from ratoon.models.decoder import PreNormLayer, SelfAttention
 
 
-class LlamaForCausalLM(CausalLM):
+class LlamaForCausalLM(LanguageModel):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
         super().__init__(config)
         model = weights / "model"

@@ -10,7 +10,7 @@ from ratoon.core.request import InheritedFrom
 from ratoon.memory.kv_cache_manager import GroupBlocks
 from ratoon.observe.logging import get_logger
 from ratoon.scheduling.branch import Branch
-from ratoon.scheduling.roster import Roster
+from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.step_draft import StepDraft
 
 logger = get_logger(__name__)
@@ -25,35 +25,35 @@ class Admission(enum.Enum):
 
 
 class Beginnings:
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
 
     def inherit(self, branch: Branch, most: int, num_left: int = 1) -> int:
         """Give a continuation its parent's memory, where that is kept or still runs. How many tokens it has then."""
         request = branch.request
         if request.continuation_of is None or branch.choice != 0 or request.needs_every_prompt_row:
             return 0
-        running = self._roster.branches.get(request.continuation_of)
-        parent = self._roster.leases.find(request.continuation_of) or running
+        running = self._state.branches.get(request.continuation_of)
+        parent = self._state.leases.find(request.continuation_of) or running
         if parent is None:
             return 0
         if running is not None and parent is running and not running.known_to_runner:
             # It comes in in this very step, and what it found may be written only in it: such a block can be read as it
             # is, but not copied.
-            most -= most % self._roster.kv_cache.block_size
-        return self._roster.kv_cache.inherit_blocks_from_parent(parent, branch, most, num_left)
+            most -= most % self._state.kv_cache.block_size
+        return self._state.kv_cache.inherit_blocks_from_parent(parent, branch, most, num_left)
 
     def note_inheritance(self, branch: Branch, num_inherited: int) -> None:
         request = branch.request
         if request.continuation_of is None:
             return
-        self._roster.leases.continuation_left(request.continuation_of, request.request_id)
+        self._state.leases.continuation_left(request.continuation_of, request.request_id)
         if num_inherited:
-            self._roster.leases.stats.continued += 1
+            self._state.leases.stats.continued += 1
             source = InheritedFrom.LEASE
         else:
             source = InheritedFrom.PREFIX_CACHE if branch.num_cached_tokens else InheritedFrom.RECOMPUTED
-        self._roster.inherited[request.request_id] = source
+        self._state.inherited[request.request_id] = source
         logger.debug(
             "%s continues %s: inherited %d of %d prompt tokens (%s)",
             request.request_id,
@@ -67,7 +67,7 @@ class Beginnings:
         # Log-probabilities of the prompt and means over it need every prompt row computed: there is nothing to look up.
         if branch.choice == 0 and branch.request.needs_every_prompt_row:
             return None, 0
-        return self._roster.kv_cache.get_computed_blocks(branch)
+        return self._state.kv_cache.get_computed_blocks(branch)
 
     def attach_cross(self, step: StepDraft, branch: Branch) -> Admission:
         """See to it that cross-attention finds what the branch's encoder input becomes: it is there, or the encoder
@@ -75,7 +75,7 @@ class Beginnings:
         encoder_input = branch.request.encoder_input
         if encoder_input is None or branch.cross is not None:
             return Admission.ADMITTED
-        kv_cache = self._roster.kv_cache
+        kv_cache = self._state.kv_cache
         runs = not kv_cache.has_cross(branch, encoder_input)
         if runs and not step.fits_encoder(encoder_input.num_positions):
             return Admission.NOT_NOW
@@ -87,7 +87,7 @@ class Beginnings:
 
     def num_missing_cross_blocks(self, branch: Branch) -> int:
         """What the table of its encoder input takes, where it is not there."""
-        encoder_input, kv_cache = branch.request.encoder_input, self._roster.kv_cache
+        encoder_input, kv_cache = branch.request.encoder_input, self._state.kv_cache
         if encoder_input is None or kv_cache.has_cross(branch, encoder_input):
             return 0
         return kv_cache.num_cross_blocks(encoder_input.num_positions)

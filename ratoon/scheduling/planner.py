@@ -15,32 +15,32 @@ from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.beginnings import Admission, Beginnings
 from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
 from ratoon.scheduling.extraction_planner import ExtractionPlanner
-from ratoon.scheduling.roster import Roster
 from ratoon.scheduling.shares import Owner, fair_split
+from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.step_draft import StepDraft
 
 
 class StepPlanner:
-    def __init__(self, roster: Roster) -> None:
-        self.max_step_tokens = max_step_tokens(roster.config)
+    def __init__(self, state: SchedulerState) -> None:
+        self.max_step_tokens = max_step_tokens(state.config)
         self.num_preemptions = 0
         self.num_steps = 0
         self.num_scheduled_tokens = 0
         self.num_encoder_runs = 0  # encoder inputs, since the start
-        self._roster = roster
-        self._beginnings = Beginnings(roster)
-        self._extraction_planner = ExtractionPlanner(roster, self._beginnings)
+        self._state = state
+        self._beginnings = Beginnings(state)
+        self._extraction_planner = ExtractionPlanner(state, self._beginnings)
 
     def plan(self) -> SchedulerOutput:
         """Running branches first, then waiting ones, then the plan."""
-        step = StepDraft(self._roster.config.max_num_batched_tokens, self._roster.config.max_num_encoder_tokens)
-        if self._roster.on_trial:
-            self._schedule_alone(step, next(iter(self._roster.on_trial.values())))
+        step = StepDraft(self._state.config.max_num_batched_tokens, self._state.config.max_num_encoder_tokens)
+        if self._state.quarantined:
+            self._schedule_alone(step, next(iter(self._state.quarantined.values())))
             return self._build_plan(step)
         self._schedule_running(step)
-        if self._roster.shares.contended:
+        if self._state.shares.contended:
             self._charge(step)
-        if self._roster.extractions:
+        if self._state.extractions:
             self._schedule_newcomers_and_extractions(step)
         elif not step.preempted:  # if memory is short, whoever comes in now would be the next to go
             self._schedule_waiting(step)
@@ -61,7 +61,7 @@ class StepPlanner:
         take_in_place = step.in_place.append
         long_gaps: list[Branch] = []
         budget = step.budget
-        for branch in self._roster.running.copy():  # preemption changes the list
+        for branch in self._state.running.copy():  # preemption changes the list
             if budget <= 0:
                 break
             num_tokens = branch.num_tokens
@@ -76,7 +76,7 @@ class StepPlanner:
             elif gap > 1:
                 long_gaps.append(branch)
         step.budget = budget
-        if self._roster.searching:
+        if self._state.searching:
             self._schedule_searches(step)
         if long_gaps:
             self._schedule_prompts(step, long_gaps)
@@ -86,7 +86,7 @@ class StepPlanner:
         and leave their share to an extraction that has waited for too long."""
         held_back = self._extraction_planner.held_back(step)
         step.budget -= held_back
-        if self._roster.shares.contended and self._roster.config.enable_chunked_prefill:
+        if self._state.shares.contended and self._state.config.enable_chunked_prefill:
             self._share_out(step, long_gaps)
         else:
             for branch in long_gaps:
@@ -96,13 +96,13 @@ class StepPlanner:
 
     def _share_out(self, step: StepDraft, long_gaps: list[Branch]) -> None:
         """Several owners want the tokens of this step: long prompts of one leave their shares to those that wait."""
-        roster = self._roster
+        state = self._state
         wants: Counter[Owner] = Counter()
         for branch in long_gaps:
             wants[branch.request.owner] += branch.num_tokens - branch.num_computed_tokens
-        if roster.waiting and roster.has_rows_for(roster.waiting.peek()):
-            for owner in roster.waiting.owners():
-                for branch in roster.waiting.of_owner(owner):
+        if state.waiting and state.has_rows_for(state.waiting.peek()):
+            for owner in state.waiting.owners():
+                for branch in state.waiting.of_owner(owner):
                     if wants[owner] >= step.budget:
                         break
                     wants[owner] += branch.num_tokens
@@ -125,7 +125,7 @@ class StepPlanner:
             return  # it had to give way a moment ago
         num_new_tokens = gap if gap == 1 else min(gap, step.budget, self.max_step_tokens)
         while True:
-            appended = self._roster.kv_cache.allocate_slots(branch, num_new_tokens)
+            appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens)
             if appended is not None:
                 step.add(branch, num_new_tokens, appended)
                 return
@@ -135,7 +135,7 @@ class StepPlanner:
     def _schedule_searches(self, step: StepDraft) -> None:
         """The budget has room for a token of every beam: beams have their rows from the start, and there are no more
         rows than that while any search runs. Beams that have to catch up take what the others leave."""
-        ready = [group for group in self._roster.searching.values() if group.is_ready(self._roster.kv_cache)]
+        ready = [group for group in self._state.searching.values() if group.is_ready(self._state.kv_cache)]
         held_back = sum(group.num_beams for group in ready)
         for group in ready:
             held_back -= group.num_beams
@@ -156,17 +156,17 @@ class StepPlanner:
         """A branch is short of memory: what has ended gives way before what runs, extractions of hidden states before
         generation, and of that the last in the order, which is returned; where several owners compete, the last of the
         one that holds most."""
-        if self._roster.leases.evict_one(self._roster.spared_owners(branch)):
+        if self._state.leases.evict_one(self._state.spared_owners(branch)):
             return None
-        extractions = self._roster.extractions
+        extractions = self._state.extractions
         if extractions.running and extractions.running[-1] is not extractions.aged:
-            self._roster.set_back(extractions.running[-1].branch)
+            self._state.set_back(extractions.running[-1].branch)
             return None
-        tried = next(iter(self._roster.on_trial.values()), None)  # others give way to it, whatever their order
-        others = [other for other in self._roster.running if other.request is not tried] or self._roster.running
-        victim = self._roster.last_of_largest_owner(others) if self._roster.shares.contended else None
+        tried = next(iter(self._state.quarantined.values()), None)  # others give way to it, whatever their order
+        others = [other for other in self._state.running if other.request is not tried] or self._state.running
+        victim = self._state.last_of_largest_owner(others) if self._state.shares.contended else None
         if victim is None:
-            victim = max(others, key=self._roster.order)
+            victim = max(others, key=self._state.order)
         self._preempt(step, victim)
         return victim
 
@@ -176,29 +176,29 @@ class StepPlanner:
         step.preempted = True
         if branch.known_to_runner:
             step.dropped_rows.append(branch.branch_id)
-        self._roster.running.remove(branch)
-        self._roster.set_back(branch, may_swap=True)
-        self._roster.events.preempted(branch, self._roster.now)
-        self._roster.waiting.prepend(branch)
+        self._state.running.remove(branch)
+        self._state.set_back(branch, may_swap=True)
+        self._state.events.preempted(branch, self._state.now)
+        self._state.waiting.prepend(branch)
         self.num_preemptions += 1
 
     def _schedule_waiting(self, step: StepDraft) -> None:
-        roster = self._roster
-        num_running = len(roster.running)  # what comes in now stands behind them, and does not give way
-        while roster.waiting and step.budget > 0:
-            branch = roster.waiting.peek()
+        state = self._state
+        num_running = len(state.running)  # what comes in now stands behind them, and does not give way
+        while state.waiting and step.budget > 0:
+            branch = state.waiting.peek()
             if branch in step.gave_way:
                 break
-            has_rows = roster.has_rows_for(branch)
+            has_rows = state.has_rows_for(branch)
             budget = step.budget
             admission = self._admit(step, branch) if has_rows else Admission.NOT_NOW
             if admission == Admission.ADMITTED:
-                roster.waiting.take(branch)
-                if roster.shares.contended:
-                    roster.shares.charge(branch.request.owner, budget - step.budget)
+                state.waiting.take(branch)
+                if state.shares.contended:
+                    state.shares.charge(branch.request.owner, budget - step.budget)
             elif has_rows and admission == Admission.NOT_NOW:
                 break  # nobody overtakes the first in the queue
-            elif not self._have_another_give_way(step, branch, roster.running[:num_running]):
+            elif not self._have_another_give_way(step, branch, state.running[:num_running]):
                 break
             else:
                 num_running -= 1
@@ -206,7 +206,7 @@ class StepPlanner:
     def _have_another_give_way(self, step: StepDraft, branch: Branch, running: list[Branch]) -> bool:
         """A waiting branch has no row, or no memory, and its owner runs less than its share: of an owner that runs more
         than its share, the last gives way. False: there is none."""
-        victim = self._roster.find_one_beyond_its_share(branch, running)
+        victim = self._state.find_one_beyond_its_share(branch, running)
         if victim is None:
             return False
         self._preempt(step, victim)
@@ -215,7 +215,7 @@ class StepPlanner:
 
     def _charge(self, step: StepDraft) -> None:
         """Count what owners have got so far in this step; what still comes in is counted as it does."""
-        charge = self._roster.shares.charge
+        charge = self._state.shares.charge
         for owner, count in Counter(branch.request.owner for branch in step.in_place).items():
             charge(owner, count)
         for branch, num_tokens, _ in step.allocated:
@@ -225,9 +225,9 @@ class StepPlanner:
 
     def _schedule_alone(self, step: StepDraft, request: Request) -> None:
         """One request, whatever its place in the order. If memory or rows are short, others give way."""
-        for state in reversed(self._roster.extractions.running.copy()):
+        for state in reversed(self._state.extractions.running.copy()):
             if state.branch.request is not request:
-                self._roster.set_back(state.branch)
+                self._state.set_back(state.branch)
         if request.extraction is not None:
             while not self._extraction_planner.extract(step, request.extraction, step.budget):
                 if not self._preempt_another(step, request):
@@ -240,36 +240,36 @@ class StepPlanner:
                 gap = branch.num_tokens - branch.num_computed_tokens
                 if gap:
                     self._schedule_with_memory(step, branch, gap)
-                elif request.beams is not None and request.beams.is_ready(self._roster.kv_cache):
+                elif request.beams is not None and request.beams.is_ready(self._state.kv_cache):
                     self._schedule_beams(step, request.beams, step.budget)
             elif branch.status != BranchStatus.FINISHED:
-                while not self._roster.has_rows_for(branch) or self._admit(step, branch) != Admission.ADMITTED:
+                while not self._state.has_rows_for(branch) or self._admit(step, branch) != Admission.ADMITTED:
                     if not self._preempt_another(step, request):
                         return
-                self._roster.waiting.remove({branch})
+                self._state.waiting.remove({branch})
 
     def _preempt_another(self, step: StepDraft, request: Request) -> bool:
         """The last in the order who runs beside this request loses his memory. False: nobody does."""
-        others = [other for other in self._roster.running if other.request is not request]
+        others = [other for other in self._state.running if other.request is not request]
         if others:
-            self._preempt(step, max(others, key=self._roster.order))
+            self._preempt(step, max(others, key=self._state.order))
         return bool(others)
 
     def _admit(self, step: StepDraft, branch: Branch) -> Admission:
         """Let a branch in, if it fits. Leases give way to it, where that is enough."""
-        leases = self._roster.leases
+        leases = self._state.leases
         while True:
             admission = self._try_to_admit(step, branch)
             if admission != Admission.NO_MEMORY:
                 return admission
-            spared = self._roster.spared_owners(branch)
-            num_at_most = self._roster.kv_cache.num_free_blocks + leases.num_reclaimable_blocks(spared)
+            spared = self._state.spared_owners(branch)
+            num_at_most = self._state.kv_cache.num_free_blocks + leases.num_reclaimable_blocks(spared)
             if num_at_most < self._num_wanted_blocks(branch) or not leases.evict_one(spared):
                 return Admission.NO_MEMORY
 
     def _num_wanted_blocks(self, branch: Branch) -> int:
         """What has to be free before a branch can come in."""
-        kv_cache = self._roster.kv_cache
+        kv_cache = self._state.kv_cache
         if kv_cache.is_swapped(branch):
             num_wanted = kv_cache.num_blocks_to_swap_in(branch)
         else:
@@ -280,7 +280,7 @@ class StepPlanner:
         return num_wanted
 
     def _try_to_admit(self, step: StepDraft, branch: Branch) -> Admission:
-        kv_cache = self._roster.kv_cache
+        kv_cache = self._state.kv_cache
         if branch.request.beams is not None and branch.request.beams.is_on_host(kv_cache):
             return self._try_to_resume(step, branch.request.beams)
         hit_blocks: GroupBlocks | None = None
@@ -310,15 +310,15 @@ class StepPlanner:
                 kv_cache.free(branch)
             del step.encoder_lengths[num_encoder_inputs:]
             return attached
-        self._roster.running.append(branch)
+        self._state.running.append(branch)
         if branch.status == BranchStatus.WAITING:  # its first time; what a resumed branch finds is its own work
             branch.num_cached_tokens = num_hit_tokens
             if hit_blocks is not None or num_inherited:  # what a parent left saves as much as what a hash finds
-                self._roster.kv_cache.count_lookup(branch.num_tokens, num_hit_tokens)
+                self._state.kv_cache.count_lookup(branch.num_tokens, num_hit_tokens)
             self._beginnings.note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING
         branch.num_computed_tokens = num_hit_tokens
-        self._roster.events.scheduled(branch, self._roster.now)
+        self._state.events.scheduled(branch, self._state.now)
         step.add(branch, num_new_tokens, appended)
         return Admission.ADMITTED
 
@@ -326,12 +326,12 @@ class StepPlanner:
         """Let a search in again that is on the host with its beams. They run at once: nothing is left of the prompt."""
         if step.budget < group.num_beams:
             return Admission.NOT_NOW
-        if not group.swap_in(self._roster.kv_cache):
+        if not group.swap_in(self._state.kv_cache):
             return Admission.NO_MEMORY
         trunk = group.trunk
-        self._roster.running.append(trunk)
+        self._state.running.append(trunk)
         trunk.status = BranchStatus.RUNNING
-        self._roster.events.scheduled(trunk, self._roster.now)
+        self._state.events.scheduled(trunk, self._state.now)
         step.resumed.append(trunk)
         self._schedule_beams(step, group, step.budget)  # in memory that it has come with
         return Admission.ADMITTED
@@ -341,15 +341,15 @@ class StepPlanner:
         beams = branch.request.beams
         if beams is None:
             return True
-        missing = self._roster.kv_cache.missing_blocks(
+        missing = self._state.kv_cache.missing_blocks(
             branch.num_tokens, num_hit_tokens, hit_blocks, self.max_step_tokens
         )
-        return missing + beams.num_blocks_to_come(self._roster.kv_cache) <= self._roster.kv_cache.num_free_blocks
+        return missing + beams.num_blocks_to_come(self._state.kv_cache) <= self._state.kv_cache.num_free_blocks
 
     def _may_split(self, gap: int) -> bool:
         """With chunked prefill off a prompt runs whole. A branch that grew beyond the budget and was then preempted has
         no other way back in than in parts."""
-        return self._roster.config.enable_chunked_prefill or gap > self._roster.config.max_num_batched_tokens
+        return self._state.config.enable_chunked_prefill or gap > self._state.config.max_num_batched_tokens
 
     def _build_plan(self, step: StepDraft) -> SchedulerOutput:
         """Write the draft down as a diff for the runner, and count the scheduled tokens as computed."""
@@ -362,13 +362,13 @@ class StepPlanner:
         plan = SchedulerOutput(
             scheduled_cached_reqs=known,
             num_scheduled_tokens=dict.fromkeys(known.req_ids, 1),
-            total_num_scheduled_tokens=self._roster.config.max_num_batched_tokens - step.budget,
+            total_num_scheduled_tokens=self._state.config.max_num_batched_tokens - step.budget,
             sampled_req_ids=known.req_ids.copy(),
-            block_copies=self._roster.kv_cache.take_block_copies(),
-            finished_req_ids=self._roster.finished_rows,
+            block_copies=self._state.kv_cache.take_block_copies(),
+            finished_req_ids=self._state.finished_rows,
             preempted_req_ids=step.dropped_rows,
         )
-        self._roster.finished_rows = []
+        self._state.finished_rows = []
         for branch in in_place:
             branch.num_computed_tokens += 1
         for branch, num_new_tokens, appended in step.allocated:
@@ -378,22 +378,22 @@ class StepPlanner:
             branch.known_to_runner = True
         for state, spans in step.captures:
             if state.branch.request.traced:
-                self._roster.events.chunk(state.branch, sum(count for _, count, _ in spans), self._roster.now)
-            plan.captures.append(state.take_step(spans, self._roster.kv_cache.block_ids(state.branch)))
+                self._state.events.chunk(state.branch, sum(count for _, count, _ in spans), self._state.now)
+            plan.captures.append(state.take_step(spans, self._state.kv_cache.block_ids(state.branch)))
             state.branch.num_computed_tokens += sum(count for _, count, is_written in spans if is_written)
-            if self._roster.shares.contended:
-                self._roster.shares.charge(state.owner, sum(count for _, count, _ in spans))
-        if self._roster.kv_cache.has_cross_group:
+            if self._state.shares.contended:
+                self._state.shares.charge(state.owner, sum(count for _, count, _ in spans))
+        if self._state.kv_cache.has_cross_group:
             self._write_encoder_steps(plan, step)
-        if self._roster.kv_cache.has_host_pool:
-            plan.swapped_out, plan.swapped_in = self._roster.kv_cache.take_swaps()
+        if self._state.kv_cache.has_host_pool:
+            plan.swapped_out, plan.swapped_in = self._state.kv_cache.take_swaps()
         plan.beam_steps += [group.take_step(num_new_tokens) for group, num_new_tokens in step.beams]
         self.num_steps += 1
         self.num_scheduled_tokens = plan.total_num_scheduled_tokens
         return plan
 
     def _write_encoder_steps(self, plan: SchedulerOutput, step: StepDraft) -> None:
-        for holder_id, table in self._roster.kv_cache.take_encoder_writes():
+        for holder_id, table in self._state.kv_cache.take_encoder_writes():
             assert table.encoder_input is not None
             plan.encoder_steps.append(EncoderStep(holder_id, table.encoder_input, table.block_ids))
         plan.encoder_steps += [state.take_encoder_step() for state in step.encoder_reads]
@@ -411,7 +411,7 @@ class StepPlanner:
             plan.scheduled_new_reqs.append(self._new_request_data(branch))
             branch.known_to_runner = True
         if branch.request.traced and (num_new_tokens > 1 or branch.num_computed_tokens < branch.num_prompt_tokens):
-            self._roster.events.chunk(branch, num_new_tokens, self._roster.now)
+            self._state.events.chunk(branch, num_new_tokens, self._state.now)
         branch.num_computed_tokens += num_new_tokens
         if branch.num_computed_tokens < branch.num_tokens:
             branch.write_limit = 0  # the end of a prompt must come through here, for it may fork
@@ -440,7 +440,7 @@ class StepPlanner:
             num_prompt_tokens=branch.num_prompt_tokens,
             sampling_params=branch.sampling_params,
             seed=branch.seed,
-            block_ids=self._roster.kv_cache.block_ids(branch),
+            block_ids=self._state.kv_cache.block_ids(branch),
             num_computed_tokens=branch.num_computed_tokens,
             pooling_params=branch.request.pooling_params,
             cross_block_ids=[] if branch.cross is None else branch.cross.block_ids,

@@ -1,6 +1,6 @@
 """What a step brought: tokens, candidates and vectors for branches, forks, and what is new for every choice.
 
-Who is ended by it leaves the roster here. Knows plans and results only; what runs next is the planner's.
+A request that is ended by it leaves the scheduler's state here. What runs next is decided in planner.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from ratoon.core.request import EngineCoreOutput, FinishReason
 from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.beams import Hypothesis
 from ratoon.scheduling.branch import Branch, BranchStatus
-from ratoon.scheduling.roster import Roster
+from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.stopping import check_stop
 
 
 class StepResults:
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
 
     def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in the results of a plan: append tokens, end what is done, and say what is new for every choice.
@@ -25,10 +25,10 @@ class StepResults:
         Results for branches that ended while the step ran are dropped.
         """
         children = self._fork_children(plan) if plan.fanout else []
-        inherited = self._roster.inherited.copy()  # a request may end, and be forgotten, with its first token
+        inherited = self._state.inherited.copy()  # a request may end, and be forgotten, with its first token
         outputs: list[EngineCoreOutput] = []
         for branch_id, message in output.errors.items():
-            outputs += self._roster.fail_requests([branch_id], message)
+            outputs += self._state.fail_requests([branch_id], message)
         for branch_id, chunk in output.prompt_logprobs.items():
             self._keep_prompt_logprobs(branch_id, chunk)
         self._take_tokens(output, outputs)
@@ -41,21 +41,21 @@ class StepResults:
         if children:
             self._place_children(children)
         outputs += self._fail_unanswered(plan, output)
-        if self._roster.on_trial or inherited:
+        if self._state.quarantined or inherited:
             for answer in outputs:
                 if answer.new_token_ids or answer.hidden_states is not None:
-                    self._roster.on_trial.pop(answer.request_id, None)
+                    self._state.quarantined.pop(answer.request_id, None)
                     answer.inherited_from = inherited.pop(answer.request_id, None)
-                    self._roster.inherited.pop(answer.request_id, None)
-        if self._roster.events:
-            self._roster.events.tell(outputs)
+                    self._state.inherited.pop(answer.request_id, None)
+        if self._state.events:
+            self._state.events.tell(outputs)
         return outputs
 
     def _take_tokens(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
         # The other loop that runs for every branch in every step.
-        find_branch = self._roster.branches.get
+        find_branch = self._state.branches.get
         give = outputs.append
-        all_logprobs, with_prompt_logprobs = output.logprobs, self._roster.with_prompt_logprobs
+        all_logprobs, with_prompt_logprobs = output.logprobs, self._state.with_prompt_logprobs
         finished: list[Branch] = []
         for branch_id, token_ids in zip(output.req_ids, output.sampled_token_ids):
             branch = find_branch(branch_id)
@@ -96,7 +96,7 @@ class StepResults:
                 )
             )
         if finished:
-            self._roster.release(finished, keep=True)
+            self._state.release(finished, keep=True)
 
     def _take_vectors(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """A pooling branch ends with its vector. One that should have got it and did not would wait for it forever."""
@@ -104,7 +104,7 @@ class StepResults:
         finished: list[Branch] = []
         missing: list[str] = []
         for branch_id in plan.pooled_req_ids:
-            branch = self._roster.branches.get(branch_id)
+            branch = self._state.branches.get(branch_id)
             if branch is None or branch.num_computed_tokens != branch.num_tokens:
                 continue  # it failed or was aborted; its id may be in use again
             vector = output.pooled.get(branch_id)
@@ -121,22 +121,22 @@ class StepResults:
                     pooled=vector,
                 )
             )
-        self._roster.release(finished)
-        return outputs + self._roster.fail_requests(missing, "the runner returned no vector")
+        self._state.release(finished)
+        return outputs + self._state.fail_requests(missing, "the runner returned no vector")
 
     def _take_candidates(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Let searches go on. One that should have got candidates and did not would wait for them forever."""
         outputs: list[EngineCoreOutput] = []
         for beam_step in plan.beam_steps:
-            group = self._roster.searching.get(beam_step.req_id)
+            group = self._state.searching.get(beam_step.req_id)
             if group is None or not beam_step.num_candidates or not group.awaits(beam_step):
                 continue
             candidates = output.candidates.get(beam_step.req_id)
             if candidates is None:
-                outputs += self._roster.fail_requests([beam_step.req_id], "the runner returned no candidates")
+                outputs += self._state.fail_requests([beam_step.req_id], "the runner returned no candidates")
                 continue
-            self._roster.on_trial.pop(beam_step.req_id, None)
-            group.advance(self._roster.kv_cache, candidates)
+            self._state.quarantined.pop(beam_step.req_id, None)
+            group.advance(self._state.kv_cache, candidates)
             if group.search.done:
                 outputs += self._end_search(group)
             elif group.wants_snapshots:
@@ -149,17 +149,17 @@ class StepResults:
         captures: list[CaptureStep | EncoderStep] = [*plan.captures]
         captures += [step for step in plan.encoder_steps if step.captured]
         for capture in captures:
-            branch = self._roster.branches.get(capture.req_id)
+            branch = self._state.branches.get(capture.req_id)
             state = None if branch is None else branch.request.extraction
             if branch is None or state is None or branch.status != BranchStatus.RUNNING:
                 continue
             states = output.hidden_states.get(capture.req_id)
             if states is None and capture.captured:
-                outputs += self._roster.fail_requests([capture.req_id], "the runner returned no hidden states")
+                outputs += self._state.fail_requests([capture.req_id], "the runner returned no hidden states")
                 continue
             first_row = state.num_captured
             state.confirm(capture)
-            self._roster.on_trial.pop(branch.request_id, None)
+            self._state.quarantined.pop(branch.request_id, None)
             if states is None:
                 continue
             outputs.append(
@@ -174,7 +174,7 @@ class StepResults:
                 )
             )
             if state.done:
-                self._roster.release([branch])
+                self._state.release([branch])
         return outputs
 
     def _snapshot(self, group: BeamGroup) -> list[EngineCoreOutput]:
@@ -187,27 +187,27 @@ class StepResults:
         texts = group.search.hypotheses()
         if len(texts) < request.num_choices:
             problem = f"there are only {len(texts)} texts to find, and {request.num_choices} are wanted"
-            return self._roster.fail_requests([request.request_id], problem)
+            return self._state.fail_requests([request.request_id], problem)
         if request.retain_kv is not None:
             for sequence in group.kept_sequences(request.branch_ids):
-                if not self._roster.leases.grant(sequence, self._roster.now + request.retain_kv, request.owner):
-                    self._roster.kv_cache.free(sequence)
+                if not self._state.leases.grant(sequence, self._state.now + request.retain_kv, request.owner):
+                    self._state.kv_cache.free(sequence)
         request.finished_choices.update(range(request.num_choices))
-        self._roster.release([group.trunk])
+        self._state.release([group.trunk])
         return [_text_output(group, choice, text) for choice, text in enumerate(texts)]
 
     def _fork_children(self, plan: SchedulerOutput) -> list[Branch]:
         """The other choices of prompts that this step has completed, each on the memory of the first."""
         children = []
         for root_id in plan.fanout:
-            root = self._roster.branches.get(root_id)
+            root = self._state.branches.get(root_id)
             if root is None or root.num_computed_tokens != root.num_tokens:
                 continue
             request = root.request
             for choice in range(1, request.num_choices):
                 child = request.fork_branch(choice)
-                self._roster.kv_cache.fork(root, child, request.num_prompt_tokens)
-                self._roster.branches[child.branch_id] = child
+                self._state.kv_cache.fork(root, child, request.num_prompt_tokens)
+                self._state.branches[child.branch_id] = child
                 children.append(child)
         return children
 
@@ -218,14 +218,14 @@ class StepResults:
         for child in children:
             if child.status == BranchStatus.FINISHED:
                 continue
-            if self._roster.has_rows_for(child):
+            if self._state.has_rows_for(child):
                 child.status = BranchStatus.RUNNING
-                self._roster.running.append(child)
+                self._state.running.append(child)
             else:
-                self._roster.set_back(child)
+                self._state.set_back(child)
                 queued.append(child)
         for child in reversed(queued):
-            self._roster.waiting.prepend(child)
+            self._state.waiting.prepend(child)
 
     def _fail_unanswered(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """A branch that should have got a token and did not would wait for it forever: say so instead."""
@@ -235,11 +235,11 @@ class StepResults:
         answered = {req_id for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids) if token_ids}
         expected = plan.sampled_req_ids + [child_id for children in plan.fanout.values() for child_id, _ in children]
         missing = [req_id for req_id in expected if req_id not in answered]
-        return self._roster.fail_requests(missing, "the runner returned no token")
+        return self._state.fail_requests(missing, "the runner returned no token")
 
     def _keep_prompt_logprobs(self, branch_id: str, chunk: PromptLogprobsChunk) -> None:
         """Keep the rows that are new. A prompt that was preempted computes (and sends) its first rows once more."""
-        branch = self._roster.branches.get(branch_id)
+        branch = self._state.branches.get(branch_id)
         if branch is None or branch.choice != 0:
             return
         request = branch.request
@@ -252,12 +252,12 @@ class StepResults:
             rows = LogprobsLists(rows.token_ids[num_had:], rows.logprobs[num_had:], rows.sampled_ranks[num_had:])
         request.prompt_logprobs.append(PromptLogprobsChunk(chunk.start + num_had, rows))
         request.next_prompt_logprob = end
-        self._roster.with_prompt_logprobs.add(request.request_id)
+        self._state.with_prompt_logprobs.add(request.request_id)
 
     def _take_prompt_logprobs(self, branch: Branch) -> list[PromptLogprobsChunk] | None:
-        if branch.choice != 0 or branch.request_id not in self._roster.with_prompt_logprobs:
+        if branch.choice != 0 or branch.request_id not in self._state.with_prompt_logprobs:
             return None
-        self._roster.with_prompt_logprobs.remove(branch.request_id)
+        self._state.with_prompt_logprobs.remove(branch.request_id)
         chunks, branch.request.prompt_logprobs = branch.request.prompt_logprobs, []
         return chunks
 

@@ -1,4 +1,4 @@
-"""The scheduler: the one door to who is here (roster), what runs in a step (planner) and what it brought (results).
+"""The scheduler: the entry to requests and queues (state), what runs in a step (planner), what it brought (results).
 
 Knows no clock, no tensor and no text; the memory that it hands out is counted by the KVCacheManager.
 """
@@ -21,7 +21,7 @@ from ratoon.scheduling.admission import verify_request
 from ratoon.scheduling.branch import BranchStatus, Request
 from ratoon.scheduling.planner import StepPlanner
 from ratoon.scheduling.results import StepResults
-from ratoon.scheduling.roster import Roster
+from ratoon.scheduling.state import SchedulerState
 
 
 class Scheduler:
@@ -36,9 +36,9 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.kv_cache = KVCacheManager(kv_config, max_model_len, cache_config.enable_prefix_caching)
         self.leases = LeaseTable(self.kv_cache, int(self.kv_cache.num_usable_blocks * cache_config.lease_fraction))
-        self.roster = Roster(scheduler_config, self.kv_cache, self.leases)
-        self.planner = StepPlanner(self.roster)
-        self.results = StepResults(self.roster)
+        self.state = SchedulerState(scheduler_config, self.kv_cache, self.leases)
+        self.planner = StepPlanner(self.state)
+        self.results = StepResults(self.state)
         self._num_added = 0
 
     # ---- requests come and go ----
@@ -47,9 +47,9 @@ class Scheduler:
         """Queue a request at this time, which unless given is the last that was told. Raises RequestError for one that
         could never be served, and for an id that is in use."""
         if now is not None:
-            self.roster.now = now
+            self.state.now = now
         verify_request(request, self.config, self.kv_cache, self.max_model_len)
-        self.roster.add(Request(request, self.max_model_len, self._num_added))
+        self.state.add(Request(request, self.max_model_len, self._num_added))
         self._num_added += 1
 
     def abort_requests(self, ids: Iterable[str], keep: bool = False) -> list[EngineCoreOutput]:
@@ -58,16 +58,16 @@ class Scheduler:
         is leased where that was asked for."""
         outputs = []
         for some_id in ids:
-            request = self.roster.requests.get(some_id)
+            request = self.state.requests.get(some_id)
             if request is not None:
-                outputs += self.roster.end_requests([request], FinishReason.ABORT, keep=keep)
+                outputs += self.state.end_requests([request], FinishReason.ABORT, keep=keep)
             else:
                 outputs += self._abort_choice(some_id, keep)
         return outputs
 
     def _abort_choice(self, choice_id: str, keep: bool) -> list[EngineCoreOutput]:
         request_id, _, number = choice_id.rpartition("#")
-        request = self.roster.requests.get(request_id)
+        request = self.state.requests.get(request_id)
         if request is None or len(request.branches) < request.num_choices:  # not forked: none has a token to stop at
             return []
         for branch in request.branches:
@@ -75,8 +75,8 @@ class Scheduler:
                 output = EngineCoreOutput(
                     request_id, [], branch.choice, FinishReason.ABORT, num_cached_tokens=branch.num_cached_tokens
                 )
-                self.roster.events.tell([output])
-                self.roster.release([branch], keep=keep)
+                self.state.events.tell([output])
+                self.state.release([branch], keep=keep)
                 return [output]
         return []
 
@@ -86,7 +86,7 @@ class Scheduler:
         For a step that raised: name every branch of its plan, before anything else is done with the scheduler. None of
         their blocks will be found in the prefix cache again, for nobody knows what the step has left in them.
         """
-        return self.roster.fail_requests(ids, message)
+        return self.state.fail_requests(ids, message)
 
     def try_apart(self, plan: SchedulerOutput) -> bool:
         """A step raised, and nobody knows whose fault it was. Its requests give their memory back, and each runs alone
@@ -95,49 +95,49 @@ class Scheduler:
 
         Call it before anything else is done with the scheduler, as with `fail_requests`.
         """
-        requests = self.roster.find_requests(plan.req_ids)
+        requests = self.state.find_requests(plan.req_ids)
         if len(requests) == 1:
             return False
         for branch_id in plan.fanout:
-            if branch_id in self.roster.branches:
-                self.roster.branches[branch_id].request.forked = False  # its children were not made
-        branches = [self.roster.branches[branch_id] for branch_id in plan.req_ids if branch_id in self.roster.branches]
+            if branch_id in self.state.branches:
+                self.state.branches[branch_id].request.forked = False  # its children were not made
+        branches = [self.state.branches[branch_id] for branch_id in plan.req_ids if branch_id in self.state.branches]
         for branch in branches:
             if branch.known_to_runner:
-                self.roster.finished_rows.append(branch.branch_id)
-            self.roster.set_back(branch, trusted=False)
-            self.roster.events.preempted(branch, self.roster.now)
-        self.roster.running = [branch for branch in self.roster.running if branch.status == BranchStatus.RUNNING]
-        for branch in sorted(branches, key=self.roster.order, reverse=True):
+                self.state.finished_rows.append(branch.branch_id)
+            self.state.set_back(branch, trusted=False)
+            self.state.events.preempted(branch, self.state.now)
+        self.state.running = [branch for branch in self.state.running if branch.status == BranchStatus.RUNNING]
+        for branch in sorted(branches, key=self.state.order, reverse=True):
             if branch.request.extraction is None:
-                self.roster.waiting.prepend(branch)
-        self.roster.on_trial.update((request.request_id, request) for request in requests)
+                self.state.waiting.prepend(branch)
+        self.state.quarantined.update((request.request_id, request) for request in requests)
         return True
 
     def say_again(self, plan: SchedulerOutput) -> None:
         """A step raised, perhaps before the runner heard who had left: it is told with the next plan. Nor is it known
         whether blocks had come to the host."""
-        self.roster.events.step_done(self.roster.now)
-        self.roster.finished_rows += plan.finished_req_ids + plan.preempted_req_ids
+        self.state.events.step_done(self.state.now)
+        self.state.finished_rows += plan.finished_req_ids + plan.preempted_req_ids
         if plan.swapped_out:
             self.kv_cache.distrust_swaps(plan.swapped_out)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.roster.requests)
+        return bool(self.state.requests)
 
     def has_requests(self) -> bool:
         """Is there anything to plan: unfinished requests, or rows that the runner should drop?"""
-        return bool(self.roster.requests) or bool(self.roster.finished_rows)
+        return bool(self.state.requests) or bool(self.state.finished_rows)
 
     def tick(self, now: float) -> list[EngineCoreOutput]:
         """What time it is: leases and deadlines count from here, and end."""
-        self.roster.now = now
+        self.state.now = now
         self.leases.expire(now)
-        return self.roster.end_overdue() if self.roster.extractions else []
+        return self.state.end_overdue() if self.state.extractions else []
 
     def next_expiry(self) -> float | None:
         """When the next lease or deadline ends; None: there is none."""
-        ends = (self.leases.next_expiry(), self.roster.extractions.next_deadline())
+        ends = (self.leases.next_expiry(), self.state.extractions.next_deadline())
         return min((end for end in ends if end is not None), default=None)
 
     # ---- one step ----
@@ -152,23 +152,23 @@ class Scheduler:
         """Take in the results of a plan, at this time, which unless given is the last that was told. Results for
         branches that ended while the step ran are dropped."""
         if now is not None:
-            self.roster.now = now
-        self.roster.events.step_done(self.roster.now)
+            self.state.now = now
+        self.state.events.step_done(self.state.now)
         return self.results.take(plan, output)
 
     # ---- figures and checks ----
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks, and end all leases. Refused (False) while any request is under way."""
-        if self.roster.requests:
+        if self.state.requests:
             return False
         self.leases.end_all()
         return self.kv_cache.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            num_running=len(self.roster.running),
-            num_waiting=len(self.roster.waiting),
+            num_running=len(self.state.running),
+            num_waiting=len(self.state.waiting),
             kv_usage=self.kv_cache.usage,
             num_preemptions=self.planner.num_preemptions,
             num_scheduled_tokens=self.planner.num_scheduled_tokens,
@@ -180,4 +180,4 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests."""
-        self.roster.check()
+        self.state.check()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
 
 Tensor = torch.Tensor
@@ -118,7 +118,7 @@ def encode(model: EncoderDecoderLM, inputs: list[list[int]] | list[Tensor]) -> t
 
 
 @torch.inference_mode()
-def decode(model: CausalLM, memory: DenseMemory, prompts: list[list[int]]) -> list[Tensor]:
+def decode(model: LanguageModel, memory: DenseMemory, prompts: list[list[int]]) -> list[Tensor]:
     """All sequences in one pass: every state of each [L + 2, T, H]."""
     lengths = [len(tokens) for tokens in prompts]
     reader = EveryState(sum(lengths))

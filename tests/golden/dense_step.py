@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ratoon.layers.attention import AttentionLayer
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 
 Tensor = torch.Tensor
 
@@ -41,7 +41,7 @@ def _grown(stored: Tensor | None, new: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def dense_logits(model: CausalLM, token_ids: list[int], chunks: list[int] | None = None) -> Tensor:
+def dense_logits(model: LanguageModel, token_ids: list[int], chunks: list[int] | None = None) -> Tensor:
     """Logits [T, V] of all positions, computed in one pass or in chunks of the given lengths."""
     step = DenseStep()
     ids = torch.tensor(token_ids)

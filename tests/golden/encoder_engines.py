@@ -332,7 +332,7 @@ class Driver(CoreDriver):
         assert kv_cache.num_free_blocks == kv_cache.num_usable_blocks
         assert kv_cache.num_free_host_blocks == kv_cache._host.num_blocks
         assert not kv_cache.cross_tables._held and not kv_cache.cross_tables._unwritten
-        assert len(self.runner.rows) == 0 and len(self.runner.beam_rows) == 0
+        assert len(self.runner.input_batch) == 0 and len(self.runner.beam_rows) == 0
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def search_and_give_way(llm: LLM, family: str) -> tuple[int, bool, bool, list[tu
     before = runner.num_computed_tokens
     stream = llm.stream(PROMPT, SEARCH)
     outputs = [next(stream) for _ in range(9)]  # the tenth token begins a block: 40 + 9 - 1 is 48
-    (trunk,) = scheduler_of(llm).roster.branches.values()
+    (trunk,) = scheduler_of(llm).state.branches.values()
     assert step_without_free_memory(llm)
     kv_cache = scheduler_of(llm).kv_cache
     was_swapped, had_beams = kv_cache.is_swapped(trunk), kv_cache.num_tail_tokens_on_host(trunk) > 0

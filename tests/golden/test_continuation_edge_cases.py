@@ -106,7 +106,7 @@ class TestTheParentStillRuns:
                 parent_id = driver.add(prompt, parent_params)
                 for _ in range(num_steps):
                     driver.step()
-                (branch,) = driver.scheduler.roster.branches.values()
+                (branch,) = driver.scheduler.state.branches.values()
                 there, before = branch.num_computed_tokens, num_computed(llm)
                 child_id = driver.continue_from(parent_id, SUFFIX, params)
                 child, parent = driver.result(child_id), driver.result(parent_id)
@@ -198,7 +198,7 @@ class TestBlocksAreEvictedUnderAContinuation:
                     driver.step()
                     lost_with |= {
                         branch.num_output_tokens
-                        for branch in driver.scheduler.roster.waiting
+                        for branch in driver.scheduler.state.waiting
                         if branch.status == BranchStatus.PREEMPTED
                     }
                 child = driver.result(child_id)

@@ -213,7 +213,7 @@ def test_generation_beside_extractions_is_generation_alone(family: str) -> None:
     with engine(family, max_num_batched_tokens=200) as llm:
         mix = Mix(family, llm, seed=3)
         numbers = list(range(len(OTHERS))) * 2
-        while numbers or mix.driver.core.scheduler.roster.running:
+        while numbers or mix.driver.core.scheduler.state.running:
             if numbers:
                 name = f"other {len(mix.others)}"
                 mix.others[name] = numbers.pop()
@@ -238,7 +238,7 @@ def test_an_extraction_that_loses_its_memory_to_generation_ends_with_the_same_bi
     with engine(family, num_blocks=num_blocks, enable_prefix_caching=caching, max_prefill_chunk=8) as llm:
         driver = CoreDriver(llm)
         times_set_back: Counter[str] = Counter()
-        extractions = driver.core.scheduler.roster.extractions
+        extractions = driver.core.scheduler.state.extractions
         set_back = extractions.set_back
         monkeypatch.setattr(
             extractions,
@@ -358,7 +358,7 @@ def test_a_running_parent_goes_on_in_blocks_that_nobody_else_writes(family: str)
 
 def full_blocks(driver: CoreDriver, branch_id: str) -> set[int]:
     """Those of a running branch that it has filled and still reads."""
-    branch = driver.core.scheduler.roster.branches.get(branch_id)
+    branch = driver.core.scheduler.state.branches.get(branch_id)
     if branch is None:
         return set()
     num_full = branch.num_computed_tokens // 16

@@ -14,7 +14,7 @@ import transformers
 
 from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
 from ratoon.layers.torch_ops import TorchOps
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 from ratoon.models.build import build_model
 
 Tensor = torch.Tensor
@@ -44,7 +44,7 @@ class TinyModel(NamedTuple):
     config: ModelConfig
     source: DictSource
 
-    def build(self, dtype: torch.dtype = torch.float32, max_position: int | None = None) -> CausalLM:
+    def build(self, dtype: torch.dtype = torch.float32, max_position: int | None = None) -> LanguageModel:
         return build_model(self.config, self.source, TorchOps(), torch.device("cpu"), dtype, max_position)
 
     @torch.inference_mode()

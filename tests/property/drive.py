@@ -155,7 +155,7 @@ class Drive:
         self.arrive(reading.request(name, tokens, parent.cache_salt, parent.encoder_input, branch_id))
 
     def step(self, step: int) -> None:
-        on_trial = bool(self.scheduler.roster.on_trial)  # then others give way to the one that is tried
+        quarantined = bool(self.scheduler.state.quarantined)  # then others give way to the one that is tried
         self.swaps.before_plan()
         plan = self.scheduler.schedule()
         self.scheduler.check()
@@ -178,7 +178,7 @@ class Drive:
         if plan.preempted_req_ids and len(set(self.load.owners)) > 1:
             event("preempted, perhaps for another owner")
             assert not set(plan.preempted_req_ids) & {new.req_id for new in plan.scheduled_new_reqs}
-        elif plan.preempted_req_ids and not on_trial:
+        elif plan.preempted_req_ids and not quarantined:
             event("preempted")
             from_nothing = [new for new in plan.scheduled_new_reqs if new.num_computed_tokens == 0]
             assert not from_nothing, "admitted while preempting"
@@ -190,7 +190,7 @@ class Drive:
     def held_elsewhere(self, plan: SchedulerOutput) -> set[int]:
         """Blocks that others hold than those who run: leases, and who has a break, choices included that the runner has
         not heard of yet."""
-        idle = [branch for name, branch in self.scheduler.roster.branches.items() if name not in plan.req_ids]
+        idle = [branch for name, branch in self.scheduler.state.branches.items() if name not in plan.req_ids]
         holders = [*self.scheduler.leases.sequences(), *idle]
         tables = [table for holder in holders for table in holder.block_tables]
         tables += [holder.cross.blocks for holder in holders if holder.cross is not None]

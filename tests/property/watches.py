@@ -17,12 +17,12 @@ class SwapWatch:
     but for the last token, behind which they are computed again."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._roster = scheduler.roster
+        self._state = scheduler.state
         self._num_computed: dict[Branch, int] = {}
         self._swapped: dict[Branch, int] = {}  # with what each had computed
 
     def before_plan(self) -> None:
-        branches, is_swapped = self._roster.branches.values(), self._roster.kv_cache.is_swapped
+        branches, is_swapped = self._state.branches.values(), self._state.kv_cache.is_swapped
         self._num_computed = {branch: self._computed_of(branch) for branch in branches}
         self._swapped = {branch: count for branch, count in self._swapped.items() if is_swapped(branch)}
 
@@ -30,7 +30,7 @@ class SwapWatch:
         restored = {block for _, block in plan.swapped_in}
         num_restored = {step.req_id: step.num_restored_tokens for step in plan.beam_steps if step.num_tokens}
         for new in plan.scheduled_new_reqs:
-            num_computed = self._swapped.pop(self._roster.branches[new.req_id], None)
+            num_computed = self._swapped.pop(self._state.branches[new.req_id], None)
             if num_computed is None:
                 continue
             if restored.isdisjoint(block for table in new.block_ids for block in table):
@@ -42,11 +42,11 @@ class SwapWatch:
                 found = new.num_computed_tokens + num_restored.get(new.req_id, 0)
                 assert found == num_computed, f"{new.req_id} came back with other tokens"
                 assert (new.req_id in plan.num_scheduled_tokens) != (new.req_id in num_restored)
-        for branch in self._roster.branches.values():
-            if self._roster.kv_cache.is_swapped(branch) and branch not in self._swapped:
+        for branch in self._state.branches.values():
+            if self._state.kv_cache.is_swapped(branch) and branch not in self._swapped:
                 assert branch.request.extraction is None
                 beams, num_computed = branch.request.beams, self._num_computed[branch]
-                if beams is not None and beams.is_on_host(self._roster.kv_cache):
+                if beams is not None and beams.is_on_host(self._state.kv_cache):
                     event("beams swapped out")
                     assert num_computed > branch.num_tokens
                 elif beams is not None:

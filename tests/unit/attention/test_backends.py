@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ratoon.attention.cpu import CpuAttentionBackend
-from ratoon.attention.interface import AttentionNeeds, GroupInputs
+from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
 from ratoon.attention.select import select_backend
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.errors import ConfigError
@@ -42,7 +42,7 @@ class Batch:
         slots = self.tables[owner, positions // self.block_size] * self.block_size + positions % self.block_size
         query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         seq_lens = (np.array(starts) + counts).astype(np.int32)
-        return GroupInputs(
+        return CommonAttentionMetadata(
             query_start, seq_lens, self.tables, torch.from_numpy(query_start), torch.from_numpy(seq_lens),
             torch.from_numpy(self.tables), torch.from_numpy(slots.astype(np.int64)),
             self.block_size, int(max(counts)), int(seq_lens.max()),
@@ -188,7 +188,7 @@ class CrossBatch:
             table[row, : len(blocks)] = blocks
         query_start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         lens = np.array(seq_lens, np.int32)
-        return GroupInputs(
+        return CommonAttentionMetadata(
             query_start, lens, table, torch.from_numpy(query_start), torch.from_numpy(lens), torch.from_numpy(table),
             torch.tensor(slots, dtype=torch.int64), self.block_size, max(query_lens), max(seq_lens),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.attention.cpu import CpuAttentionBackend, shared_prefixes
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, GroupInputs
+from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.kv import FullAttentionSpec
 from ratoon.layers.attention import AttentionLayer
@@ -62,7 +62,7 @@ class Step:
         self.history = torch.randn(self.num_blocks * block_size, heads, layer.head_dim, generator=generator)
         self.rows = torch.randn(sum(self.query_lens), heads, layer.head_dim, generator=generator)
 
-    def inputs(self, tables: list[list[int]], seq_lens: list[int], query_lens: list[int]) -> GroupInputs:
+    def inputs(self, tables: list[list[int]], seq_lens: list[int], query_lens: list[int]) -> CommonAttentionMetadata:
         width = max(map(len, tables))
         block_table = np.array([table + [0] * (width - len(table)) for table in tables], dtype=np.int32)
         query_start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
@@ -70,7 +70,7 @@ class Step:
         positions = np.concatenate([np.arange(s - q, s) for s, q in zip(seq_lens, query_lens, strict=True)])
         owner = np.repeat(np.arange(len(tables)), query_lens)
         slots = block_table[owner, positions // self.block_size] * self.block_size + positions % self.block_size
-        return GroupInputs(
+        return CommonAttentionMetadata(
             query_start, lengths, block_table, torch.from_numpy(query_start), torch.from_numpy(lengths),
             torch.from_numpy(block_table), torch.from_numpy(slots.astype(np.int64)),
             self.block_size, max(query_lens), max(seq_lens),
@@ -86,7 +86,7 @@ class Step:
         return cache
 
     def forward(
-        self, backend: AttentionBackend, cache: torch.Tensor, rows: torch.Tensor, inputs: GroupInputs
+        self, backend: AttentionBackend, cache: torch.Tensor, rows: torch.Tensor, inputs: CommonAttentionMetadata
     ) -> torch.Tensor:
         layer = self.layer
         q, k, v = rows.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)

@@ -180,7 +180,7 @@ def test_all_rows_of_a_search_are_free_when_it_ends(how: str) -> None:
     driver = Driver(max_num_reqs=4)
     begin(driver)
     first_beams(driver, [3, 4, 5, 6], [-1.0] * 4, 5, 6, 7, 8)
-    rows = driver.runner.rows
+    rows = driver.runner.input_batch
     assert len(rows.take(0)) == 0 and len(driver.runner.beam_rows.rows_of("s")) == 4
     driver.step(**{how: ["s"]})
     assert len(driver.runner.beam_rows) == 0 and not any(table.any() for table in rows.block_tables)
@@ -200,7 +200,7 @@ def test_rows_that_a_narrower_step_gives_up_can_be_taken_by_others() -> None:
     output = driver.step(new=[driver.new("a", OTHER, 21), driver.new("b", OTHER, 25)])
     assert token_of(output, "a") == token_of(output, "b") == oracle_greedy(LLAMA, OTHER, 1)[0]
     with pytest.raises(ValueError, match="rows"):
-        driver.runner.rows.take(MAX_CAPTURE_SPANS + 1)  # those that are kept for hidden states
+        driver.runner.input_batch.take(MAX_CAPTURE_SPANS + 1)  # those that are kept for hidden states
 
 
 def test_a_search_with_nan_logits_fails_alone() -> None:

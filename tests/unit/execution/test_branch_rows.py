@@ -5,7 +5,7 @@ import pytest
 
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, NewRequestData
-from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.input_batch import InputBatch
 
 
 def branch(name, tokens, blocks, computed=0):
@@ -13,7 +13,7 @@ def branch(name, tokens, blocks, computed=0):
 
 
 def make_rows(max_rows=3):
-    return BranchRows(max_rows, max_model_len=64, block_size=16, num_groups=2)
+    return InputBatch(max_rows, max_model_len=64, block_size=16, num_groups=2)
 
 
 def test_a_dropped_row_is_handed_out_again_and_holds_nothing_of_the_old_branch():

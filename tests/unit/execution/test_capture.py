@@ -198,14 +198,14 @@ def test_spans_take_rows_beside_those_of_branches_and_give_them_back() -> None:
     for _ in range(3):
         output = run(driver, [capture_of(driver, "x", PROMPT, spans, 1)])
         assert_close(states(output, "x"), oracle(LLAMA, PROMPT)[:, [position for position, _, _ in spans]])
-    assert set(driver.runner.rows.row_of) == {"a", "b"}
+    assert set(driver.runner.input_batch.row_of) == {"a", "b"}
     driver.step(finished_req_ids=["a", "b"], new=[driver.new("c", OTHER, 5)])
     assert driver.decode("c", len(OTHER), 2) == oracle_greedy(LLAMA, OTHER, 3)[1:]
 
 
 def test_rows_are_given_back_when_a_step_cannot_be_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    num_free = len(driver.runner.rows._free_rows)
+    num_free = len(driver.runner.input_batch._free_rows)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -213,7 +213,7 @@ def test_rows_are_given_back_when_a_step_cannot_be_prepared(monkeypatch: pytest.
     monkeypatch.setattr(driver.runner.inputs, "prepare", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         run(driver, [capture_of(driver, "x", PROMPT, [(0, 37, True)], 1)])
-    assert len(driver.runner.rows._free_rows) == num_free
+    assert len(driver.runner.input_batch._free_rows) == num_free
 
 
 def test_the_runner_counts_the_rows_that_it_ran() -> None:
@@ -259,7 +259,7 @@ def test_so_many_layers_have_to_run(layers: list[int], expected: int) -> None:
 
 def test_spans_become_rows_with_their_positions_and_tables() -> None:
     driver = Driver(TWO_GROUPS)
-    rows = driver.runner.rows
+    rows = driver.runner.input_batch
     x = capture_of(driver, "x", PROMPT, [(3, 2, False), (30, 7, True)], 1)
     y = capture_of(driver, "y", OTHER, [(0, 1, False)], 5)
     spans = lay_out_spans(rows, [x, y])

@@ -16,7 +16,7 @@ from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from ratoon.execution import prompt_logprobs
-from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.execution.step_inputs import InputPreparation
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
@@ -166,7 +166,7 @@ def test_blocks_that_come_later_are_appended_to_the_table() -> None:
     driver.step(new=[short], counts={"a": 16}, sampled=[])
     output = driver.step(counts={"a": 21}, scheduled_cached_reqs=CachedRequestData(["a"], [16], [([9, 3],)]))
     assert token_of(output, "a") == oracle_greedy(LLAMA, PROMPT, 1)[0]
-    assert driver.runner.rows.block_tables[0][driver.runner.rows.row_of["a"]].tolist()[:4] == [5, 9, 3, 0]
+    assert driver.runner.input_batch.block_tables[0][driver.runner.input_batch.row_of["a"]].tolist()[:4] == [5, 9, 3, 0]
 
 
 # ---- coming and going ----
@@ -189,7 +189,7 @@ def test_a_branch_that_is_dropped_and_comes_back_elsewhere_goes_on_as_if_nothing
     tokens.append(token_of(driver.step(new=[back], finished_req_ids=["b"]), "a"))
     tokens += driver.decode("a", len(PROMPT) + 3, 2)
     assert tokens == expected
-    assert list(driver.runner.rows.row_of) == ["a"]
+    assert list(driver.runner.input_batch.row_of) == ["a"]
 
 
 def test_a_branch_can_be_dropped_and_added_in_one_plan() -> None:
@@ -226,7 +226,7 @@ def test_an_empty_plan_gives_an_empty_result_and_still_drops_rows() -> None:
     assert driver.step() == ModelRunnerOutput()
     driver.step(new=[driver.new("a", PROMPT, 1)])
     assert driver.step(finished_req_ids=["a"]) == ModelRunnerOutput()
-    assert len(driver.runner.rows) == 0
+    assert len(driver.runner.input_batch) == 0
     assert driver.runner.sample_tokens() == ModelRunnerOutput()
 
 
@@ -246,7 +246,7 @@ def test_only_the_rows_that_the_plan_names_are_sampled() -> None:
         sampled=["whole"],
     )  # fmt: skip
     assert output.req_ids == ["whole"]
-    rows = driver.runner.rows
+    rows = driver.runner.input_batch
     assert rows.num_tokens[rows.row_of["half"]] == len(PROMPT)
     assert driver.runner.num_computed_tokens == 41
 
@@ -285,7 +285,7 @@ def test_forks_write_into_copies_and_the_shared_block_stays_as_it_was(tiny: Tiny
     assert token_of(output, "a#1") == oracle_greedy(tiny, [*OTHER, other], 1)[0]
     now = [tensor[2 + 10 * group] for group in groups for tensor in driver.runner.kv._tensors]
     assert all(torch.equal(before, after) for before, after in zip(shared, now))
-    rows = driver.runner.rows
+    rows = driver.runner.input_batch
     for group in groups:
         assert rows.block_tables[group][rows.row_of["a"], :3].tolist() == [
             1 + 10 * group,
@@ -326,7 +326,7 @@ def test_children_of_a_fan_out_are_drawn_from_one_row_each_with_its_own_seed() -
         assert token_of(output, name) == token
         assert_same_logprobs(output.logprobs[name], logprobs, exactly=False)
     assert len({token for token, _ in alone.values()}) > 1
-    rows = driver.runner.rows
+    rows = driver.runner.input_batch
     assert sorted(rows.row_of) == ["a", "b"]  # children have no row yet
     assert rows.num_tokens[rows.row_of["a"]] == len(PROMPT) + 1
     assert rows.token_ids[rows.row_of["a"], len(PROMPT)] == alone["a"][0]
@@ -469,7 +469,7 @@ def test_steps_reuse_the_same_memory() -> None:
 
 def test_everything_that_the_model_reads_is_put_on_the_device() -> None:
     """On a device that is not the host's memory: every tensor lies there, and the host's arrays hold the numbers."""
-    rows = BranchRows(4, 64, BLOCK_SIZE, num_groups=2)
+    rows = InputBatch(4, 64, BLOCK_SIZE, num_groups=2)
     rows.add(NewRequestData("a", PROMPT, len(PROMPT), GREEDY, 0, ([1, 2, 3], [4, 5, 6]), 16))
     step = InputPreparation(rows, 64, 4, torch.device("meta")).prepare(np.array([0]), np.array([21]))
     tensors = [step.input_ids, step.positions]

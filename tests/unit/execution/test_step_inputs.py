@@ -5,7 +5,7 @@ import torch
 
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
-from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.step_inputs import InputPreparation
 
 SCHEDULED = [1, 1, 93, 75, 30]
@@ -15,7 +15,7 @@ MAX_MODEL_LEN = 240
 
 
 def prepared():
-    rows = BranchRows(max_rows=8, max_model_len=MAX_MODEL_LEN, block_size=16, num_groups=1)
+    rows = InputBatch(max_rows=8, max_model_len=MAX_MODEL_LEN, block_size=16, num_groups=1)
     generator = np.random.default_rng(0)
     for index, (computed, scheduled, blocks) in enumerate(zip(COMPUTED, SCHEDULED, BLOCKS, strict=True)):
         tokens = generator.integers(0, 1000, computed + scheduled).tolist()

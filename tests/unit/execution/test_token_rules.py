@@ -26,7 +26,7 @@ from ratoon.core.params import SamplingParams, TimestampRules
 from ratoon.core.plan import BeamStep, NewRequestData
 from ratoon.execution.beam_candidates import choose_candidates
 from ratoon.execution.beam_rows import BeamRows
-from ratoon.execution.branch_rows import BranchRows
+from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 
@@ -297,7 +297,7 @@ class BeamSide:
     """What the runner keeps for searches."""
 
     def __init__(self) -> None:
-        self.rows = BranchRows(32, 64, 16, 1)
+        self.rows = InputBatch(32, 64, 16, 1)
         self.sampling_rows = SamplingRows(32)
         self.beam_rows = BeamRows(self.rows, self.sampling_rows)
 

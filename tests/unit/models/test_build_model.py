@@ -13,7 +13,7 @@ from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions
 from ratoon.core.errors import ModelError
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
 from ratoon.layers.torch_ops import TorchOps
-from ratoon.models.base import CausalLM
+from ratoon.models.base import LanguageModel
 from ratoon.models.build import build_model, collect_shapes
 from ratoon.models.registry import MODEL_CLASSES, find_model_class
 
@@ -64,7 +64,7 @@ class ShapeSource:
         return torch.randn(self._shapes[name], generator=torch.Generator().manual_seed(len(name)))
 
 
-def build(config: ModelConfig, source: ShapeSource) -> CausalLM:
+def build(config: ModelConfig, source: ShapeSource) -> LanguageModel:
     return build_model(config, source, TorchOps(), torch.device("cpu"), torch.float32)
 
 

@@ -74,7 +74,7 @@ def test_a_prompt_is_computed_once_and_beams_fork_from_it_by_reference() -> None
     assert (second.parents, second.token_ids, second.num_computed_tokens) == ([0, 0, 0], [10, 11, 12], 9)
     # The prompt's two full blocks are not mentioned again. The third is the trunk's too, so every beam has a copy.
     assert second.first_column == 2 and len(second.block_ids[0]) == len(set(second.block_ids[0])) == 3
-    trunk = scheduler.roster.requests["s"].branches[0]
+    trunk = scheduler.state.requests["s"].branches[0]
     assert {copy.src for copy in plan.block_copies} == {trunk.block_tables[0][2].block_id}
 
 
@@ -152,7 +152,7 @@ def test_a_small_token_budget_never_cuts_a_search_apart() -> None:
         plan, _ = step(scheduler)
         for beam_step in plan.beam_steps:
             assert beam_step.num_tokens * beam_step.num_beams in (0, 3)
-    assert "s" not in scheduler.roster.requests, "others kept it from its steps"
+    assert "s" not in scheduler.state.requests, "others kept it from its steps"
 
 
 def test_two_searches_and_other_requests_share_a_step() -> None:
@@ -177,7 +177,7 @@ def test_a_preempted_search_comes_back_behind_its_prompt_and_catches_up_in_one_s
         if "s" in plan.preempted_req_ids:
             assert plan.beam_steps == [] and preempted_at is None
             preempted_at = number
-            tokens = [scheduler.roster.requests["s"].beams.search.running_token_ids(beam) for beam in range(2)]
+            tokens = [scheduler.state.requests["s"].beams.search.running_token_ids(beam) for beam in range(2)]
         if preempted_at is not None and plan.num_scheduled_tokens.get("s"):
             assert plan.beam_steps == []  # the prompt again, and no candidates: it has them
             plan, _ = step(scheduler)
@@ -226,7 +226,7 @@ def test_results_of_an_aborted_search_do_not_reach_a_new_one_with_its_id() -> No
     scheduler.add_request(search_of("s", 9))
     answer = ModelRunnerOutput(candidates={"s": candidates_of(plan.beam_steps[0])})
     assert scheduler.update_from_output(plan, answer) == []
-    assert scheduler.roster.requests["s"].beams.search.num_tokens == 0
+    assert scheduler.state.requests["s"].beams.search.num_tokens == 0
 
 
 def test_a_search_without_candidates_fails_and_the_others_go_on() -> None:

@@ -69,8 +69,8 @@ def test_choices_without_a_row_wait_without_memory_and_find_the_prompt_cached() 
     add(scheduler, "b", 9, max_tokens=3)
     _, outputs = step(scheduler, {"a#2": 30})
     assert len([key for key in outputs if key[0] == "a"]) == 4
-    assert [branch.branch_id for branch in scheduler.roster.running] == ["a", "b"]
-    assert [branch.branch_id for branch in scheduler.roster.waiting] == ["a#1", "a#2", "a#3"]
+    assert [branch.branch_id for branch in scheduler.state.running] == ["a", "b"]
+    assert [branch.branch_id for branch in scheduler.state.waiting] == ["a#1", "a#2", "a#3"]
     step(scheduler)
     step(scheduler)
     plan, _ = step(scheduler)

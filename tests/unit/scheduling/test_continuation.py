@@ -148,7 +148,7 @@ def test_a_parent_that_runs_can_be_forked_at_its_newest_token():
     scheduler.add_request(request)
     for _ in range(4):
         step(scheduler)
-    tokens = list(scheduler.roster.requests["parent"].branches[0].token_ids)
+    tokens = list(scheduler.state.requests["parent"].branches[0].token_ids)
     scheduler.add_request(continuation("child", "parent", tokens, [1, 2]))
     plan, outputs = step(scheduler)
     assert plan.num_scheduled_tokens == {"parent": 1, "child": 3}
@@ -222,7 +222,7 @@ def test_it_is_said_of_a_request_that_ends_with_its_first_token():
     outputs = step(scheduler)[1]
     assert outputs["child", 0].finish_reason == FinishReason.LENGTH
     assert outputs["child", 0].inherited_from == InheritedFrom.LEASE
-    assert not scheduler.roster.inherited
+    assert not scheduler.state.inherited
 
 
 @pytest.mark.parametrize("change", ["tokens", "salt"])
@@ -374,4 +374,4 @@ def test_what_makes_no_sense_is_refused(suffix, retain_kv):
     request.retain_kv = retain_kv
     with pytest.raises(RequestError):
         scheduler.add_request(request)
-    assert not scheduler.roster.requests
+    assert not scheduler.state.requests

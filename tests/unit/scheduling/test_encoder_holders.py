@@ -46,7 +46,7 @@ def test_an_abort_while_the_encoder_runs_does_not_take_the_table_from_others() -
     scheduler.schedule()
     scheduler.abort_requests(["a"])
     scheduler.check()
-    cross = scheduler.roster.branches["b"].cross
+    cross = scheduler.state.branches["b"].cross
     assert cross is not None and cross.block_ids == [1, 2]
 
 
@@ -68,7 +68,7 @@ def test_what_a_failed_request_has_read_is_written_anew_for_the_next(when: str) 
     plan, _ = step(scheduler)
     (blocks,) = encoder_blocks(plan).values()
     assert new_of(plan, "c").cross_block_ids == blocks and set(blocks).isdisjoint([1, 2])
-    cross = scheduler.roster.branches["a"].cross
+    cross = scheduler.state.branches["a"].cross
     assert cross is not None and cross.block_ids == [1, 2]
     finish(scheduler)
     assert held_blocks(scheduler) == 0
@@ -96,7 +96,7 @@ def test_a_branch_that_gives_way_gives_its_table_back_unless_others_hold_it() ->
         plan, _ = step(scheduler)
         if plan.preempted_req_ids:
             break
-    assert plan.preempted_req_ids == ["c"] and scheduler.roster.branches["c"].cross is None
+    assert plan.preempted_req_ids == ["c"] and scheduler.state.branches["c"].cross is None
     plans = finish(scheduler)
     (again,) = [plan for plan in plans if "c" in new_ids(plan)]
     assert list(encoder_blocks(again)) == ["c"] and again.num_scheduled_tokens["c"] >= 4
@@ -116,7 +116,7 @@ def test_all_choices_read_one_table_which_goes_with_the_last_of_them() -> None:
     assert [new.num_encoder_positions for new in plan.scheduled_new_reqs] == [6, 6]
     scheduler.abort_requests(["a#0", "a#1"])
     scheduler.check()
-    (branch,) = scheduler.roster.running
+    (branch,) = scheduler.state.running
     assert branch.branch_id == "a#2" and branch.cross is not None
     assert sum(len(plan.encoder_steps) for plan in finish(scheduler)) == 0 and held_blocks(scheduler) == 0
 

@@ -174,7 +174,7 @@ def test_leases_give_way_to_a_cross_table_where_that_is_enough() -> None:
     plan, _ = step(scheduler)
     assert new_ids(plan) == [] and plan.encoder_steps == []
     assert len(scheduler.leases) == 1, "it would not be enough"
-    assert scheduler.roster.branches["b"].cross is None and plan.num_scheduled_tokens == {"a": 1}
+    assert scheduler.state.branches["b"].cross is None and plan.num_scheduled_tokens == {"a": 1}
     finish(scheduler)
     add_encoded(scheduler, "c", 4, 28, max_tokens=4)  # seven blocks and two
     assert new_ids(step(scheduler)[0]) == ["c"] and len(scheduler.leases) == 0

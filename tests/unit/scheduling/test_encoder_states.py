@@ -173,9 +173,9 @@ def test_one_that_waits_for_memory_holds_no_table_that_only_the_next_step_writes
         step(scheduler)
     assert scheduler.kv_cache.num_free_blocks == 3  # for its table, and not for its first rows too
     scheduler.add_request(request)
-    scheduler.roster.extractions.first.num_passed_by = PATIENCE
+    scheduler.state.extractions.first.num_passed_by = PATIENCE
     plan, _ = step(scheduler)
     assert plan.req_ids == ["a"] and plan.encoder_steps == []
-    assert scheduler.roster.branches["x"].cross is None
+    assert scheduler.state.branches["x"].cross is None
     plans = finish(scheduler)
     assert sum(len(plan.encoder_steps) for plan in plans) == 1 and new_ids(plans[0]) == []

@@ -89,7 +89,7 @@ def test_one_of_several_choices_that_is_aborted_leaves_no_event_behind():
     step_at(scheduler, 2.0, 2.5)
     scheduler.abort_requests(["a#1"])
     scheduler.check()
-    assert not scheduler.roster.events
+    assert not scheduler.state.events
 
 
 def test_the_events_of_a_request_that_gets_nothing_are_bounded():

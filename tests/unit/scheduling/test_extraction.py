@@ -95,13 +95,13 @@ def test_a_running_parent_gives_its_full_blocks_and_keeps_the_one_that_it_writes
     add(scheduler, "g", PROMPT, max_tokens=30)
     for _ in range(3):
         step(scheduler)
-    before = [block.block_id for block in scheduler.roster.branches["g"].block_tables[0]]
+    before = [block.block_id for block in scheduler.state.branches["g"].block_tables[0]]
     read(scheduler, "x", [*PROMPT, 7, 7], [3, 22], parent="g")
     plan, outputs = step(scheduler)
     assert captures_of(plan)["x"].spans == [(3, 1, False), (20, 3, True)]
     assert plan.num_scheduled_tokens == {"g": 1} and plan.block_copies == []
     assert outputs["x"].inherited_from == InheritedFrom.LEASE and outputs["x"].finished
-    assert [block.block_id for block in scheduler.roster.branches["g"].block_tables[0]][:6] == before[:6]
+    assert [block.block_id for block in scheduler.state.branches["g"].block_tables[0]][:6] == before[:6]
 
 
 def test_a_parent_that_waits_for_memory_is_found_in_the_prefix_cache() -> None:
@@ -184,7 +184,7 @@ def test_a_deadline_that_passes_ends_it_with_a_fault_of_its_own_kind() -> None:
     assert output.refusal.subject == "deadline" and "7 of 30 positions done" in output.refusal.problem
     assert output.error is not None and "5 s" in output.error
     assert [late.request_id for late in scheduler.tick(200.0)] == ["waits"]  # it never ran
-    assert list(scheduler.roster.requests) == ["a"] and scheduler.next_expiry() is None
+    assert list(scheduler.state.requests) == ["a"] and scheduler.next_expiry() is None
     plan, outputs = step(scheduler)
     assert plan.captures == [] and list(outputs) == ["a"]
 
@@ -208,7 +208,7 @@ def test_an_abort_takes_it_out_of_its_queue_and_gives_its_memory_back(begun: boo
     (output,) = scheduler.abort_requests(["x"])
     scheduler.check()
     assert output.finish_reason == FinishReason.ABORT and output.hidden_states is None
-    assert len(scheduler.roster.extractions) == 0 and scheduler.kv_cache.usage == 0.0
+    assert len(scheduler.state.extractions) == 0 and scheduler.kv_cache.usage == 0.0
     assert not scheduler.has_requests()
 
 
@@ -232,7 +232,7 @@ def test_a_lease_waits_for_the_extraction_that_was_asked_for_in_time() -> None:
     step(scheduler)
     scheduler.tick(2000.0)
     assert scheduler.leases.find("g") is not None
-    while "x" in scheduler.roster.requests:
+    while "x" in scheduler.state.requests:
         _, outputs = step(scheduler)
     assert outputs["x"].inherited_from == InheritedFrom.LEASE
     scheduler.tick(2001.0)
@@ -276,12 +276,12 @@ def test_the_requests_of_a_step_that_failed_are_tried_apart_and_rows_are_not_rea
     plan = scheduler.schedule()  # fails
     assert scheduler.try_apart(plan)
     scheduler.check()
-    assert set(scheduler.roster.on_trial) == {"a", "x"}
+    assert set(scheduler.state.quarantined) == {"a", "x"}
     plan, outputs = step(scheduler)
     assert plan.req_ids == ["a"] and outputs["a"].finished
     plan, outputs = step(scheduler)
     assert plan.req_ids == ["x"] and captures_of(plan)["x"].spans == [(0, 8, True)]  # nothing is trusted any more
-    assert "x" not in outputs and not scheduler.roster.on_trial  # it ran
+    assert "x" not in outputs and not scheduler.state.quarantined  # it ran
     assert [output.first_row for output in finish(scheduler)["x"]] == [8, 16]
 
 
@@ -314,7 +314,7 @@ def test_a_full_queue_refuses_and_keeps_nothing_of_it(monkeypatch: pytest.Monkey
     with pytest.raises(QueueFullError, match="3 extractions are waiting") as refused:
         read(scheduler, "d", 5)
     assert isinstance(refused.value, RequestError)
-    assert "d" not in scheduler.roster.requests
+    assert "d" not in scheduler.state.requests
     scheduler.check()
     add(scheduler, "g", 5, max_tokens=1)  # generation has its own queue
     step(scheduler)

@@ -74,7 +74,7 @@ def test_a_copy_for_a_branch_that_left_the_plan_is_not_carried_out() -> None:
     add(scheduler, "a", 6, max_tokens=3, n=2, priority=9)
     add(scheduler, "b", 4, max_tokens=5, priority=0)
     step(scheduler)
-    scheduler.roster.running.reverse()  # the order in a batch may be any: a#1, b, a
+    scheduler.state.running.reverse()  # the order in a batch may be any: a#1, b, a
     plan = scheduler.schedule()
     assert set(plan.num_scheduled_tokens) == {"a", "b"}
     assert plan.block_copies == [] and plan.scheduled_new_reqs == []

@@ -227,7 +227,7 @@ def test_a_long_prompt_does_not_silence_a_branch_that_came_in_after_it() -> None
     add(scheduler, "short", 2, n=2)
     add(scheduler, "long", 30)
     step(scheduler)
-    assert [branch.branch_id for branch in scheduler.roster.running] == ["short", "long", "short#1"]
+    assert [branch.branch_id for branch in scheduler.state.running] == ["short", "long", "short#1"]
     for _ in range(3):
         plan, _ = step(scheduler)
         assert plan.num_scheduled_tokens == {"short": 1, "short#1": 1, "long": 6}

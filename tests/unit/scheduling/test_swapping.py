@@ -57,7 +57,7 @@ def until_back(scheduler: Scheduler, name: str = "c") -> SchedulerOutput:
 def test_a_branch_that_gives_way_goes_to_the_host_and_comes_back_as_it_was() -> None:
     scheduler = short_of_memory(caching=False)
     plan = preempt_last(scheduler)
-    branch = scheduler.roster.branches["c"]
+    branch = scheduler.state.branches["c"]
     assert plan.swapped_out == [(5, 1), (6, 2)] and plan.swapped_in == []
     assert scheduler.kv_cache.is_swapped(branch) and branch.block_tables == []
     assert scheduler.kv_cache.num_free_host_blocks == 8
@@ -81,7 +81,7 @@ def test_nothing_is_computed_twice() -> None:
 def test_without_room_for_all_its_blocks_on_the_host_it_is_computed_again() -> None:
     scheduler = short_of_memory(num_host_blocks=1, caching=False)
     plan = preempt_last(scheduler)
-    assert plan.swapped_out == [] and not scheduler.kv_cache.is_swapped(scheduler.roster.branches["c"])
+    assert plan.swapped_out == [] and not scheduler.kv_cache.is_swapped(scheduler.state.branches["c"])
     plan = until_back(scheduler)
     assert new_of(plan, "c").num_computed_tokens == 0 and plan.num_scheduled_tokens["c"] == 9
     assert scheduler.kv_cache.num_free_host_blocks == 1
@@ -128,7 +128,7 @@ def test_a_cross_table_goes_along_and_comes_back_without_the_encoder() -> None:
     add_encoded(scheduler, "b", 7, 8, max_tokens=10)
     plan = preempt(scheduler)
     assert plan.preempted_req_ids == ["b"]
-    assert len(plan.swapped_out) == len(scheduler.roster.branches["b"].token_ids) // 4 + 2
+    assert len(plan.swapped_out) == len(scheduler.state.branches["b"].token_ids) // 4 + 2
     plan = until_back(scheduler, "b")
     new = new_of(plan, "b")
     assert plan.encoder_steps == [] and plan.num_scheduled_tokens["b"] == 1
@@ -142,7 +142,7 @@ def test_a_table_that_somebody_else_holds_stays_where_it_is() -> None:
     add_encoded(scheduler, "a", 7, document(6), max_tokens=10)
     add_encoded(scheduler, "b", 7, document(6), max_tokens=10)
     plan = preempt(scheduler)
-    table = scheduler.roster.branches["a"].cross
+    table = scheduler.state.branches["a"].cross
     assert plan.preempted_req_ids == ["b"] and table is not None
     assert {block for block, _ in plan.swapped_out}.isdisjoint(table.block_ids)
     plan = until_back(scheduler, "b")
@@ -190,10 +190,10 @@ def preempt_search(num_host_blocks: int) -> tuple[Scheduler, SchedulerOutput]:
 
 def test_beams_go_on_where_they_were_without_a_token_computed_again() -> None:
     scheduler, plan = preempt_search(50)
-    (search,) = scheduler.roster.searching.values()
+    (search,) = scheduler.state.searching.values()
     num_computed = search.search.num_tokens - 1
     assert len(plan.swapped_out) == 1 + 3 + 1, "of the prompt, of each beam and of the cross table"
-    assert scheduler.roster.branches["s"].block_tables == [] and search.held() == []
+    assert scheduler.state.branches["s"].block_tables == [] and search.held() == []
     plan = until_back(scheduler, "s")
     new, (step_back,) = new_of(plan, "s"), plan.beam_steps
     assert new.num_computed_tokens == 4 and "s" not in plan.num_scheduled_tokens
@@ -273,7 +273,7 @@ def test_readers_of_hidden_states_are_computed_again() -> None:
     step(scheduler)
     read(scheduler, "x", 24, [23])
     plan, _ = step(scheduler)
-    while scheduler.roster.extractions.running:  # until there is no memory for both
+    while scheduler.state.extractions.running:  # until there is no memory for both
         plan, outputs = step(scheduler)
         assert "x" not in outputs
     assert plan.swapped_out == [] and scheduler.kv_cache.num_free_host_blocks == 10
@@ -308,7 +308,7 @@ def test_what_a_failed_step_should_have_brought_to_the_host_is_computed_again() 
     scheduler.say_again(plan)
     assert scheduler.try_apart(plan)
     scheduler.check()
-    assert not scheduler.kv_cache.is_swapped(scheduler.roster.branches["c"])
+    assert not scheduler.kv_cache.is_swapped(scheduler.state.branches["c"])
     assert scheduler.kv_cache.num_free_host_blocks == 10
     plans = finish(scheduler)
     assert "c" in plans[0].finished_req_ids, "the runner is told again"

@@ -1,6 +1,6 @@
-"""Who is here: requests and their branches, the queues they stand in, the memory they hold, and how they leave.
+"""The scheduler's state: requests and their branches, the queues they stand in, the memory they hold, how they leave.
 
-State and its rules. Who runs in a step is the planner's to say, what a step brought is in results.py.
+What runs in a step is decided in planner.py, what a step brought is taken in in results.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ratoon.scheduling.queues import FairQueue, sort_key_for
 from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
 
 
-class Roster:
+class SchedulerState:
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, leases: LeaseTable) -> None:
         self.config = config
         self.kv_cache = kv_cache
@@ -35,7 +35,7 @@ class Roster:
         self.order = sort_key_for(config.policy)
         self.searching: dict[str, BeamGroup] = {}  # unfinished beam searches by request id
         self.extractions = ExtractionQueue()
-        self.on_trial: dict[str, Request] = {}  # of a step that failed; each runs alone until it has got something
+        self.quarantined: dict[str, Request] = {}  # of a step that failed; each runs alone until it has got something
         self.inherited: dict[str, InheritedFrom] = {}  # of continuations that have no token yet: said with their first
         self.with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
         self.finished_rows: list[str] = []  # for the next plan
@@ -78,7 +78,7 @@ class Roster:
         """Whose leases are not taken for this branch: with it, its owner runs more than its share of the pool, and they
         hold no more than theirs of the leases. One branch of each owner gets on in any case."""
         owner = branch.request.owner
-        if not self.leases.owners() - {owner} or self.on_trial:
+        if not self.leases.owners() - {owner} or self.quarantined:
             return ()
         own = {branch, *(other for other in self.running if other.request.owner == owner)}
         num_owners = len(self.leases.owners() | {request.owner for request in self.requests.values()})
@@ -235,7 +235,7 @@ class Roster:
             self.shares.leave(request.owner)
             self._reserved_ids.difference_update(request.branch_ids)
             self.with_prompt_logprobs.discard(request.request_id)
-            self.on_trial.pop(request.request_id, None)
+            self.quarantined.pop(request.request_id, None)
             self.searching.pop(request.request_id, None)
             self.inherited.pop(request.request_id, None)
             if request.continuation_of is not None:
@@ -257,7 +257,7 @@ class Roster:
         assert len(extracting) == len(self.extractions), "an extraction is queued twice"
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
         assert self.events.request_ids() <= self.requests.keys(), "events of a request that is gone"
-        assert self.on_trial.keys() <= self.requests.keys(), "somebody is on trial who is gone"
+        assert self.quarantined.keys() <= self.requests.keys(), "a request is quarantined that is gone"
         assert running | waiting | extracting == set(self.branches.values()), (
             "the queues do not hold exactly the unfinished branches"
         )

@@ -14,7 +14,7 @@ from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, BlockIds, NewRequestData
 
 
-class BranchRows:
+class InputBatch:
     """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group. Of a model with an
     encoder also `cross_tables` [rows, blocks of the longest encoder input]."""
 
