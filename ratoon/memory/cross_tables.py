@@ -60,7 +60,7 @@ class CrossTables:
         return 0 if key is None else self._num_missing(key, self._num_positions(key))
 
     def is_there(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
-        key = hash_encoder_input(sequence.extra_keys, encoder_input.content_hash)
+        key = hash_encoder_input(sequence.extra_keys.encoded, encoder_input.content_hash)
         return (
             key in self._held
             or self._swap.find_cross(key) is not None
@@ -72,7 +72,7 @@ class CrossTables:
     def attach(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
         """Give a sequence its table; one that is nowhere is to be written in this step. False: memory is short, and
         nothing changed."""
-        key = hash_encoder_input(sequence.extra_keys, encoder_input.content_hash)
+        key = hash_encoder_input(sequence.extra_keys.encoded, encoder_input.content_hash)
         if sequence.cross is not None:
             if sequence.cross.key != key:
                 raise ValueError(f"{sequence.branch_id} holds the table of another encoder input")

@@ -7,8 +7,10 @@ inputs are named after the input. What is done with the names (lookup, eviction)
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import NamedTuple
 
 DIGEST_BYTES = 32
 # A fixed start of every chain, so that names are the same in every process and on every replica.
@@ -30,10 +32,54 @@ def encode_extra_keys(keys: Iterable[tuple[str, str]]) -> bytes:
     return struct.pack("<I", len(parts) // 2) + b"".join(parts)
 
 
-NO_EXTRA_KEYS = encode_extra_keys(())
+class MediaSpan(NamedTuple):
+    """Tokens whose embeddings come from an image or the like, which the tokens themselves do not tell apart."""
+
+    offset: int
+    length: int
+    content_hash: str
 
 
-def hash_block(parent: bytes, token_bytes: bytes, extra_keys: bytes = NO_EXTRA_KEYS) -> bytes:
+class ExtraKeys:
+    """What besides tokens must agree before two sequences share blocks, by block.
+
+    Tagged keys (adapter, salt) count from the first block on. A media span counts in the blocks that it covers, with
+    its place; blocks before it have the names of the plain text, and chaining separates all behind it.
+    """
+
+    __slots__ = ("_media_ends", "encoded", "media", "tagged")
+
+    def __init__(self, tagged: Iterable[tuple[str, str]] = (), media: Iterable[MediaSpan] = ()) -> None:
+        self.tagged = tuple(tagged)
+        self.media = tuple(sorted(media))
+        self.encoded = encode_extra_keys(self.tagged)  # the keys of a block without media
+        self._media_ends = [span.offset + span.length for span in self.media]
+        if any(end > span.offset for end, span in zip(self._media_ends, self.media[1:])):
+            raise ValueError("media spans overlap")
+
+    def of_block(self, start: int, end: int) -> bytes:
+        """The keys of the block with the tokens from `start` to `end`. Looks only at the media in it."""
+        first = last = bisect_right(self._media_ends, start)
+        while last < len(self.media) and self.media[last].offset < end:
+            last += 1
+        if first == last:
+            return self.encoded
+        spans = self.media[first:last]
+        keys = [("media", f"{span.offset - start}+{span.length} {span.content_hash}") for span in spans]
+        return encode_extra_keys((*self.tagged, *keys))
+
+    def agree(self, other: ExtraKeys, num_tokens: int) -> bool:
+        """Do the first tokens of two sequences, if they are equal, stand for the same?"""
+        return self.tagged == other.tagged and self._media_in(num_tokens) == other._media_in(num_tokens)
+
+    def _media_in(self, num_tokens: int) -> list[MediaSpan]:
+        return [span for span in self.media if span.offset < num_tokens]
+
+
+NO_EXTRA_KEYS = ExtraKeys()
+
+
+def hash_block(parent: bytes, token_bytes: bytes, extra_keys: bytes = NO_EXTRA_KEYS.encoded) -> bytes:
     """The name of a full block, given its parent's."""
     return blake2b(parent + extra_keys + token_bytes, digest_size=DIGEST_BYTES).digest()
 
@@ -56,11 +102,16 @@ class BlockHasher:
         self.block_size = block_size
         self._pack_tokens = struct.Struct(f"<{block_size}{TOKEN_TYPECODE}").pack
 
-    def extend(self, block_hashes: list[bytes], token_ids: list[int], num_full_blocks: int, extra_keys: bytes) -> None:
+    def extend(
+        self, block_hashes: list[bytes], token_ids: list[int], num_full_blocks: int, extra_keys: ExtraKeys
+    ) -> None:
         """Bring `block_hashes` up to `num_full_blocks` entries. What is there already is not computed again."""
         block_size, pack_tokens = self.block_size, self._pack_tokens
+        keys, has_media = extra_keys.encoded, bool(extra_keys.media)
         digest = block_hashes[-1] if block_hashes else ROOT_DIGEST
         for index in range(len(block_hashes), num_full_blocks):
             start = index * block_size
-            digest = hash_block(digest, pack_tokens(*token_ids[start : start + block_size]), extra_keys)
+            if has_media:
+                keys = extra_keys.of_block(start, start + block_size)
+            digest = hash_block(digest, pack_tokens(*token_ids[start : start + block_size]), keys)
             block_hashes.append(digest)

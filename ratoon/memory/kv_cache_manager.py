@@ -260,7 +260,9 @@ class KVCacheManager:
         child's tokens are not inherited: somebody has to compute the state to sample from.
         """
         count = min(num_tokens, parent.num_computed_tokens, child.num_tokens - num_left)
-        if count <= 0 or parent.extra_keys != child.extra_keys or parent.token_ids[:count] != child.token_ids[:count]:
+        if count <= 0 or not parent.extra_keys.agree(child.extra_keys, count):
+            return 0
+        if parent.token_ids[:count] != child.token_ids[:count]:
             return 0
         try:
             self.fork(parent, child, count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ratoon.memory.block_pool import Block
-from ratoon.memory.hashing import NO_EXTRA_KEYS
+from ratoon.memory.hashing import NO_EXTRA_KEYS, ExtraKeys
 
 if TYPE_CHECKING:
     from ratoon.memory.cross_tables import CrossTable
@@ -30,12 +30,12 @@ class TokenSequence:
         "write_limit",
     )
 
-    def __init__(self, branch_id: str, token_ids: list[int], extra_keys: bytes = NO_EXTRA_KEYS) -> None:
+    def __init__(self, branch_id: str, token_ids: list[int], extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> None:
         self.branch_id = branch_id
         self.token_ids = token_ids
         self.num_tokens = len(token_ids)  # kept beside the list: it is read for every branch in every step
         self.num_computed_tokens = 0
-        self.extra_keys = extra_keys  # encoded: adapter, salt
+        self.extra_keys = extra_keys
         self.block_hashes: list[bytes] = []  # of full blocks, from the first on
         self.block_tables: list[list[Block]] = []  # one for each KV group; empty while it holds no memory
         self.num_registered_blocks = 0  # full blocks from the first on that were offered to the prefix cache

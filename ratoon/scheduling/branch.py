@@ -14,7 +14,7 @@ from hashlib import blake2b
 from ratoon.core.outputs import PromptLogprobsChunk
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreRequest
-from ratoon.memory.hashing import encode_extra_keys
+from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.extraction import ExtractionState
@@ -106,7 +106,7 @@ class Request:
         if request.extraction is not None:
             self.extraction = ExtractionState(self.branches[0], request.extraction)
 
-    def _resume(self, request: EngineCoreRequest, extra_keys: bytes) -> None:
+    def _resume(self, request: EngineCoreRequest, extra_keys: ExtraKeys) -> None:
         """All choices are past their prompt: each goes on behind the tokens that it had given elsewhere, as a branch
         does that was preempted. The caller has what belongs to the prompt."""
         assert request.resumed is not None
@@ -172,7 +172,7 @@ class Branch(TokenSequence):
         "stop_token_ids",
     )
 
-    def __init__(self, request: Request, choice: int, token_ids: list[int], extra_keys: bytes) -> None:
+    def __init__(self, request: Request, choice: int, token_ids: list[int], extra_keys: ExtraKeys) -> None:
         super().__init__(request.branch_ids[choice], token_ids, extra_keys)
         self.request = request
         self.choice = choice
@@ -233,7 +233,7 @@ def stop_tokens_of(params: SamplingParams, eos_token_id: int | None) -> frozense
     return frozenset(stops)
 
 
-def extra_keys_of(request: EngineCoreRequest) -> bytes:
+def extra_keys_of(request: EngineCoreRequest) -> ExtraKeys:
     """What besides tokens must agree before two requests may share blocks."""
     keys = []
     if request.adapter is not None:
@@ -242,7 +242,7 @@ def extra_keys_of(request: EngineCoreRequest) -> bytes:
         keys.append(("salt", request.cache_salt))
     if request.encoder_input is not None:
         keys.append(("encoder", request.encoder_input.content_hash.hex()))
-    return encode_extra_keys(keys)
+    return ExtraKeys(keys)
 
 
 def branch_seed(seed: int | None, request_id: str, choice: int) -> int:

@@ -9,7 +9,7 @@ from hypothesis import event
 from ratoon.core.encoder import EncoderInput, tokens_for_encoder
 from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
 from ratoon.core.plan import SchedulerOutput
-from ratoon.memory.hashing import encode_extra_keys
+from ratoon.memory.hashing import ExtraKeys, MediaSpan
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.memory.sequence import TokenSequence
@@ -18,6 +18,7 @@ from tests.property.block_store import BlockStore
 INPUTS: list[EncoderInput | None] = [None, *(tokens_for_encoder([number] * number) for number in (1, 5, 9))]
 BEGINNINGS = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 4, 4], []]
 SALTS = ["x", "x", "y"]
+IMAGES = [(), (MediaSpan(2, 3, "a"),), (MediaSpan(2, 3, "b"),), (MediaSpan(0, 1, "a"), MediaSpan(5, 4, "b"))]
 
 
 class MemoryLoad:
@@ -41,7 +42,8 @@ class MemoryLoad:
     def arrive(self, which: int, other: int, most: int) -> None:
         beginning = BEGINNINGS[other % len(BEGINNINGS)]
         rest = [which % 3, other % 5][: 1 + which % 2]
-        sequence = self.make(beginning + rest, INPUTS[which % len(INPUTS)], SALTS[other // 3 % len(SALTS)])
+        images = IMAGES[other // 9 % len(IMAGES)]
+        sequence = self.make(beginning + rest, INPUTS[which % len(INPUTS)], SALTS[other // 3 % len(SALTS)], images)
         self.sequences.append(sequence)
         self.admit(sequence, most)
 
@@ -65,7 +67,7 @@ class MemoryLoad:
         if parent is None:
             return
         count = parent.num_computed_tokens - other % min(4, parent.num_computed_tokens)
-        child = self.make(parent.token_ids[:count], self.inputs[parent], self.salts[parent])
+        child = self.make(parent.token_ids[:count], self.inputs[parent], self.salts[parent], parent.extra_keys.media)
         try:
             self.manager.fork(parent, child, count)
         except ValueError:
@@ -83,9 +85,11 @@ class MemoryLoad:
             return
         encoder_input = self.inputs[parent] if other % 4 else INPUTS[other // 4 % len(INPUTS)]
         count = parent.num_tokens - other % min(4, parent.num_tokens)
-        child = self.make([*parent.token_ids[:count], other % 5], encoder_input, self.salts[parent])
+        images = parent.extra_keys.media if other % 3 else IMAGES[other // 9 % len(IMAGES)]
+        child = self.make([*parent.token_ids[:count], other % 5], encoder_input, self.salts[parent], images)
         inherited = self.manager.inherit_blocks_from_parent(parent, child, count)
         assert not inherited or encoder_input == self.inputs[parent], "inherited what another input has made"
+        assert not inherited or self.content(child, 0, inherited - 1) == self.content(parent, 0, inherited - 1)
         self.sequences.append(child)
         if not inherited:
             self.admit(child, most)
@@ -243,7 +247,9 @@ class MemoryLoad:
                     assert store.read(block, offset) == self.cross_content(sequence, index), f"cross block {index}"
 
     def content(self, sequence: TokenSequence, group: int, position: int) -> object:
-        return group, sequence.extra_keys, tuple(sequence.token_ids[: position + 1])
+        keys = sequence.extra_keys
+        images = tuple(span for span in keys.media if span.offset <= position)
+        return group, keys.tagged, images, tuple(sequence.token_ids[: position + 1])
 
     def cross_content(self, sequence: TokenSequence, index: int) -> object:
         encoder_input = self.inputs[sequence]
@@ -264,11 +270,13 @@ class MemoryLoad:
 
     # ---- helpers ----
 
-    def make(self, token_ids: list[int], encoder_input: EncoderInput | None, salt: str) -> TokenSequence:
+    def make(
+        self, token_ids: list[int], encoder_input: EncoderInput | None, salt: str, images: tuple[MediaSpan, ...] = ()
+    ) -> TokenSequence:
         keys = [("salt", salt)]
         if encoder_input is not None:
             keys.append(("encoder input", encoder_input.content_hash.hex()))
-        sequence = TokenSequence(f"s{self.num_made}", list(token_ids), encode_extra_keys(keys))
+        sequence = TokenSequence(f"s{self.num_made}", list(token_ids), ExtraKeys(keys, images))
         self.num_made += 1
         self.inputs[sequence], self.salts[sequence] = encoder_input, salt
         return sequence

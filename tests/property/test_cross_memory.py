@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ratoon.core.encoder import EncoderInput, tokens_for_encoder
 from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from ratoon.memory.hashing import encode_extra_keys
+from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 
@@ -47,7 +47,7 @@ class Requests:
     def allocate(self, encoder_length: int, lengths: list[int]) -> SequenceGroup:
         number = len(self.groups)
         encoder_input = tokens_for_encoder([number] * encoder_length)
-        keys = encode_extra_keys([("encoder input", encoder_input.content_hash.hex())])
+        keys = ExtraKeys([("encoder input", encoder_input.content_hash.hex())])
         sequences = [
             TokenSequence(f"{number}#{choice}", [choice] * length, keys) for choice, length in enumerate(lengths)
         ]

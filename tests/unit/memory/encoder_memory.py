@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ratoon.core.encoder import EncoderInput, tokens_for_encoder
 from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
-from ratoon.memory.hashing import encode_extra_keys
+from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 
@@ -31,7 +31,7 @@ def document(length: int) -> EncoderInput:
 def sequence_of(name: str, num_tokens: int = 6, salt: str = "") -> TokenSequence:
     """Whose tokens are nobody else's."""
     first = 1000 * int.from_bytes(name.encode(), "little")
-    return TokenSequence(name, list(range(first, first + num_tokens)), encode_extra_keys([("salt", salt)]))
+    return TokenSequence(name, list(range(first, first + num_tokens)), ExtraKeys([("salt", salt)]))
 
 
 def compute(memory: KVCacheManager, sequence: TokenSequence, num_tokens: int) -> None:

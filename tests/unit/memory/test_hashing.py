@@ -4,11 +4,21 @@ import struct
 import subprocess
 import sys
 
-from ratoon.memory.hashing import NO_EXTRA_KEYS, ROOT_DIGEST, BlockHasher, encode_extra_keys, hash_block
+import pytest
+
+from ratoon.memory.hashing import (
+    NO_EXTRA_KEYS,
+    ROOT_DIGEST,
+    BlockHasher,
+    ExtraKeys,
+    MediaSpan,
+    encode_extra_keys,
+    hash_block,
+)
 
 
 def hashes_of(
-    token_ids: list[int], num_blocks: int, block_size: int = 4, extra_keys: bytes = NO_EXTRA_KEYS
+    token_ids: list[int], num_blocks: int, block_size: int = 4, extra_keys: ExtraKeys = NO_EXTRA_KEYS
 ) -> list[bytes]:
     hashes: list[bytes] = []
     BlockHasher(block_size).extend(hashes, token_ids, num_blocks, extra_keys)
@@ -65,10 +75,81 @@ def test_tags_salts_and_tokens_can_not_imitate_each_other() -> None:
 
 def test_names_are_the_same_in_every_process() -> None:
     program = (
-        "from ratoon.memory.hashing import *; names = []; keys = encode_extra_keys([('salt', 'x')]);"
+        "from ratoon.memory.hashing import *; names = []; keys = ExtraKeys([('salt', 'x')]);"
         "BlockHasher(2).extend(names, [5, 6], 1, keys); print(names[0].hex())"
     )
     elsewhere = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.strip()
-    assert elsewhere == hashes_of([5, 6], 1, 2, encode_extra_keys([("salt", "x")]))[0].hex()
+    assert elsewhere == hashes_of([5, 6], 1, 2, ExtraKeys([("salt", "x")]))[0].hex()
+
+
+# ---- keys by block ----
+
+TEXT = list(range(96))  # six blocks of 16
+CAT, DOG = MediaSpan(40, 20, "cat"), MediaSpan(40, 20, "dog")
+
+
+def names_with(*media: MediaSpan, salt: str | None = None) -> list[bytes]:
+    return hashes_of(TEXT, 6, 16, ExtraKeys([] if salt is None else [("salt", salt)], media))
+
+
+def num_shared(left: list[bytes], right: list[bytes]) -> int:
+    """Blocks from the first on; behind the first that differs, none may be equal."""
+    equal = [one == other for one, other in zip(left, right, strict=True)]
+    count = equal.index(False) if False in equal else len(equal)
+    assert not any(equal[count:])
+    return count
+
+
+def test_another_image_changes_the_blocks_that_it_covers_and_all_behind_it() -> None:
+    assert num_shared(names_with(CAT), names_with(DOG)) == 2
+    assert num_shared(names_with(CAT), names_with()) == 2, "the text before an image is shared with plain text"
+    assert names_with(CAT) == names_with(CAT)
+
+
+def test_a_salt_separates_from_the_first_block_on_with_and_without_images() -> None:
+    assert num_shared(names_with(salt="x"), names_with()) == 0
+    assert num_shared(names_with(CAT, salt="x"), names_with(CAT)) == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "num_expected"),
+    [
+        (MediaSpan(41, 20, "cat"), 2),  # another part of the picture at each token
+        (MediaSpan(40, 21, "cat"), 2),
+        (MediaSpan(48, 20, "cat"), 2),
+        (MediaSpan(32, 1, "cat"), 2),
+        (MediaSpan(31, 1, "cat"), 1),
+        (MediaSpan(0, 1, "cat"), 0),
+    ],
+)
+def test_the_place_of_an_image_counts(other: MediaSpan, num_expected: int) -> None:
+    assert num_shared(names_with(CAT), names_with(other)) == num_expected
+
+
+def test_a_second_image_changes_nothing_before_it() -> None:
+    assert num_shared(names_with(CAT), names_with(CAT, MediaSpan(64, 10, "dog"))) == 4
+    assert num_shared(names_with(CAT, MediaSpan(60, 3, "a")), names_with(CAT, MediaSpan(60, 3, "b"))) == 3
+    assert names_with(CAT, MediaSpan(64, 10, "dog")) == names_with(MediaSpan(64, 10, "dog"), CAT), "in any order"
+
+
+def test_names_of_text_are_what_they_always_were() -> None:
+    name = ROOT_DIGEST
+    for start in range(0, 96, 16):
+        name = hash_block(name, struct.pack("<16i", *TEXT[start : start + 16]), encode_extra_keys([("salt", "x")]))
+    assert names_with(salt="x")[-1] == name
+    assert names_with(MediaSpan(95, 1, "cat"), salt="x")[:5] == names_with(salt="x")[:5]
+    # Written down: a name that changed would lose every block that is kept under it outside of a process.
+    assert names_with()[0].hex() == "6f92969ddd3a1c8d355637fc7d59361b5a4afb438544a02d07f735f4fceead1e"
+
+
+def test_images_that_overlap_are_refused() -> None:
+    with pytest.raises(ValueError, match="overlap"):
+        ExtraKeys([], [CAT, MediaSpan(59, 3, "dog")])
+
+
+def test_only_images_among_the_first_tokens_must_agree_before_they_are_shared() -> None:
+    cat, dog = ExtraKeys([("salt", "x")], [CAT]), ExtraKeys([("salt", "x")], [DOG])
+    assert cat.agree(dog, 40) and not cat.agree(dog, 41)
+    assert not cat.agree(ExtraKeys([], [CAT]), 1)

@@ -4,7 +4,7 @@ import pytest
 
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from ratoon.core.plan import BlockCopy
-from ratoon.memory.hashing import encode_extra_keys
+from ratoon.memory.hashing import ExtraKeys, MediaSpan
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 
@@ -143,12 +143,25 @@ def test_blocks_filled_by_decoding_are_found_too() -> None:
 
 def test_another_salt_or_adapter_finds_nothing() -> None:
     manager = manager_of(20)
-    keys = encode_extra_keys([("salt", "x")])
+    keys = ExtraKeys([("salt", "x")])
     owner = TokenSequence("a", list(range(9)), keys)
     compute(manager, owner, 9)
     assert manager.get_computed_blocks(TokenSequence("b", list(range(9)), keys))[1] == 8
     for other in ([], [("salt", "y")], [("adapter", "x")]):
-        assert manager.get_computed_blocks(TokenSequence("c", list(range(9)), encode_extra_keys(other)))[1] == 0
+        assert manager.get_computed_blocks(TokenSequence("c", list(range(9)), ExtraKeys(other)))[1] == 0
+
+
+def test_another_image_finds_the_blocks_before_it_and_is_no_continuation_of_what_follows() -> None:
+    manager = manager_of(20)
+    cat, dog = (ExtraKeys([], [MediaSpan(6, 3, name)]) for name in ("cat", "dog"))
+    owner = TokenSequence("a", list(range(17)), cat)
+    compute(manager, owner, 17)
+    assert manager.get_computed_blocks(TokenSequence("b", list(range(17)), cat))[1] == 16
+    assert manager.get_computed_blocks(TokenSequence("c", list(range(17)), dog))[1] == 4
+    assert manager.get_computed_blocks(TokenSequence("d", list(range(17))))[1] == 4
+    assert manager.inherit_blocks_from_parent(owner, TokenSequence("e", list(range(18)), dog), 17) == 0
+    assert manager.inherit_blocks_from_parent(owner, TokenSequence("f", list(range(18)), dog), 6) == 6
+    assert manager.inherit_blocks_from_parent(owner, TokenSequence("g", list(range(18)), cat), 17) == 17
 
 
 def test_the_tail_of_a_sequence_is_evicted_before_its_head() -> None:
