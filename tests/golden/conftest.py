@@ -1,0 +1,15 @@
+"""Engines in processes of their own: their answers matter here, not how they start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.forked_engines import forked_engines
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_engines() -> Iterator[None]:
+    with forked_engines():
+        yield
