@@ -1,8 +1,7 @@
 """Renders chat templates: the small Jinja programs that model files ship to turn messages into a prompt.
 
-They run in a sandbox with limits (chat_sandbox/), with the helpers that Hugging Face gives them, and nothing else. What
-a template does not know of tools is written into its messages (tool_rendering.py). Choosing the template and tokenising
-the result is the tokenizer's business.
+They run in Jinja's sandbox (template_sandbox.py). What a template does not know of tools is written into its messages
+(tool_rendering.py). Choosing the template, and the process that renders it, is the tokenizer's business.
 """
 
 from __future__ import annotations
@@ -11,24 +10,23 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import RequestError
 from ratoon.models.conversation import Message, check_messages
 from ratoon.models.tool_rendering import TOOLS_MARK, with_calls_as_text, with_results_of_user, with_tools
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from ratoon.models.template_sandbox import CompiledTemplate
 
-    from ratoon.models.chat_sandbox.environment import GuardedEnvironment
-    from ratoon.models.chat_sandbox.words import TemplateWords
-
-MAX_DATE_FORMAT = 256
 MAX_ERROR_CHARACTERS = 500
 PROBE = "c2f6a1e8-probe"  # a text that no template has of its own
 UNDEFINED = re.compile(r"'([^']*)' is undefined|has no (?:attribute|element) '?([^']*)'?")
+
+
+class TrustedTemplate(str):
+    """A template that the operator chose, by itself or with the model. Others run in a child process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +51,15 @@ def render_chat(
 
     With `continue_final_message` the prompt ends right behind the text of the last message, which is the assistant's.
     """
-    compiled, words = _compile(template)
-    checked = check_messages(messages, words.roles)
+    compiled = _compile(template)
+    checked = check_messages(messages, compiled.roles)
     mark = ""
     if continue_final_message:
         mark = f"end-{secrets.token_hex(8)}"
         checked[-1] = _with_mark(checked, mark)
-    fitted, notes = _fit_to_template(template, words, checked, variables)
+    fitted, notes = _fit_to_template(template, compiled, checked, variables)
     text = _render_checked(compiled, fitted, variables)
-    if variables.get("tools") and "tools" not in words.read and TOOLS_MARK not in text:
+    if variables.get("tools") and "tools" not in compiled.read and TOOLS_MARK not in text:
         raise RequestError("tools", "the chat template has no place for them", "leave them out")
     return RenderedChat(_cut_behind_message(text, mark) if mark else text, notes)
 
@@ -87,22 +85,22 @@ def _cut_behind_message(text: str, mark: str) -> str:
 
 
 def _fit_to_template(
-    template: str, words: TemplateWords, messages: list[Message], variables: Mapping[str, Any]
+    template: str, compiled: CompiledTemplate, messages: list[Message], variables: Mapping[str, Any]
 ) -> tuple[list[Message], tuple[str, ...]]:
     """The messages in a form that this template writes, and what had to be written otherwise."""
     notes: list[str] = []
-    if "developer" not in words.roles:
+    if "developer" not in compiled.roles:
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
-    if "tool_calls" not in words.read and any(one.get("tool_calls") for one in messages):
+    if "tool_calls" not in compiled.read and any(one.get("tool_calls") for one in messages):
         messages = with_calls_as_text(messages)
         notes.append("the chat template does not know tool calls: they are written as text")
     special = tuple((name, value) for name, value in variables.items() if name.endswith("_token"))
     has_results = any(one["role"] == "tool" for one in messages)
-    if has_results and "tool" not in words.roles and not _writes_role(template, special, "tool"):
+    if has_results and "tool" not in compiled.roles and not _writes_role(template, special, "tool"):
         messages = with_results_of_user(messages)
         notes.append("the chat template does not know the role tool: its messages are written as the user's")
     tools = variables.get("tools")
-    if tools and "tools" not in words.read:
+    if tools and "tools" not in compiled.read:
         messages = with_tools(messages, tools, has_system=_writes_role(template, special, "system"))
         notes.append("the chat template does not know tools: they are written into the system message")
     return messages, tuple(notes)
@@ -114,22 +112,29 @@ def _writes_role(template: str, special_tokens: tuple[tuple[str, Any], ...], rol
     message, user = {"role": role, "content": PROBE}, {"role": "user", "content": "Hello"}
     chat = [message, user] if role == "system" else [user, {"role": "assistant", "content": "Hello"}, message]
     try:
-        return PROBE in _render(_compile(template)[0], {**dict(special_tokens), "messages": chat})
+        return PROBE in _compile(template).render({**dict(special_tokens), "messages": chat})
     except Exception:  # it refuses the role, or fails on it
         return False
 
 
-def _render_checked(compiled: Template, messages: list[Message], variables: Mapping[str, Any]) -> str:
+def _render_checked(compiled: CompiledTemplate, messages: list[Message], variables: Mapping[str, Any]) -> str:
     from jinja2 import TemplateError
 
-    from ratoon.models.chat_sandbox.limits import LimitReached
+    from ratoon.models.template_sandbox import LimitReached, check_input_size
 
+    known = {**variables, "messages": messages}
     try:
-        return _render(compiled, {**variables, "messages": messages})
+        check_input_size(known)
+    except LimitReached as error:
+        raise RequestError("messages", str(error), "a shorter conversation") from error
+    try:
+        return compiled.render(known)
     except LimitReached as error:
         raise RequestError("chat_template", str(error)) from error
-    except (RecursionError, MemoryError) as error:
-        raise RequestError("chat_template", "calls itself too often, or needs too much memory") from error
+    except RecursionError as error:
+        raise RequestError("chat_template", "calls itself too often") from error
+    except MemoryError as error:
+        raise RequestError("chat_template", "needs too much memory") from error
     except Exception as error:  # a foreign program: it can raise anything, and that is nobody else's business
         if any(message["content"] is None for message in messages):  # it knows tool calls, but takes text to be there
             filled = [{**message, "content": message["content"] or ""} for message in messages]
@@ -159,58 +164,23 @@ def _explain(error: Exception) -> str:
     return f"{place}: it can't work with what they hold"
 
 
-def _render(template: Template, variables: dict[str, Any]) -> str:
-    from ratoon.models.chat_sandbox.limits import MAX_OUTPUT_CHARACTERS, LimitReached, new_budget
-
-    with new_budget():
-        pieces = list(template.generate(variables))
-    if sum(map(len, pieces)) > MAX_OUTPUT_CHARACTERS:  # they may be one text many times over
-        raise LimitReached(f"writes more than {MAX_OUTPUT_CHARACTERS} characters")
-    return "".join(pieces)
-
-
-@lru_cache(maxsize=32)
-def _compile(text: str) -> tuple[Template, TemplateWords]:
+def _compile(text: str) -> CompiledTemplate:
     import jinja2
 
-    from ratoon.models.chat_sandbox.limits import MAX_TEMPLATE_CHARACTERS, LimitReached
+    from ratoon.models.template_sandbox import MAX_TEMPLATE_CHARACTERS, compile_template
 
     if len(text) > MAX_TEMPLATE_CHARACTERS:
         limit = f"expected at most {MAX_TEMPLATE_CHARACTERS}"
         raise RequestError("chat_template", f"has {len(text)} characters", limit)
     try:
-        return _environment().compile_template(text)
+        return compile_template(text)
     except jinja2.TemplateSyntaxError as error:
         problem = f"is no valid template: line {error.lineno}: {_shorten(error.message or '')}"
         raise RequestError("chat_template", problem, "Jinja, as model files have it") from error
     except (jinja2.TemplateError, SyntaxError, ValueError) as error:  # the latter two from Python, for what Jinja makes
         raise RequestError("chat_template", "is no valid template", "Jinja, as model files have it") from error
-    except LimitReached as error:
-        raise RequestError("chat_template", str(error)) from error
     except (RecursionError, MemoryError) as error:
         raise RequestError("chat_template", "is nested too deep") from error
-
-
-@lru_cache(maxsize=1)
-def _environment() -> GuardedEnvironment:
-    from ratoon.models.chat_sandbox.environment import GuardedEnvironment
-
-    environment = GuardedEnvironment()
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _raise_exception(message: Any) -> NoReturn:
-    import jinja2
-
-    raise jinja2.TemplateError(message if isinstance(message, str) else type(message).__name__)
-
-
-def _strftime_now(form: str) -> str:
-    if len(form) > MAX_DATE_FORMAT:
-        raise ValueError(f"a date format of {len(form)} characters is too long")
-    return datetime.now().strftime(form)
 
 
 def _shorten(text: str) -> str:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import ModelError, RequestError
-from ratoon.models.chat_template import RenderedChat, render_chat
+from ratoon.models.chat_template import RenderedChat, TrustedTemplate, render_chat
 from ratoon.models.conversation import check_tools
 from ratoon.models.damage import FETCH_AGAIN, is_panic, reading, shorten, show, without_panic_messages
+from ratoon.models.template_process import render_in_child
 from ratoon.models.token_bound import MinTokens, find_bound
 from ratoon.observe.logging import get_logger
 
@@ -147,7 +148,8 @@ class Tokenizer:
 
         `add_generation_prompt` ends it where the answer begins, and is the default; `continue_final_message` ends it
         behind the text of the last message, the assistant's, for the model to go on with. `chat_template`: another
-        template, or the name of one of the model's own.
+        template, or the name of one of the model's own. Another one runs in a child process with limits on time and
+        memory, unless it is a TrustedTemplate.
         """
         if add_generation_prompt and continue_final_message:
             problem = "contradicts continue_final_message: an answer begins or goes on"
@@ -159,7 +161,8 @@ class Tokenizer:
             not continue_final_message if add_generation_prompt is None else add_generation_prompt
         )
         known.pop("messages", None)
-        rendered = render_chat(template, messages, known, continue_final_message=continue_final_message)
+        render = render_chat if isinstance(template, TrustedTemplate) else render_in_child
+        rendered = render(template, messages, known, continue_final_message=continue_final_message)
         for note in set(rendered.notes) - self._logged_notes:
             self._logged_notes.add(note)
             logger.warning("%s", note)
@@ -173,12 +176,12 @@ class Tokenizer:
         if asked is not None:
             if not isinstance(asked, str):
                 raise RequestError("chat_template", f"{type(asked).__name__} is no text")
-            return self.chat_templates.get(asked, asked)
+            return TrustedTemplate(self.chat_templates[asked]) if asked in self.chat_templates else asked
         if has_tools and TOOL_TEMPLATE in self.chat_templates:
-            return self.chat_templates[TOOL_TEMPLATE]
+            return TrustedTemplate(self.chat_templates[TOOL_TEMPLATE])
         if self.chat_template is None:
             raise RequestError("messages", "this model has no chat template", "send a prompt, or a chat_template")
-        return self.chat_template
+        return TrustedTemplate(self.chat_template)
 
 
 def load_tokenizer_from_folder(folder: Path) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from typing import Any, TypeVar
 
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
-from ratoon.api.server.lanes import SLOW, WorkLanes
+from ratoon.api.server.lanes import Lane, WorkLanes
 from ratoon.api.server.protocol.chat import Message, Tool
 from ratoon.core.errors import RequestError
-from ratoon.models.chat_template import RenderedChat
+from ratoon.models.chat_template import RenderedChat, TrustedTemplate
+from ratoon.models.template_process import MAX_PROCESSES
 
 T = TypeVar("T")
 
@@ -26,6 +28,8 @@ RESERVED_VARIABLES = (
 MESSAGES_FIELD = re.compile(r"messages(?:\[(\d+)\])?")
 
 _lanes = WorkLanes("tokenize", LONG_TEXT)
+# Requests' own templates wait for a child process (models/template_process.py) in threads that only they use.
+_template_lane = WorkLanes("template", 0, (Lane(math.inf, MAX_PROCESSES),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +206,10 @@ async def render_chat(
         if name in RESERVED_VARIABLES:
             problem = "is not to be set here"
             raise refused(f"chat_template_kwargs.{name}", problem, "use the request's own fields")
-    if template is not None:
-        size = max(size, SLOW)  # a stranger's program: however short, it may take its time
-    template = template or context.settings.chat_template
-    if template is None and not context.llm.has_chat_template:
+    lanes = _template_lane if template else _lanes
+    if not template and context.settings.chat_template is not None:
+        template = TrustedTemplate(context.settings.chat_template)
+    if not template and not context.llm.has_chat_template:
         raise refused(param, "the model has no chat template", "use /v1/completions with a prompt")
     tokenizer = context.llm.get_tokenizer()
 
@@ -215,12 +219,12 @@ async def render_chat(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=[tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
-            chat_template=template,
+            chat_template=template or None,
             **(variables or {}),
         )
 
     try:
-        return await off_loop(size, render)
+        return await lanes.run(size, render)
     except RecursionError:
         raise refused(param, "are nested too deeply for the chat template") from None
     except RequestError as error:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ratoon.core.errors import RequestError
-from ratoon.models import chat_template
+from ratoon.models import template_sandbox
 from ratoon.models.chat_template import render_chat, render_chat_template
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -61,7 +61,7 @@ def test_today_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
             return datetime.datetime(2024, 7, 26)
 
-    monkeypatch.setattr(chat_template, "datetime", Clock)
+    monkeypatch.setattr(template_sandbox, "datetime", Clock)
     assert render("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk
+from ratoon.models import template_process
 from tests.unit.api.server.harness import MAX_MODEL_LEN, MODEL, Client, say, scripted
 from tests.unit.engine.fakes_async import on_event_loop
 
+FirstChild = template_process._Child
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
@@ -180,6 +184,28 @@ async def test_a_request_may_bring_a_template_only_where_it_was_allowed():
         assert prompt_of(client) == "mine:a"
         endless = await client.chat("a", chat_template="{% for a in range(99999) %}" * 5 + "{% endfor %}" * 5)
         assert (endless.status, endless.error["param"]) == (400, "chat_template")
+
+
+@on_event_loop
+async def test_requests_with_hostile_templates_delay_no_others(monkeypatch):
+    monkeypatch.setattr(template_process, "MAX_SECONDS", 60.0)
+    children = template_process.TemplateProcesses(template_process.MAX_PROCESSES)
+    monkeypatch.setattr(template_process, "_children", children)
+    killed = []
+    monkeypatch.setattr(template_process, "_Child", lambda: killed.append(FirstChild()) or killed[-1])
+    endless = "{% for a in range(99999) %}" * 5 + "{% endfor %}" * 5
+    async with scripted(say("x"), allow_request_template=True) as client:
+        hostile = [asyncio.ensure_future(client.chat("a", chat_template=endless)) for _ in range(8)]
+        while len(killed) < template_process.MAX_PROCESSES:
+            await asyncio.sleep(0.001)
+        assert (await client.chat("a")).status == 200
+        assert not any(task.done() for task in hostile)
+        monkeypatch.setattr(template_process, "MAX_SECONDS", 0.1)
+        for child in killed:
+            child.process.kill()
+        for answer in await asyncio.gather(*hostile):
+            assert (answer.status, answer.error["param"]) == (400, "chat_template")
+    children.close()
 
 
 @on_event_loop

@@ -1,0 +1,240 @@
+"""Renders chat templates that come with a request: in child processes that can be stopped, whatever a template does.
+
+A child has a limit on its memory and on the processor time of each template, and the parent kills it when it takes too
+long by the clock. It has no file but its two pipes and nothing of the parent's environment; messages are msgpack. It is
+started when it is first needed, kept for the next template, and replaced when it dies. Works without a GPU, torch or an
+event loop; callers wait in a thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import PIPE, Popen
+from threading import BoundedSemaphore, Timer
+from typing import IO, Any
+
+import msgspec
+
+from ratoon.core.errors import RequestError
+from ratoon.models.chat_template import RenderedChat, render_chat
+
+MAX_PROCESSES = 2
+MAX_SECONDS = 2.0  # of processor time, for one template
+MAX_WAIT_SECONDS = 20.0  # by the clock: a template may have to wait for a busy machine
+MAX_MEMORY_BYTES = 512 * 2**20  # of address space, the interpreter's included
+MAX_FRAME_BYTES = 64 * 2**20  # more than the sandbox takes or gives in UTF-8
+# What the interpreter may need to start, and the time zone, which a template may ask for.
+KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
+START = "import sys; sys.path[:] = sys.argv[1:]; from ratoon.models.template_process import serve; serve()"
+
+
+class Job(msgspec.Struct, frozen=True):
+    template: str
+    messages: Any
+    variables: dict[str, Any]
+    continue_final_message: bool
+    seconds: float
+
+
+class Answer(msgspec.Struct, frozen=True):
+    text: str = ""
+    notes: tuple[str, ...] = ()
+    error: tuple[str, str, str] | None = None  # field, problem, expected
+    is_out_of_memory: bool = False
+
+
+def render_in_child(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    continue_final_message: bool = False,
+) -> RenderedChat:
+    """What render_chat makes of it, within limits. Waits where all children are busy."""
+    job = Job(template, messages, dict(variables), continue_final_message, MAX_SECONDS)
+    try:
+        frame = msgspec.msgpack.encode(job, enc_hook=_encode_other)
+    except UnicodeEncodeError:
+        raise RequestError("messages", "are no valid Unicode", "expected texts of whole characters") from None
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError("messages", f"can't be given to a chat template: {error}", "JSON values") from None
+    if len(frame) > MAX_FRAME_BYTES:
+        raise RequestError("messages", f"hold more than {MAX_FRAME_BYTES} bytes", "a shorter conversation")
+    answer = _children.ask(frame)
+    if answer.error is not None:
+        raise RequestError(*answer.error)
+    return RenderedChat(answer.text, answer.notes)
+
+
+def _encode_other(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+class TemplateProcesses:
+    """At most so many children at once; an idle one is used again."""
+
+    def __init__(self, size: int) -> None:
+        self._places = BoundedSemaphore(size)
+        self._idle: list[_Child] = []
+
+    def ask(self, frame: bytes) -> Answer:
+        with self._places:
+            answer = self._ask(self._take(), frame)
+            if answer.is_out_of_memory:  # earlier templates may be to blame: what a new child says, counts
+                answer = self._ask(_Child(), frame)
+            return answer
+
+    def _ask(self, child: _Child, frame: bytes) -> Answer:
+        try:
+            answer = child.ask(frame)
+        except BaseException:
+            child.close()
+            raise
+        if answer.is_out_of_memory:
+            child.close()
+        else:
+            self._idle.append(child)
+        return answer
+
+    def _take(self) -> _Child:
+        while self._idle:
+            child = self._idle.pop()
+            if child.process.poll() is None:
+                return child
+            child.close()
+        return _Child()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class _Child:
+    def __init__(self) -> None:
+        self._was_too_slow = False
+        package = str(Path(__file__).parents[2])
+        path = [package, *(entry for entry in sys.path if os.path.isabs(entry))]
+        self.process = Popen(
+            [sys.executable, "-I", "-S", "-c", START, *path],
+            stdin=PIPE,
+            stdout=PIPE,
+            env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ},
+            cwd="/",
+            start_new_session=True,  # an interrupt from the terminal is the parent's to handle
+        )
+
+    def ask(self, frame: bytes) -> Answer:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        watch = Timer(MAX_WAIT_SECONDS, self._stop)
+        watch.start()
+        try:
+            _write(self.process.stdin, frame)
+            received = _read(self.process.stdout)
+        except OSError:
+            received = None
+        finally:
+            watch.cancel()
+        if received is None:
+            raise self._explain_death()
+        return msgspec.msgpack.decode(received, type=Answer)
+
+    def _stop(self) -> None:
+        self._was_too_slow = True
+        self.process.kill()
+
+    def _explain_death(self) -> RequestError:
+        self.process.wait()  # it closed its pipe, so it has ended
+        status = self.process.returncode
+        if status == -signal.SIGPROF:
+            return RequestError("chat_template", f"takes more than {MAX_SECONDS:g} seconds")
+        if self._was_too_slow:
+            return RequestError("chat_template", f"was not rendered within {MAX_WAIT_SECONDS:g} seconds")
+        reason = signal.Signals(-status).name if status < 0 else f"status {status}"
+        return RequestError("chat_template", f"the process that rendered it was ended ({reason})", "try another one")
+
+    def close(self) -> None:
+        self.process.kill()
+        with suppress(BrokenPipeError), self.process:  # closes the pipes, and waits for the end
+            pass
+
+
+_children = TemplateProcesses(MAX_PROCESSES)
+atexit.register(_children.close)
+
+
+# ---- in the child ----
+
+
+def serve() -> None:
+    """Answers jobs until the parent closes the pipe."""
+    import ratoon.models.template_sandbox  # noqa: F401  (before there are limits, and before the first job waits)
+
+    _limit_resources()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # from here on it would be the template's
+    jobs, answers = sys.stdin.buffer, sys.stdout.buffer
+    while (frame := _read(jobs)) is not None:
+        job = msgspec.msgpack.decode(frame, type=Job)
+        signal.setitimer(signal.ITIMER_PROF, job.seconds)  # counts processor time; its signal ends the process
+        answer = _encode_answer(_answer(job))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(answers, answer)
+
+
+def _limit_resources() -> None:
+    """On macOS the limit on memory is not enforced: there time and the size of the output are all that limit it."""
+    limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0)]
+    if sys.platform == "linux":
+        limits.append((resource.RLIMIT_AS, MAX_MEMORY_BYTES))
+    for kind, limit in limits:
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _answer(job: Job) -> Answer:
+    try:
+        rendered = render_chat(
+            job.template, job.messages, job.variables, continue_final_message=job.continue_final_message
+        )
+        return Answer(rendered.text, rendered.notes)
+    except RequestError as error:
+        is_out_of_memory = isinstance(error.__cause__, MemoryError)
+        return Answer(error=(error.field, error.problem, error.expected), is_out_of_memory=is_out_of_memory)
+
+
+def _encode_answer(answer: Answer) -> bytes:
+    try:
+        return msgspec.msgpack.encode(answer)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(Answer(error=("chat_template", "makes no valid Unicode", "")))
+
+
+# ---- frames: their length, then msgpack ----
+
+
+def _write(pipe: IO[bytes], frame: bytes) -> None:
+    pipe.write(struct.pack("<Q", len(frame)))
+    pipe.write(frame)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes | None:
+    """None: the other side is gone."""
+    head = pipe.read(8)
+    if len(head) < 8:
+        return None
+    (length,) = struct.unpack("<Q", head)
+    if length > MAX_FRAME_BYTES:
+        return None
+    frame = pipe.read(length)
+    return frame if len(frame) == length else None
