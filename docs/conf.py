@@ -19,6 +19,7 @@ NAVIGATION = {
         "What is where": "docs/README",
         "From Python": "docs/python",
         "On the command line": "docs/command-line",
+        "Settings": "docs/settings",
         "Choose sampling and beams": "docs/sampling",
         "Load a model": "docs/models",
     },

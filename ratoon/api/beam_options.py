@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ratoon.core.params import BeamSearchParams
 
 # Rules over tokens, for sampling and for a search.
-RULES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "forced_eos_token_id")
+TOKEN_RULES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "forced_eos_token_id")
 # Those that a beam search takes; the names are those of BeamSearchParams.
-OPTIONS = (*COMPANIONS, *RULES, "n", "max_tokens", "min_tokens", "ignore_eos")
+OPTIONS = (*COMPANIONS, *TOKEN_RULES, "n", "max_tokens", "min_tokens", "ignore_eos")
 
 
 def add_beam_options(parser: argparse.ArgumentParser) -> None:

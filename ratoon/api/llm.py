@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 from ratoon.api.arguments import (
     UseTqdm,
@@ -40,7 +40,7 @@ from ratoon.core.params import (
     SamplingParams,
 )
 from ratoon.core.request import EngineCoreRequest
-from ratoon.core.settings import EngineSettings, engine_config
+from ratoon.core.settings import configure
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
 from ratoon.engine.hidden_states import Selection
@@ -96,20 +96,16 @@ class LLM:
         self,
         model: str,
         *,
-        skip_tokenizer: bool = False,  # work with token ids alone
-        seed: int | None = 0,  # of requests that bring none of their own; None: another one every time
         process: bool = False,  # run the engine in a process of its own, which is started again should it die
-        disable_log_stats: bool = True,  # False: a line with the throughput in the log every ten seconds of work
-        otlp_traces_endpoint: str | None = None,  # a collector's URL, to which spans of requests are sent
         startup_timer: StartupTimer | None = None,
-        **settings: Unpack[EngineSettings],
+        **settings: Any,  # of docs/settings.md
     ) -> None:
-        skip_tokenizer = settings.pop("skip_tokenizer_init", False) or skip_tokenizer
-        self._throughput = None if disable_log_stats else ThroughputLog()
-        self._tracer = None if otlp_traces_endpoint is None else make_tracer(otlp_traces_endpoint, model)
-        config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
+        front_end, config = configure(model, {"seed": 0, "disable_log_stats": True, **settings})
+        self._throughput = None if front_end.disable_log_stats else ThroughputLog()
+        endpoint = front_end.otlp_traces_endpoint
+        self._tracer = None if endpoint is None else make_tracer(endpoint, model)
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
-        self._start(config, seed, skip_tokenizer, process)
+        self._start(config, front_end.seed, front_end.skip_tokenizer, process)
 
     def _start(self, config: EngineConfig, seed: int | None, skip_tokenizer: bool, process: bool) -> None:
         timer = self.startup_timer

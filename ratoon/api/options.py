@@ -1,18 +1,19 @@
 """Command-line options that several commands share, and what they turn into: an LLM, params.
 
-Only argparse is imported here at the top: `ratoon --help` must not wait for anything.
+Only what is light is imported here at the top: `ratoon --help` must not wait for anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.beam_options import (
-    RULES,
+    TOKEN_RULES,
     add_beam_options,
     beam_search_params,
     check_beam_options,
@@ -20,6 +21,10 @@ from ratoon.api.beam_options import (
     leaves_search_open,
     wants_beam_search,
 )
+from ratoon.core.setting import Setting
+from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
+from ratoon.core.sizes import format_size
+from ratoon.core.vllm_names import NO_EFFECT, RENAMED, RULES
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
@@ -27,19 +32,17 @@ if TYPE_CHECKING:
 
 Subparsers = Any  # argparse has no public name for what add_subparsers returns
 
-# Option → keyword of LLM. Those left out on the command line are left to the LLM's own defaults.
-ENGINE_OPTIONS = (
-    "device", "dtype", "max_model_len", "block_size", "num_blocks", "kv_memory", "swap_memory",
-    "max_num_batched_tokens", "max_num_encoder_tokens", "max_num_seqs", "policy", "num_threads", "attention_backend",
-    "load_format", "lease_fraction", "max_lease_seconds",
-    "hf_overrides", "rope_scaling", "gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size",
-    "swap_space", "scheduling_policy", "kv_cache_memory_bytes", "num_gpu_blocks_override", "kv_cache_dtype",
-    "quantization", "tokenizer", "revision", "enable_prefix_caching", "enable_chunked_prefill",
-    "max_hidden_states_bytes", "max_roots", "executor",
-)  # fmt: skip
+KINDS: dict[type, tuple[type, str]] = {int: (int, "N"), float: (float, "X"), dict: (str, "JSON")}
+SHORT_OPTIONS = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "quantization": ("-q",)}
+# Settings of the front end that every command has which starts an engine; the others are for `serve`.
+OBSERVED_SETTINGS = tuple(
+    setting
+    for setting in FRONT_END_SETTINGS
+    if setting.name in ("otlp_traces_endpoint", "max_total_hidden_states_bytes")
+)
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "n", "logprobs", "ignore_eos", *RULES,
+    "repetition_penalty", "seed", "stop", "n", "logprobs", "ignore_eos", *TOKEN_RULES,
 )  # fmt: skip
 
 
@@ -47,57 +50,62 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks (also: RATOON_DEBUG=1)")
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16")
-    group.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence, prompt and answer together")
-    group.add_argument(
-        "--rope-scaling", metavar="JSON", help='stretch positions: \'{"rope_type": "yarn", "factor": 4.0}\''
-    )
-    group.add_argument("--hf-overrides", metavar="JSON", help="an object in the place of what config.json says")
-    group.add_argument("--block-size", type=int, metavar="N", help="tokens in a block of the KV cache")
-    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the KV cache")
-    group.add_argument("--kv-memory", metavar="SIZE", help="memory for the KV cache, such as 512MiB or 2GiB")
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
-    group.add_argument(
-        "--swap-memory", metavar="SIZE", help="host memory for what requests hold that must give way; 0: none"
-    )
-    group.add_argument("--max-num-encoder-tokens", type=int, metavar="N", help="budget of a step for encoder inputs")
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in a step")
-    group.add_argument("--policy", metavar="NAME", help="fcfs or priority")
-    group.add_argument("--no-prefix-caching", action="store_true", help="compute shared prefixes again")
-    group.add_argument("--lease-fraction", type=float, metavar="X", help="of the KV cache for continuations, at most")
-    group.add_argument("--max-lease-seconds", type=float, metavar="X", help="the longest that a request may ask for")
-    group.add_argument("--max-roots", type=int, metavar="N", help="ended requests that can be continued; default 1024")
-    group.add_argument("--threads", type=int, metavar="N", dest="num_threads", help="CPU threads")
-    group.add_argument("--attention-backend", metavar="NAME", help="auto, or a backend's name")
-    group.add_argument("--load-format", metavar="NAME", help="auto, or dummy: random weights of the right shape")
-    group.add_argument(
-        "--max-hidden-states-bytes", metavar="SIZE", help="the most hidden states that a request may ask for"
-    )
-    group.add_argument("--executor", metavar="NAME", help='uniproc, or another one as "module:Class"')
-    add_vllm_options(parser)
+def add_engine_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """Every setting of the engine. `without`: vLLM's names that mean something else to this command."""
+    add_setting_options(parser.add_argument_group("engine"), (*ENGINE_SETTINGS, *OBSERVED_SETTINGS))
+    add_vllm_options(parser, without)
 
 
-def add_vllm_options(parser: argparse.ArgumentParser) -> None:
+def add_setting_options(group: argparse._ArgumentGroup, settings: Iterable[Setting]) -> None:
+    """An option for each. Those that are not given are None, which leaves a setting to its default."""
+    for setting in settings:
+        add_setting_option(group, setting)
+
+
+def add_setting_option(group: argparse._ArgumentGroup, setting: Setting, **how: Any) -> None:
+    names = [option_of(setting.name), *setting.options]
+    default = shown_default(setting)
+    help = setting.help if default is None or "default" in setting.help else f"{setting.help}; default {default}"
+    if setting.kind is bool:
+        how.setdefault("action", argparse.BooleanOptionalAction if setting.default else "store_true")
+        group.add_argument(*names, dest=setting.name, default=None, help=help, **how)
+        return
+    if setting.kind is tuple:
+        how.setdefault("action", "append")
+    kind, metavar = KINDS.get(setting.kind, (str, "NAME"))
+    if setting.size:
+        kind, metavar = str, "SIZE"
+    group.add_argument(*names, dest=setting.name, type=kind, metavar=setting.metavar or metavar, help=help, **how)
+
+
+def add_vllm_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     """Options of `vllm serve` that mean the same here. Those whose other values would not are refused with them."""
     group = parser.add_argument_group("vLLM's names, for command lines that come from there")
-    group.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="of a GPU, for weights and KV cache")
-    group.add_argument("--kv-cache-memory-bytes", metavar="SIZE", help="--kv-memory")
-    group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="--num-blocks")
+    settings = {setting.name: setting for setting in ENGINE_SETTINGS}
+    for theirs, ours in RENAMED.items():
+        add_setting_option(group, replace(settings[ours], name=theirs, default=None, help=option_of(ours)))
     group.add_argument("--swap-space", type=float, metavar="GIB", help="--swap-memory in GiB")
-    group.add_argument("--scheduling-policy", metavar="NAME", help="--policy")
-    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="on by default")
-    group.add_argument("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, help="on by default")
-    group.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="1", help="others are refused")
-    group.add_argument("--pipeline-parallel-size", "-pp", type=int, metavar="1", help="others are refused")
-    group.add_argument("--kv-cache-dtype", metavar="auto", help="others are refused")
-    group.add_argument("--quantization", "-q", metavar="gguf", help="others are refused")
     group.add_argument("--tokenizer", metavar="MODEL", help="another than the model's is refused")
-    group.add_argument("--revision", metavar="NAME", help="refused: the newest is used")
-    for name in ("--enforce-eager", "--trust-remote-code"):
-        group.add_argument(name, action="store_true", help="changes nothing")
+    rules = {name: (rule.kind, rule.expected) for name, rule in RULES.items()}
+    no_effect = {name: (kind, "changes nothing") for name, kind in NO_EFFECT.items()}
+    for name, (kind, help) in {**rules, **no_effect}.items():
+        if name not in without:
+            setting = Setting(name, name, help, None, kind, options=SHORT_OPTIONS.get(name, ()), metavar="VALUE")
+            add_setting_option(group, setting)
+
+
+def option_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def shown_default(setting: Setting) -> str | None:
+    """As it is written on the command line; None: there is nothing to show."""
+    default = setting.default
+    if default in (None, (), {}) or isinstance(default, bool):
+        return None
+    if setting.size:
+        return format_size(default).replace(".0 ", "").replace(" ", "") if default else "0"
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -150,10 +158,12 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords for LLM, of what was given."""
-    settings = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name, None) is not None}
-    if args.no_prefix_caching:
-        settings["enable_prefix_caching"] = False
-    return settings
+    names = [setting.name for setting in (*ENGINE_SETTINGS, *OBSERVED_SETTINGS)]
+    return given_settings(args, [*names, *RENAMED, "swap_space", "tokenizer", *RULES])
+
+
+def given_settings(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
 
 
 def check_generation_options(args: argparse.Namespace) -> None:

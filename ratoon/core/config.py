@@ -1,4 +1,4 @@
-"""Settings. Resolved once, by a pure function, and printed on request; nothing else invents a default."""
+"""Settings, and what a model is. A field with `setting(…)` is a setting that people can change (setting.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, MAX_LOGPROBS
+from ratoon.core.setting import ABOVE_ZERO_TO_ONE, at_least, number, one_of, setting, verify_settings
 
 MAX_ROOTS = 1024  # ended requests that can be continued, unless the engine's config sets another limit
 
@@ -115,45 +116,87 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    block_size: int = 16
-    num_blocks: int | None = None  # None: as many as `memory_bytes` or `memory_fraction` allow
-    memory_bytes: int | None = None  # for keys and values
-    memory_fraction: float | None = None  # of what is free once the weights are loaded; None: fits the kind of device
-    gpu_memory_utilization: float | None = None  # of all that a GPU has, for weights and blocks together; not on a CPU
-    enable_prefix_caching: bool = True
-    lease_fraction: float = 0.5  # of the pool's blocks that leases may hold together
-    max_lease_seconds: float = 3600.0  # the longest that a request may ask for
-    swap_bytes: int = 0  # host memory for the blocks of preempted branches; 0: they are computed again
+    block_size: int = setting(
+        16, "tokens in a block of the KV cache; on a CPU a multiple of 16, or the slow reference is used", at_least(1)
+    )
+    num_blocks: int | None = setting(
+        None, "blocks in the KV cache; takes precedence over settings of its memory", at_least(2)
+    )
+    memory_bytes: int | None = setting(
+        None, "memory for the KV cache, such as 512MiB or 2GiB", name="kv_memory", size=True
+    )
+    memory_fraction: float | None = setting(
+        None,
+        "share of the memory that is free once the weights are loaded; default 0.85 on a GPU, 0.4 and at most 4GiB on "
+        "a CPU",
+        ABOVE_ZERO_TO_ONE,
+        name="kv_memory_fraction",
+    )
+    gpu_memory_utilization: float | None = setting(
+        None, "share of a GPU's memory for weights and KV cache together; no effect on a CPU", ABOVE_ZERO_TO_ONE
+    )
+    enable_prefix_caching: bool = setting(
+        True, "share computed prefixes between requests", options=("--prefix-caching",)
+    )
+    lease_fraction: float = setting(
+        0.5,
+        "share of the KV cache that is kept for continuations, at most",
+        number(lambda value: 0 <= value <= 1, "0 (no leases) to 1"),
+    )
+    max_lease_seconds: float = setting(
+        3600.0,
+        "the longest retain_kv that a request may ask for",
+        number(lambda value: value > 0, "more than 0"),
+    )
+    swap_bytes: int = setting(
+        0,
+        "host memory for the blocks of preempted sequences; 0: they are computed again",
+        name="swap_memory",
+        size=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    max_num_batched_tokens: int = 2048  # token budget of a step
-    max_num_seqs: int = 256  # branches in a step
-    max_prefill_chunk: int | None = None  # longest part of one prompt in a step; None: the budget
-    max_num_encoder_tokens: int = 16384  # budget of a step for encoder inputs; one that is longer runs alone
-    policy: SchedulingPolicy = SchedulingPolicy.FCFS
-    enable_chunked_prefill: bool = True
+    max_num_batched_tokens: int = setting(2048, "token budget of a step", at_least(1))
+    max_num_seqs: int = setting(256, "sequences in a step; each choice of a request is one", at_least(1))
+    max_prefill_chunk: int | None = setting(
+        None, "most tokens of one prompt in a step; default: the token budget", at_least(1)
+    )
+    max_num_encoder_tokens: int = setting(
+        16384, "budget of a step for encoder inputs; one that is longer runs alone", at_least(1)
+    )
+    policy: SchedulingPolicy = setting(SchedulingPolicy.FCFS, "fcfs, or priority: by the priority of requests")
+    enable_chunked_prefill: bool = setting(True, "compute a long prompt in several steps")
     whole_prompts: bool = False  # every token sees all others, so a sequence is computed in one step or not at all
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All settings of one engine. `resolve` fills what was left open."""
+    """All settings of one engine. What is left open is chosen to fit the model and the machine."""
 
     model: str
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    dtype: str = "auto"  # auto, float32, bfloat16, float16
-    max_model_len: int | None = None
-    attention_backend: str = "auto"
-    num_threads: int | None = None  # CPU threads; None: the cores that this process may use
-    seed: int = 0
-    max_logprobs: int = MAX_LOGPROBS
-    max_hidden_states_bytes: int = MAX_HIDDEN_STATES_BYTES  # that a request may ask for
-    max_roots: int = MAX_ROOTS  # ended requests that can be continued
-    load_format: str = "auto"  # auto, or dummy: random weights of the right shape
-    hf_overrides: dict[str, Any] = field(default_factory=dict)  # in the place of what the model's config.json says
-    executor: str = "uniproc"  # uniproc: one worker in the engine's process; or "module:Class" with the same interface
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    dtype: str = setting(
+        "auto",
+        "auto, float32, bfloat16 or float16; auto: float32 on a CPU, the checkpoint's on CUDA",
+        one_of("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = setting(None, "longest sequence, prompt and answer together; default: the model's")
+    attention_backend: str = setting("auto", "auto, or a backend's name")
+    num_threads: int | None = setting(
+        None, "CPU threads; default: the cores that this process may use", at_least(1), options=("--threads",)
+    )
+    max_logprobs: int = setting(MAX_LOGPROBS, "most log-probabilities of a token that a request may ask for")
+    max_hidden_states_bytes: int = setting(
+        MAX_HIDDEN_STATES_BYTES, "most hidden states that a request may ask for", size=True
+    )
+    max_roots: int = setting(MAX_ROOTS, "ended requests that can be continued", at_least(0))
+    load_format: str = setting("auto", "auto, or dummy: random weights of the right shape", one_of("auto", "dummy"))
+    hf_overrides: dict[str, Any] = setting({}, "an object in the place of what config.json says")
+    executor: str = setting(
+        "uniproc", 'uniproc: one worker in the engine\'s process; or "module:Class" with the same interface'
+    )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -162,6 +205,31 @@ class EngineConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndConfig:
+    """Settings of the process that takes requests, which LLM and AsyncLLM have beside those of the engine."""
+
+    seed: int | None = setting(
+        None, "of requests that bring none of their own; default: another one every time (LLM: 0)"
+    )
+    skip_tokenizer: bool = setting(False, "work with token ids alone")
+    max_total_hidden_states_bytes: int | None = setting(
+        None, "hidden states that were asked for and are still held; default: no limit, and 1GiB of serve", size=True
+    )
+    disable_log_stats: bool = setting(
+        False, "no line with the throughput in the log every ten seconds of work (LLM: on)"
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None, "send spans of requests to this OpenTelemetry collector", metavar="URL"
+    )
+    num_replicas: int = setting(
+        1,
+        "engines, each with the whole model, among which requests are shared out (AsyncLLM and serve)",
+        at_least(1),
+        options=("--replicas", "--data-parallel-size", "-dp"),
+    )
 
 
 def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -218,38 +286,8 @@ def _too_long(asked: int, model: ModelConfig) -> ConfigError:
 
 
 def verify_engine_config(config: EngineConfig) -> None:
-    """Raise ConfigError for settings that contradict themselves, before anything is loaded."""
-    cache, scheduler = config.cache, config.scheduler
-    _at_least("block_size", cache.block_size, 1)
-    _at_least("max_num_batched_tokens", scheduler.max_num_batched_tokens, 1)
-    _at_least("max_num_seqs", scheduler.max_num_seqs, 1)
-    _at_least("max_num_encoder_tokens", scheduler.max_num_encoder_tokens, 1)
-    _at_least("swap_memory", cache.swap_bytes, 0)
-    if scheduler.max_prefill_chunk is not None:
-        _at_least("max_prefill_chunk", scheduler.max_prefill_chunk, 1)
-    if cache.num_blocks is not None:
-        _at_least("num_blocks", cache.num_blocks, 2)
-    if config.num_threads is not None:
-        _at_least("num_threads", config.num_threads, 1)
-    if cache.memory_fraction is not None and not 0 < cache.memory_fraction <= 1:  # NaN is not above 0 either
-        raise ConfigError("kv_memory_fraction", f"{cache.memory_fraction} is out of range", "above 0 and at most 1")
-    utilization = cache.gpu_memory_utilization
-    if utilization is not None and not 0 < utilization <= 1:
-        raise ConfigError("gpu_memory_utilization", f"{utilization} is out of range", "above 0 and at most 1")
-    if utilization is not None and cache.memory_fraction is not None:
+    """Raise ConfigError for settings that are out of range or contradict each other, before anything is loaded."""
+    for part in (config.cache, config.scheduler, config):
+        verify_settings(part)
+    if config.cache.gpu_memory_utilization is not None and config.cache.memory_fraction is not None:
         raise ConfigError("gpu_memory_utilization", "and kv_memory_fraction contradict each other", "one of the two")
-    if not 0 <= cache.lease_fraction <= 1:
-        raise ConfigError("lease_fraction", f"{cache.lease_fraction} is out of range", "0 (no leases) to 1")
-    if not cache.max_lease_seconds > 0:
-        raise ConfigError("max_lease_seconds", f"{cache.max_lease_seconds} is out of range", "more than 0")
-    _at_least("max_hidden_states_bytes", config.max_hidden_states_bytes, 1)
-    _at_least("max_roots", config.max_roots, 0)
-    if config.dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ConfigError("dtype", f"{config.dtype!r} is unknown", "auto, float32, bfloat16 or float16")
-    if config.load_format not in ("auto", "dummy"):
-        raise ConfigError("load_format", f"{config.load_format!r} is unknown", "auto or dummy")
-
-
-def _at_least(field_name: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(field_name, f"{value!r} is out of range", f"a whole number of at least {low}")

@@ -7,7 +7,7 @@ the others being refused; and settings that change nothing about answers and hav
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from ratoon.core.errors import ConfigError
 
@@ -15,47 +15,10 @@ GIB = 2**30
 DTYPES = {"half": "float16", "float": "float32"}
 
 
-class VllmSettings(TypedDict, total=False):
-    """What vLLM's LLM takes beside the names that are the same. Values that would mean something else are refused."""
-
-    gpu_memory_utilization: float | None  # of a GPU's memory for weights and KV cache together; nothing on a CPU
-    kv_cache_memory_bytes: int | str | None  # kv_memory
-    num_gpu_blocks_override: int | None  # num_blocks
-    swap_space: float | None  # swap_memory in GiB
-    scheduling_policy: str | None  # policy
-    skip_tokenizer_init: bool  # skip_tokenizer
-    tensor_parallel_size: int  # 1
-    pipeline_parallel_size: int  # 1
-    data_parallel_size: int  # 1
-    tokenizer: str | None  # the model's own
-    tokenizer_mode: str  # auto or hf
-    tokenizer_revision: str | None
-    revision: str | None
-    quantization: str | None
-    kv_cache_dtype: str  # auto
-    cpu_offload_gb: float  # 0
-    enable_lora: bool  # False
-    speculative_config: Any
-    trust_remote_code: bool  # no code of a model's repository is ever run
-    enforce_eager: bool
-    disable_custom_all_reduce: bool
-    max_seq_len_to_capture: int | None
-    compilation_config: Any
-    distributed_executor_backend: str | None
-    worker_cls: str
-    runner: str  # auto, generate or pooling: a model does what its family does
-    task: str
-    download_dir: str | None
-    served_model_name: Any
-    mm_processor_kwargs: Any
-    limit_mm_per_prompt: Any
-    disable_async_output_proc: bool
-    async_scheduling: bool
-
-
 class Rule(NamedTuple):
     accepts: Callable[[Any], bool]
     expected: str
+    kind: type = str
 
 
 def _one(value: Any) -> bool:
@@ -66,7 +29,7 @@ def _nothing(value: Any) -> bool:
     return not value
 
 
-PARALLEL = Rule(_one, "1: a model runs on one device here; `ratoon serve --replicas N` runs several of them")
+PARALLEL = Rule(_one, "1: a model runs on one device here; `ratoon serve --replicas N` runs several of them", int)
 HF_REVISION = Rule(_nothing, "leave it out: the newest one is used, or name the folder of another")
 RENAMED = {
     "kv_cache_memory_bytes": "kv_memory",
@@ -82,15 +45,18 @@ RULES = {
     "revision": HF_REVISION,
     "quantization": Rule(lambda value: value in (None, "gguf"), "leave it out: plain weights, or a GGUF file"),
     "kv_cache_dtype": Rule(lambda value: value in (None, "auto"), "auto: keys and values have the model's dtype"),
-    "cpu_offload_gb": Rule(_nothing, "0: the weights stay on one device"),
-    "enable_lora": Rule(_nothing, "leave it out: adapters are not supported"),
+    "cpu_offload_gb": Rule(_nothing, "0: the weights stay on one device", float),
+    "enable_lora": Rule(_nothing, "leave it out: adapters are not supported", bool),
     "speculative_config": Rule(_nothing, "leave it out: speculative decoding is not supported"),
 }  # fmt: skip
-NO_EFFECT = (
-    "trust_remote_code", "enforce_eager", "disable_custom_all_reduce", "max_seq_len_to_capture",
-    "compilation_config", "distributed_executor_backend", "worker_cls", "runner", "task", "download_dir",
-    "served_model_name", "mm_processor_kwargs", "limit_mm_per_prompt", "disable_async_output_proc", "async_scheduling",
-)  # fmt: skip
+# Settings that change nothing about answers, and the kind of their values.
+NO_EFFECT: dict[str, type] = {
+    "trust_remote_code": bool, "enforce_eager": bool, "disable_custom_all_reduce": bool, "max_seq_len_to_capture": int,
+    "compilation_config": str, "distributed_executor_backend": str, "worker_cls": str, "runner": str, "task": str,
+    "download_dir": str, "served_model_name": str, "mm_processor_kwargs": str, "limit_mm_per_prompt": str,
+    "disable_async_output_proc": bool, "async_scheduling": bool,
+}  # fmt: skip
+VLLM_NAMES = (*RENAMED, "swap_space", "tokenizer", *RULES, *NO_EFFECT)
 
 
 def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:

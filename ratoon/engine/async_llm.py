@@ -15,13 +15,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ratoon.core.config import SchedulingPolicy
 from ratoon.core.errors import (
-    ConfigError,
     DeadlineError,
     EngineAwayError,
     EngineDeadError,
@@ -33,8 +32,7 @@ from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest
-from ratoon.core.settings import EngineSettings, engine_config
-from ratoon.core.sizes import parse_size
+from ratoon.core.settings import configure
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.answers import arrange_beside
 from ratoon.engine.client_interface import AsyncEngineClient
@@ -82,41 +80,22 @@ class AsyncLLM:
         self,
         model: str,
         *,
-        num_replicas: int = 1,  # engines with the same model, among which requests are shared out
-        seed: int | None = None,  # of requests that bring none of their own; None: another one every time
-        skip_tokenizer: bool = False,  # work with token ids alone
-        max_total_hidden_states_bytes: int | str | None = None,  # that callers have not let go of; None: no limit
         metrics: EngineMetrics | None = None,
-        disable_log_stats: bool = False,  # no line with the throughput in the log every ten seconds of work
-        otlp_traces_endpoint: str | None = None,  # a collector's URL, to which spans of requests are sent
         client: AsyncEngineClient | None = None,  # in the place of engine processes
         startup_timer: StartupTimer | None = None,
-        **settings: Unpack[EngineSettings],
+        **settings: Any,  # of docs/settings.md
     ) -> None:
         """Checks the settings (ConfigError); `start` does the rest."""
-        if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
-            raise ConfigError("num_replicas", f"{num_replicas!r} is out of range", "a whole number of at least 1")
-        skip_tokenizer = settings.pop("skip_tokenizer_init", False) or skip_tokenizer
-        self.config = engine_config(model, **settings).with_(seed=0 if seed is None else seed)
+        front_end, self.config = configure(model, settings)
         self.metrics = metrics
-        self._throughput = None if disable_log_stats else ThroughputLog()
-        self.tracer = None if otlp_traces_endpoint is None else make_tracer(otlp_traces_endpoint, model)
+        self._throughput = None if front_end.disable_log_stats else ThroughputLog()
+        endpoint = front_end.otlp_traces_endpoint
+        self.tracer = None if endpoint is None else make_tracer(endpoint, model)
         self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
-        if max_total_hidden_states_bytes is not None:
-            max_total_hidden_states_bytes = parse_size("max_total_hidden_states_bytes", max_total_hidden_states_bytes)
-            if max_total_hidden_states_bytes < self.config.max_hidden_states_bytes:  # some could never be answered
-                if "max_hidden_states_bytes" in settings:
-                    raise ConfigError(
-                        "max_total_hidden_states_bytes",
-                        f"{max_total_hidden_states_bytes} bytes are less than one request may ask for "
-                        f"(max_hidden_states_bytes, {self.config.max_hidden_states_bytes})",
-                        "at least as many",
-                    )
-                self.config = self.config.with_(max_hidden_states_bytes=max_total_hidden_states_bytes)
-        self.hidden_states_budget = HiddenStatesBudget(max_total_hidden_states_bytes)
-        self._num_replicas = num_replicas
-        self._seed = seed
-        self._skip_tokenizer = skip_tokenizer
+        self.hidden_states_budget = HiddenStatesBudget(front_end.max_total_hidden_states_bytes)
+        self._num_replicas = front_end.num_replicas
+        self._seed = front_end.seed
+        self._skip_tokenizer = front_end.skip_tokenizer
         self._tokenizer: Tokenizer | None = None
         self._client = client
         self._handler: OutputHandler | None = None  # from the start to the end

@@ -37,7 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--format", choices=FORMATS, default="text", help="default text")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write a file there for each recording")
     add_speech_options(parser)
-    add_engine_options(parser)
+    add_engine_options(parser, without=("task",))
     add_common_options(parser)
     parser.set_defaults(run=run)
 

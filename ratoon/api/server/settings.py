@@ -2,63 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ratoon.api.server.hosts import is_host_name
 from ratoon.core.errors import ConfigError
+from ratoon.core.setting import SECONDS, at_least, number, setting, verify_settings, whole_between
 
 MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one
-    uds: str | None = None  # a Unix socket's path, in place of host and port
+    """Each is an option of `ratoon serve`."""
 
-    served_names: tuple[str, ...] = ()  # what requests call the model; the first one is in answers; (): its own name
-    chat_template: str | None = None  # in place of the model's own
-    allow_request_template: bool = False  # requests may bring a chat template
-    lenient: bool = False  # ignore unknown fields instead of refusing them
-    admin: bool = False  # serve /admin/…
+    host: str = setting("127.0.0.1", "address to listen on; the default is this machine only", metavar="ADDRESS")
+    port: int = setting(8000, "0 takes any free one", whole_between(0, 65535))
+    uds: str | None = setting(None, "listen on a Unix socket instead", metavar="PATH")
 
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # (): everybody is welcome
-    admin_keys: tuple[str, ...] = field(default=(), repr=False)  # for /admin/…, and for nothing else
-    allowed_hosts: tuple[str, ...] = ()  # names that requests may call the server by, beside those of loopback
-    cors_origins: tuple[str, ...] = ()
+    served_names: tuple[str, ...] = setting(
+        (), "what requests call the model; the first one is in answers; default: its own name", name="served_model_name"
+    )
+    chat_template: str | None = setting(None, "use this template instead of the model's own", metavar="FILE")
+    allow_request_template: bool = setting(False, "requests may bring a chat template")
+    lenient: bool = setting(False, "ignore unknown fields of requests instead of refusing them")
+    admin: bool = setting(False, "serve /admin/…, which needs a key of its own")
 
-    max_body: int = 16 * MEBIBYTE  # bytes
-    max_audio: int = 64 * MEBIBYTE  # the same of requests that bring a recording
-    max_audio_seconds: float = 2 * 3600.0  # of a recording
-    body_timeout: float = 60.0  # seconds until a body must be here in full
-    write_timeout: float = 60.0  # seconds that a client may leave what is sent to it unread
-    max_total_hidden_states_bytes: int = 2**30  # that clients have asked for and not read yet
-    max_batch: int = 256  # prompts in a request
-    max_request_tokens: int = 2**20  # prompts × choices × tokens that a request may ask for
-    max_queue: int = 4096  # unfinished prompts, of all requests together
+    api_keys: tuple[str, ...] = setting(
+        (), "may be repeated; visible in the process list", name="api_key", metavar="KEY", repr=False
+    )
+    admin_keys: tuple[str, ...] = setting(
+        (),
+        "for /admin/… alone; may be repeated; visible in the process list",
+        name="admin_key",
+        metavar="KEY",
+        repr=False,
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "take requests for this host name, too; may be repeated", name="allow_host"
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (), "web pages of this origin may ask; may be repeated", name="cors_origin", metavar="ORIGIN"
+    )
+    drain_seconds: float = setting(30.0, "time for requests under way to finish at shutdown", SECONDS)
 
-    drain_seconds: float = 30.0  # for what is under way at shutdown
-    access_log: bool = False
+    max_body: int = setting(16 * MEBIBYTE, "largest body of a request", size=True, group="limits")
+    max_audio: int = setting(64 * MEBIBYTE, "largest body of one with a recording", size=True, group="limits")
+    max_audio_seconds: float = setting(2 * 3600.0, "longest recording", SECONDS, group="limits")
+    body_timeout: float = setting(60.0, "seconds until a body must have arrived in full", SECONDS, group="limits")
+    write_timeout: float = setting(
+        60.0,
+        "seconds that a client may leave what is sent to it unread",
+        number(lambda value: 0 < value < float("inf"), "seconds, more than 0"),
+        group="limits",
+    )
+    max_batch: int = setting(256, "prompts in a request", at_least(1), group="limits")
+    max_request_tokens: int = setting(2**20, "prompts × n × max_tokens of a request", at_least(1), group="limits")
+    max_queue: int = setting(4096, "unfinished prompts, of all requests together", at_least(1), group="limits")
+
+    access_log: bool = setting(False, "a line for every request", group="log")
 
     def verify(self) -> None:
         """ConfigError for what has no meaning, before anything is loaded."""
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("port", f"{self.port} is out of range", "0 to 65535")
-        for name in (
-            "max_body",
-            "max_audio",
-            "max_batch",
-            "max_request_tokens",
-            "max_queue",
-            "max_total_hidden_states_bytes",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, f"{getattr(self, name)} is out of range", "at least 1")
-        for name in ("drain_seconds", "body_timeout", "max_audio_seconds"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(name, f"{getattr(self, name)} is out of range", "a number of seconds")
-        if not 0 < self.write_timeout < float("inf"):
-            raise ConfigError("write_timeout", f"{self.write_timeout} is out of range", "seconds, more than 0")
+        from ratoon.api.server.hosts import is_host_name  # here, because the command line reads what can be set
+
+        verify_settings(self)
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
             if any(not key or not key.isprintable() or key != key.strip() for key in keys):
                 raise ConfigError(name, "is empty, or has spaces around it", "printable characters")

@@ -44,7 +44,7 @@ def settings_of(args: argparse.Namespace) -> TwoStageSettings:
     _require("seed", settings.seed, 0)
     if settings.beam_width > MAX_BEAM_WIDTH:
         raise RequestError("--beam-width", f"{settings.beam_width} is out of range", f"at most {MAX_BEAM_WIDTH}")
-    if args.no_prefix_caching:
+    if args.enable_prefix_caching is False:
         raise RequestError("--no-prefix-caching", "leaves nothing to compare with", "leave it out")
     return settings
 

@@ -11,6 +11,7 @@ import pytest
 
 from ratoon.api.cli import parse_arguments
 from ratoon.api.commands.serve import say_what_is_waited_for
+from ratoon.api.server.settings import ServerSettings
 from ratoon.cli import main
 from ratoon.core.errors import EngineError, ModelError, RequestError
 
@@ -427,7 +428,7 @@ def test_no_swap_memory_can_be_asked_for(client, capsys):
     ],
 )
 def test_serve_says_what_it_waits_for_when_it_is_asked_to_end(count, said, capsys):
-    say_what_is_waited_for(count, parse_arguments(["serve", "fake"]))
+    say_what_is_waited_for(count, ServerSettings())
     assert capsys.readouterr().err == said
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,16 @@ def test_every_option_of_serve_is_documented_and_every_documented_one_exists():
     subparsers = argparse.ArgumentParser().add_subparsers()
     serve.add_parser(subparsers)
     existing = set(OPTION.findall(subparsers.choices["serve"].format_help())) - {"--help"}
-    documented = set(OPTION.findall((DOCS / "serving.md").read_text()))
+    documented = {
+        option for page in ("serving.md", "settings.md") for option in OPTION.findall((DOCS / page).read_text())
+    }
     assert documented == existing
+
+
+def test_the_page_of_settings_is_what_their_declarations_say():
+    """`python docs/write_settings.py` brings it up to date."""
+    written = runpy.run_path(str(DOCS / "write_settings.py"))["page"]()
+    assert (DOCS / "settings.md").read_text() == written
 
 
 @on_event_loop

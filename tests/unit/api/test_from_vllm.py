@@ -67,7 +67,7 @@ def test_use_tqdm_is_progress(client, monkeypatch, progress, use_tqdm, shown):
 def test_the_command_line_of_vllm_serve_means_the_same(capsys):
     words = "serve fake --gpu-memory-utilization 0.9 -tp 1 --max-model-len 64 --served-model-name a b --enforce-eager"
     args = parse_arguments([*words.split(), "--swap-space", "1", "-dp", "2", "--no-enable-prefix-caching"])
-    assert (args.served_model_name, args.replicas) == (["a", "b"], 2)
+    assert (args.served_model_name, args.num_replicas) == (["a", "b"], 2)
     assert engine_settings(args) == {
         "gpu_memory_utilization": 0.9, "tensor_parallel_size": 1, "max_model_len": 64, "swap_space": 1.0,
         "enable_prefix_caching": False,
