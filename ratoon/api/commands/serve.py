@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         from ratoon.api.server.runner import run_server
     except ImportError as error:
         raise ConfigError("serve", f"{error.name} is not installed", "pip install 'ratoon[serve]'") from None
-    from ratoon.api.server.listening import address, bind, is_local
-    from ratoon.api.server.logs import configure_server_logging
+    from ratoon.api.server.connections import address, bind, is_local
+    from ratoon.api.server.runner import configure_server_logging
     from ratoon.engine.async_llm import AsyncLLM
     from ratoon.observe.metrics import EngineMetrics
 

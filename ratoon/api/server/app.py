@@ -12,7 +12,7 @@ routes       FastAPI
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
@@ -23,46 +23,78 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ratoon.api.server.auth import OPEN_PATHS, KeyRing, RequireKey, is_admin_path
-from ratoon.api.server.body import BodyLimit, BoundedBody
 from ratoon.api.server.context import ServerContext, context_of
-from ratoon.api.server.disconnect import CancelOnDisconnect
-from ratoon.api.server.draining import RefuseWhileDraining
 from ratoon.api.server.errors import ApiError, as_api_error, shutting_down
-from ratoon.api.server.exchange import NOTE_HEADER, AsgiApp, Exchange, ExchangeLayer, Scope
-from ratoon.api.server.hosts import CheckHost
+from ratoon.api.server.exchange import NOTE_HEADER, AsgiApp, Exchange, Scope
+from ratoon.api.server.middleware import (
+    OPEN_PATHS,
+    BodyLimit,
+    BoundedBody,
+    CancelOnDisconnect,
+    CheckHost,
+    ExchangeLayer,
+    KeyRing,
+    RefuseWhileDraining,
+    RequireKey,
+    is_admin_path,
+)
 from ratoon.api.server.openapi import build_document
-from ratoon.api.server.paths import no_such_path
-from ratoon.api.server.problems import explain
+from ratoon.api.server.request_bodies import explain
 from ratoon.api.server.responses import error_response
 from ratoon.api.server.routes import (
-    admin,
     audio,
     chat,
     completions,
     embeddings,
     hidden_states,
-    models,
     pages,
-    roots,
+    requests,
     service,
     tokens,
 )
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import EngineDeadError, EngineError, RequestError
+from ratoon.core.suggestions import nearest_name
 from ratoon.observe.logging import get_logger
 
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
 
+
+VERSION_PREFIX = "/v1"
+MAX_SHOWN_PATH = 100
+
+
+def no_such_path(path: str, known: Iterable[str]) -> str:
+    """`known` are the paths of the server's routes."""
+    paths = set(known)
+    message = f"There is no {path[:MAX_SHOWN_PATH]!r} here"
+    if is_admin_path(path) and not any(is_admin_path(one) for one in paths):
+        return f"{message}: administration is off; ratoon serve --admin turns it on, with a key of its own"
+    meant = _nearest_path(path, paths)
+    return message if meant is None else f"{message}; did you mean {meant}?"
+
+
+def _nearest_path(path: str, paths: set[str]) -> str | None:
+    plain = path.rstrip("/")
+    for candidate in (
+        plain,
+        VERSION_PREFIX + plain,
+        plain.removeprefix(VERSION_PREFIX),
+    ):  # a base URL without /v1, or with it twice
+        if candidate in paths and candidate != path:
+            return candidate
+    return nearest_name(plain, paths)
+
+
 ROUTERS = (
     chat.router,
     completions.router,
-    roots.router,
+    requests.router,
     embeddings.router,
     audio.router,
     hidden_states.router,
-    models.router,
+    service.models_router,
     tokens.router,
     service.router,
     pages.router,
@@ -99,7 +131,7 @@ def build_app(context: ServerContext) -> AsgiApp:
     )
     if settings.api_keys or settings.admin:
         app = RequireKey(app, KeyRing(settings.api_keys), KeyRing(settings.admin_keys if settings.admin else ()))
-    app = RefuseWhileDraining(app, context)
+    app = RefuseWhileDraining(app, lambda: context.draining)
     if settings.cors_origins:
         app = CORSMiddleware(
             app,
@@ -131,7 +163,7 @@ def _routers(settings: ServerSettings) -> tuple[APIRouter, ...]:
     if not settings.admin:
         return ROUTERS
     assert settings.admin_keys, "administration needs a key of its own (ServerSettings.verify)"
-    return (*ROUTERS, admin.router)
+    return (*ROUTERS, service.admin_router)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

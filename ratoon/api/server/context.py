@@ -1,8 +1,10 @@
-"""What all routes share: the engine, the settings, the model's names, and the count of what is under way."""
+"""What all routes share: the engine, the settings, the model's names, the names of requests, and the count of what is
+under way."""
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,15 +14,37 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from ratoon.api.server.errors import model_not_found, queue_full
-from ratoon.api.server.hosts import AllowedHosts
-from ratoon.api.server.names import RequestNames
+from ratoon.api.server.logprobs import TokenTexts
+from ratoon.api.server.middleware import AllowedHosts
 from ratoon.api.server.settings import ServerSettings
-from ratoon.api.server.token_texts import TokenTexts
+from ratoon.core.errors import UnknownParentError
 from ratoon.core.json_extent import ExtentLimit, extent_limit
 from ratoon.core.shares import SharedLimit
 
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
+
+
+class RequestNames:
+    def __init__(self, max_names: int) -> None:
+        self._max_names = max_names  # of each owner: nothing that one does makes another's forgotten
+        self._ids: dict[str | None, OrderedDict[str, str]] = {}  # by owner: names and the ids of answers
+
+    def note(self, owner: str | None, name: str, request_id: str) -> None:
+        ids = self._ids.setdefault(owner, OrderedDict())
+        ids[name] = request_id
+        ids.move_to_end(name)
+        if len(ids) > self._max_names:
+            ids.popitem(last=False)
+
+    async def resolve(self, llm: AsyncLLM, name: str, owner: str | None) -> str:
+        """The id of the request that this is the id or the name of. An id goes first."""
+        try:
+            await llm.find_parent(name, wait=False, owner=owner)
+        except UnknownParentError:
+            ids = self._ids.get(owner)
+            return name if ids is None else ids.get(name, name)
+        return name
 
 
 @dataclass

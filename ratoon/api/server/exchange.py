@@ -6,8 +6,7 @@ What a layer learns about a request (who sent it, its body) it notes here; nothi
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -49,43 +48,21 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-class ExchangeLayer:
-    """Makes the exchange, and tells the observer how it ended."""
-
-    def __init__(self, app: AsgiApp, observe: Callable[[Scope, Exchange], None]) -> None:
-        self._app = app
-        self._observe = observe
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await refuse_other_protocols(scope, receive, send)
-        exchange = scope[KEY] = Exchange(_request_id(scope), send, trace_headers=_trace_headers(scope))
-
-        async def note_status(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_status)
-        finally:
-            self._observe(scope, exchange)
+def preferred_type(scope: Scope, offered: Sequence[str]) -> str:
+    """One of `offered`. The first of them for a client that names none, or accepts everything."""
+    wishes = (header(scope, b"accept") or b"").decode("latin-1").lower().split(",")
+    best, best_weight = offered[0], 0.0
+    for wish in wishes:
+        name, *parameters = (part.strip() for part in wish.split(";"))
+        weight = _weight(parameters)
+        if name in offered and weight > best_weight:  # of equal ones the first
+            best, best_weight = name, weight
+    return best
 
 
-def _request_id(scope: Scope) -> str:
-    given = header(scope, REQUEST_ID_HEADER)
-    if given is not None and CLIENTS_REQUEST_ID.fullmatch(given):
-        return given.decode("ascii")
-    return secrets.token_hex(16)
-
-
-def _trace_headers(scope: Scope) -> dict[str, str] | None:
-    found = {name: value.decode("latin-1") for name, key in TRACE_HEADERS if (value := header(scope, key)) is not None}
-    return found or None
-
-
-async def refuse_other_protocols(scope: Scope, receive: Receive, send: Send) -> None:
-    """There are no web sockets here, and nothing to do at start-up."""
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": 1000})
+def _weight(parameters: Sequence[str]) -> float:
+    text = next((parameter[2:] for parameter in parameters if parameter.startswith("q=")), "1")
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

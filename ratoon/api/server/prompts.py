@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
-from ratoon.api.server.lanes import Lane, WorkLanes
 from ratoon.api.server.protocol.chat import Message, Tool
+from ratoon.api.server.threads import Lane, WorkLanes
 from ratoon.core.errors import RequestError
 from ratoon.models.chat_template import RenderedChat, TrustedTemplate
 from ratoon.models.template_process import MAX_PROCESSES

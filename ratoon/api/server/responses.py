@@ -1,21 +1,26 @@
-"""Answers that are known in full: JSON and errors in one piece, large ones in slices.
+"""Answers: JSON and errors in one piece, large ones in slices, and events that are sent while they are made.
 
-Every answer carries the request's id. Answers that are sent while they are made are in sse.py.
+Every answer carries the request's id. Chunks go to the HTTP server's own `send`, past every layer in between, which
+Starlette's StreamingResponse can't do.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+import binascii
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ratoon.api.server.errors import ApiError
+from ratoon.api.hidden_states import cut
+from ratoon.api.server.errors import ApiError, as_api_error
 from ratoon.api.server.exchange import Receive, Scope, Send, exchange_of
-from ratoon.api.server.large_json import encode_parts, slices, total_size
+from ratoon.observe.logging import get_logger
 
 JSON = "application/json"
 
@@ -58,3 +63,112 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     response = error_response(scope, error)
     await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
+
+
+SLICE = 192 * 1024  # bytes before they are encoded; a multiple of 3, so that slices add up; well below a millisecond
+
+
+class Base64:
+    """Bytes that stand in JSON as text."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        """Of the text."""
+        return (self._data.nbytes + 2) // 3 * 4
+
+    def slices(self) -> Iterator[bytes]:
+        return (binascii.b2a_base64(piece, newline=False) for piece in cut(self._data, SLICE))
+
+
+Part: TypeAlias = bytes | Base64
+
+
+def encode_parts(content: Any) -> list[Part]:
+    """`content` as JSON, cut where Base64 stands in it."""
+    found: list[Base64] = []
+    mark = secrets.token_hex(16)  # made now: no text of a client or a model has it in it
+
+    def set_aside(value: Any) -> str:
+        if not isinstance(value, Base64):
+            raise NotImplementedError(f"{type(value).__name__} has no form in JSON")
+        found.append(value)
+        return mark
+
+    first, *others = msgspec.json.encode(content, enc_hook=set_aside).split(mark.encode())
+    parts: list[Part] = [first]
+    for data, text in zip(found, others):
+        parts += (data, text)
+    return parts
+
+
+def total_size(parts: Iterable[Part]) -> int:
+    return sum(map(len, parts))
+
+
+def slices(parts: Iterable[Part]) -> Iterator[bytes]:
+    """What to send at once: short parts together, long ones in pieces."""
+    gathered: list[bytes] = []
+    size = 0
+    for part in parts:
+        for piece in part.slices() if isinstance(part, Base64) else (part,):
+            gathered.append(piece)
+            size += len(piece)
+            if size >= SLICE:
+                yield b"".join(gathered)
+                gathered, size = [], 0
+    if gathered:
+        yield b"".join(gathered)
+
+
+EVENT_STREAM = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold chunks back
+
+logger = get_logger(__name__)
+_encode = msgspec.json.Encoder().encode
+
+
+def event(content: Any) -> bytes:
+    return b"data: %b\n\n" % _encode(content)
+
+
+def event_parts(content: Any) -> list[Part]:
+    """The same for content with Base64 in it."""
+    return [b"data: ", *encode_parts(content), b"\n\n"]
+
+
+class EventStream(Response):
+    """Sends encoded events: those that are here already, then what the generator yields.
+
+    An error on the way becomes the last event before [DONE].
+    """
+
+    media_type = EVENT_STREAM
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(headers={**STREAM_HEADERS, **headers})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raw_send = exchange_of(scope).raw_send
+        last = DONE
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await raw_send({"type": "http.response.body", "body": self._first, "more_body": True})
+            try:
+                async for body in events:
+                    await raw_send({"type": "http.response.body", "body": body, "more_body": True})
+            except Exception as error:
+                last = _last_words(error) + DONE
+        await raw_send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _last_words(error: Exception) -> bytes:
+    answer = as_api_error(error)
+    if answer.status == 500:
+        logger.error("a stream failed: %s", error, exc_info=None if answer is error else error)
+    return event(answer.as_dict())

@@ -9,23 +9,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from ratoon.api.server.accepting import Acceptor
 from ratoon.api.server.app import build_app
+from ratoon.api.server.connections import BoundedHttpProtocol, HttpServer, is_local, release
 from ratoon.api.server.context import ServerContext
-from ratoon.api.server.listening import allowed_hosts, release
+from ratoon.api.server.middleware import AllowedHosts
 from ratoon.api.server.settings import ServerSettings
+from ratoon.core.errors import ConfigError
 from ratoon.core.health import EngineState
-from ratoon.observe.logging import get_logger
+from ratoon.observe.logging import FILE_VARIABLE, LEVELS, ROOT, VARIABLE, configure_logging, get_logger
 
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
+
+
+HTTP_LOGGER = "uvicorn"
+TRACE_LOGGER = "opentelemetry"  # says that a collector does not answer
+THROUGHPUT_LOGGER = "ratoon.observe.throughput"
+
+
+def configure_server_logging(level: str | None, file: str | None, access_log: bool) -> None:
+    if level is not None and level not in LEVELS:
+        raise ConfigError("log_level", f"{level!r} is unknown", ", ".join(LEVELS))
+    # Engine processes inherit the environment, and with it where to write and how much.
+    if level is not None:
+        os.environ[VARIABLE] = level
+    if file is not None:
+        os.environ[FILE_VARIABLE] = os.path.abspath(file)
+    configure_logging()
+    if VARIABLE not in os.environ:  # no level was asked for: the throughput is written all the same
+        logging.getLogger(THROUGHPUT_LOGGER).setLevel(logging.INFO)
+    for name in (HTTP_LOGGER, TRACE_LOGGER):
+        library = logging.getLogger(name)
+        library.handlers = list(logging.getLogger(ROOT).handlers)
+        library.propagate = False
+        library.setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access_log else logging.WARNING)
+
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_DONE = 0
@@ -58,44 +86,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _http_protocol() -> type[asyncio.Protocol] | str:
-    try:
-        from ratoon.api.server.http_protocol import BoundedHttpProtocol
-    except ImportError:  # no httptools: uvicorn has another, slower parser
-        return "auto"
-    return BoundedHttpProtocol
-
-
-class HttpServer(uvicorn.Server):
-    """Leaves signals to us: by itself it would stop listening first, and clients could not be told. And takes
-    connections in our way."""
-
-    _acceptor: Acceptor | None = None
-    write_timeout: float | None = None  # seconds
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])
-        assert sockets is not None
-        self._acceptor = Acceptor(sockets[0], self._make_protocol)
-        self._acceptor.start()
-
-    def _make_protocol(self) -> asyncio.Protocol:
-        make: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = make(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        if self.write_timeout is not None:
-            protocol.write_seconds = self.write_timeout  # type: ignore[attr-defined]
-        return protocol
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._acceptor is not None:
-            self._acceptor.stop()
-        await super().shutdown(sockets=sockets)
+def allowed_hosts(bound: socket.socket, settings: ServerSettings) -> AllowedHosts | None:
+    """The names that requests may call the server by; None where that does not matter: a key tells who asks, a Unix
+    socket is out of a browser's reach, and an address for other machines has names that are not known here."""
+    if bound.family == socket.AF_UNIX:
+        return None
+    if settings.allowed_hosts or (is_local(bound) and not settings.api_keys):
+        return AllowedHosts((settings.host, *settings.allowed_hosts))
+    return None
 
 
 class ServerRunner:
@@ -184,7 +182,7 @@ class ServerRunner:
     def _http_config(self) -> uvicorn.Config:
         return uvicorn.Config(
             build_app(self._context),
-            http=_http_protocol(),
+            http=BoundedHttpProtocol,
             log_config=None,
             access_log=self._context.settings.access_log,
             lifespan="off",

@@ -62,7 +62,7 @@ class ServerSettings:
 
     def verify(self) -> None:
         """ConfigError for what has no meaning, before anything is loaded."""
-        from ratoon.api.server.hosts import is_host_name  # here, because the command line reads what can be set
+        from ratoon.api.server.middleware import is_host_name  # here, because the command line reads what can be set
 
         verify_settings(self)
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):

@@ -17,10 +17,10 @@ from ratoon.api.commands import serve
 from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
-from ratoon.api.server.protocol.embeddings import EmbeddingRequest
 from ratoon.api.server.protocol.hidden_states import HiddenStatesRequest
 from ratoon.api.server.protocol.sampling import StreamOptions
-from ratoon.api.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from ratoon.api.server.routes.embeddings import EmbeddingRequest
+from ratoon.api.server.routes.tokens import DetokenizeRequest, TokenizeRequest
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.stats import SchedulerStats
 from ratoon.observe.metrics import EngineMetrics

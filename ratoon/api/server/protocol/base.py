@@ -1,10 +1,15 @@
-"""What all models of the protocol share, and the types of fields that several of them have."""
+"""What all models of the protocol share: types of fields, parts of answers, and the fields of other servers that
+constrain an answer.
+
+The latter are refused by name, on a lenient server too: an answer that was not constrained as it was asked to be would
+look as if it had been.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -155,3 +160,93 @@ Suffix = Annotated[
 ]
 LogitBias = Annotated[dict[str, float], AfterValidator(_token_keys), at_most(MAX_LOGIT_BIAS)]
 Metadata = Annotated[dict[str, str], at_most(MAX_METADATA)]
+
+
+class ErrorDetail(AnswerModel):
+    message: str
+    type: str
+    param: str | None = Field(description="The field that is wrong")
+    code: str | None = Field(description="What is wrong, for programs")
+
+
+class ErrorAnswer(AnswerModel):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(AnswerModel):
+    cached_tokens: int = Field(description="Tokens of the prompts that were found in the prefix cache")
+
+
+class Usage(AnswerModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ContinuationAnswer(AnswerModel):
+    """How a continuation began."""
+
+    parent: str
+    inherited_tokens: int = Field(description="Tokens of its prompt that were not computed again")
+    computed_tokens: int = Field(description="Tokens of its prompt that were")
+    source: Literal["lease", "prefix_cache", "recomputed"] = Field(
+        description="What it began with: memory kept for it (or of a parent that runs), cached blocks, or nothing"
+    )
+    fallback: bool = Field(description="The parent is forgotten: the request's own prompt was used in its place")
+
+
+class PromptLogprob(AnswerModel):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # a token each; by token id; the first token has none
+
+
+class FoundChoice(AnswerModel):
+    """What a choice has in addition if a beam search found it."""
+
+    score: float | None = Field(None, description="The sum of log-probabilities after the length penalty")
+    cumulative_logprob: float | None = Field(None, description="The sum itself")
+
+
+class FoundChunkChoice(FoundChoice):
+    """The same in a stream, where the figures are those of the best text so far until the choice has ended."""
+
+    best_so_far: str | None = Field(None, description="While it searches: the best text, all of it. Not to be added up")
+
+
+STRUCTURED = "structured output does not exist yet; leave it out"
+LENGTH = "use max_tokens"
+LOGITS = "use logit_bias, allowed_token_ids or bad_words"
+
+# A * at the end stands for any further characters.
+CONSTRAINTS: Mapping[str, str] = {
+    "guided_*": STRUCTURED,  # vLLM
+    "structured_outputs": STRUCTURED,
+    "structural_tag": STRUCTURED,
+    "grammar": STRUCTURED,  # llama.cpp
+    "json_schema": STRUCTURED,
+    "regex": STRUCTURED,  # SGLang
+    "ebnf": STRUCTURED,
+    "format": STRUCTURED,  # Ollama
+    "logits_processors": LOGITS,
+    "custom_logit_processor": LOGITS,
+    "stop_regex": "use stop",
+    "max_new_tokens": LENGTH,
+    "max_output_tokens": LENGTH,
+    "n_predict": LENGTH,
+    "num_predict": LENGTH,
+    "truncate_prompt_tokens": "a prompt is never cut: shorten it",
+    "prompt_embeds": "send text or token ids",
+    "documents": "use chat_template_kwargs, if the model's chat template knows such a thing",
+}
+
+
+def find_hint(table: Mapping[str, str], name: str) -> str | None:
+    """What a table says about a field; None: it is not in there."""
+    if name in table:
+        return table[name]
+    return next((hint for key, hint in table.items() if key[-1] == "*" and name.startswith(key[:-1])), None)

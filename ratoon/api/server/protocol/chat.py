@@ -7,11 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChoice, FoundChunkChoice, PromptLogprobs, Usage
-from ratoon.api.server.protocol.base import AnswerModel, Entries, Size
+from ratoon.api.server.protocol.base import (
+    CONSTRAINTS,
+    AnswerModel,
+    ContinuationAnswer,
+    Entries,
+    FoundChoice,
+    FoundChunkChoice,
+    PromptLogprobs,
+    Size,
+    Usage,
+)
 from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields
-from ratoon.api.server.protocol.unsupported import CONSTRAINTS
 
 LATER = "does not exist here; leave it out"
 

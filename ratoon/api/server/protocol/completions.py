@@ -7,11 +7,21 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ratoon.api.server.protocol.answers import ContinuationAnswer, FoundChunkChoice, PromptLogprobs, Usage
-from ratoon.api.server.protocol.base import AnswerModel, Int, Prompt, Prompts, Suffix
+from ratoon.api.server.protocol.base import (
+    CONSTRAINTS,
+    STRUCTURED,
+    AnswerModel,
+    ContinuationAnswer,
+    FoundChunkChoice,
+    Int,
+    Prompt,
+    PromptLogprobs,
+    Prompts,
+    Suffix,
+    Usage,
+)
 from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields
-from ratoon.api.server.protocol.unsupported import CONSTRAINTS, STRUCTURED
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

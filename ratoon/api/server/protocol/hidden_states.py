@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from ratoon.api.server.protocol.answers import ErrorDetail
-from ratoon.api.server.protocol.base import AnswerModel, Prompt, RequestId, RequestModel, Size
+from ratoon.api.server.protocol.base import AnswerModel, ErrorDetail, Prompt, RequestId, RequestModel, Size
 from ratoon.core.params import HiddenStatesParams
 
 NAMES = ("positions", "scope", "layers", "dtype", "deadline", "side")  # here and in HiddenStatesParams

@@ -1,26 +1,71 @@
-"""POST /v1/embeddings"""
+"""POST /v1/embeddings: a text as a vector."""
 
 from __future__ import annotations
 
 import base64
 import time
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generation import PROMPT_FIELDS, all_or_none, make_id
-from ratoon.api.server.json_body import read_body
+from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import EncodedPrompt, encode_prompts
-from ratoon.api.server.protocol.embeddings import EmbeddingRequest, Embeddings
+from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts, RequestId, RequestModel
+from ratoon.api.server.request_bodies import read_body
 from ratoon.api.server.responses import json_response
-from ratoon.api.server.routes.documented import MODEL, WITH_BODY, answers, body
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput
 from ratoon.core.params import PoolingParams
+
+
+class EmbeddingRequest(RequestModel):
+    model: str = Field(min_length=1, description="The served model's name")
+    input: Prompts = Field(description="Text, token ids, or a list of either")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: 32-bit floats, the lowest byte first"
+    )
+    dimensions: Int | None = Field(None, description="Keep so many of the first numbers")
+
+    # Extensions
+    pooling: Literal["last", "mean", "first"] | None = Field(
+        None,
+        description="The last token's state, the mean of all, or the first's; left out: what the model was made for",
+    )
+    normalize: bool | None = Field(None, description="To length 1; true where it is left out")
+    add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
+    priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
+    cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
+    request_id: RequestId | None = Field(None)
+
+    # Accepted, without effect
+    user: str | None = Field(None, description="Accepted, without effect")
+
+
+class Embedding(AnswerModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(AnswerModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(AnswerModel):
+    object: Literal["list"]
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
 
 router = APIRouter(tags=["OpenAI"])
 EXAMPLE = {"model": MODEL, "input": ["A cat.", "A kitten."]}
@@ -31,7 +76,6 @@ EXAMPLE = {"model": MODEL, "input": ["A cat.", "A kitten."]}
     summary="Turn texts into vectors",
     responses=answers(Embeddings, *WITH_BODY, 404, 429),
     openapi_extra=body(EmbeddingRequest, EXAMPLE),
-    response_model=None,
 )
 async def create_embeddings(request: Request) -> Response:
     context = context_of(request)

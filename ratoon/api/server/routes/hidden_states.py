@@ -7,18 +7,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.hidden_states import as_safetensors, cut
-from ratoon.api.server.accept import preferred_type
-from ratoon.api.server.answers.hidden_states import content
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused, request_not_found
-from ratoon.api.server.exchange import Exchange, exchange_of
+from ratoon.api.server.exchange import Exchange, exchange_of, preferred_type
+from ratoon.api.server.generated_answers import content
 from ratoon.api.server.generation import make_id
-from ratoon.api.server.json_body import read_body
-from ratoon.api.server.large_json import SLICE
+from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import encode_prompts
 from ratoon.api.server.protocol.hidden_states import HiddenStatesAnswer, HiddenStatesRequest
-from ratoon.api.server.responses import JSON, SlicedResponse, large_json_response
-from ratoon.api.server.routes.documented import MODEL, WITH_BODY, answers, body
+from ratoon.api.server.request_bodies import read_body
+from ratoon.api.server.responses import JSON, SLICE, SlicedResponse, large_json_response
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.outputs import HiddenStatesOutput
 
@@ -33,7 +31,6 @@ EXAMPLE = {"model": MODEL, "prompt": "The capital of France is", "positions": -1
     summary="Read the hidden states of a prompt, or of a request that has ended",
     responses=answers(HiddenStatesAnswer, *WITH_BODY, 404, 429, 504, files=SAFETENSORS),
     openapi_extra=body(HiddenStatesRequest, EXAMPLE),
-    response_model=None,
 )
 async def read_hidden_states(request: Request) -> Response:
     context = context_of(request)

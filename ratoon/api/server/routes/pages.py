@@ -18,9 +18,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ratoon.api.server.accept import preferred_type
 from ratoon.api.server.context import ServerContext, context_of
-from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.exchange import exchange_of, preferred_type
 from ratoon.api.server.responses import JSON, json_response
 from ratoon.version import __version__
 

@@ -1,19 +1,70 @@
-"""GET /health, /version and /metrics: for whoever operates the server. Open to everybody."""
+"""GET /health, /version and /metrics, open to all; GET /v1/models; and /admin/…, control over the engine, which is
+served only where the operator asked for it (--admin)."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+import msgspec
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.exchange import exchange_of
-from ratoon.api.server.protocol.service import HealthAnswer, Version
+from ratoon.api.server.openapi import answers
+from ratoon.api.server.protocol.base import AnswerModel
 from ratoon.api.server.responses import json_response
 from ratoon.version import __version__
+
+
+class Model(AnswerModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class Models(AnswerModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class EngineHealthAnswer(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    index: int
+    state: str
+
+
+class HealthAnswer(AnswerModel):
+    status: str
+    engines: list[EngineHealthAnswer]
+
+
+class Version(AnswerModel):
+    version: str
+
+
+class AdminAnswer(BaseModel):
+    """What a call did, where there is something to say."""
+
+    model_config = ConfigDict(extra="allow")
+
+    ok: bool
+
+
+class Stats(AnswerModel):
+    health: HealthAnswer
+    engines: list[dict[str, Any]]
+    settings: dict[str, Any]
+    num_unfinished_requests: int
+
 
 router = APIRouter(tags=["Service"])
 
@@ -25,7 +76,6 @@ router = APIRouter(tags=["Service"])
         200: {"model": HealthAnswer, "description": "They are"},
         503: {"model": HealthAnswer, "description": "They are not: the engine starts, restarts or is gone"},
     },
-    response_model=None,
 )
 async def health(request: Request) -> Response:
     context = context_of(request)
@@ -43,7 +93,6 @@ def describe_health(context: ServerContext) -> dict[str, Any]:
     "/version",
     summary="The server's version",
     responses={200: {"model": Version, "description": "The version"}},
-    response_model=None,
 )
 async def version(request: Request) -> Response:
     return json_response(request, {"version": __version__})
@@ -54,10 +103,101 @@ async def version(request: Request) -> Response:
     summary="Figures for Prometheus",
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Text format"}},
     response_class=Response,
-    response_model=None,
 )
 async def metrics(request: Request) -> Response:
     found = context_of(request).llm.metrics
     content, content_type = (b"", "text/plain; charset=utf-8") if found is None else found.render()
     headers = {**exchange_of(request.scope).headers(), "Content-Type": content_type}
     return Response(content, headers=headers)
+
+
+models_router = APIRouter(tags=["OpenAI"])
+
+
+@models_router.get("/v1/models", summary="List the models", responses=answers(Models))
+async def list_models(request: Request) -> Response:
+    context = context_of(request)
+    return json_response(
+        request, {"object": "list", "data": [describe_model(context, name) for name in context.served_names]}
+    )
+
+
+# A model's name may have slashes.
+@models_router.get("/v1/models/{model:path}", summary="Describe one", responses=answers(Model, 404))
+async def get_model(request: Request, model: str) -> Response:
+    context = context_of(request)
+    context.check_model(model)
+    return json_response(request, describe_model(context, model))
+
+
+def describe_model(context: ServerContext, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "ratoon",
+        "root": context.llm.source.name,
+        "parent": None,
+        "max_model_len": context.max_model_len,
+    }
+
+
+admin_router = APIRouter(prefix="/admin", tags=["Administration"])
+ADMIN_ANSWERS: dict[str, Any] = {"responses": answers(AdminAnswer, 400)}
+
+
+@admin_router.post("/pause", summary="Take requests, but run no step", **ADMIN_ANSWERS)
+async def pause(request: Request) -> Response:
+    await context_of(request).llm.pause()
+    return json_response(request, {"ok": True})
+
+
+@admin_router.post("/resume", summary="Go on after a pause", **ADMIN_ANSWERS)
+async def resume(request: Request) -> Response:
+    await context_of(request).llm.resume()
+    return json_response(request, {"ok": True})
+
+
+@admin_router.post(
+    "/reset_prefix_cache", summary="Forget cached prefixes; not while requests are under way", **ADMIN_ANSWERS
+)
+async def reset_prefix_cache(request: Request) -> Response:
+    return json_response(request, {"ok": await context_of(request).llm.reset_prefix_cache()})
+
+
+@admin_router.post("/sleep", summary="Give memory back until the engine is woken up", **ADMIN_ANSWERS)
+async def sleep(request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1) -> Response:
+    await context_of(request).llm.sleep(level)
+    return json_response(request, {"ok": True})
+
+
+@admin_router.post("/wake_up", summary="Take the memory again", **ADMIN_ANSWERS)
+async def wake_up(request: Request) -> Response:
+    await context_of(request).llm.wake_up()
+    return json_response(request, {"ok": True})
+
+
+@admin_router.post("/profile/start", summary="Begin to record what steps spend their time on", **ADMIN_ANSWERS)
+async def start_profile(request: Request) -> Response:
+    await context_of(request).llm.start_profile()
+    return json_response(request, {"ok": True})
+
+
+@admin_router.post("/profile/stop", summary="End the record, and say where it is", **ADMIN_ANSWERS)
+async def stop_profile(request: Request) -> Response:
+    return json_response(request, {"ok": True, "files": await context_of(request).llm.stop_profile()})
+
+
+@admin_router.get("/stats", summary="How the engines are, and their settings", responses=answers(Stats))
+async def stats(request: Request) -> Response:
+    context = context_of(request)
+    engines = await context.llm.stats()
+    return json_response(
+        request,
+        {
+            "health": describe_health(context),
+            "engines": [msgspec.to_builtins(engine) for engine in engines],
+            "settings": context.llm.describe(),
+            "num_unfinished_requests": context.num_unfinished,
+        },
+    )

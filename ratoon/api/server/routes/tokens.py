@@ -1,19 +1,58 @@
-"""POST /tokenize and /detokenize"""
+"""POST /tokenize and /detokenize: the model's tokenizer, as the server uses it."""
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import exchange_of
-from ratoon.api.server.json_body import read_body
+from ratoon.api.server.openapi import WITH_BODY, answers, body
 from ratoon.api.server.prompts import count_text, encode_chat, off_loop
-from ratoon.api.server.protocol.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from ratoon.api.server.protocol.base import AnswerModel, Entries, RequestModel
+from ratoon.api.server.protocol.chat import Message, Tool
+from ratoon.api.server.request_bodies import read_body
 from ratoon.api.server.responses import json_response
-from ratoon.api.server.routes.documented import WITH_BODY, answers, body
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class TokenizeRequest(RequestModel):
+    """Either a prompt or messages."""
+
+    model: str | None = Field(None, description="The served model's name; may be left out")
+    prompt: str | None = None
+    messages: Entries[Message] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Add what the model expects around a text; default: to a prompt, not to messages"
+    )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Entries[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = Field(None, description="The tokens as the vocabulary writes them, too")
+
+
+class Tokenized(AnswerModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    model: str | None = Field(None, description="The served model's name; may be left out")
+    tokens: Entries[TokenId]
+
+
+class Detokenized(AnswerModel):
+    prompt: str
+
 
 router = APIRouter(tags=["Tokens"])
 
@@ -23,7 +62,6 @@ router = APIRouter(tags=["Tokens"])
     summary="Turn a prompt or a conversation into token ids",
     responses=answers(Tokenized, *WITH_BODY, 404),
     openapi_extra=body(TokenizeRequest, {"prompt": "Rice is a grass."}),
-    response_model=None,
 )
 async def tokenize(request: Request) -> Response:
     context = context_of(request)
@@ -68,7 +106,6 @@ async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int)
     summary="Turn token ids into text",
     responses=answers(Detokenized, *WITH_BODY, 404),
     openapi_extra=body(DetokenizeRequest, {"tokens": [40, 41, 42]}),
-    response_model=None,
 )
 async def detokenize(request: Request) -> Response:
     context = context_of(request)

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from ratoon.api.server.context import ServerContext
-from ratoon.api.server.protocol.audio import TranscriptionRequest, TranslationRequest
+from ratoon.api.server.routes.audio import TranscriptionRequest, TranslationRequest
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import EngineError
 from ratoon.core.messages import EngineReady

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from ratoon.api.server.auth import KeyRing
 from ratoon.api.server.exchange import Exchange
+from ratoon.api.server.middleware import KeyRing
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError
 from tests.unit.api.server.harness import MODEL, say, scripted

@@ -12,15 +12,15 @@ import pytest
 from pydantic import ValidationError
 
 from ratoon.api.server.errors import ApiError
-from ratoon.api.server.json_body import check_fields, decode_json, parse_body
-from ratoon.api.server.protocol.audio import TranscriptionRequest, TranslationRequest
 from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
-from ratoon.api.server.protocol.embeddings import EmbeddingRequest
 from ratoon.api.server.protocol.hidden_states import HiddenStatesFields, HiddenStatesRequest
 from ratoon.api.server.protocol.sampling import StreamOptions
-from ratoon.api.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from ratoon.api.server.request_bodies import check_fields, decode_json, parse_body
+from ratoon.api.server.routes.audio import TranscriptionRequest, TranslationRequest
+from ratoon.api.server.routes.embeddings import EmbeddingRequest
+from ratoon.api.server.routes.tokens import DetokenizeRequest, TokenizeRequest
 from ratoon.core.json_extent import MAX_PARTS, SLICE, SMALL_BODY, ExtentLimit, extent_limit, find_excess
 from ratoon.core.params import MAX_LOGIT_BIAS
 from tests.unit.api.server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, say, scripted

@@ -7,11 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ratoon.api.server.context import ServerContext
-from ratoon.api.server.names import RequestNames
+from ratoon.api.server.context import RequestNames, ServerContext
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk
 from ratoon.api.server.protocol.completions import Completion
-from ratoon.api.server.protocol.roots import EndedRequests, ForgottenRequest
+from ratoon.api.server.routes.requests import EndedRequests, ForgottenRequest
 from ratoon.api.server.settings import ServerSettings
 from ratoon.observe.metrics import EngineMetrics
 from tests.engines_async import make_thread_engine

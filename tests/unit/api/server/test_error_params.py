@@ -9,9 +9,9 @@ import pytest
 from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
-from ratoon.api.server.protocol.embeddings import EmbeddingRequest
 from ratoon.api.server.protocol.hidden_states import HiddenStatesRequest
-from ratoon.api.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from ratoon.api.server.routes.embeddings import EmbeddingRequest
+from ratoon.api.server.routes.tokens import DetokenizeRequest, TokenizeRequest
 from tests.unit.api.server.harness import MODEL, say, scripted
 from tests.unit.engine.fakes_async import on_event_loop
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ratoon.api.server.hosts import AllowedHosts
-from ratoon.api.server.listening import allowed_hosts, bind, release
+from ratoon.api.server.connections import bind, release
+from ratoon.api.server.middleware import AllowedHosts
+from ratoon.api.server.runner import allowed_hosts
 from ratoon.api.server.settings import ServerSettings
 from tests.unit.api.server.harness import Client, scripted
 from tests.unit.engine.fakes_async import on_event_loop

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from ratoon.api.server.lanes import LANES, WorkLanes
+from ratoon.api.server.threads import LANES, WorkLanes
 from tests.unit.api.server.harness import MAX_MODEL_LEN, byte_tokenizer, scripted
 from tests.unit.engine.fakes_async import on_event_loop
 

@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import logging
-from ratoon.api.server.logs import configure_server_logging
+from ratoon.api.server.runner import configure_server_logging
 
 configure_server_logging({level!r}, None, False)
 logging.getLogger("ratoon.observe.throughput").info("the throughput")

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from ratoon.api.server import runner as runner_module
-from ratoon.api.server.listening import address, bind, is_local, release
+from ratoon.api.server.connections import address, bind, is_local, release
 from ratoon.api.server.runner import ServerRunner
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError, ModelError
@@ -181,7 +181,7 @@ async def test_a_head_that_is_too_large_is_refused(head):
 
 @on_event_loop
 async def test_a_head_that_never_ends_is_given_up(monkeypatch):
-    monkeypatch.setattr("ratoon.api.server.http_protocol.HEAD_SECONDS", 0.05)
+    monkeypatch.setattr("ratoon.api.server.connections.HEAD_SECONDS", 0.05)
     async with running() as server:
         for beginning in (b"", b"GET / HTTP/1.1\r\n", b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /ver"):
             reader, writer = await say_over_socket(server, beginning)
@@ -192,7 +192,7 @@ async def test_a_head_that_never_ends_is_given_up(monkeypatch):
 
 @on_event_loop
 async def test_a_large_body_is_no_large_head_and_takes_its_time(monkeypatch):
-    monkeypatch.setattr("ratoon.api.server.http_protocol.HEAD_SECONDS", 0.05)
+    monkeypatch.setattr("ratoon.api.server.connections.HEAD_SECONDS", 0.05)
     async with running() as server:
         head = b"POST /tokenize HTTP/1.1\r\n" + JSON_HEADERS + b"Content-Length: 200002\r\n\r\n"
         reader, writer = await say_over_socket(server, head + b'"' + b"x" * 200_000)

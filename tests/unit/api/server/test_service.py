@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from ratoon.api.server.errors import as_api_error
-from ratoon.api.server.protocol.service import HealthAnswer, Models, Stats
+from ratoon.api.server.routes.service import HealthAnswer, Models, Stats
 from ratoon.core.errors import RequestError
 from ratoon.version import __version__
 from tests.unit.api.server.harness import MAX_MODEL_LEN, MODEL, say, scripted

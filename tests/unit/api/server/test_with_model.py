@@ -11,7 +11,7 @@ import pytest
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk
 from ratoon.api.server.protocol.completions import Completion
-from ratoon.api.server.protocol.embeddings import Embeddings
+from ratoon.api.server.routes.embeddings import Embeddings
 from ratoon.api.server.settings import ServerSettings
 from tests.engines_async import thread_engine
 from tests.unit.api.server.harness import MODEL, TINY_SETTINGS, Client, write_tiny_model

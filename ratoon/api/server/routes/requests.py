@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.server.context import context_of
 from ratoon.api.server.errors import request_not_found
 from ratoon.api.server.exchange import exchange_of
-from ratoon.api.server.protocol.roots import EndedRequests, ForgottenRequest
+from ratoon.api.server.openapi import answers
+from ratoon.api.server.protocol.base import AnswerModel
 from ratoon.api.server.responses import json_response
-from ratoon.api.server.routes.documented import answers
 from ratoon.core.errors import UnknownParentError
 from ratoon.engine.roots import Root
+
+
+class EndedChoice(AnswerModel):
+    index: int
+    completion_tokens: int
+
+
+class EndedRequest(AnswerModel):
+    id: str = Field(description="What continuation_of takes")
+    object: Literal["request"]
+    ended_at: int = Field(description="Seconds since 1970")
+    prompt_tokens: int
+    choices: list[EndedChoice]
+
+
+class EndedRequests(AnswerModel):
+    object: Literal["list"]
+    data: list[EndedRequest] = Field(description="The newest first")
+    has_more: bool
+
+
+class ForgottenRequest(AnswerModel):
+    id: str
+    object: Literal["request.deleted"]
+    deleted: Literal[True]
+
 
 router = APIRouter(tags=["Continuations"])
 
@@ -24,7 +51,6 @@ router = APIRouter(tags=["Continuations"])
     "/v1/requests",
     summary="List ended requests that can be continued",
     responses=answers(EndedRequests, 400),
-    response_model=None,
 )
 async def list_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
     roots = context_of(request).llm.list_roots(exchange_of(request.scope).tenant)
@@ -36,7 +62,6 @@ async def list_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1
     "/v1/requests/{request_id}",
     summary="Forget one, and give back the memory that was kept for its continuations",
     responses=answers(ForgottenRequest, 404),
-    response_model=None,
 )
 async def forget_request(request: Request, request_id: str) -> Response:
     context, owner = context_of(request), exchange_of(request.scope).tenant

@@ -1,0 +1,313 @@
+"""Sockets and connections, below HTTP: where the server listens, how connections are accepted, and their limits.
+
+The socket is bound before the model is loaded, so that a conflict shows at once. Connections are uvicorn's with
+httptools, and what uvicorn leaves open is added: how large the head of a request may become and how long it may take,
+how long a client may leave an answer unread, that requests which were sent ahead learn of a client that is gone, and
+that a client which has closed its own side of the connection still gets its answers. uvicorn has no hooks for these:
+BoundedHttpProtocol and HttpServer override methods that its next versions may change, so pyproject.toml bounds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from ratoon.api.server.settings import ServerSettings
+from ratoon.core.errors import ConfigError
+from ratoon.observe.logging import get_logger
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A bound socket that does not listen yet. ConfigError if the place is taken, or is none."""
+    return _bind_port(settings.host, settings.port) if settings.uds is None else _bind_path(settings.uds)
+
+
+def address(bound: socket.socket) -> str:
+    """How a client reaches it."""
+    if bound.family == socket.AF_UNIX:
+        return f"unix:{bound.getsockname()}"
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if bound.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+def release(bound: socket.socket, settings: ServerSettings) -> None:
+    """Give the place back; a Unix socket's file goes with it."""
+    bound.close()
+    if settings.uds is not None:
+        with suppress(FileNotFoundError):
+            os.unlink(settings.uds)
+
+
+def is_local(bound: socket.socket) -> bool:
+    """Only this machine can reach it."""
+    return bound.family == socket.AF_UNIX or ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+
+
+def _bind_port(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError("host", f"{host!r} is no address here: {error}", "127.0.0.1, 0.0.0.0 or ::") from None
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(target)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError("port", f"{host}:{port} is in use", "another --port, or 0 for any free one") from None
+        raise ConfigError("host", f"can't listen on {host}:{port}: {error.strerror}") from None
+    return bound
+
+
+def _bind_path(path: str) -> socket.socket:
+    _remove_stale_socket(path)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        raise ConfigError("uds", f"can't listen on {path}: {error.strerror or error}", "a path that is free") from None
+    return bound
+
+
+def _remove_stale_socket(path: str) -> None:
+    """A server that was killed leaves its socket behind. One that answers, or any other file, is left alone."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+BACKLOG = 2048
+MOST_AT_ONCE = 256  # then others have their turn
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SECONDS_UNTIL_LATER = 0.5  # connections wait in the system's queue meanwhile
+
+logger = get_logger(__name__)
+
+
+class Acceptor:
+    def __init__(self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._socket = listening
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._later: asyncio.TimerHandle | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._socket.setblocking(False)
+        self._socket.listen(BACKLOG)
+        self._loop.add_reader(self._socket.fileno(), self._accept_all)
+
+    def stop(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        if self._later is not None:
+            self._later.cancel()
+
+    def _accept_all(self) -> None:
+        for _ in range(MOST_AT_ONCE):
+            try:
+                connection, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in OUT_OF_DESCRIPTORS:
+                    raise
+                logger.warning("connections have to wait: %s", error.strerror)
+                self._loop.remove_reader(self._socket.fileno())
+                self._later = self._loop.call_later(SECONDS_UNTIL_LATER, self._go_on)
+                return
+            connection.setblocking(False)
+            task = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:  # gone already
+            connection.close()
+
+    def _go_on(self) -> None:
+        self._later = None
+        self._loop.add_reader(self._socket.fileno(), self._accept_all)
+
+
+MAX_HEAD_BYTES = 64 * 1024  # beside what came with the first read of it
+HEAD_SECONDS = 60.0
+WRITE_SECONDS = 60.0  # unless the server's settings say otherwise
+FIRST_PROBE_SECONDS = 0.02  # between looks whether a client that sends no more still waits; they double
+LONGEST_PROBE_SECONDS = 2.0
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client has to skip it, also where it did not ask for it
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._num_head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None  # runs while a head is incomplete
+        self._cycles: list[RequestResponseCycle] = []  # several, where a client does not wait for answers
+        self.write_seconds = WRITE_SECONDS
+        self._write_timer: asyncio.TimerHandle | None = None  # runs while the client owes us a read
+        self._half_closed = False  # the client sends no more
+        self._probe_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        self._end_write()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        super().connection_lost(exc)
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_head_bytes += len(data)
+        super().data_received(data)
+        if self._head_timer is not None and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_head()
+        if not self.flow.write_paused:
+            self._end_write()
+
+    # What does not fit into the system's buffers is kept here, and with it the answer that it is part of. The client
+    # has `write_seconds` to take most of it; then the connection is closed, and everything behind it is freed.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._begin_write()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_write()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.flow.write_paused and self.transport.get_write_buffer_size():
+            self._begin_write()  # the rest, which nothing waits for
+        self._close_behind_last_answer()
+
+    def _begin_write(self) -> None:
+        self._end_write()
+        self._write_timer = self.loop.call_later(self.write_seconds, self._give_up_writing)
+
+    def _end_write(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _give_up_writing(self) -> None:
+        self._write_timer = None
+        if self.transport.get_write_buffer_size():
+            logger.info("a client has read nothing for %g s; its connection is closed", self.write_seconds)
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. True, and the connection stays open, while there are answers to send: it may have
+        closed its own side only."""
+        self._half_closed = True
+        self._end_head()
+        for cycle in self._unanswered():
+            if cycle.more_body:  # the rest of its body will never come
+                cycle.disconnected = True
+                cycle.message_event.set()
+        if all(cycle.more_body for cycle in self._unanswered()):
+            return False
+        self._probe(FIRST_PROBE_SECONDS)
+        return True
+
+    def _close_behind_last_answer(self) -> None:
+        if self._half_closed and not self._unanswered() and not self.transport.is_closing():
+            self.transport.close()
+
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
+    def _probe(self, seconds: float) -> None:
+        """A client that is gone looks the same as one that only sends no more, until something is sent to it: then its
+        system says so, and the next write fails, which ends the connection and takes its requests back. What is sent
+        must not disturb one that waits. A stream needs no probes, and HTTP/1.0 has nothing that could be sent."""
+        waiting = self._unanswered()
+        if self.transport.is_closing() or not waiting:
+            return
+        if not waiting[0].response_started and waiting[0].scope["http_version"] != "1.0":
+            self.transport.write(PROBE)
+        longer = min(2 * seconds, LONGEST_PROBE_SECONDS)
+        self._probe_timer = self.loop.call_later(seconds, self._probe, longer)
+
+    def _begin_head(self) -> None:
+        self._end_head()
+        self._num_head_bytes = 0
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._refuse, b"408 Request Timeout")
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, status: bytes) -> None:
+        self._end_head()
+        if not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % status)
+            self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to us: by itself it would stop listening first, and clients could not be told. And takes
+    connections in our way."""
+
+    _acceptor: Acceptor | None = None
+    write_timeout: float | None = None  # seconds
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        assert sockets is not None
+        self._acceptor = Acceptor(sockets[0], self._make_protocol)
+        self._acceptor.start()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        if self.write_timeout is not None:
+            protocol.write_seconds = self.write_timeout  # type: ignore[attr-defined]
+        return protocol
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.stop()
+        await super().shutdown(sockets=sockets)

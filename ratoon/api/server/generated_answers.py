@@ -1,0 +1,218 @@
+"""From a checked request to its answer, whole or streamed: what completions and chat have in common.
+
+The head of an answer, its chunks, its usage, its hidden states, and the progress of a beam search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.hidden_states import facts, raw_bytes
+from ratoon.api.server.context import ServerContext
+from ratoon.api.server.errors import as_api_error, generation_failed
+from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.generation import Batch, collect, stream
+from ratoon.api.server.prompts import EncodedPrompt
+from ratoon.api.server.protocol.sampling import SamplingFields
+from ratoon.api.server.responses import (
+    Base64,
+    EventStream,
+    event,
+    event_parts,
+    json_response,
+    large_json_response,
+    slices,
+)
+from ratoon.core.outputs import CompletionOutput, HiddenStatesOutput, RequestOutput
+from ratoon.core.params import BeamSearchParams
+
+
+class SearchProgress:
+    def __init__(self) -> None:
+        self._told: set[tuple[int, int]] = set()  # prompts and their choices that are out
+        self._best: dict[int, str] = {}  # by prompt
+
+    def take(self, index: int, output: RequestOutput) -> CompletionOutput | None:
+        """Leave in an output of prompt `index` only the choices that have ended and were not told before. Returns the
+        best text so far, if there is a new one."""
+        best = next((choice for choice in output.outputs if not choice.finished), None)
+        output.outputs = [
+            choice for choice in output.outputs if choice.finished and (index, choice.index) not in self._told
+        ]
+        self._told.update((index, choice.index) for choice in output.outputs)
+        if best is None or best.text == self._best.get(index):
+            return None
+        self._best[index] = best.text
+        return best
+
+
+def figures(choice: CompletionOutput) -> dict[str, Any]:
+    """How good a text of a beam search is; nothing about others."""
+    if choice.score is None:
+        return {}
+    return {"score": choice.score, "cumulative_logprob": choice.cumulative_logprob}
+
+
+class UsageCounter:
+    def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
+        self._num_prompt_tokens = [len(prompt.token_ids) for prompt in prompts]
+        self.num_completion_tokens = 0
+        self._num_cached_tokens = [0] * len(prompts)
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Count what an output brought that is new."""
+        self._num_cached_tokens[index] = output.num_cached_tokens or 0
+        # Of a continuation, and of what a decoder begins with, known only now.
+        prompts = (output.prompt_token_ids, output.encoder_prompt_token_ids)
+        self._num_prompt_tokens[index] = sum(len(token_ids or ()) for token_ids in prompts)
+        for choice in output.outputs:
+            self.num_completion_tokens += len(choice.token_ids)
+
+    def as_dict(self) -> dict[str, Any]:
+        num_prompt_tokens = sum(self._num_prompt_tokens)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
+        }
+
+
+def content(output: HiddenStatesOutput) -> dict[str, Any]:
+    return {**facts(output), "data": Base64(raw_bytes(output.tensor))}
+
+
+def content_or_error(output: HiddenStatesOutput) -> dict[str, Any]:
+    """Beside a text, which is not to blame for states that could not be read out."""
+    if output.refusal is not None:
+        return as_api_error(output.refusal).as_dict()
+    if output.error is not None:
+        return generation_failed(output.error).as_dict()
+    return content(output)
+
+
+class Renderer(ABC):
+    """Makes one request's answer. Either `whole` is called, once, or `chunks` for every output, in order."""
+
+    WHOLE: ClassVar[str]  # the `object` of an answer, and of a chunk
+    CHUNK: ClassVar[str]
+
+    def __init__(self, context: ServerContext, asked: SamplingFields, batch: Batch) -> None:
+        self.context = context
+        self.batch = batch
+        self.usage = UsageCounter(batch.prompts)
+        self.num_choices = asked.num_choices()
+        self.return_token_ids = bool(asked.return_token_ids)
+        options = asked.stream_options
+        self.include_usage = options is not None and bool(options.include_usage)
+        self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        self._continuation_told = False
+        self._search = SearchProgress() if isinstance(batch.params, BeamSearchParams) else None
+        self._head = {"id": batch.id, "created": int(time.time()), "model": asked.model}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        for index, output in enumerate(outputs):
+            self.usage.add(index, output)
+        content = self.whole_body(outputs)
+        for index, output in enumerate(outputs):
+            self._put_in(content, self._hidden_states(index, output))
+        body = {**content, "usage": self.usage.as_dict(), **self._about_continuation(outputs[0])}
+        return {**self._head, "object": self.WHOLE, **body}
+
+    def chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Chunks for what is new in prompt `index`, a choice each."""
+        best = None if self._search is None else self._search.take(index, output)
+        self.usage.add(index, output)
+        states = self._hidden_states(index, output)
+        for body in self.chunk_bodies(index, output):
+            self._put_in(body, states)
+            yield self._chunk({**body, **self._about_continuation(output)})
+        for place, entry in states.items():  # of choices that ended before the last one
+            yield self._chunk({"choices": [{**self.empty_choice(place), "hidden_states": entry}]})
+        if best is not None:
+            choice = {**self.empty_choice(index * self.num_choices), **figures(best), "best_so_far": best.text}
+            yield self._chunk({"choices": [choice], **self._about_continuation(output)})
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self._head, "object": self.CHUNK, "choices": [], "usage": self.usage.as_dict()}
+
+    def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.CHUNK, **body}
+        if self._usage_in_chunks:
+            chunk["usage"] = self.usage.as_dict()
+        elif self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _hidden_states(self, index: int, output: RequestOutput) -> dict[int, dict[str, Any]]:
+        """By the choices' places. They come with a prompt's last output, for all of its choices."""
+        first = index * self.num_choices
+        return {first + choice: content_or_error(states) for choice, states in enumerate(output.hidden_states or ())}
+
+    @staticmethod
+    def _put_in(body: dict[str, Any], states: dict[int, dict[str, Any]]) -> None:
+        """Move to the choices that end in this body what belongs to them."""
+        for choice in body["choices"]:
+            if choice["finish_reason"] is not None and choice["index"] in states:
+                choice["hidden_states"] = states.pop(choice["index"])
+
+    def _about_continuation(self, output: RequestOutput) -> dict[str, Any]:
+        """How a continuation began: in its whole answer, or in the first chunk."""
+        if output.continuation is None or self._continuation_told:
+            return {}
+        self._continuation_told = True
+        return {"continuation": asdict(output.continuation)}
+
+    def is_worth_sending(self, choice: CompletionOutput) -> bool:
+        """Text is held back while it may become a stop string or is part of a character: then there is no chunk."""
+        return bool(choice.text) or choice.finished or self.return_token_ids or choice.logprobs is not None
+
+    @abstractmethod
+    def whole_body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """`choices`, and what else this kind of answer has."""
+
+    @abstractmethod
+    def chunk_bodies(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """The same for each chunk."""
+
+    @abstractmethod
+    def empty_choice(self, place: int) -> dict[str, Any]:
+        """The choice at this place, in a chunk that adds nothing to its text."""
+
+
+async def answer_whole(request: Request, renderer: Renderer) -> Response:
+    outputs = await collect(renderer.context, renderer.batch)
+    is_large = any(output.hidden_states is not None for output in outputs)
+    return (large_json_response if is_large else json_response)(request, renderer.whole(outputs))
+
+
+async def answer_stream(request: Request, renderer: Renderer) -> Response:
+    """Waits for the first events: what is refused until then is refused with a status, not inside a stream."""
+    events = _events(renderer)
+    first = await anext(events, b"")
+    return EventStream(first, events, exchange_of(request.scope).headers())
+
+
+async def _events(renderer: Renderer) -> AsyncGenerator[bytes, None]:
+    """Encoded events. All chunks of one output travel together: they come from one step. Only those with hidden states
+    may be so large that they go in slices."""
+    async with aclosing(stream(renderer.context, renderer.batch)) as outputs:
+        async for index, output in outputs:
+            chunks = renderer.chunks(index, output)
+            if output.hidden_states is not None:
+                for piece in slices(part for chunk in chunks for part in event_parts(chunk)):
+                    yield piece
+                    await asyncio.sleep(0)
+            elif body := b"".join([event(chunk) for chunk in chunks]):
+                yield body
+    if renderer.include_usage:
+        yield event(renderer.usage_chunk())

@@ -1,0 +1,367 @@
+"""The layers that every request passes before its route, in the order of app.py: request ids, host names, shutdown,
+keys, the size of bodies, and clients that go away.
+
+Keys are kept and compared as hashes, and appear in no message. Every key is compared with every request's, in constant
+time: how long it takes says nothing about any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from ratoon.api.server.errors import ApiError, shutting_down
+from ratoon.api.server.exchange import (
+    CLIENTS_REQUEST_ID,
+    KEY,
+    REQUEST_ID_HEADER,
+    TRACE_HEADERS,
+    AsgiApp,
+    Exchange,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    exchange_of,
+    header,
+)
+from ratoon.api.server.responses import send_error
+from ratoon.api.server.threads import LARGE, return_memory_soon
+
+
+class ExchangeLayer:
+    """Makes the exchange, and tells the observer how it ended."""
+
+    def __init__(self, app: AsgiApp, observe: Callable[[Scope, Exchange], None]) -> None:
+        self._app = app
+        self._observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await refuse_other_protocols(scope, receive, send)
+        exchange = scope[KEY] = Exchange(_request_id(scope), send, trace_headers=_trace_headers(scope))
+
+        async def note_status(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_status)
+        finally:
+            self._observe(scope, exchange)
+
+
+def _request_id(scope: Scope) -> str:
+    given = header(scope, REQUEST_ID_HEADER)
+    if given is not None and CLIENTS_REQUEST_ID.fullmatch(given):
+        return given.decode("ascii")
+    return secrets.token_hex(16)
+
+
+def _trace_headers(scope: Scope) -> dict[str, str] | None:
+    found = {name: value.decode("latin-1") for name, key in TRACE_HEADERS if (value := header(scope, key)) is not None}
+    return found or None
+
+
+async def refuse_other_protocols(scope: Scope, receive: Receive, send: Send) -> None:
+    """There are no web sockets here, and nothing to do at start-up."""
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1000})
+
+
+LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"})
+HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]]+)(?::\d*)?")
+NAME = re.compile(r"[\w.-]+")
+
+
+class AllowedHosts:
+    """Names of loopback with any port, and the names that are given."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = frozenset(map(_plain, names))
+
+    def __contains__(self, host: str) -> bool:
+        """`host` as a request's header has it: a name or an address, with or without a port."""
+        match = HOST_AND_PORT.fullmatch(host.strip())
+        if match is None:
+            return False
+        name = _plain(match[1])
+        return name in self._names or _is_loopback(name)
+
+
+class CheckHost:
+    """403 for a request that calls the server by another name. One that names no host is not a browser's."""
+
+    def __init__(self, app: AsgiApp, allowed: AllowedHosts) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for key, value in scope["headers"]:
+            if key == b"host" and (host := value.decode("latin-1")) not in self._allowed:
+                return await send_error(scope, send, _wrong_host(host))
+        await self._app(scope, receive, send)
+
+
+def is_host_name(text: str) -> bool:
+    """A name or an address, without scheme and port."""
+    return _address(_plain(text)) is not None or NAME.fullmatch(text) is not None
+
+
+def _plain(name: str) -> str:
+    return name.lower().strip("[]").rstrip(".")
+
+
+def _is_loopback(name: str) -> bool:
+    if name in LOOPBACK_NAMES or name.endswith(".localhost"):  # which resolves to this machine by RFC 6761
+        return True
+    address = _address(name)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address is not None and address.is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _wrong_host(host: str) -> ApiError:
+    shown = host if len(host) <= 100 else host[:100] + "…"
+    message = (
+        f"This server does not answer to the name {shown!r}: without API keys it takes requests for localhost alone; "
+        "start it with --allow-host NAME for other names, or with a key"
+    )
+    return ApiError(403, message, code="host_refused")
+
+
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/version", "/metrics"})
+ADMIN_PATH = "/admin"
+SCHEME = b"bearer "
+TENANT_LENGTH = 16  # hex digits
+
+
+class KeyRing:
+    def __init__(self, keys: Iterable[str]) -> None:
+        # Hashing first makes all comparisons equally long, whatever was sent.
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def find_tenant(self, key: bytes) -> str | None:
+        """A name that stands for the key (it does not give it away); None for a key that is not on the ring."""
+        digest = _digest(key)
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(known, digest)
+        return hashlib.sha256(b"tenant" + digest).hexdigest()[:TENANT_LENGTH] if found else None
+
+
+class RequireKey:
+    """Lets requests pass that bear a key for their path, and those to open paths.
+
+    The two kinds of keys are apart: an API key does not open /admin/…, and an admin key opens nothing else. Without API
+    keys, everything but /admin/… is open.
+    """
+
+    def __init__(self, app: AsgiApp, ring: KeyRing, admin_ring: KeyRing) -> None:
+        self._app = app
+        self._ring = ring
+        self._admin_ring = admin_ring  # empty: there is no administration
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in OPEN_PATHS:
+            refusal = self._check(scope)
+            if refusal is not None:
+                return await send_error(scope, send, refusal)
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> ApiError | None:
+        key = _sent_key(scope)
+        tenant = None if key is None else self._ring.find_tenant(key)
+        is_admin = key is not None and self._admin_ring.find_tenant(key) is not None
+        if self._admin_ring and is_admin_path(scope["path"]):
+            if is_admin:
+                return None
+            return _unauthorized(key is None, "admin key") if tenant is None else _needs_admin_key()
+        if self._ring and tenant is None:
+            return _needs_api_key() if is_admin else _unauthorized(key is None, "API key")
+        exchange_of(scope).tenant = tenant
+        return None
+
+
+def is_admin_path(path: str) -> bool:
+    return path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/")
+
+
+def _sent_key(scope: Scope) -> bytes | None:
+    value = header(scope, b"authorization")
+    if value is None or value[: len(SCHEME)].lower() != SCHEME:
+        return None
+    return value[len(SCHEME) :].strip()
+
+
+def _unauthorized(missing: bool, kind: str) -> ApiError:
+    message = f"No {kind} was sent" if missing else f"The {kind} is not known here"
+    return ApiError(
+        401,
+        f"{message}; send one as the header 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _needs_admin_key() -> ApiError:
+    message = "An API key does not open /admin/…; send the server's admin key (--admin-key-file, RATOON_ADMIN_KEY)"
+    return ApiError(403, message, code="admin_key_required")
+
+
+def _needs_api_key() -> ApiError:
+    message = "The admin key opens /admin/… alone; send an API key"
+    return ApiError(403, message, code="api_key_required")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class RefuseWhileDraining:
+    """At shutdown, what is under way goes on, and what is new is sent elsewhere."""
+
+    def __init__(self, app: AsgiApp, is_draining: Callable[[], bool]) -> None:
+        self._app = app
+        self._is_draining = is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_draining() and scope["path"] not in OPEN_PATHS:
+            return await send_error(scope, send, shutting_down())
+        await self._app(scope, receive, send)
+
+
+CLOSE = {"Connection": "close"}  # the rest of the body is not read, so the connection can't be used again
+LONGEST_LENGTH = 18  # digits
+METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+
+
+class BodyLimit(NamedTuple):
+    num_bytes: int
+    option: str  # that sets it
+
+
+class BoundedBody:
+    """Puts the body into the exchange. `receive` brings nothing but the client's end to those behind it."""
+
+    def __init__(self, app: AsgiApp, limit: BodyLimit, timeout: float, others: Mapping[str, BodyLimit] = {}) -> None:
+        """`others` are limits of single paths."""
+        self._app = app
+        self._limit = limit
+        self._others = others
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            if _announced_length(scope) >= LARGE or len(exchange_of(scope).body) >= LARGE:
+                return_memory_soon(asyncio.get_running_loop())
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] in METHODS_WITH_BODY:
+            limit = self._others.get(scope["path"], self._limit)
+            try:
+                _check_announced_length(scope, limit)
+                async with asyncio.timeout(self._timeout):
+                    body = await _read_body(receive, limit)
+            except ApiError as error:
+                return await send_error(scope, send, error)
+            except TimeoutError:
+                message = f"The body was not complete after {self._timeout:g} seconds"
+                return await send_error(scope, send, ApiError(408, message, code="body_timeout", headers=CLOSE))
+            if body is None:
+                return None
+            exchange_of(scope).body = body
+        await self._app(scope, receive, send)
+
+
+def _announced_length(scope: Scope) -> int:
+    announced = header(scope, b"content-length") or b""
+    return int(announced) if announced.isdigit() and len(announced) <= LONGEST_LENGTH else 0
+
+
+def _check_announced_length(scope: Scope, limit: BodyLimit) -> None:
+    announced = header(scope, b"content-length")
+    if announced is None:
+        return
+    if not announced.isdigit():
+        raise ApiError(400, "Content-Length is not a number", headers=CLOSE)
+    # A number this long is larger than any body, and would take its time to convert.
+    if len(announced) > LONGEST_LENGTH or int(announced) > limit.num_bytes:
+        raise _body_too_large(limit)
+
+
+async def _read_body(receive: Receive, limit: BodyLimit) -> bytes | None:
+    """None: the client went away."""
+    pieces: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        piece = message.get("body", b"")
+        num_bytes += len(piece)
+        if num_bytes > limit.num_bytes:
+            raise _body_too_large(limit)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _body_too_large(limit: BodyLimit) -> ApiError:
+    message = f"The body is larger than {limit.num_bytes} bytes, which is this server's limit ({limit.option})"
+    return ApiError(413, message, code="body_too_large", headers=CLOSE)
+
+
+class CancelOnDisconnect:
+    """Watches `receive`, which belongs to nobody else once the body is read."""
+
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def answer() -> None:
+            await self._app(scope, _nothing_to_receive, send)
+
+        work = asyncio.create_task(answer())
+        watch = asyncio.create_task(_client_gone(receive))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            # Reached by three ways: answered, client gone, or this task itself was cancelled (the server ends).
+            watch.cancel()
+            if not work.done():
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+
+
+async def _client_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _nothing_to_receive() -> dict[str, object]:
+    return {"type": "http.request", "body": b"", "more_body": False}

@@ -1,0 +1,301 @@
+"""A request's body to a checked model: strict JSON or a form, strict types, and no field that nobody reads.
+
+Everything that can be wrong with a body is a 400 (or 415) that names the place. FastAPI would read bodies itself, but
+takes NaN, keys that stand twice, half characters and unknown fields, and has no limits on what a body holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field, File, FormParser, parse_options_header
+from starlette.requests import Request
+
+from ratoon.api.server.context import context_of
+from ratoon.api.server.errors import ApiError, refused
+from ratoon.api.server.exchange import Scope, exchange_of, header
+from ratoon.api.server.protocol.base import RequestModel, find_hint
+from ratoon.api.server.threads import WorkLanes
+from ratoon.core.json_extent import ExtentLimit, find_excess
+from ratoon.core.suggestions import did_you_mean
+
+Model = TypeVar("Model", bound=RequestModel)
+
+HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # or one half of a whole one: worth a closer look
+LONE_HALF = re.compile(  # of a text without escaped backslashes
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+MAX_SHOWN_NAME = 64
+LONG_BODY = 16 * 1024  # bytes: what is shorter is read before a thread would have begun
+
+_lanes = WorkLanes("body", LONG_BODY)
+
+
+async def read_body(request: Request, model: type[Model]) -> Model:
+    """The body as `model`. ApiError for anything that is not exactly that."""
+    _check_content_type(request.scope)
+    context, body = context_of(request), exchange_of(request.scope).body
+    lenient = context.settings.lenient
+    return await _lanes.run(len(body), lambda: parse_body(body, model, lenient, context.extent_limit))
+
+
+def parse_body(body: bytes, model: type[Model], lenient: bool, limit: ExtentLimit) -> Model:
+    """How much it holds is known before it is decoded, and what is wrong with it is found no more than once: a refusal
+    costs no more than a few times the body, in time and in memory."""
+    excess = find_excess(body, limit)
+    if excess is not None:
+        raise ApiError(400, f"The body holds more than {excess}, which no request needs", code="body_too_large")
+    decoded = decode_json(body)
+    if not isinstance(decoded, dict):
+        raise ApiError(400, "The body is not a JSON object", code="invalid_json")
+    fields = check_fields(decoded, model, lenient)
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise explain_first(error) from None
+
+
+def decode_json(body: bytes) -> Any:
+    """JSON as the standard has it: no NaN, no key twice, whole characters only, and within reason."""
+    if not body:
+        raise _invalid_json("the body is empty")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _invalid_json(f"byte {error.start} is not UTF-8") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise _invalid_json("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise _invalid_json(f"{error.msg.removesuffix(' at')} at character {error.pos}") from None
+    except ValueError:  # Python's limit on the length of a whole number
+        raise _invalid_json("a number has too many digits") from None
+    if HALF_CHARACTER.search(body):
+        _check_whole_characters(body)
+    return value
+
+
+def _check_content_type(scope: Scope) -> None:
+    # A web page can post other types to this server without asking it first.
+    given = (header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
+    if given != b"application/json" and not (given.startswith(b"application/") and given.endswith(b"+json")):
+        raise ApiError(415, "The body must be JSON, with the header 'Content-Type: application/json'")
+    if (header(scope, b"content-encoding") or b"identity").strip().lower() != b"identity":
+        raise ApiError(415, "The body must not be compressed")
+
+
+def check_fields(body: dict[str, Any], model: type[RequestModel], lenient: bool, path: str = "") -> dict[str, Any]:
+    """The fields that the model has. The others are refused, each kind in its own words."""
+    known = {}
+    for name, value in body.items():
+        if name in model.model_fields:
+            inner = model.INNER.get(name)
+            if inner is not None and isinstance(value, dict):
+                value = check_fields(value, inner, lenient, f"{name}.")
+            known[name] = value
+        elif (hint := find_hint(model.UNSUPPORTED, name)) is not None:
+            if not model.is_harmless(name, value):
+                raise refused(path + _shorten(name), "is not supported", hint, code="unsupported_parameter")
+        elif value is not None and not lenient:  # null means "left out"
+            raise _unknown_field(path, name, model)
+    return known
+
+
+def _unknown_field(path: str, name: str, model: type[RequestModel]) -> ApiError:
+    otherwise = "leave it out (ratoon serve --lenient ignores such fields)"
+    expected = did_you_mean(name, model.model_fields, otherwise)
+    return refused(path + _shorten(name), "is not a field of this request", expected, code="unknown_parameter")
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
+
+
+def explain_first(error: ValidationError) -> ApiError:
+    """What was found wrong first."""
+    return explain(error.errors(include_url=False, include_input=False)[0])
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise _invalid_json(f"the key {twice[:64]!r} stands in one object twice")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _invalid_json(f"{name} is no number in JSON")
+
+
+def _check_whole_characters(body: bytes) -> None:
+    """Escapes can write half a character (a lone surrogate), which no text can hold."""
+    if LONE_HALF.search(body.replace(b"\\\\", b"__")):
+        raise _invalid_json("an escape \\uD800 to \\uDFFF stands without its other half")
+
+
+def _invalid_json(problem: str) -> ApiError:
+    return ApiError(400, f"The body is not valid JSON: {problem}", code="invalid_json")
+
+
+FORM = "multipart/form-data"
+MAX_PARTS = 64
+MAX_FIELD_BYTES = 2**20  # of a part that is no file
+LIST = "[]"  # at the end of a name: it may come several times
+
+
+async def read_form(request: Request, model: type[Model]) -> Model:
+    """The body as `model`. Files are its fields of type bytes."""
+    settings = context_of(request).settings
+    _check_origin(request.scope, settings.cors_origins)
+    boundary = _boundary(request.scope)
+    exchange = exchange_of(request.scope)
+    # A recording is large: it takes its time, and should not be in memory twice for longer than that.
+    fields = await asyncio.to_thread(parse_form, exchange.body, boundary)
+    exchange.body = b""
+    try:
+        return model.model_validate(check_fields(fields, model, settings.lenient))
+    except ValidationError as error:
+        raise explain_first(error) from None
+
+
+def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
+    """By name: files as bytes, other values as text, or as a list of texts where the name ends with []."""
+    form = _Form()
+    config = {"MAX_MEMORY_FILE_SIZE": float("inf"), "UPLOAD_ERROR_ON_BAD_CTE": True}
+    try:
+        parser = FormParser(FORM, form.add_field, form.add_file, form.end, boundary=boundary, config=config)
+        parser.write(body)
+        parser.finalize()
+    except FormParserError:
+        raise _invalid_form("its parts are not as multipart/form-data has them") from None
+    if not form.ended:
+        raise _invalid_form("it breaks off")
+    return form.values
+
+
+class _Form:
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.ended = False
+        self._num_parts = 0
+
+    def add_field(self, field: Field) -> None:
+        name, data = _text(field.field_name or b"", "a name"), field.value or b""
+        if len(data) > MAX_FIELD_BYTES:
+            raise refused(name[:64], f"has {len(data)} bytes", "a file is sent as one, with a filename")
+        value = _text(data, name)
+        if not value:
+            return
+        if name.endswith(LIST):
+            self._count()
+            self.values.setdefault(name.removesuffix(LIST), []).append(value)
+        else:
+            self._add(name, value)
+
+    def add_file(self, file: File) -> None:
+        file.file_object.seek(0)
+        self._add(_text(file.field_name or b"", "a name"), file.file_object.read())
+
+    def end(self) -> None:
+        self.ended = True
+
+    def _add(self, name: str, value: str | bytes) -> None:
+        self._count()
+        if name in self.values:
+            raise refused(name[:64], "is there twice", "once")
+        self.values[name] = value
+
+    def _count(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise _invalid_form(f"it has more than {MAX_PARTS} parts")
+
+
+def _text(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise refused(name[:64], "is not UTF-8", "text; a file is sent with a filename") from None
+
+
+def _boundary(scope: Scope) -> bytes:
+    kind, options = parse_options_header(header(scope, b"content-type"))
+    if kind.lower() != FORM.encode() or not options.get(b"boundary"):
+        raise ApiError(415, f"The body must be a form, with the header 'Content-Type: {FORM}; boundary=…'")
+    return options[b"boundary"]
+
+
+def _check_origin(scope: Scope, allowed: tuple[str, ...]) -> None:
+    """A web page can post forms to any server without asking it first. Those of other origins are turned away here."""
+    origin = (header(scope, b"origin") or b"").decode("latin-1")
+    if not origin or origin in allowed or "*" in allowed:
+        return
+    if urlsplit(origin).netloc != (header(scope, b"host") or b"").decode("latin-1"):
+        raise ApiError(403, "Web pages of this origin may not ask this server (--cors-origin)", code="origin_refused")
+
+
+def _invalid_form(problem: str) -> ApiError:
+    return ApiError(400, f"The body is not a valid form: {problem}", code="invalid_form")
+
+
+PROBLEMS = {
+    "missing": "is missing",
+    "string_type": "is not text",
+    "int_type": "is not a whole number",
+    "int_parsing": "is not a whole number",  # from text, as forms have it
+    "int_parsing_size": "is out of range",
+    "int_from_float": "is not a whole number",
+    "float_type": "is not a number",
+    "float_parsing": "is not a number",
+    "finite_number": "is not a finite number",
+    "bool_type": "is neither true nor false",
+    "bool_parsing": "is neither true nor false",
+    "bytes_type": "is not a file",
+    "list_type": "is not a list",
+    "dict_type": "is not an object",
+    "model_type": "is not an object",
+    "model_attributes_type": "is not an object",
+}
+# With what the bound is, from the error's context.
+RANGES = {
+    "greater_than_equal": "is out of range; at least {ge}",
+    "greater_than": "is out of range; more than {gt}",
+    "less_than_equal": "is out of range; at most {le}",
+    "less_than": "is out of range; less than {lt}",
+    "string_too_short": "is too short; at least {min_length} characters",
+    "string_too_long": "is too long; at most {max_length} characters",
+    "too_short": "has too few entries; at least {min_length}",
+    "too_long": "has too many entries; at most {max_length}",
+    "literal_error": "is unknown; {expected}",
+    "enum": "is unknown; {expected}",
+}
+OTHERWISE = "is not valid"
+
+
+def explain(problem: Mapping[str, Any]) -> ApiError:
+    """One of pydantic's errors, with its place."""
+    path = _path(problem["loc"])
+    context = problem.get("ctx", {})
+    if isinstance(context.get("error"), ValueError):  # one of our own validators
+        return refused(path, str(context["error"]))
+    kind = problem["type"]
+    if kind in RANGES:
+        return refused(path, *RANGES[kind].format(**context).split("; ", 1))
+    return refused(path, PROBLEMS.get(kind, OTHERWISE))
+
+
+def _path(location: Sequence[int | str]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path or "body"
