@@ -42,7 +42,9 @@ def write_weights(source: ModelSource, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    tensors = {name: source.tensors.read(name).to(torch.float32).contiguous() for name in source.tensors.shapes()}
+    tensors = {
+        name: source.tensors.read(name).floats().to(torch.float32).contiguous() for name in source.tensors.shapes()
+    }
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from ratoon.layers.linear import make_product
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
 
 
 class Embedding:
-    """[T] → [T, size]. The result is always new memory: the model adds to it in place."""
+    """A small table of floats: [T] → [T, size]. The result is always new memory: the model adds to it in place."""
 
     __slots__ = ("lookup", "table")
 
@@ -21,6 +24,22 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         return self.lookup(self.table, ids)
+
+
+class VocabParallelEmbedding:
+    """The table of the vocabulary, kept as Ops wants it: [T] → [T, size], in new memory."""
+
+    __slots__ = ("lookup", "weight")
+
+    def __init__(self, weights: Weights, count: int, size: int) -> None:
+        self.weight = weights.take_stored("weight", count, size)
+        kept = weights.ops.find_format(self.weight)
+        self.lookup = (
+            partial(weights.ops.embedding, self.weight.data) if kept is None else kept.make_embedding(self.weight)
+        )
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.lookup(ids)
 
 
 class SinusoidalPositions:
@@ -50,13 +69,15 @@ class LMHead:
 
     __slots__ = ("multiply",)
 
-    def __init__(self, weights: Weights, embedding: Embedding, tied: bool, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weights: Weights, embedding: VocabParallelEmbedding, tied: bool, bias: Tensor | None = None
+    ) -> None:
         if tied:
             weights.ignore("weight")  # some files hold a copy of the embedding here
-            weight = embedding.table
+            weight = embedding.weight
         else:
-            weight = weights.take("weight", *embedding.table.shape)
-        self.multiply = weights.ops.make_linear(weight, bias)
+            weight = weights.take_stored("weight", *embedding.weight.shape)
+        self.multiply = make_product(weights.ops, [weight], bias)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.multiply(hidden).float()

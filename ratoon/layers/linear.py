@@ -1,14 +1,17 @@
 """Linear layers: they take their weights by name, fuse what is always multiplied together, and own the result.
 
-How a weight is stored and multiplied is decided by `Ops.make_linear`; which parts are fused is decided here.
+Which parts are fused is decided here; how a weight is kept and multiplied, by Ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
+from ratoon.layers.ops import Ops, Product
+from ratoon.layers.stored import StoredTensor
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
@@ -23,7 +26,7 @@ class Linear:
         self, weights: Weights, in_features: int, out_features: int, bias: bool = False, transposed: bool = False
     ) -> None:
         weight = _take_weight(weights, in_features, out_features, transposed)
-        self.multiply = weights.ops.make_linear(weight, weights.take("bias", out_features) if bias else None)
+        self.multiply = make_product(weights.ops, [weight], weights.take("bias", out_features) if bias else None)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.multiply(x)
@@ -46,12 +49,12 @@ class MergedLinear:
         """`bias`: do all parts have one, or does each? One that has none gets zeros if another has one."""
         parts = [(weights / name, size) for name, size in zip(names, out_sizes, strict=True)]
         biased = [bias] * len(parts) if isinstance(bias, bool) else bias
-        weight = _join([_take_weight(part, in_features, size, transposed) for part, size in parts])
+        stored = [_take_weight(part, in_features, size, transposed) for part, size in parts]
         joined_bias: Tensor | None = None
         if any(biased):
             taken = zip(parts, biased, strict=True)
             joined_bias = _join([part.take("bias", size) if has else _zeros(part, size) for (part, size), has in taken])
-        self.multiply = weights.ops.make_linear(weight, joined_bias)
+        self.multiply = make_product(weights.ops, stored, joined_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.multiply(x)
@@ -92,11 +95,24 @@ class QKVLinear:
         return q, k, v
 
 
-def _take_weight(weights: Weights, in_features: int, out_features: int, transposed: bool) -> Tensor:
+def make_product(ops: Ops, parts: list[StoredTensor], bias: Tensor | None) -> Product:
+    """The product with weights [out, in] that stand one below the other, each in the format that it came in."""
+    groups = [list(group) for _, group in groupby(parts, key=lambda part: part.format)]
+    if len(groups) > 1:
+        sizes = [sum(part.shape[0] for part in group) for group in groups]
+        biases = [None] * len(groups) if bias is None else bias.split(sizes)
+        products = [make_product(ops, group, own) for group, own in zip(groups, biases, strict=True)]
+        return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
+    kept = ops.find_format(parts[0])
+    if kept is not None:
+        return kept.make_linear(parts, bias)
+    return ops.make_linear(_join([part.data for part in parts]), bias)
+
+
+def _take_weight(weights: Weights, in_features: int, out_features: int, transposed: bool) -> StoredTensor:
     """The weight as [out, in]; `transposed` says that the checkpoint has it as [in, out]."""
-    if transposed:
-        return weights.take("weight", in_features, out_features).t().contiguous()
-    return weights.take("weight", out_features, in_features)
+    shape = (in_features, out_features) if transposed else (out_features, in_features)
+    return weights.take_stored("weight", *shape, transposed=transposed)
 
 
 def _zeros(weights: Weights, size: int) -> Tensor:
@@ -105,7 +121,7 @@ def _zeros(weights: Weights, size: int) -> Tensor:
 
 def _join(parts: list[Tensor]) -> Tensor:
     if len(parts) == 1:
-        return parts[0]
+        return parts[0].contiguous()
     if parts[0].device.type == "meta":  # torch.cat of meta tensors loads two seconds' worth of torch's compiler
         return torch.empty(sum(map(len, parts)), *parts[0].shape[1:], device="meta")
     return torch.cat(parts)

@@ -6,11 +6,11 @@ whatever it is batched with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ratoon.layers.native import library
+from ratoon.layers.ops import Product, WeightFormat
+from ratoon.layers.stored import StoredTensor
 
 Tensor = torch.Tensor
 
@@ -77,14 +77,16 @@ class NativeOps:
         assert kernels is not None, "ask `native_ops_reasons` first"
         self._kernels = kernels
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def find_format(self, stored: StoredTensor) -> WeightFormat | None:
+        return None
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         return NativeLinear(weight, bias)
 
-    def make_gated_mlp(
-        self, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor]:
-        assert isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear)
-        return NativeGatedMLP(gate_up, down)
+    def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
+        if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
+            return NativeGatedMLP(gate_up, down)
+        return lambda x: down(self.silu_and_mul(gate_up(x)))
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.index_select(table, 0, ids)

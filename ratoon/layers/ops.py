@@ -6,12 +6,27 @@ the Ops that its weights came with and never asks what device it is on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from ratoon.layers.stored import StoredTensor
+
 Tensor = torch.Tensor
+Product = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
+
+
+class WeightFormat(Protocol):
+    """Products with weights that stay as their file has them."""
+
+    def make_linear(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> Product:
+        """As Ops.make_linear, with a weight in parts, all of this format, that stand one below the other."""
+        ...
+
+    def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
+        """A table [V, H]; the result maps ids [T] to rows [T, H], in new memory."""
+        ...
 
 
 class Ops(Protocol):
@@ -19,17 +34,16 @@ class Ops(Protocol):
 
     name: str
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Take a weight [out, in] over, in whatever form is fast here; the result maps [T, in] to [T, out].
-
-        The place for other weight formats: whoever owns the weight decides how it is stored and multiplied.
-        """
+    def find_format(self, stored: StoredTensor) -> WeightFormat | None:
+        """How a weight is multiplied as it is stored. None: it has to become floats, for `make_linear`."""
         ...
 
-    def make_gated_mlp(
-        self, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor]:
-        """down(silu_and_mul(gate_up(x))) as one call; both products are this object's own, from `make_linear`."""
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
+        """Take a weight [out, in] of floats over, in whatever form is fast here."""
+        ...
+
+    def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
+        """down(silu_and_mul(gate_up(x))), as one call where the products allow it."""
         ...
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:

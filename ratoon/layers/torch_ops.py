@@ -10,6 +10,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from ratoon.layers.ops import Product, WeightFormat
+from ratoon.layers.stored import StoredTensor
+
 Tensor = torch.Tensor
 
 
@@ -18,7 +21,10 @@ class TorchOps:
 
     name = "torch"
 
-    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def find_format(self, stored: StoredTensor) -> WeightFormat | None:
+        return None
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         linear = functional.linear
 
         def multiply(x: Tensor) -> Tensor:
@@ -26,9 +32,7 @@ class TorchOps:
 
         return multiply
 
-    def make_gated_mlp(
-        self, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor], Tensor]:
+    def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         def feed_forward(x: Tensor) -> Tensor:
             return down(self.silu_and_mul(gate_up(x)))  # [T, H] → [T, 2·I] → [T, I] → [T, H]
 

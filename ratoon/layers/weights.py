@@ -1,20 +1,23 @@
 """How layers get their weights: they pull them by name, with the shape they need, while they are built.
 
-A model is built twice. The first time on the meta device, where `take` only compares names and shapes: a file that does
-not fit is refused before memory is spent. The second time for real. Loading is strict both ways: what a layer asks for
-must be there, and what nobody asked for is an error. Where the tensors come from (files, random numbers) is not known
-here.
+A model is built twice. The first time on the meta device, where names and shapes are compared and what will be read is
+noted: a file that does not fit is refused before memory is spent. The second time for real. Loading is strict both
+ways: what a layer asks for must be there, and what no layer asks for is an error. Where the tensors come from (files,
+random numbers) is not known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from copy import copy
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.ops import Ops
+from ratoon.layers.stored import FLOAT_FORMATS, StoredTensor, TensorSlice
 
 
 class TensorSource(Protocol):
@@ -24,9 +27,31 @@ class TensorSource(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, in any floating dtype."""
+    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
+        """What is stored, on the CPU, in its own format. With `part`, no more than that is read."""
         ...
+
+
+class TensorRequest(NamedTuple):
+    """What a layer takes of one tensor."""
+
+    name: str
+    part: TensorSlice | None = None  # None: all of it
+    transposed: bool = False  # the layer has it the other way round than the checkpoint
+    as_stored: bool = False  # it may stay in the file's format, where Ops can use that; otherwise it becomes floats
+
+
+def read_tensor(source: TensorSource, ops: Ops, request: TensorRequest) -> StoredTensor:
+    """The slow part of taking a tensor: reading and, where Ops has no use for its format, decoding."""
+    stored = source.read(request.name, request.part)
+    if request.transposed:
+        stored = stored.t()
+    if request.as_stored and not stored.transposed and ops.find_format(stored) is not None:
+        return stored
+    if stored.decode is None and stored.format not in FLOAT_FORMATS.values():
+        expected = f"one of {', '.join(FLOAT_FORMATS.values())}"
+        raise ModelError(source.name, f"tensor {request.name!r} is stored as {stored.format}", expected)
+    return StoredTensor.of_floats(stored.floats())
 
 
 class Weights:
@@ -38,49 +63,64 @@ class Weights:
         ops: Ops,
         device: torch.device,
         dtype: torch.dtype,
-        prefix: str = "",
-        taken: dict[str, bool] | None = None,
+        fetch: Callable[[TensorRequest], StoredTensor] | None = None,
     ) -> None:
+        """`fetch` does what `read_tensor` does, perhaps ahead of time."""
         self.source = source
         self.ops = ops
         self.device = device
         self.dtype = dtype
-        self.prefix = prefix
-        self._taken = taken if taken is not None else {}  # name → was read (not just ignored), in order
+        self.prefix = ""
+        self.requests: list[TensorRequest] = []  # of all views: the order in which another pass will make them
+        self._fetch = fetch or partial(read_tensor, source, ops)
+        self._placed: set[str] = set()  # taken or ignored, by all views
 
     def __truediv__(self, name: object) -> Weights:
         """`weights / "layers" / 3` is the view below `layers.3`."""
-        return Weights(self.source, self.ops, self.device, self.dtype, f"{self.prefix}{name}.", self._taken)
+        below = copy(self)
+        below.prefix = f"{self.prefix}{name}."
+        return below
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self.source.shapes()
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor `name` below this prefix, which must have this shape, on the device in the wanted dtype."""
-        full = self.prefix + name
-        found = self.source.shapes().get(full)
+    def take(
+        self, name: str, *shape: int, part: TensorSlice | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The tensor `name` below this prefix, which must have this shape, or a part of it, as floats on the device."""
+        return self._take(TensorRequest(self.prefix + name, part), shape, dtype or self.dtype).data
+
+    def take_stored(
+        self, name: str, *shape: int, part: TensorSlice | None = None, transposed: bool = False
+    ) -> StoredTensor:
+        """The same as its file has it, where Ops has a use for that. Shape and part are those in the checkpoint."""
+        return self._take(TensorRequest(self.prefix + name, part, transposed, as_stored=True), shape, self.dtype)
+
+    def _take(self, request: TensorRequest, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+        self._compare(request.name, shape)
+        self._placed.add(request.name)
+        self.requests.append(request)
+        if self.device.type != "meta":
+            return self._fetch(request).to(self.device, dtype)
+        taken = shape if request.part is None else request.part.shape(shape)
+        taken = taken[::-1] if request.transposed else taken
+        return StoredTensor.of_floats(torch.empty(taken, dtype=dtype, device=self.device))
+
+    def _compare(self, name: str, shape: tuple[int, ...]) -> None:
+        found = self.source.shapes().get(name)
         if found is None:
-            raise ModelError(self.source.name, f"tensor {full!r} is missing", f"the model needs it with shape {shape}")
+            raise ModelError(self.source.name, f"tensor {name!r} is missing", f"the model needs it with shape {shape}")
         if tuple(found) != shape:
             raise ModelError(
-                self.source.name, f"tensor {full!r} has shape {tuple(found)}", f"the config asks for {shape}"
+                self.source.name, f"tensor {name!r} has shape {tuple(found)}", f"the config asks for {shape}"
             )
-        self._taken[full] = True
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        return self.source.read(full).to(device=self.device, dtype=dtype or self.dtype)
 
     def ignore(self, *names: str) -> None:
         """Tensors that the file may hold and the model does not need (stored rotary tables, tied copies)."""
-        for name in names:
-            self._taken.setdefault(self.prefix + name, False)
-
-    def taken_in_order(self) -> list[str]:
-        """What was taken so far: the order in which another pass will want it."""
-        return [name for name, was_read in self._taken.items() if was_read]
+        self._placed.update(self.prefix + name for name in names)
 
     def check_nothing_left(self) -> None:
-        left = sorted(set(self.source.shapes()) - set(self._taken))
+        left = sorted(set(self.source.shapes()) - self._placed)
         if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise ModelError(

@@ -9,7 +9,7 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.attention import AttentionLayer
-from ratoon.layers.embedding import Embedding, LMHead
+from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
 from ratoon.layers.linear import Linear, MergedLinear, QKVLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
@@ -44,7 +44,7 @@ class BartForConditionalGeneration(EncoderDecoderLM):
     def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return self.input(input_ids, positions)
 
-    def build_embedding(self, weights: Weights) -> Embedding:
+    def build_embedding(self, weights: Weights) -> VocabParallelEmbedding:
         names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
         return shared_embedding(weights, names, self.config.vocab_size, self.config.hidden_size)
 

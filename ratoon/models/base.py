@@ -15,7 +15,7 @@ import torch
 from ratoon.core.config import ModelConfig
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
 from ratoon.layers.attention import AttentionLayer, StepContext
-from ratoon.layers.embedding import Embedding, LMHead
+from ratoon.layers.embedding import LMHead, VocabParallelEmbedding
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.weights import Weights
 
@@ -72,7 +72,7 @@ class LanguageModel:
 
     config: ModelConfig
     attention_layers: list[AttentionLayer]
-    embed: Embedding
+    embed: VocabParallelEmbedding
     layers: Sequence[StreamLayer]
     final_norm: RMSNorm | LayerNorm | None
     lm_head: LMHead

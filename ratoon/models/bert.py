@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ratoon.core.config import ModelConfig
-from ratoon.layers.embedding import Embedding
+from ratoon.layers.embedding import Embedding, VocabParallelEmbedding
 from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
@@ -45,7 +45,7 @@ class BertModel(LanguageModel):
     def build_input(self, weights: Weights) -> TextInput:
         config, hidden = self.config, self.config.hidden_size
         weights.ignore("position_ids")  # older files store them
-        tokens = Embedding(weights / "word_embeddings", config.vocab_size, hidden)
+        tokens = VocabParallelEmbedding(weights / "word_embeddings", config.vocab_size, hidden)
         positions = Embedding(weights / "position_embeddings", config.max_position, hidden)
         types = Embedding(weights / "token_type_embeddings", config.num_token_types, hidden)
         positions.table = positions.table + types.table[0]  # every token is of the first type

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from ratoon.layers.stored import StoredTensor, TensorSlice
 
 STANDARD_DEVIATION = 0.02  # what the families here are initialised with
 
 
 class DummySource:
-    """Implements TensorSource. The shapes come from whoever knows the model (`models.build.collect_shapes`)."""
+    """Implements TensorSource. The shapes are those of `models.build.collect_shapes`."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int = 0, name: str = "random weights") -> None:
         self.name = name
@@ -26,14 +24,16 @@ class DummySource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
         import torch
 
         shape = self._shapes[name]
         if name.endswith("bias"):
-            return torch.zeros(shape)
-        if len(shape) == 1 and ("norm" in name.lower() or "ln_" in name):
-            return torch.ones(shape)
-        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        return torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+            tensor = torch.zeros(shape)
+        elif len(shape) == 1 and ("norm" in name.lower() or "ln_" in name):
+            tensor = torch.ones(shape)
+        else:
+            digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            tensor = torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+        return StoredTensor.of_floats(tensor, part)

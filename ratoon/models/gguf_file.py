@@ -1,4 +1,4 @@
-"""Reads GGUF files: the header (metadata and the list of tensors) and the numbers of one tensor at a time.
+"""Reads GGUF files: the header (metadata and the list of tensors) and the blocks of one tensor at a time.
 
 Knows nothing of models. The `gguf` package reads the same files, but spends seconds on building an object for every
 word of the vocabulary; here the header of a 50,000-word model takes some 50 ms. gguf_quants.py makes numbers of blocks.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ratoon.core.errors import ModelError
-from ratoon.models.gguf_quants import block_layout, dequantize
-
-if TYPE_CHECKING:
-    import torch
+from ratoon.layers.stored import StoredTensor, TensorSlice
+from ratoon.models.gguf_quants import BlockLayout, block_layout, dequantize, plain_dtype
 
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
@@ -36,6 +34,7 @@ class TensorInfo(NamedTuple):
     name: str
     shape: tuple[int, ...]
     type_id: int
+    layout: BlockLayout
     offset: int  # from the start of the file
     num_bytes: int
 
@@ -55,20 +54,27 @@ class GGUFFile:
             self.metadata[key] = cursor.value(cursor.scalar("I"))
         self._read_tensor_list(cursor, num_tensors)
 
-    def read(self, name: str, row_order: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-        """The tensor, dequantised to float32 (F16 and BF16 stay as they are).
-
-        `row_order` may reorder the rows while they are still quantised, which is cheaper: a row is whole blocks.
-        """
+    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
+        """The tensor, in the memory that the file is mapped to."""
         import torch
 
         info = self.tensors[name]
         if info.num_bytes == 0:
-            return torch.zeros(info.shape)
+            return StoredTensor.of_floats(torch.zeros(info.shape), part)
         data = torch.frombuffer(self._data, dtype=torch.uint8, count=info.num_bytes, offset=info.offset)
-        if row_order is not None:
-            data = row_order(data.view(info.shape[0], -1))
-        return dequantize(data.reshape(-1), info.type_id).view(info.shape)
+        dtype = plain_dtype(info.type_id)
+        if dtype is not None:
+            return StoredTensor.of_floats(data.view(dtype).view(info.shape), part)
+        blocks = data.view(*info.shape[:-1], -1, info.layout.num_bytes)
+        decode = partial(dequantize, type_id=info.type_id)
+        whole = StoredTensor(info.shape, info.layout.format, blocks, decode)
+        if part is None:
+            return whole
+        length = info.layout.length if part.dim == len(info.shape) - 1 else 1  # only the last dimension is in blocks
+        if part.start % length or part.stop % length:
+            return StoredTensor.of_floats(whole.floats(), part)
+        blocks = blocks[TensorSlice(part.dim, part.start // length, part.stop // length).slices()]
+        return StoredTensor(part.shape(info.shape), info.layout.format, blocks, decode)
 
     def _read_counts(self, cursor: _Cursor) -> tuple[int, int]:
         source = str(self.path)
@@ -101,21 +107,21 @@ class GGUFFile:
         source = str(self.path)
         if name in self.tensors:
             raise ModelError(source, f"is damaged: tensor {name!r} is there twice")
-        block_length, block_bytes = block_layout(type_id, source, name)
+        layout = block_layout(type_id, source, name)
         row_length = shape[-1] if shape else 1
-        if row_length % block_length:
-            raise ModelError(source, f"is damaged: rows of {name!r} are not whole blocks of {block_length}")
+        if row_length % layout.length:
+            raise ModelError(source, f"is damaged: rows of {name!r} are not whole blocks of {layout.length}")
         num_elements = 1
         for size in shape:
             num_elements *= size
-        num_bytes = num_elements // block_length * block_bytes
+        num_bytes = num_elements // layout.length * layout.num_bytes
         if offset + num_bytes > len(self._data):
             raise ModelError(
                 source,
                 f"is cut short: tensor {name!r} ends at byte {offset + num_bytes:,}, the file at {len(self._data):,}",
                 "fetch the file again",
             )
-        self.tensors[name] = TensorInfo(name, shape, type_id, offset, num_bytes)
+        self.tensors[name] = TensorInfo(name, shape, type_id, layout, offset, num_bytes)
 
 
 class _Cursor:

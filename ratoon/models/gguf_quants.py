@@ -7,7 +7,7 @@ consist of are done here, on whole tensors with torch; the others by the `gguf` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ratoon.core.errors import ModelError
 
@@ -16,37 +16,47 @@ if TYPE_CHECKING:
 
 F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 14, 30
 
-# Numbers in a block, and bytes in a block. Known here, so that opening a usual file does not import `gguf`.
-COMMON_BLOCKS = {
-    F32: (1, 4), F16: (1, 2), BF16: (1, 2), Q4_0: (32, 18), Q4_1: (32, 20), Q8_0: (32, 34), Q4_K: (256, 144),
-    Q6_K: (256, 210),
+
+class BlockLayout(NamedTuple):
+    format: str
+    length: int  # numbers in a block
+    num_bytes: int
+
+
+# Known here, so that opening a usual file does not import `gguf`.
+COMMON_LAYOUTS = {
+    F32: BlockLayout("F32", 1, 4), F16: BlockLayout("F16", 1, 2), BF16: BlockLayout("BF16", 1, 2),
+    Q4_0: BlockLayout("Q4_0", 32, 18), Q4_1: BlockLayout("Q4_1", 32, 20), Q8_0: BlockLayout("Q8_0", 32, 34),
+    Q4_K: BlockLayout("Q4_K", 256, 144), Q6_K: BlockLayout("Q6_K", 256, 210),
 }  # fmt: skip
 
 
-def block_layout(type_id: int, source: str, tensor: str) -> tuple[int, int]:
-    """Numbers in a block and bytes in a block, for a tensor type. The names are for messages."""
-    if type_id in COMMON_BLOCKS:
-        return COMMON_BLOCKS[type_id]
+def block_layout(type_id: int, source: str, tensor: str) -> BlockLayout:
+    """How a tensor type is stored. The names are for messages."""
+    if type_id in COMMON_LAYOUTS:
+        return COMMON_LAYOUTS[type_id]
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
-        return GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
+        quantization = GGMLQuantizationType(type_id)
+        return BlockLayout(quantization.name, *GGML_QUANT_SIZES[quantization])
     except (ValueError, KeyError):
         problem = f"tensor {tensor!r} has the unknown type {type_id}"
         raise ModelError(source, problem, "a newer `gguf` package may know it") from None
 
 
-def dequantize(data: torch.Tensor, type_id: int) -> torch.Tensor:
-    """All blocks of one tensor, as flat bytes, to a flat tensor: float32, or what F16 and BF16 are."""
+def plain_dtype(type_id: int) -> torch.dtype | None:
+    """Of a type that holds floats as torch does."""
     import torch
 
-    plain = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
-    if type_id in plain:
-        return data.view(plain[type_id])
+    return {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}.get(type_id)
+
+
+def dequantize(blocks: torch.Tensor, type_id: int) -> torch.Tensor:
+    """[…, bytes of a block] to a flat tensor of float32."""
     if type_id in _DEQUANTIZERS:
-        _, block_bytes = COMMON_BLOCKS[type_id]
-        return _DEQUANTIZERS[type_id](data.view(-1, block_bytes)).view(-1)
-    return _dequantize_with_package(data, type_id)
+        return _DEQUANTIZERS[type_id](blocks.reshape(-1, blocks.shape[-1])).view(-1)
+    return _dequantize_with_package(blocks.reshape(-1), type_id)
 
 
 def _dequantize_q8_0(blocks: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import ModelError
+from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.models.damage import show
 from ratoon.models.gguf_file import GGUFFile
 from ratoon.models.gguf_quants import BF16, F16
@@ -85,13 +87,18 @@ class GGUFSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
         gguf_name = self._gguf_names[name]
+        if self._is_transposed(name):
+            return self.file.read(gguf_name, None if part is None else part._replace(dim=1 - part.dim)).t()
+        stored = self.file.read(gguf_name, part)
         heads = self._permuted_heads(gguf_name)
-        if heads:
-            return self.file.read(gguf_name, lambda rows: _restore_rotary_halves(rows, heads))
-        tensor = self.file.read(gguf_name)
-        return tensor.t() if self._is_transposed(name) else tensor
+        if not heads:
+            return stored
+        # Rows are reordered while they are still quantised, which is cheaper: a row is whole blocks.
+        head_dim = self._shapes[name][0] // heads
+        assert part is None or part.dim or part.start % head_dim == part.stop % head_dim == 0, "rows of whole heads"
+        return replace(stored, data=_restore_rotary_halves(stored.data, head_dim))
 
     def _hugging_face_name(self, gguf_name: str) -> str:
         """A tensor that we can't place keeps its name, so that strict loading can report it."""
@@ -232,7 +239,7 @@ class GGUFSource:
 
     def _llama3_scaling(self, theta: float, rotary_dim: int) -> dict[str, Any]:
         """The file has only the factors; the parameters they were made from are found by trying the usual ones."""
-        stored = self.file.read(ROPE_FACTORS).reshape(-1).tolist()
+        stored = self.file.read(ROPE_FACTORS).floats().reshape(-1).tolist()
         factor = max(stored, default=0.0)
         fits = len(stored) == rotary_dim // 2 and factor > 0 and theta > 0
         for original in LLAMA3_ORIGINAL_LENGTHS if fits else ():
@@ -272,6 +279,6 @@ def llama3_frequency_factors(theta: float, rotary_dim: int, factor: float, origi
     return factors
 
 
-def _restore_rotary_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def _restore_rotary_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """llama.cpp has the two coordinates of a rotation side by side, Hugging Face all first ones, then all second."""
-    return rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+    return rows.reshape(-1, head_dim // 2, 2, rows[0].numel()).transpose(1, 2).reshape(rows.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ratoon.core.config import ModelConfig
-from ratoon.layers.embedding import Embedding, LMHead
+from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
 from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
@@ -21,7 +21,7 @@ class GPT2LMHeadModel(LanguageModel):
         super().__init__(config)
         # Files saved from the model without its head have no prefix; the first GPT-2 of the hub is one.
         model = weights / "transformer" if weights.has("transformer.wte.weight") else weights
-        self.embed = Embedding(model / "wte", config.vocab_size, config.hidden_size)
+        self.embed = VocabParallelEmbedding(model / "wte", config.vocab_size, config.hidden_size)
         self.embed_positions = Embedding(model / "wpe", config.max_position, config.hidden_size)
         self.layers = [self.build_layer(model / "h" / index, index) for index in range(config.num_layers)]
         self.final_norm = LayerNorm(model / "ln_f", config.hidden_size, config.norm_eps)

@@ -6,7 +6,7 @@ Mistral is Llama with a sliding window, which the config carries.
 from __future__ import annotations
 
 from ratoon.core.config import ModelConfig
-from ratoon.layers.embedding import Embedding, LMHead
+from ratoon.layers.embedding import LMHead, VocabParallelEmbedding
 from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import GatedMLP
 from ratoon.layers.norm import RMSNorm
@@ -22,7 +22,7 @@ class LlamaForCausalLM(LanguageModel):
         model = weights / "model"
         model.ignore("rotary_emb.inv_freq")
         self.rotary = Rotary(weights, config, max_position)
-        self.embed = Embedding(model / "embed_tokens", config.vocab_size, config.hidden_size)
+        self.embed = VocabParallelEmbedding(model / "embed_tokens", config.vocab_size, config.hidden_size)
         self.layers = [self.build_layer(model / "layers" / index, index) for index in range(config.num_layers)]
         self.final_norm = RMSNorm(model / "norm", config.hidden_size, config.norm_eps)
         self.lm_head = LMHead(weights / "lm_head", self.embed, config.tie_word_embeddings)

@@ -11,14 +11,12 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ratoon.core.errors import ModelError
+from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.models.damage import FETCH_AGAIN, reading, shorten, show
 from ratoon.models.tokenizer import read_json
-
-if TYPE_CHECKING:
-    import torch
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -26,7 +24,7 @@ DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOATING_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
-class StoredTensor(NamedTuple):
+class HeaderEntry(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str  # in safetensors' spelling
@@ -45,17 +43,16 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
         from safetensors import safe_open
 
-        tensor = self._tensors[name]
-        if tensor.dtype not in FLOATING_BYTES:
-            expected = f"one of {', '.join(FLOATING_BYTES)}"
-            raise ModelError(self.name, f"tensor {name!r} is stored as {tensor.dtype}", expected)
-        with reading(str(tensor.file)):
-            if tensor.file not in self._open_files:
-                self._open_files[tensor.file] = safe_open(str(tensor.file), framework="pt", device="cpu")
-            return self._open_files[tensor.file].get_tensor(name)
+        entry = self._tensors[name]
+        with reading(str(entry.file)):
+            if entry.file not in self._open_files:
+                self._open_files[entry.file] = safe_open(str(entry.file), framework="pt", device="cpu")
+            file = self._open_files[entry.file]
+            data = file.get_tensor(name) if part is None else file.get_slice(name)[part.slices()]
+        return StoredTensor(tuple(data.shape), entry.dtype, data)
 
     def most_common_dtype(self) -> str:
         """What most numbers of the checkpoint are stored as, for configs that do not say."""
@@ -65,8 +62,8 @@ class SafetensorsSource:
             totals[name] = totals.get(name, 0) + math.prod(tensor.shape)
         return max(totals, key=totals.__getitem__) if totals else "float32"
 
-    def _read_headers(self) -> dict[str, StoredTensor]:
-        found: dict[str, StoredTensor] = {}
+    def _read_headers(self) -> dict[str, HeaderEntry]:
+        found: dict[str, HeaderEntry] = {}
         for file in find_weight_files(self.folder):
             for name, tensor in read_header(file).items():
                 if name in found:
@@ -76,7 +73,7 @@ class SafetensorsSource:
         self._check_index(found)
         return found
 
-    def _check_index(self, found: Mapping[str, StoredTensor]) -> None:
+    def _check_index(self, found: Mapping[str, HeaderEntry]) -> None:
         for name, file in read_json(self.folder / INDEX_FILE).get("weight_map", {}).items():
             if name not in found or found[name].file.name != file:
                 raise ModelError(
@@ -103,13 +100,13 @@ def find_weight_files(folder: Path) -> list[Path]:
     return _all_present(folder, _with_missing_shards(names))
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, HeaderEntry]:
     """Names, shapes and types; a ModelError when they don't fit the file's size."""
     with reading(str(file)):
         return _read_header(file)
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def _read_header(file: Path) -> dict[str, HeaderEntry]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
@@ -124,7 +121,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             _check_types(entries)
             end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             tensors = {
-                name: StoredTensor(file, tuple(int(n) for n in entry["shape"]), str(entry["dtype"]))
+                name: HeaderEntry(file, tuple(int(n) for n in entry["shape"]), str(entry["dtype"]))
                 for name, entry in entries.items()
             }
             _check_sizes(file, entries)

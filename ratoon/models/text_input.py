@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ratoon.layers.embedding import Embedding
+from ratoon.layers.embedding import VocabParallelEmbedding
 from ratoon.layers.norm import LayerNorm
 from ratoon.layers.weights import Weights
 from ratoon.models.encoder_decoder import EncoderBatch
@@ -21,7 +21,7 @@ class TextInput:
 
     def __init__(
         self,
-        tokens: Embedding,
+        tokens: VocabParallelEmbedding,
         positions: Callable[[Tensor], Tensor] | None = None,
         norm: LayerNorm | None = None,
         scale: float = 1.0,
@@ -46,9 +46,9 @@ class TextInput:
         return self(batch.input_ids, batch.positions)
 
 
-def shared_embedding(weights: Weights, names: tuple[str, ...], count: int, size: int) -> Embedding:
+def shared_embedding(weights: Weights, names: tuple[str, ...], count: int, size: int) -> VocabParallelEmbedding:
     """One token table that a file may hold under any of these names, or under several: then they are copies."""
     found = next((name for name in names if weights.has(f"{name}.weight")), names[0])
     for name in names:
         (weights / name).ignore("weight")
-    return Embedding(weights / found, count, size)
+    return VocabParallelEmbedding(weights / found, count, size)

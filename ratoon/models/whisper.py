@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ratoon.layers.conv import TimeConvolution
-from ratoon.layers.embedding import Embedding, LMHead
+from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
 from ratoon.layers.weights import Weights
 from ratoon.models.bart import BartForConditionalGeneration
 from ratoon.models.encoder_decoder import EncoderBatch
@@ -43,8 +43,8 @@ class WhisperForConditionalGeneration(BartForConditionalGeneration):
     pre_norm = True
     key_bias = False
 
-    def build_embedding(self, weights: Weights) -> Embedding:
-        return Embedding(weights / "decoder.embed_tokens", self.config.vocab_size, self.config.hidden_size)
+    def build_embedding(self, weights: Weights) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(weights / "decoder.embed_tokens", self.config.vocab_size, self.config.hidden_size)
 
     def build_input(self, weights: Weights, max_position: int) -> TextInput:
         return TextInput(self.embed, Embedding(weights / "embed_positions", max_position, self.config.hidden_size))

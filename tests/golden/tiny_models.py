@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
+from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.base import LanguageModel
 from ratoon.models.build import build_model
@@ -34,9 +35,9 @@ class DictSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
         self.num_reads += 1
-        return self.tensors[name]
+        return StoredTensor.of_floats(self.tensors[name], part)
 
 
 class TinyModel(NamedTuple):

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from ratoon.core.errors import ModelError
-from ratoon.layers.embedding import Embedding, LMHead
+from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
 from ratoon.layers.linear import Linear, MergedLinear, QKVLinear
 from ratoon.layers.mlp import MLP, GatedMLP
 from ratoon.layers.norm import HeadRMSNorm, LayerNorm, RMSNorm
+from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import Weights
 
@@ -39,8 +40,8 @@ class RandomSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name]
+    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
+        return StoredTensor.of_floats(self.tensors[name], part)
 
 
 def weights_of(source: RandomSource, dtype: torch.dtype = torch.float32) -> Weights:
@@ -120,7 +121,7 @@ def test_a_part_of_the_wrong_shape_is_named_before_anything_is_fused() -> None:
 def test_a_tied_head_multiplies_by_the_embedding_itself() -> None:
     source = RandomSource(embed__weight=(7, 8), head__weight=(7, 8))
     weights = weights_of(source)
-    embedding = Embedding(weights / "embed", 7, 8)
+    embedding = VocabParallelEmbedding(weights / "embed", 7, 8)
     x = torch.randn(2, 8)
     tied = LMHead(weights / "head", embedding, tied=True)
     torch.testing.assert_close(tied(x), x @ source.tensors["embed.weight"].T)
@@ -130,18 +131,18 @@ def test_a_tied_head_multiplies_by_the_embedding_itself() -> None:
 
 
 def test_a_head_may_have_a_bias_and_a_table_unused_rows_before_the_first() -> None:
-    source = RandomSource(embed__weight=(9, 8))
+    source = RandomSource(positions__weight=(9, 8), embed__weight=(7, 8))
     weights = weights_of(source)
-    embedding = Embedding(weights / "embed", 7, 8, num_unused=2)
-    assert torch.equal(embedding(torch.tensor([0, 6])), source.tensors["embed.weight"][[2, 8]])
+    positions = Embedding(weights / "positions", 7, 8, num_unused=2)
+    assert torch.equal(positions(torch.tensor([0, 6])), source.tensors["positions.weight"][[2, 8]])
     x, bias = torch.randn(2, 8), torch.randn(7)
-    head = LMHead(weights / "head", embedding, tied=True, bias=bias)
-    torch.testing.assert_close(head(x), x @ source.tensors["embed.weight"][2:].T + bias)
+    head = LMHead(weights / "head", VocabParallelEmbedding(weights / "embed", 7, 8), tied=True, bias=bias)
+    torch.testing.assert_close(head(x), x @ source.tensors["embed.weight"].T + bias)
 
 
 def test_logits_are_float32_whatever_the_model_is() -> None:
     weights = weights_of(RandomSource(embed__weight=(7, 8)), torch.bfloat16)
-    embedding = Embedding(weights / "embed", 7, 8)
+    embedding = VocabParallelEmbedding(weights / "embed", 7, 8)
     assert embedding(torch.tensor([1, 2])).dtype == torch.bfloat16
     head = LMHead(weights / "head", embedding, tied=True)
     assert head(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32

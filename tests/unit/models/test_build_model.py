@@ -12,6 +12,7 @@ import torch
 from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions
 from ratoon.core.errors import ModelError
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
+from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.base import LanguageModel
 from ratoon.models.build import build_model, collect_shapes
@@ -59,9 +60,10 @@ class ShapeSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
         self.num_reads += 1
-        return torch.randn(self._shapes[name], generator=torch.Generator().manual_seed(len(name)))
+        generator = torch.Generator().manual_seed(len(name))
+        return StoredTensor.of_floats(torch.randn(self._shapes[name], generator=generator), part)
 
 
 def build(config: ModelConfig, source: ShapeSource) -> LanguageModel:
@@ -153,7 +155,7 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones() -> None:
 def test_weights_are_held_in_the_asked_dtype_and_the_rotary_table_is_as_long_as_asked() -> None:
     source = ShapeSource(collect_shapes(LLAMA))
     model = build_model(LLAMA, source, TorchOps(), torch.device("cpu"), torch.bfloat16, max_position=20)
-    assert model.embed.table.dtype == model.final_norm.weight.dtype == torch.bfloat16
+    assert model.embed.weight.data.dtype == model.final_norm.weight.dtype == torch.bfloat16
     tables = {id(layer.attention.rotary.cos_sin): layer.attention.rotary.cos_sin.shape for layer in model.layers}
     assert list(tables.values()) == [(20, 4)]  # one table, shared by all layers
 

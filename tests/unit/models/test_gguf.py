@@ -57,7 +57,9 @@ def test_every_quantised_type_reads_as_the_gguf_package_dequantises_it(type: Typ
     path = write_gguf(
         tmp_path / "m.gguf", "llama", llama_metadata(), {**embedding_only(), "output_norm.weight": (stored, type)}
     )
-    found = GGUFSource(path).read("model.norm.weight")
+    stored_tensor = GGUFSource(path).read("model.norm.weight")
+    assert (stored_tensor.shape, stored_tensor.format) == ((6, COLUMNS), type.name)
+    found = stored_tensor.floats()
     assert found.shape == (6, COLUMNS)
     np.testing.assert_array_equal(found.float().numpy(), dequantize(stored, type).reshape(6, COLUMNS))
 
@@ -211,13 +213,13 @@ def test_a_damaged_file_is_a_model_error_or_still_readable(
         source.load_tokenizer()
     except ModelError:
         return
-    assert all(source.tensors.read(name).shape == shape for name, shape in source.tensors.shapes().items())
+    assert all(source.tensors.read(name).floats().shape == shape for name, shape in source.tensors.shapes().items())
 
 
 def test_reading_does_not_change_the_file(small_file: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(small_file)
-    tensor = GGUFSource(path).read("model.embed_tokens.weight")
+    tensor = GGUFSource(path).read("model.embed_tokens.weight").floats()
     tensor.fill_(7.0)
     assert path.read_bytes() == small_file
-    assert torch.equal(GGUFSource(path).read("model.embed_tokens.weight"), torch.zeros(50, 32))
+    assert torch.equal(GGUFSource(path).read("model.embed_tokens.weight").floats(), torch.zeros(50, 32))

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from ratoon.core.errors import ModelError
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.weights import Weights
 from ratoon.models.dummy_source import DummySource
 from ratoon.models.safetensors_source import SafetensorsSource, find_weight_files
 from ratoon.models.source import resolve_model
@@ -70,7 +72,7 @@ def test_tensors_are_found_in_one_file_or_many(shards: int, index: bool, tmp_pat
     source = SafetensorsSource(write_folder(tmp_path / "tiny", shards=shards, index=index))
     assert dict(source.shapes()) == {f"layer.{n}.weight": (2, n + 1) for n in range(4)}
     for n in range(4):
-        tensor = source.read(f"layer.{n}.weight")
+        tensor = source.read(f"layer.{n}.weight").data
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, torch.full((2, n + 1), float(n), dtype=torch.bfloat16))
 
@@ -143,8 +145,9 @@ def test_a_damaged_header_is_refused(header: bytes, tmp_path: Path) -> None:
 def test_tensors_of_whole_numbers_are_not_weights(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tiny")
     save_file({"packed": torch.zeros(4, dtype=torch.int32)}, folder / "model.safetensors")
+    weights = Weights(SafetensorsSource(folder), TorchOps(), torch.device("cpu"), torch.float32)
     with pytest.raises(ModelError, match=r"tensor 'packed' is stored as I32; one of F64, F32"):
-        SafetensorsSource(folder).read("packed")
+        weights.take("packed", 4)
 
 
 def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
@@ -300,15 +303,15 @@ def test_random_weights_depend_on_name_and_seed_only() -> None:
     }
     source = DummySource(shapes, seed=1)
     assert dict(source.shapes()) == shapes
-    first = source.read("a.weight")
-    assert torch.equal(first, DummySource({"a.weight": (200, 50)}, seed=1).read("a.weight"))
-    assert not torch.equal(first, source.read("b.weight"))
-    assert not torch.equal(first, DummySource(shapes, seed=2).read("a.weight"))
+    first = source.read("a.weight").data
+    assert torch.equal(first, DummySource({"a.weight": (200, 50)}, seed=1).read("a.weight").data)
+    assert not torch.equal(first, source.read("b.weight").data)
+    assert not torch.equal(first, DummySource(shapes, seed=2).read("a.weight").data)
     assert abs(first.mean().item()) < 1e-3
     assert first.std().item() == pytest.approx(0.02, rel=0.05)
-    assert torch.equal(source.read("input_layernorm.weight"), torch.ones(8))
-    assert torch.equal(source.read("ln_f.weight"), torch.ones(8))
-    assert torch.equal(source.read("a.bias"), torch.zeros(8))
+    assert torch.equal(source.read("input_layernorm.weight").data, torch.ones(8))
+    assert torch.equal(source.read("ln_f.weight").data, torch.ones(8))
+    assert torch.equal(source.read("a.bias").data, torch.zeros(8))
 
 
 def test_names_and_shapes_cost_no_memory(tmp_path: Path) -> None:

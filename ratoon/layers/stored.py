@@ -1,0 +1,67 @@
+"""A tensor as its file holds it: the data, how they are laid out, and a way to make floats of them.
+
+A source hands these out and decides nothing: whether a quantised weight stays as it is is up to the layer that takes
+it and its Ops. Importing this does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+FLOAT_FORMATS = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+
+
+class TensorSlice(NamedTuple):
+    """The stretch of a tensor that is wanted: from `start` to `stop` along one of its dimensions."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def slices(self) -> tuple[slice, ...]:
+        return (slice(None),) * self.dim + (slice(self.start, self.stop),)
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """Numbers in the form of their file. Floats have `data` of the tensor's shape and no `decode`."""
+
+    shape: tuple[int, ...]  # of the numbers
+    format: str  # the file's name of it: F32, BF16, Q4_0, …
+    data: torch.Tensor  # what the format says: GGUF's blocks are [rows, blocks of a row, bytes of a block]
+    decode: Callable[[torch.Tensor], torch.Tensor] | None = None  # `data` to floats, in the order in which they lie
+    transposed: bool = False  # encoded data hold the numbers of the transposed tensor
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of formats with scales or zero points apart
+
+    @classmethod
+    def of_floats(cls, data: torch.Tensor, part: TensorSlice | None = None) -> StoredTensor:
+        """Plain numbers, or this part of them."""
+        data = data if part is None else data[part.slices()]
+        return cls(tuple(data.shape), FLOAT_FORMATS.get(str(data.dtype), str(data.dtype)), data)
+
+    def floats(self) -> torch.Tensor:
+        """The numbers, in whatever floating dtype comes without loss."""
+        if self.decode is None:
+            return self.data
+        numbers = self.decode(self.data)
+        return numbers.view(self.shape[::-1]).t() if self.transposed else numbers.view(self.shape)
+
+    def t(self) -> StoredTensor:
+        if self.decode is None:
+            return replace(self, shape=self.shape[::-1], data=self.data.t())
+        return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> StoredTensor:
+        """On the device; floats in this dtype too."""
+        if self.decode is None:
+            return StoredTensor.of_floats(self.data.to(device=device, dtype=dtype))
+        extras = {name: tensor.to(device) for name, tensor in self.extras.items()}
+        return replace(self, data=self.data.to(device), extras=extras)
