@@ -12,9 +12,9 @@ from ratoon.version import __version__
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
-    from ratoon.api.transcription.asynchronous import async_transcriber
     from ratoon.api.transcription.options import TranscriptionOptions
     from ratoon.api.transcription.results import Transcription
+    from ratoon.api.transcription.transcriber import async_transcriber
     from ratoon.core.errors import (
         ConfigError,
         DeadlineError,
@@ -95,7 +95,7 @@ _HOMES = {
     "TimestampRules": "ratoon.core.params",
     "TranscriptionOptions": "ratoon.api.transcription.options",
     "Transcription": "ratoon.api.transcription.results",
-    "async_transcriber": "ratoon.api.transcription.asynchronous",
+    "async_transcriber": "ratoon.api.transcription.transcriber",
     "RequestOutputKind": "ratoon.core.params",
     "RequestOutput": "ratoon.core.outputs",
     "CompletionOutput": "ratoon.core.outputs",

@@ -56,8 +56,8 @@ from ratoon.observe.throughput import ThroughputLog
 from ratoon.observe.tracing import make_tracer, trace_context
 
 if TYPE_CHECKING:
+    from ratoon.api.transcription.audio import Audio
     from ratoon.api.transcription.results import Transcription
-    from ratoon.api.transcription.sources import Audio
     from ratoon.models.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -421,7 +421,7 @@ class LLM:
         speech, or an option has no meaning.
         """
         from ratoon.api.transcription.blocking import SteppedEngine, transcribe_recordings
-        from ratoon.api.transcription.model import make_transcriber
+        from ratoon.api.transcription.transcriber import make_transcriber
 
         self._verify_open()
         options = TranscriptionOptions(

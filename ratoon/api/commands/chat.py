@@ -24,7 +24,7 @@ from ratoon.api.options import (
     open_llm,
     status,
 )
-from ratoon.api.remote.errors import RemoteError
+from ratoon.api.remote.client import RemoteError
 from ratoon.api.remote.options import add_remote_options, generation_fields, open_client, refuse_engine_options
 from ratoon.core.errors import RequestError
 from ratoon.core.suggestions import did_you_mean

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
-    from ratoon.api.remote.client import RemoteClient
-    from ratoon.api.remote.events import Chunk
+    from ratoon.api.remote.client import Chunk, RemoteClient
     from ratoon.core.params import GenerationParams
 
 Message = dict[str, str]

@@ -22,13 +22,12 @@ from ratoon.api.commands.generate import (
     shorten,
 )
 from ratoon.api.options import Subparsers, add_answer_options, add_common_options, check_generation_options
-from ratoon.api.remote.errors import RemoteError
+from ratoon.api.remote.client import RemoteError
 from ratoon.api.remote.options import add_remote_options, choose_model, generation_fields, open_client
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from ratoon.api.remote.client import RemoteClient
-    from ratoon.api.remote.events import Chunk
+    from ratoon.api.remote.client import Chunk, RemoteClient
 
 DESCRIPTION = """Have a server answer prompts, and print the answers.
 

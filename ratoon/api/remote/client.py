@@ -1,6 +1,8 @@
 """A client of an OpenAI-compatible server: one connection pool, plain calls and streamed ones.
 
-What goes wrong comes out as RemoteError, or RefusedError where the request itself was wrong. Nothing is sent twice.
+What goes wrong comes out as RemoteError, or RefusedError where the request itself was wrong. Nothing is sent twice. A
+load generator reads streams with it, for every token of each: bytes are cut by hand, and only the fields that are
+needed are decoded.
 """
 
 from __future__ import annotations
@@ -15,12 +17,138 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ratoon.api.remote.errors import RemoteError, error_for_status, message_of
-from ratoon.api.remote.events import DONE, Chunk, EventReader, decode_chunk
-from ratoon.core.errors import ConfigError, RequestError
+from ratoon.core.errors import ConfigError, ExplainedError, RequestError
 
 if TYPE_CHECKING:
     import aiohttp
+
+
+LONGEST_MESSAGE = 300  # characters of an answer that is no error object: a proxy's page, say
+
+
+class RemoteError(ExplainedError):
+    """The server can't be reached, failed, or broke off. `kind` is a short name to count by."""
+
+    def __init__(self, subject: str, problem: str, expected: str = "", *, kind: str, status: int | None = None) -> None:
+        super().__init__(subject, problem, expected)
+        self.kind = kind
+        self.status = status  # of HTTP, where there was an answer
+
+
+class RefusedError(RemoteError, RequestError):
+    """The server says that the request is wrong: sending it again would not help."""
+
+
+def error_for_status(status: int, reason: str, body: bytes) -> RemoteError:
+    """What an answer with an HTTP error says."""
+    message = read_message(body) or reason or "no explanation"
+    # 408 and 429 are the client's in name only: the same request may be answered later.
+    refused = 400 <= status < 500 and status not in (408, 429)
+    return (RefusedError if refused else RemoteError)(
+        "server", f"{message} (HTTP {status})", kind=f"HTTP {status}", status=status
+    )
+
+
+def read_message(body: bytes) -> str:
+    """The message in an error's body: OpenAI's shape, the shapes that other servers use, else the text itself."""
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return _shorten(body.decode(errors="replace"))
+    return message_of(value)
+
+
+def message_of(value: Any) -> str:
+    while isinstance(value, dict):
+        inner = next((value[key] for key in ("error", "message", "detail") if value.get(key)), None)
+        if inner is None:
+            return _shorten(msgspec.json.encode(value).decode())
+        value = inner
+    return _shorten(value if isinstance(value, str) else msgspec.json.encode(value).decode())
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 1] + "…"
+
+
+DONE = b"[DONE]"
+
+
+class PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """None: the server does not say."""
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+
+class Delta(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct, gc=False):
+    text: str | None = None  # of a completion
+    delta: Delta | None = None  # of a chat
+    finish_reason: str | None = None
+
+    @property
+    def new_text(self) -> str:
+        if self.delta is None:
+            return self.text or ""
+        return self.delta.content or ""
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.new_text) or (self.delta is not None and bool(self.delta.reasoning_content))
+
+
+class Chunk(msgspec.Struct, gc=False):
+    choices: list[ChunkChoice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+decode_chunk = msgspec.json.Decoder(Chunk).decode
+
+
+class EventReader:
+    """Cuts what arrives into events and returns their data, in whatever pieces it arrives."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if self._rest:
+            data = self._rest + data
+        if b"\r" in data:  # JSON writes its own line breaks as escapes: a raw one is always the protocol's
+            data = data.replace(b"\r\n", b"\n")
+        events = data.split(b"\n\n")
+        self._rest = events.pop()
+        payloads = []
+        for event in events:
+            if event.startswith(b"data: ") and b"\n" not in event:
+                payloads.append(event[6:])
+            elif (payload := _data_of(event)) is not None:
+                payloads.append(payload)
+        return payloads
+
+
+def _data_of(event: bytes) -> bytes | None:
+    """The general form: several lines, comments, other fields. None: no data."""
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
 
 Receive = Callable[[list[Chunk]], None]
 

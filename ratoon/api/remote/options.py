@@ -47,7 +47,7 @@ async def choose_model(client: RemoteClient, name: str | None) -> str:
     """The name that was given, unchecked; else the first model that the server lists."""
     if name is not None:
         return name
-    from ratoon.api.remote.errors import RefusedError
+    from ratoon.api.remote.client import RefusedError
 
     names: list[str] = []
     try:

@@ -15,7 +15,7 @@ from av.audio.resampler import AudioResampler
 from av.container import InputContainer
 from av.error import FFmpegError
 
-from ratoon.api.transcription.rates import verify_rate
+from ratoon.api.transcription.options import verify_rate
 from ratoon.core.errors import RequestError
 from ratoon.models.log_mel import SAMPLE_RATE
 

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ratoon.api.transcription.audio import Audio, recording_name
 from ratoon.api.transcription.options import TranscriptionOptions
-from ratoon.api.transcription.progress import audio_progress
-from ratoon.api.transcription.results import Follow, Transcription
-from ratoon.api.transcription.sources import Audio, name_of
+from ratoon.api.transcription.results import Follow, Transcription, audio_progress
 from ratoon.api.transcription.transcriber import Transcriber
 from ratoon.api.transcription.windows import checked_output, window_prompt
 from ratoon.core.errors import EngineDeadError, RatoonError
@@ -101,7 +100,7 @@ def transcribe_recordings(
     progress: bool,
     single: bool,
 ) -> list[Transcription]:
-    names = [name_of(audio, index) for index, audio in enumerate(recordings)]
+    names = [recording_name(audio, index) for index, audio in enumerate(recordings)]
     with audio_progress(names, progress) as follow:
         return run_blocking(lambda: engine.run(transcribe_many(transcriber, recordings, options, follow, single)))
 

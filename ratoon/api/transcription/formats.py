@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ratoon.api.transcription.languages import name_of
 from ratoon.api.transcription.results import Segment, Transcription
+from ratoon.api.transcription.vocabulary import language_name
 
 FORMATS = ("text", "json", "verbose_json", "srt", "vtt")
 SUFFIXES = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
@@ -43,7 +43,7 @@ def as_verbose_dict(transcription: Transcription) -> dict[str, Any]:
     language = transcription.language
     return {
         "task": transcription.task,
-        "language": None if language is None else name_of(language),
+        "language": None if language is None else language_name(language),
         "duration": round(transcription.duration, 3),
         **as_dict(transcription),
         "segments": [_segment_as_dict(index, segment) for index, segment in enumerate(transcription.segments)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ Task = Literal["transcribe", "translate"]
 # Tried one after the other, until a window's text is good: openai-whisper's.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 HIGHEST_TEMPERATURE = 2.0
+LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +85,15 @@ def _verify_beam_size(beam_size: Any) -> None:
         BeamSearchParams(beam_width=beam_size).verify()
     except RequestError as error:
         raise RequestError("beam_size", error.problem, error.expected) from None
+
+
+def verify_rate(rate: Any) -> int:
+    """RequestError for anything but samples a second. From fewer than this, a file of no size would become hours."""
+    try:
+        value = None if isinstance(rate, bool) else operator.index(rate)
+    except TypeError:
+        value = None
+    if value is None or not LOWEST_RATE <= value <= HIGHEST_RATE:
+        expected = f"a whole number of samples a second, from {LOWEST_RATE} to {HIGHEST_RATE}"
+        raise RequestError("file", f"the sampling rate is {rate!r}", expected)
+    return value

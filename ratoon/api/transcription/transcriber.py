@@ -1,4 +1,5 @@
-"""A recording of any length to its text, window by window. What a window says is found out in windows.py.
+"""A recording of any length to its text, window by window, and the transcriber of an AsyncLLM. What a window says is
+found out in windows.py.
 
 With timestamps, a window begins where the last segment of the one before has ended, so they are read one after the
 other. Without, they lie side by side and are read together. Either way many recordings can be under way at a time.
@@ -7,18 +8,40 @@ other. Without, they lie side by side and are read together. Either way many rec
 from __future__ import annotations
 
 import asyncio
+import itertools
+import secrets
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ratoon.api.transcription.audio import Audio, AudioLimits, read_recording
 from ratoon.api.transcription.options import TranscriptionOptions
-from ratoon.api.transcription.recordings import read_recording
 from ratoon.api.transcription.results import Progress, Segment, Transcription
-from ratoon.api.transcription.segments import Span, split_window
-from ratoon.api.transcription.sources import Audio, AudioLimits
-from ratoon.api.transcription.vocabulary import SpeechVocabulary
-from ratoon.api.transcription.windows import Generate, WindowReader, WindowText
+from ratoon.api.transcription.vocabulary import SpeechVocabulary, find_vocabulary
+from ratoon.api.transcription.windows import (
+    Generate,
+    Span,
+    WindowReader,
+    WindowText,
+    checked_output,
+    split_window,
+    window_prompt,
+)
+from ratoon.core.errors import RequestError, UnknownParentError
+from ratoon.core.outputs import RequestOutput
+from ratoon.core.params import GenerationParams
 from ratoon.models.log_mel import FRAMES_PER_SECOND, WINDOW_FRAMES, Spectrogram
+from ratoon.models.tokenizer import Tokenizer, read_json
+
+if TYPE_CHECKING:
+    from ratoon.engine.async_llm import AsyncLLM
+    from ratoon.models.source import ModelSource
+
 
 MAX_WINDOWS = 32  # of one recording, in the engine at a time
 HIGHEST_TEMPERATURE_TO_TRUST = 0.5  # a text that took more of it says nothing to the next window
@@ -143,3 +166,62 @@ def _segments(
                 )
             )
     return segments
+
+
+def make_transcriber(
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    generate: Generate,
+    max_model_len: int | None = None,  # of the engine; None: the model's
+    limits: AudioLimits | None = None,
+) -> Transcriber:
+    """RequestError: the model does not read audio."""
+    encoder = source.config.encoder
+    if encoder is None or encoder.num_mel_bins is None:
+        raise RequestError("model", "does not read audio", "a speech model, such as one of the Whisper family")
+    vocabulary = find_vocabulary(tokenizer, source.config, _generation_config(Path(source.path)), max_model_len)
+    return Transcriber(generate, vocabulary, encoder.num_mel_bins, limits or AudioLimits())
+
+
+@lru_cache(maxsize=8)
+def _generation_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "generation_config.json")
+
+
+def async_transcriber(
+    llm: AsyncLLM,
+    *,
+    limits: AudioLimits | None = None,
+    request_id: str | None = None,  # what the ids of its requests begin with
+    **placement: Any,  # priority, cache_salt and owner, as AsyncLLM.generate takes them
+) -> Transcriber:
+    """Transcribes any number of recordings, at the same time or one after the other.
+
+        async with AsyncLLM(model) as llm:
+            transcription = await async_transcriber(llm).transcribe("talk.mp3", TranscriptionOptions())
+
+    RequestError: the model does not read audio.
+    """
+    generate = AsyncGenerate(llm, request_id or f"transcribe-{secrets.token_hex(16)}", placement)
+    return make_transcriber(llm.source, llm.get_tokenizer(), generate, llm.config.max_model_len, limits)
+
+
+class AsyncGenerate:
+    def __init__(self, llm: AsyncLLM, request_id: str, placement: dict[str, Any]) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._placement = placement
+        self._numbers = itertools.count()
+
+    async def __call__(
+        self, features: np.ndarray, prompt_token_ids: list[int], params: GenerationParams
+    ) -> RequestOutput:
+        request_id = f"{self._request_id}-{next(self._numbers)}"
+        prompt = window_prompt(features, prompt_token_ids)
+        final: RequestOutput | None = None
+        async with aclosing(self._llm.generate(prompt, params, request_id, **self._placement)) as outputs:
+            async for output in outputs:
+                final = output
+        with suppress(UnknownParentError):  # nobody goes on from a window, and it would hold its features
+            await self._llm.forget(request_id, self._placement.get("owner"))
+        return checked_output(final)

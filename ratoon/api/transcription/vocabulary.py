@@ -1,4 +1,5 @@
-"""Whisper's special tokens by their names, and the decoder prompts that they make up. Nothing here runs a model."""
+"""Whisper's languages and special tokens by their names, and the decoder prompts that they make up. Nothing here runs a
+model."""
 
 from __future__ import annotations
 
@@ -8,13 +9,48 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ratoon.api.transcription.languages import code_of
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.params import TimestampRules
 
 if TYPE_CHECKING:
     from ratoon.models.tokenizer import Tokenizer
+
+
+LANGUAGE_NAMES = {
+    "en": "english", "zh": "chinese", "de": "german", "es": "spanish", "ru": "russian", "ko": "korean",
+    "fr": "french", "ja": "japanese", "pt": "portuguese", "tr": "turkish", "pl": "polish", "ca": "catalan",
+    "nl": "dutch", "ar": "arabic", "sv": "swedish", "it": "italian", "id": "indonesian", "hi": "hindi",
+    "fi": "finnish", "vi": "vietnamese", "he": "hebrew", "uk": "ukrainian", "el": "greek", "ms": "malay",
+    "cs": "czech", "ro": "romanian", "da": "danish", "hu": "hungarian", "ta": "tamil", "no": "norwegian",
+    "th": "thai", "ur": "urdu", "hr": "croatian", "bg": "bulgarian", "lt": "lithuanian", "la": "latin",
+    "mi": "maori", "ml": "malayalam", "cy": "welsh", "sk": "slovak", "te": "telugu", "fa": "persian",
+    "lv": "latvian", "bn": "bengali", "sr": "serbian", "az": "azerbaijani", "sl": "slovenian", "kn": "kannada",
+    "et": "estonian", "mk": "macedonian", "br": "breton", "eu": "basque", "is": "icelandic", "hy": "armenian",
+    "ne": "nepali", "mn": "mongolian", "bs": "bosnian", "kk": "kazakh", "sq": "albanian", "sw": "swahili",
+    "gl": "galician", "mr": "marathi", "pa": "punjabi", "si": "sinhala", "km": "khmer", "sn": "shona",
+    "yo": "yoruba", "so": "somali", "af": "afrikaans", "oc": "occitan", "ka": "georgian", "be": "belarusian",
+    "tg": "tajik", "sd": "sindhi", "gu": "gujarati", "am": "amharic", "yi": "yiddish", "lo": "lao",
+    "uz": "uzbek", "fo": "faroese", "ht": "haitian creole", "ps": "pashto", "tk": "turkmen", "nn": "nynorsk",
+    "mt": "maltese", "sa": "sanskrit", "lb": "luxembourgish", "my": "myanmar", "bo": "tibetan", "tl": "tagalog",
+    "mg": "malagasy", "as": "assamese", "tt": "tatar", "haw": "hawaiian", "ln": "lingala", "ha": "hausa",
+    "ba": "bashkir", "jw": "javanese", "su": "sundanese", "yue": "cantonese",
+}  # fmt: skip
+LANGUAGE_CODES = {name: code for code, name in LANGUAGE_NAMES.items()} | {
+    "burmese": "my", "valencian": "ca", "flemish": "nl", "haitian": "ht", "letzeburgesch": "lb", "pushto": "ps",
+    "panjabi": "pa", "moldavian": "ro", "moldovan": "ro", "sinhalese": "si", "castilian": "es", "mandarin": "zh",
+}  # fmt: skip
+
+
+def language_name(code: str) -> str:
+    return LANGUAGE_NAMES.get(code, code)
+
+
+def language_code(language: str) -> str:
+    """Of a name, a code, or a code as a token has it. What is none of these comes back as it is."""
+    plain = language.strip().lower().removeprefix("<|").removesuffix("|>")
+    return LANGUAGE_CODES.get(plain, plain)
+
 
 TASKS = ("transcribe", "translate")
 # English-only models have tokens of languages in their files, and were never taught what they mean. They are known by
@@ -65,7 +101,7 @@ class SpeechVocabulary:
 
     def language_code(self, language: str) -> str:
         """RequestError for one that the model does not know."""
-        code = code_of(language)
+        code = language_code(language)
         if code in self.languages or (not self.is_multilingual and code == "en"):
             return code
         known = ", ".join(self.languages) or "en: the model knows no other"

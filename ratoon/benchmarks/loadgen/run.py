@@ -16,9 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ratoon.api.remote.client import RemoteClient
-from ratoon.api.remote.errors import RemoteError
-from ratoon.api.remote.events import Chunk, decode_chunk
+from ratoon.api.remote.client import Chunk, RemoteClient, RemoteError, decode_chunk
 from ratoon.benchmarks.loadgen.datasets import Session
 from ratoon.benchmarks.loadgen.measures import RequestRecord
 from ratoon.benchmarks.loadgen.target import Target, messages_of

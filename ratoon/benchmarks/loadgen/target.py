@@ -11,9 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ratoon.api.remote.client import CHAT, COMPLETIONS, RemoteClient
-from ratoon.api.remote.errors import RefusedError, RemoteError
-from ratoon.api.remote.events import Chunk, Usage
+from ratoon.api.remote.client import CHAT, COMPLETIONS, Chunk, RefusedError, RemoteClient, RemoteError, Usage
 from ratoon.benchmarks.loadgen.datasets import Turn
 from ratoon.benchmarks.loadgen.prompts import VOCABULARY, WORDS, Prompt, PromptMaker, TextPrompts, TokenPrompts
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ratoon.api.transcription.sources import AudioLimits, read_samples
+from ratoon.api.transcription.audio import AudioLimits, read_samples
 from ratoon.models.log_mel import SAMPLE_RATE
 
 FOLDER = Path(__file__).parent

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from ratoon.api.remote.client import check_api_key, normalize_url
-from ratoon.api.remote.errors import RefusedError, RemoteError, error_for_status
+from ratoon.api.remote.client import RefusedError, RemoteError, check_api_key, error_for_status, normalize_url
 from ratoon.cli import main
 from ratoon.core.errors import RequestError
 

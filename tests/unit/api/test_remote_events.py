@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.api.remote.events import EventReader, decode_chunk
+from ratoon.api.remote.client import EventReader, decode_chunk
 
 EVENTS = (
     b': ping\n\ndata: {"a":"\xc3\xa9"}\n\nevent: x\ndata:{"b":1}\nid: 3\n\ndata: one\ndata: two\n\ndata: [DONE]\n\n'

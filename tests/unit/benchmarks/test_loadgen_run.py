@@ -6,9 +6,7 @@ import asyncio
 
 import pytest
 
-from ratoon.api.remote.client import CHAT, COMPLETIONS
-from ratoon.api.remote.errors import RemoteError
-from ratoon.api.remote.events import decode_chunk
+from ratoon.api.remote.client import CHAT, COMPLETIONS, RemoteError, decode_chunk
 from ratoon.benchmarks.loadgen.datasets import Turn
 from ratoon.benchmarks.loadgen.measures import RequestRecord
 from ratoon.benchmarks.loadgen.prompts import TextPrompts

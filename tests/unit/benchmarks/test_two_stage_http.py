@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from ratoon.api.remote.client import CHAT
-from ratoon.api.remote.errors import RemoteError
+from ratoon.api.remote.client import CHAT, RemoteError
 from ratoon.benchmarks.loadgen.datasets import Turn as FirstTurn
 from ratoon.benchmarks.loadgen.measures import RequestRecord
 from ratoon.benchmarks.two_stage.over_http.conversations import Conversation, read_conversations

@@ -168,8 +168,8 @@ def _options(asked: TranslationRequest, task: Task) -> TranscriptionOptions:
 
 
 def _transcriber(context: ServerContext, asked: TranslationRequest, exchange: Exchange) -> Transcriber:
-    from ratoon.api.transcription.asynchronous import async_transcriber  # with numpy, which others do without
-    from ratoon.api.transcription.sources import AudioLimits
+    from ratoon.api.transcription.audio import AudioLimits
+    from ratoon.api.transcription.transcriber import async_transcriber  # with numpy, which others do without
 
     settings = context.settings
     return async_transcriber(

@@ -9,8 +9,7 @@ import msgspec
 
 from ratoon.api.options import status
 from ratoon.api.progress import request_progress
-from ratoon.api.remote.client import RemoteClient
-from ratoon.api.remote.errors import RefusedError
+from ratoon.api.remote.client import RefusedError, RemoteClient
 from ratoon.api.remote.options import choose_model
 from ratoon.benchmarks.loadgen.datasets import Turn as FirstTurn
 from ratoon.benchmarks.loadgen.prompts import VOCABULARY, TokenPrompts

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ratoon.api.remote.client import CHAT, COMPLETIONS, RemoteClient
-from ratoon.api.remote.events import Chunk, ChunkChoice
+from ratoon.api.remote.client import CHAT, COMPLETIONS, Chunk, ChunkChoice, RemoteClient
 from ratoon.benchmarks.loadgen.measures import RequestRecord
 from ratoon.benchmarks.loadgen.run import Clock, note, run_paced, send
 from ratoon.benchmarks.loadgen.target import messages_of

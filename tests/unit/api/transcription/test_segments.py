@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.api.transcription.segments import split_window
+from ratoon.api.transcription.windows import split_window
 from tests.unit.api.transcription.speech import FIRST_TIMESTAMP, tokens_of, vocabulary
 
 

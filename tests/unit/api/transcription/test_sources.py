@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from ratoon.api.transcription.sources import AudioLimits, read_samples
+from ratoon.api.transcription.audio import AudioLimits, read_samples
 from ratoon.core.errors import RequestError
 from tests.unit.api.transcription.speech import RATE, tone, wav
 

@@ -1,4 +1,5 @@
-"""Recordings in whatever form a caller has them, as samples of one channel at 16 kHz, a piece at a time.
+"""Recordings in whatever form a caller has them, as samples of one channel at 16 kHz, and as the spectrogram that
+windows are cut from.
 
 A recording is a file's path, its bytes, an open file, or samples with their rate. Containers and codecs are PyAV's
 (av_decoding.py); without it, plain WAV files at 16 kHz are read by the standard library.
@@ -6,19 +7,22 @@ A recording is a file's path, its bytes, an open file, or samples with their rat
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
+import threading
 import wave
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
-from ratoon.api.transcription.rates import verify_rate
+from ratoon.api.transcription.options import verify_rate
 from ratoon.core.errors import RequestError
-from ratoon.models.log_mel import SAMPLE_RATE
+from ratoon.models.log_mel import SAMPLE_RATE, LogMelStream, Spectrogram
 
 # A path, bytes, an open file, (samples, rate), or {"audio": samples, "sampling_rate": rate}
 Audio: TypeAlias = Any
@@ -50,7 +54,7 @@ def read_samples(audio: Audio, limits: AudioLimits) -> Iterator[np.ndarray]:
         raise RequestError("file", "has no sound in it: it is 0 seconds long", "at least one sample")
 
 
-def name_of(audio: Audio, index: int) -> str:
+def recording_name(audio: Audio, index: int) -> str:
     """What people are shown of a recording, which is one of several."""
     return Path(audio).name if isinstance(audio, (str, os.PathLike)) else f"recording {index}"
 
@@ -150,3 +154,29 @@ def _mixed_down(samples: np.ndarray) -> np.ndarray:
     if not np.isfinite(mono).all():
         raise RequestError("file", "has samples that are not finite", "numbers from -1 to 1")
     return mono
+
+
+# Of its own: threads that decode for minutes must not stand in the way of those that take milliseconds.
+_threads = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="decode")
+
+
+async def read_recording(audio: Audio, num_mel_bins: int, limits: AudioLimits) -> Spectrogram:
+    """RequestError: it can't be read. Given up, it ends soon."""
+    given_up = threading.Event()
+    try:
+        return await asyncio.get_running_loop().run_in_executor(
+            _threads, make_spectrogram, audio, num_mel_bins, limits, given_up
+        )
+    finally:
+        given_up.set()
+
+
+def make_spectrogram(
+    audio: Audio, num_mel_bins: int, limits: AudioLimits, given_up: threading.Event | None = None
+) -> Spectrogram:
+    stream = LogMelStream(num_mel_bins)
+    for piece in read_samples(audio, limits):
+        if given_up is not None and given_up.is_set():
+            raise InterruptedError("nobody waits for it any more")
+        stream.add(piece)
+    return stream.finish()
