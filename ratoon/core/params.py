@@ -258,7 +258,7 @@ def plans_ahead(params: SamplingParams) -> bool:
         params.frequency_penalty != 0.0,
         params.presence_penalty != 0.0,
         params.no_repeat_ngram_size,
-        params.encoder_no_repeat_ngram_size,
+        (params.encoder_no_repeat_ngram_size or 0) > 1,
         any(len(word) > 1 for word in words),
         params.timestamps is not None,
     )

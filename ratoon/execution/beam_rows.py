@@ -22,7 +22,7 @@ class BeamRows:
         self._rows = rows
         self._sampling_rows = sampling_rows
         self._of_search: dict[str, np.ndarray] = {}  # [B] rows, by the trunk's id
-        self._rules: dict[str, list[RowRules]] = {}  # of the beams of searches with rules over tokens
+        self._rules: dict[str, list[RowRules]] = {}  # of the beams of searches with rules
 
     def __len__(self) -> int:
         return len(self._of_search)
@@ -32,16 +32,13 @@ class BeamRows:
         beams = self._of_search.get(req_id)
         return np.array([self._rows.row_of[req_id]]) if beams is None else beams
 
-    def trunk_row(self, req_id: str) -> int:
-        return self._rows.row_of[req_id]
-
     def rules_of(self, req_id: str) -> list[RowRules]:
-        """Of every beam; of a search whose beams do not exist yet, the trunk's. None where there are no rules."""
+        """Of every beam; of a search whose beams do not exist yet, the trunk's. None where the search has no rules."""
         beams = self._rules.get(req_id)
         if beams is not None:
             return beams
-        trunk = self._sampling_rows.edits[self.trunk_row(req_id)].rules
-        return [] if trunk is None else [trunk]
+        trunk = self._sampling_rows.rules[self._rows.row_of[req_id]]
+        return [trunk] if trunk else []
 
     def drop(self, req_ids: Iterable[str]) -> None:
         """Give rows back. The trunk's own goes the way of all branches."""

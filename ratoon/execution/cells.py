@@ -19,8 +19,11 @@ def cells(
     """
     row_ids = np.repeat(rows, [len(tokens) for tokens in token_lists])
     token_ids = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in token_lists])
+    arrays = [row_ids, token_ids, *values]
     known = (token_ids >= 0) & (token_ids < logits.shape[1])
-    return [to_device(array[known], logits.device) for array in (row_ids, token_ids, *values)]
+    if not known.all():
+        arrays = [array[known] for array in arrays]
+    return [to_device(array, logits.device) for array in arrays]
 
 
 def take(logits: Tensor, rows: np.ndarray) -> Tensor:

@@ -119,7 +119,7 @@ class ModelRunner:
         if plan.sampled_req_ids:
             next_token.append(SampledRowsReader(plan, layout, self.input_batch, self.sampler))
         if plan.beam_steps:
-            next_token.append(CandidatesReader(plan.beam_steps, layout, self.beam_rows, self.sampling_rows))
+            next_token.append(CandidatesReader(plan.beam_steps, layout, self.beam_rows))
         compute_logits = self.model.compute_logits
         readers: list[RowReader] = [
             NextTokenReader(next_token, compute_logits),

@@ -5,28 +5,19 @@ The arithmetic is in layers/sampling.py. Which token belongs to which branch, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from ratoon.core.outputs import LogprobsLists
-from ratoon.execution.cells import cells, take, to_device
-from ratoon.execution.rules.base import forbid, force
-from ratoon.execution.sampling_rows import EDITS, MASKS, Needs, SamplingRows
-from ratoon.execution.timestamps import keep_to_timestamp_rules
+from ratoon.execution.cells import take, to_device
+from ratoon.execution.rules.base import apply_rules
+from ratoon.execution.sampling_rows import Needs, SamplingRows
 from ratoon.layers import sampling
 from ratoon.layers.sampling import Chosen, TokenLogprobs
 
 Tensor = torch.Tensor
-
-# The tokens that a row with this need, whose RowEdits are given, may not get.
-FORBIDDEN: dict[Needs, Callable[[Any], Sequence[int] | np.ndarray]] = {
-    Needs.MIN_TOKENS: lambda edits: edits.stop_ids,
-    Needs.FIRST: lambda edits: edits.suppressed_first,
-    Needs.SUPPRESSED: lambda edits: edits.suppressed,
-}
 
 
 class SampledTokens:
@@ -123,7 +114,7 @@ class Sampler:
     def _choose(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
         """Sort the rows by what they need and give each group to its function."""
         uniforms = sampling.uniform(seeds, self.rows.num_outputs[slots])
-        edited = (needs & EDITS) != 0
+        edited = (needs & int(Needs.EDITS)) != 0
         random, filtered = (needs & Needs.RANDOM) != 0, (needs & Needs.FILTER) != 0
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         bad = torch.empty(len(slots), dtype=torch.bool, device=logits.device)
@@ -159,45 +150,12 @@ class Sampler:
         return sampling.draw_filtered(logits, temperature, filters, numbers)
 
     def _edit(self, logits: Tensor, slots: np.ndarray) -> None:
-        """Change the logits of these slots in place, in vLLM's order: masks, bias, penalties."""
-        needs = self.rows.needs[slots]
-        edits = [self.rows.edits[slot] for slot in slots.tolist()]
-        if (needs & MASKS).any():
-            _mask(logits, needs, edits)
-        rows = _rows_with(needs, Needs.BIAS)
-        if len(rows):
-            biases = np.concatenate([edits[row].bias for row in rows])
-            sampling.add_bias(logits, *cells(logits, rows, [edits[row].bias_ids for row in rows], biases))
-        rows = _rows_with(needs, Needs.PENALTY)
-        if len(rows):
-            token_lists, count_lists = zip(*(edits[row].counts.arrays() for row in rows))
-            lengths = [len(tokens) for tokens in token_lists]
-            penalties = np.repeat(self.rows.penalties[slots[rows]], lengths, axis=0).T  # [3, E]
-            sampling.apply_penalties(logits, *cells(logits, rows, token_lists, np.concatenate(count_lists), *penalties))
+        """Change the logits of these slots in place."""
+        apply_rules(logits, [self.rows.active_rules[slot] for slot in slots.tolist()])
 
 
 def _rows_with(needs: np.ndarray, need: Needs) -> np.ndarray:
     return np.flatnonzero(needs & int(need))  # numpy takes several times as long over the flag itself
-
-
-def _mask(logits: Tensor, needs: np.ndarray, edits: list[Any]) -> None:
-    """Forbid tokens. `edits` are RowEdits; `needs` [R] says which of their parts are there. Timestamps come late: their
-    rules weigh what is still possible. A token that is forced goes before all that forbids it."""
-    rows = _rows_with(needs, Needs.ALLOWED)
-    if len(rows):
-        allowed = cells(logits, rows, [edits[row].allowed for row in rows])
-        sampling.allow_only(logits, to_device(rows, logits.device), *allowed)
-    judged = _rows_with(needs, Needs.VERDICT)
-    verdicts = [edits[row].verdict for row in judged]
-    forbid(logits, judged, verdicts)
-    for need, tokens_of in FORBIDDEN.items():
-        rows = _rows_with(needs, need)
-        if len(rows):
-            sampling.forbid_tokens(logits, *cells(logits, rows, [tokens_of(edits[row]) for row in rows]))
-    rows = _rows_with(needs, Needs.TIMESTAMPS)
-    if len(rows):
-        keep_to_timestamp_rules(logits, rows, [edits[row].rules.text for row in rows])
-    force(logits, judged, verdicts)
 
 
 def prompt_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> LogprobsLists:

@@ -62,24 +62,24 @@ def best_candidates_of_searches(
     logits: Tensor,  # [R, V] float32; tokens held back become -inf in it
     scores: Tensor,  # [R] float32, of the beams
     searches: Sequence[SearchRows],
-    edit: Callable[[Tensor], Tensor | None] | None = None,  # changes more of them; see below
+    edit: Callable[[Tensor], None] | None = None,  # changes more of them, in place
+    logprob_rows: Sequence[int] = (),  # rows in which `edit` finds log-probabilities, not logits
 ) -> list[Candidates | None]:
     """For each search the best of all its beams' continuations: `num_candidates` of them, or all there are.
 
-    `edit` comes after the tokens that are held back. What it leaves alone keeps its probability, as the tokens do that
-    are not held back; in rows that it returns, it has put log-probabilities in the place of logits.
+    What is held back or edited does not change the probabilities of other tokens.
     None for a search with a row of NaN or infinite logits, or with no token left.
     """
     offsets = _Offsets(*_normalizers(logits), scores)
     sound = (offsets.peak.isfinite() & offsets.log_sum.isfinite()).tolist()
+    if logprob_rows:
+        _to_logprobs(logits, offsets, torch.tensor(logprob_rows, device=logits.device))
     for search in searches:
         if search.held_back:
             columns = torch.tensor(sorted(search.held_back), device=logits.device)
             logits[search.start : search.stop].index_fill_(1, columns, -torch.inf)
     if edit is not None:
-        finished_rows = edit(logits)
-        if finished_rows is not None:
-            offsets.peak[finished_rows] = offsets.log_sum[finished_rows] = 0.0
+        edit(logits)
     maxima = offsets.apply(chunk_maxima(logits))  # [R, C]
     found: list[Candidates | None] = []
     for search in searches:
@@ -93,10 +93,20 @@ def best_candidates_of_searches(
 
 def _normalizers(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The peak [R] and log_sum [R] of every row. The largest log-probability of a row is -log_sum."""
-    rows_at_once = max(1, MAX_COPIED // logits.shape[1])
     peak = logits.amax(dim=-1)
-    highest = [torch.log_softmax(rows, dim=-1).amax(dim=-1) for rows in logits.split(rows_at_once)]
+    highest = [torch.log_softmax(rows, dim=-1).amax(dim=-1) for rows in logits.split(_rows_at_once(logits))]
     return peak, torch.cat(highest).neg_()
+
+
+def _to_logprobs(logits: Tensor, offsets: _Offsets, rows: Tensor) -> None:
+    """Put log-probabilities in the place of these rows of logits. The scores that come of them stay, bit for bit."""
+    for part in rows.split(_rows_at_once(logits)):
+        logits[part] = (logits[part] - offsets.peak[part, None]).sub_(offsets.log_sum[part, None])
+    offsets.peak[rows] = offsets.log_sum[rows] = 0.0
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, MAX_COPIED // logits.shape[1])
 
 
 def _choose(logits: Tensor, offsets: _Offsets, maxima: Tensor, num_candidates: int) -> Candidates:

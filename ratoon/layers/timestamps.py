@@ -1,6 +1,6 @@
 """Whisper's rules for timestamps over a batch of logits, as a pure tensor function: no state, no requests.
 
-What may come next in the text of each row is known to execution/timestamps.py.
+What may come next in the text of each row is known to execution/rules/timestamps.py.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Rules over the next token, one file each. A rule is immutable: it sees the tokens so far and says what may follow."""
+"""Rules over logits, one file each: what a request does to the logits before a token is chosen (rules/base.py)."""

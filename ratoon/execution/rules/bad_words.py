@@ -7,7 +7,9 @@ sequences of token ids (`bad_words_ids`), with prompt and output, as in transfor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+
+from ratoon.execution.rules.base import ForbiddingRule, Reads
 
 
 class WordIndex:
@@ -24,7 +26,8 @@ class WordIndex:
         self.lengths = sorted({len(beginning) for beginning in ends})
 
 
-class BadWords(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BadWords(ForbiddingRule):
     words: WordIndex
     last: tuple[int, ...] = ()  # as many tokens as the longest word needs
 
@@ -34,6 +37,10 @@ class BadWords(NamedTuple):
         index = WordIndex(words)
         longest = index.lengths[-1] if index.lengths else 0
         return cls(index, tuple(token_ids[max(0, len(token_ids) - longest) :]) if longest else ())
+
+    @property
+    def reads(self) -> Reads:
+        return Reads.TOKENS if self.words.lengths else Reads.NOTHING
 
     def after(self, token_id: int) -> BadWords:
         lengths = self.words.lengths
@@ -49,6 +56,3 @@ class BadWords(NamedTuple):
             if ends is not None:
                 found = [*found, *ends]
         return found
-
-    def forced(self) -> Sequence[int]:
-        return ()

@@ -1,89 +1,135 @@
-"""What every rule over tokens is, all rules of one row together, and what they leave possible in a batch of logits.
+"""What every rule over logits is, all rules of one row together, and how those of many rows change a batch of logits.
 
-A rule is a value: `after(token)` is another one, so that forks, beams and replayed branches share and rebuild it from
-tokens alone. Which rules a request asks for is decided in rules/build.py.
+A rule is a value: `after(token)` is another one, and the first stays what it was. So forks and beams share rules, a
+rejected draft goes back to the rule before it, and a branch that is replayed rebuilds its rules from its tokens alone.
+Which rules a request asks for is decided in rules/build.py.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from ratoon.execution.cells import cells, to_device
-from ratoon.execution.timestamps import TextSoFar
+from ratoon.execution.cells import cells
+from ratoon.layers import sampling
+
+Tensor = torch.Tensor
 
 
-class TokenRule(Protocol):
-    """Over one sequence. Each method takes time that does not grow with the sequence."""
+class Stage(enum.IntEnum):
+    """The fixed order in which rules change logits. Rules of one stage have one `apply`, and are applied together.
 
-    def after(self, token_id: int) -> TokenRule:
-        """The rule once this token has been added."""
-        ...
+    Masks come first. Timestamps are the last of them: they weigh what is still possible. A forced token goes before all
+    that forbids it. Bias and penalties work on what is left, in vLLM's order.
+    """
 
-    def forbidden(self) -> Sequence[int]:
-        """Tokens that may not come next."""
-        ...
+    ALLOW = 0
+    FORBID = 1
+    TIMESTAMPS = 2
+    FORCE = 3
+    BIAS = 4
+    PENALTIES = 5
 
-    def forced(self) -> Sequence[int]:
-        """The only tokens that may come next; empty: any that no rule forbids. It goes before what is forbidden."""
-        ...
-
-
-class Verdict(NamedTuple):
-    """What the rules of one row say about its next token."""
-
-    forbidden: Sequence[int] = ()
-    forced: Sequence[int] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.forbidden or self.forced)
+    @property
+    def changes_values(self) -> bool:
+        """Masks keep the logits of the tokens that they leave possible; the others do not."""
+        return self >= Stage.FORCE
 
 
-NO_VERDICT = Verdict()
+class Reads(enum.IntEnum):
+    """What of a growing text a rule looks at."""
+
+    NOTHING = 0  # it is the same at every step: `after` gives the rule itself
+    LENGTH = 1  # it counts tokens: `after` takes any number for a token that is not known yet
+    TOKENS = 2  # `after` needs the token, on the host
 
 
-class RowRules(NamedTuple):
-    """All rules of one row that look at its tokens. Whisper's timestamps weigh logits, and are kept apart."""
+class LogitsRule:
+    """Over one sequence. No method but `apply` takes time that grows with the sequence."""
 
-    rules: tuple[TokenRule, ...] = ()
-    text: TextSoFar | None = None
+    __slots__ = ()
+    stage: ClassVar[Stage]
+
+    @property
+    def reads(self) -> Reads:
+        return Reads.NOTHING
+
+    @property
+    def is_active(self) -> bool:
+        """Does it change anything for the next token?"""
+        return True
+
+    def after(self, token_id: int) -> LogitsRule | None:
+        """The rule once this token has been added. None: it will never be active again."""
+        return self
+
+    @staticmethod
+    def apply(logits: Tensor, rows: np.ndarray, rules: Sequence[Any]) -> None:
+        """Change logits [R, V] in place: `rules` are active and of one stage, and rules[i] is about row rows[i]. Rows
+        rise; one comes several times where it has several rules of the stage."""
+        raise NotImplementedError
+
+
+class ForbiddingRule(LogitsRule):
+    """Says which tokens may not come next."""
+
+    __slots__ = ()
+    stage = Stage.FORBID
+
+    def forbidden(self) -> Sequence[int] | np.ndarray:
+        raise NotImplementedError
+
+    @property
+    def is_active(self) -> bool:
+        return len(self.forbidden()) > 0
+
+    @staticmethod
+    def apply(logits: Tensor, rows: np.ndarray, rules: Sequence[ForbiddingRule]) -> None:
+        sampling.forbid_tokens(logits, *cells(logits, rows, [rule.forbidden() for rule in rules]))
+
+
+class RowRules(tuple[LogitsRule, ...]):
+    """All rules of one row."""
+
+    __slots__ = ()
 
     def after(self, token_id: int) -> RowRules:
-        text = None if self.text is None else self.text.after(token_id)
-        return RowRules(tuple([rule.after(token_id) for rule in self.rules]), text)
+        return RowRules([next_rule for rule in self if (next_rule := rule.after(token_id)) is not None])
 
     def after_all(self, token_ids: Iterable[int]) -> RowRules:
         return reduce(RowRules.after, token_ids, self)
 
-    def verdict(self) -> Verdict:
-        forbidden: list[int] = []
-        for rule in self.rules:
-            forced = rule.forced()
-            if forced:
-                return Verdict(forced=forced)
-            forbidden += rule.forbidden()
-        return Verdict(forbidden) if forbidden else NO_VERDICT
+    def active(self) -> list[LogitsRule]:
+        """Those that change something for the next token."""
+        return [rule for rule in self if rule.is_active]
+
+    @property
+    def reads(self) -> Reads:
+        return max((rule.reads for rule in self), default=Reads.NOTHING)
+
+    @property
+    def needs_token_on_host(self) -> bool:
+        """Must a sampled token be on the host before the next one is sampled? `plans_ahead` of core/params.py tells the
+        same from params alone."""
+        return self.reads is Reads.TOKENS
 
 
-def forbid(logits: torch.Tensor, rows: np.ndarray, verdicts: Sequence[Verdict]) -> None:
-    """Set what is forbidden in these rows of logits [R, V] to -inf, in place."""
-    places = [place for place, verdict in enumerate(verdicts) if verdict.forbidden]
-    if places:
-        row_ids, token_ids = cells(logits, rows[places], [verdicts[place].forbidden for place in places])
-        logits[row_ids, token_ids] = -torch.inf
+NO_RULES = RowRules()
 
 
-def force(logits: torch.Tensor, rows: np.ndarray, verdicts: Sequence[Verdict]) -> torch.Tensor | None:
-    """Leave only the forced tokens in the rows that have some, with 0. Returns which rows these are."""
-    places = [place for place, verdict in enumerate(verdicts) if verdict.forced]
-    if not places:
-        return None
-    forced_rows = to_device(rows[places], logits.device)
-    row_ids, token_ids = cells(logits, rows[places], [verdicts[place].forced for place in places])
-    logits[forced_rows] = -torch.inf
-    logits[row_ids, token_ids] = 0.0
-    return forced_rows
+def apply_rules(logits: Tensor, rules_of_rows: Sequence[Sequence[LogitsRule]]) -> None:
+    """Change logits [R, V] in place by the active rules of each row, in the order of the stages."""
+    stages: list[tuple[list[int], list[LogitsRule]]] = [([], []) for _ in Stage]
+    for row, rules in enumerate(rules_of_rows):
+        for rule in rules:
+            of_stage = stages[rule.stage]
+            of_stage[0].append(row)
+            of_stage[1].append(rule)
+    for rows, rules in stages:
+        if rules:
+            rules[0].apply(logits, np.array(rows), rules)

@@ -1,25 +1,32 @@
-"""From what a request asks for to the rules of its row, at the end of its prompt. A new rule is a file and a line
-here."""
+"""From what a request asks for to the rules of its row, at the end of its prompt. A new rule is a file and some lines
+here; `plans_ahead` of core/params.py has to know it if it looks at tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from ratoon.core.params import SamplingParams
+from ratoon.execution.rules.allowed_ids import AllowedIds
 from ratoon.execution.rules.bad_words import BadWords
-from ratoon.execution.rules.base import RowRules, TokenRule
+from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules
+from ratoon.execution.rules.bias import LogitBias
 from ratoon.execution.rules.forced_end import ForcedEnd
+from ratoon.execution.rules.min_tokens import MinTokens
 from ratoon.execution.rules.ngrams import NoNGramsOf, NoRepeatedNGrams
-from ratoon.execution.timestamps import TextSoFar
+from ratoon.execution.rules.penalties import Penalties
+from ratoon.execution.rules.suppressed import SuppressedFirst, SuppressedTokens
+from ratoon.execution.rules.timestamps import Timestamps
 
 
 def rules_of(
     params: SamplingParams, prompt_token_ids: Sequence[int], encoder_token_ids: Sequence[int] = ()
-) -> RowRules | None:
-    """None for a row without any. A model without an encoder has no encoder tokens; its prompt stands for them."""
-    rules: list[TokenRule] = []
-    if params.forced_eos_token_id and params.max_tokens is not None:
-        rules.append(ForcedEnd(tuple(params.forced_eos_token_id), params.max_tokens))
+) -> RowRules:
+    """A model without an encoder has no encoder tokens; its prompt stands for them."""
+    rules: list[LogitsRule] = []
+    if params.allowed_token_ids is not None:
+        rules.append(AllowedIds(_sorted_ids(params.allowed_token_ids)))
     if params.no_repeat_ngram_size:
         rules.append(NoRepeatedNGrams.behind(params.no_repeat_ngram_size, prompt_token_ids))
     if params.encoder_no_repeat_ngram_size:
@@ -29,5 +36,27 @@ def rules_of(
         rules.append(BadWords.behind(params.bad_words_token_ids))
     if params.bad_words_ids:
         rules.append(BadWords.behind(params.bad_words_ids, prompt_token_ids))
-    text = None if params.timestamps is None else TextSoFar(params.timestamps)
-    return RowRules(tuple(rules), text) if rules or text is not None else None
+    ends = {*(params.eos_token_ids or ()), *(params.stop_token_ids or ()), *(params.all_stop_token_ids or ())}
+    if params.min_tokens > 0 and ends:
+        rules.append(MinTokens(_sorted_ids(ends), params.min_tokens))
+    if params.suppressed_first_token_ids:
+        rules.append(SuppressedFirst(_sorted_ids(params.suppressed_first_token_ids)))
+    suppressed = {*(params.suppressed_token_ids or ())}
+    if params.timestamps is not None:
+        suppressed.add(params.timestamps.no_timestamps_token_id)
+        rules.append(Timestamps(params.timestamps))
+    if suppressed:
+        rules.append(SuppressedTokens(_sorted_ids(suppressed)))
+    if params.forced_eos_token_id and params.max_tokens is not None:
+        rules.append(ForcedEnd(tuple(params.forced_eos_token_id), params.max_tokens))
+    if params.logit_bias:
+        rules.append(LogitBias.of(params.logit_bias))
+    weights = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    if weights != (1.0, 0.0, 0.0):
+        rules.append(Penalties.behind(weights, prompt_token_ids))
+    return RowRules(rules) if rules else NO_RULES
+
+
+def _sorted_ids(token_ids: Iterable[int]) -> np.ndarray:
+    """Each once, as int64."""
+    return np.unique(np.fromiter(token_ids, np.int64))

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ratoon.execution.cells import cells, to_device
+from ratoon.execution.rules.base import LogitsRule, Reads, Stage
 
 
-class ForcedEnd(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ForcedEnd(LogitsRule):
     token_ids: tuple[int, ...]
     num_left: int  # tokens that may still come
 
-    def after(self, token_id: int) -> ForcedEnd:
-        return ForcedEnd(self.token_ids, self.num_left - 1)
+    stage = Stage.FORCE
 
-    def forbidden(self) -> Sequence[int]:
-        return ()
+    @property
+    def reads(self) -> Reads:
+        return Reads.LENGTH
 
-    def forced(self) -> Sequence[int]:
-        return self.token_ids if self.num_left == 1 else ()
+    @property
+    def is_active(self) -> bool:
+        return self.num_left == 1
+
+    def after(self, token_id: int) -> ForcedEnd | None:
+        return ForcedEnd(self.token_ids, self.num_left - 1) if self.num_left > 1 else None
+
+    @staticmethod
+    def apply(logits: torch.Tensor, rows: np.ndarray, rules: Sequence[ForcedEnd]) -> None:
+        """The forced tokens get 0, and no other token is possible."""
+        row_ids, token_ids = cells(logits, rows, [rule.token_ids for rule in rules])
+        logits[to_device(rows, logits.device)] = -torch.inf
+        logits[row_ids, token_ids] = 0.0

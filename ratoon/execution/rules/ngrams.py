@@ -6,15 +6,17 @@ As in transformers (`no_repeat_ngram_size`, `encoder_no_repeat_ngram_size`), pro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from ratoon.execution.rules.base import ForbiddingRule, Reads
 from ratoon.execution.rules.persistent_map import PersistentMap
 
 Prefix = tuple[int, ...]  # n - 1 tokens
+EMPTY = PersistentMap()
 
 
 class NGramIndex:
@@ -44,17 +46,22 @@ def index_of(size: int, token_ids: Sequence[int]) -> NGramIndex:
     return found
 
 
-class NoRepeatedNGrams(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NoRepeatedNGrams(ForbiddingRule):
     """The prompt's n-grams are in an index that all forks share, those that end in the output in a persistent map."""
 
     size: int
     prompt: NGramIndex
     last: Prefix  # the last n - 1 tokens, fewer while there are no more
-    output: PersistentMap = PersistentMap()
+    output: PersistentMap = EMPTY
 
     @classmethod
     def behind(cls, size: int, prompt_token_ids: Sequence[int]) -> NoRepeatedNGrams:
         return cls(size, index_of(size, prompt_token_ids), _tail(prompt_token_ids, size - 1))
+
+    @property
+    def reads(self) -> Reads:
+        return Reads.TOKENS
 
     def after(self, token_id: int) -> NoRepeatedNGrams:
         output = self.output
@@ -67,11 +74,9 @@ class NoRepeatedNGrams(NamedTuple):
     def forbidden(self) -> Sequence[int]:
         return (*self.prompt.get(self.last), *self.output.get(self.last, ()))
 
-    def forced(self) -> Sequence[int]:
-        return ()
 
-
-class NoNGramsOf(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NoNGramsOf(ForbiddingRule):
     """No n-gram of another sequence is completed: the encoder's input, or the prompt of a model without an encoder."""
 
     size: int
@@ -82,14 +87,15 @@ class NoNGramsOf(NamedTuple):
     def behind(cls, size: int, source_token_ids: Sequence[int], prompt_token_ids: Sequence[int]) -> NoNGramsOf:
         return cls(size, index_of(size, source_token_ids), _tail(prompt_token_ids, size - 1))
 
+    @property
+    def reads(self) -> Reads:
+        return Reads.TOKENS if self.size > 1 else Reads.NOTHING
+
     def after(self, token_id: int) -> NoNGramsOf:
         return NoNGramsOf(self.size, self.source, _tail((*self.last, token_id), self.size - 1))
 
     def forbidden(self) -> Sequence[int]:
         return self.source.get(self.last)
-
-    def forced(self) -> Sequence[int]:
-        return ()
 
 
 def _tail(token_ids: Sequence[int], count: int) -> Prefix:

@@ -22,6 +22,7 @@ TIMESTAMPS = TimestampRules(first_token_id=20, no_timestamps_token_id=19, end_to
         {"forced_eos_token_id": [2], "max_tokens": 5},
         {"bad_words_ids": [[3], [4]], "bad_words_token_ids": [[5]]},
         {"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": []},
+        {"encoder_no_repeat_ngram_size": 1},
     ],
 )
 def test_a_branch_whose_rules_do_not_look_at_tokens_plans_ahead(fields):

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import SamplingParams, TimestampRules, plans_ahead
 from ratoon.execution.rules.bad_words import BadWords
-from ratoon.execution.rules.base import RowRules
+from ratoon.execution.rules.base import RowRules, Stage, apply_rules
 from ratoon.execution.rules.build import rules_of
 from ratoon.execution.rules.forced_end import ForcedEnd
 from ratoon.execution.rules.ngrams import NoNGramsOf, NoRepeatedNGrams, index_of
+from ratoon.execution.rules.penalties import Penalties
 from ratoon.execution.rules.persistent_map import PersistentMap
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import Needs, SamplingRows
+
+VOCAB_SIZE = 20
+
+
+def forbidden(rules: RowRules) -> set[int]:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    apply_rules(logits, [rules.active()])
+    return set(np.flatnonzero(~logits[0].isfinite()).tolist())
 
 
 class SameHash(tuple):
@@ -47,23 +58,22 @@ def test_forks_of_a_rule_do_not_see_each_other():
 def test_words_of_a_caller_begin_in_the_output_and_those_in_token_ids_in_the_prompt():
     params = SamplingParams(bad_words_token_ids=[[7, 8]], bad_words_ids=[[7, 9]])
     rules = rules_of(params, [5, 7])
-    assert rules is not None
-    assert list(rules.verdict().forbidden) == [9]
-    assert set(rules.after(7).verdict().forbidden) == {8, 9}
+    assert forbidden(rules) == {9}
+    assert forbidden(rules.after(7)) == {8, 9}
 
 
 def test_an_end_is_forced_once_and_at_the_last_place():
-    rule = ForcedEnd((2,), 3)
-    assert [list(rule.forced()), list(rule.after(1).forced()), list(rule.after(1).after(1).forced())] == [[], [], [2]]
-    assert not RowRules((rule.after(1).after(1).after(2),)).verdict()
+    rules = RowRules([ForcedEnd((2,), 3)])
+    active = [bool(rules.after_all(text).active()) for text in ([], [1], [1, 1], [1, 1, 2])]
+    assert active == [False, False, True, False]
+    assert forbidden(rules.after_all([1, 1])) == {*range(VOCAB_SIZE)} - {2}
 
 
 def test_the_encoder_s_ngrams_come_from_its_input_or_else_from_the_prompt():
     params = SamplingParams(encoder_no_repeat_ngram_size=2)
     with_encoder, without = rules_of(params, [1], [8, 1, 9]), rules_of(params, [1, 4, 1])
-    assert with_encoder is not None and without is not None
-    assert (list(with_encoder.verdict().forbidden), list(without.verdict().forbidden)) == ([9], [4])
-    assert isinstance(with_encoder.rules[0], NoNGramsOf)
+    assert (forbidden(with_encoder), forbidden(without)) == ({9}, {4})
+    assert isinstance(with_encoder[0], NoNGramsOf)
 
 
 def test_choices_over_one_prompt_share_its_index():
@@ -79,14 +89,109 @@ def test_a_row_is_edited_only_in_steps_in_which_a_rule_says_something():
     rows.add(0, params, 0, [1, 2], [])
     needed = []
     for token in (1, 3, 4):
-        needed.append(bool(rows.needs[0] & Needs.VERDICT))
+        needed.append(bool(rows.needs[0] & Needs.EDITS))
         rows.append_token(0, token)
     # behind 2 nothing stood before, behind 1 there was 2; the fourth token is the last
-    assert needed == [False, True, False] and rows.needs[0] & Needs.VERDICT
+    assert needed == [False, True, False] and rows.needs[0] & Needs.EDITS
     logits = torch.zeros(1, 10)
     logits[0, 5] = 3.0
     assert Sampler(rows).sample(logits, np.array([0]), rows.seeds[:1]).to_list() == [9]
 
 
 def test_a_row_without_rules_has_none():
-    assert rules_of(SamplingParams(no_repeat_ngram_size=0, forced_eos_token_id=[], bad_words_ids=[]), [1, 2]) is None
+    assert not rules_of(SamplingParams(no_repeat_ngram_size=0, forced_eos_token_id=[], bad_words_ids=[]), [1, 2])
+
+
+def test_a_batch_without_rules_looks_at_none(monkeypatch):
+    rows = SamplingRows(3)
+    for slot in range(3):
+        rows.add(slot, SamplingParams(temperature=0.5 * slot), 0, [1, 2], [])
+    monkeypatch.setattr(rows, "rules", None)  # to read them would raise
+    monkeypatch.setattr(rows, "active_rules", None)
+    Sampler(rows).sample(torch.zeros(3, VOCAB_SIZE), np.arange(3), rows.seeds)
+    rows.append_tokens(np.arange(3), np.arange(3))
+
+
+# ---- what all rules have in common ----
+
+FIELDS: list[dict[str, Any]] = [
+    {"allowed_token_ids": [0, 1, 2, 3, 4, 7, 19]},
+    {"logit_bias": {1: 2.5, 3: -1.0}},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5, "presence_penalty": -0.25},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2},
+    {"encoder_no_repeat_ngram_size": 1},
+    {"encoder_no_repeat_ngram_size": 2},
+    {"bad_words_token_ids": [[1, 2], [3]]},
+    {"bad_words_token_ids": [[5]]},
+    {"bad_words_ids": [[2, 4], [4, 4, 1]]},
+    {"min_tokens": 3, "eos_token_ids": [0]},
+    {"suppressed_token_ids": [6, 2]},
+    {"suppressed_first_token_ids": [1, 5]},
+    {"forced_eos_token_id": [0], "max_tokens": 5},
+    {"timestamps": TimestampRules(first_token_id=12, no_timestamps_token_id=11, end_token_id=8)},
+]
+PROMPT = [3, 1, 2, 1]
+
+
+def random_params(chance: random.Random) -> SamplingParams:
+    fields: dict[str, Any] = {}
+    for some in chance.sample(FIELDS, chance.randint(0, 4)):
+        fields |= some
+    return SamplingParams(**fields)
+
+
+def edited(rules: RowRules) -> list[float]:
+    logits = torch.arange(VOCAB_SIZE, dtype=torch.float32)[None].sin()
+    apply_rules(logits, [rules.active()])
+    return logits[0].tolist()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_rule_depends_on_its_tokens_and_on_no_fork_of_it(seed):
+    """Forks, beams, rejected drafts and replay: states that come from one another in any order, each asked at any time,
+    are those that are built from the prompt and the tokens alone."""
+    chance = random.Random(seed)
+    params = random_params(chance)
+    states: list[tuple[list[int], RowRules]] = [([], rules_of(params, PROMPT))]
+    for _ in range(40):
+        text, rules = chance.choice(states[-8:])
+        token = chance.randrange(VOCAB_SIZE)
+        states.append(([*text, token], rules.after(token)))
+        text, rules = chance.choice(states)
+        assert edited(rules) == edited(rules_of(params, PROMPT).after_all(text)), (params, text)
+    for text, rules in states:
+        assert edited(rules) == edited(rules_of(params, PROMPT).after_all(text)), (params, text)
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(map(str, fields)))
+def test_params_tell_whether_a_rule_needs_the_token_on_the_host(fields):
+    params = SamplingParams(**fields)
+    rules = rules_of(params, PROMPT)
+    assert len(rules) >= 1
+    assert plans_ahead(params) == (not rules.needs_token_on_host)
+    texts = ([], [1], [1, 2], [4, 2, 1], [9, 9, 9, 9], [2, 4, 4, 13, 4])
+    by_length = [edited(rules.after_all([-1] * len(text))) == edited(rules.after_all(text)) for text in texts]
+    assert all(by_length) == plans_ahead(params)
+
+
+def test_params_with_many_rules_tell_it_too():
+    chance = random.Random(5)
+    for _ in range(300):
+        params = random_params(chance)
+        assert plans_ahead(params) == (not rules_of(params, PROMPT).needs_token_on_host)
+
+
+def test_every_stage_has_a_rule_and_every_rule_a_stage():
+    rules = [rule for fields in FIELDS for rule in rules_of(SamplingParams(**fields), PROMPT)]
+    assert {rule.stage for rule in rules} == {*Stage}
+
+
+def test_penalties_of_a_text_with_forks_copy_only_at_forks():
+    trunk = rules_of(SamplingParams(repetition_penalty=2.0), PROMPT)[0]
+    assert isinstance(trunk, Penalties)
+    line = trunk.after(7).after(8)
+    assert line.counts is trunk.counts
+    fork = trunk.after(9)
+    assert fork.counts is not trunk.counts and fork.after(9).counts is fork.counts

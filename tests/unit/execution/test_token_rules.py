@@ -317,7 +317,7 @@ class BeamSide:
             if step.num_tokens:
                 self.beam_rows.apply(step)
         output = ModelRunnerOutput()
-        choose_candidates(steps, logits, output, self.beam_rows, self.sampling_rows)
+        choose_candidates(steps, logits, output, self.beam_rows)
         return output
 
 
