@@ -12,9 +12,6 @@ from ratoon.version import __version__
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
-    from ratoon.api.transcription.options import TranscriptionOptions
-    from ratoon.api.transcription.results import Transcription
-    from ratoon.api.transcription.transcriber import async_transcriber
     from ratoon.core.errors import (
         ConfigError,
         DeadlineError,
@@ -45,6 +42,9 @@ if TYPE_CHECKING:
     )
     from ratoon.engine.async_llm import AsyncLLM
     from ratoon.engine.prompts import AudioPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
+    from ratoon.transcription.options import TranscriptionOptions
+    from ratoon.transcription.results import Transcription
+    from ratoon.transcription.transcriber import async_transcriber
 
 __all__ = [
     "LLM",
@@ -93,9 +93,9 @@ _HOMES = {
     "PoolingParams": "ratoon.core.params",
     "HiddenStatesParams": "ratoon.core.params",
     "TimestampRules": "ratoon.core.params",
-    "TranscriptionOptions": "ratoon.api.transcription.options",
-    "Transcription": "ratoon.api.transcription.results",
-    "async_transcriber": "ratoon.api.transcription.transcriber",
+    "TranscriptionOptions": "ratoon.transcription.options",
+    "Transcription": "ratoon.transcription.results",
+    "async_transcriber": "ratoon.transcription.transcriber",
     "RequestOutputKind": "ratoon.core.params",
     "RequestOutput": "ratoon.core.outputs",
     "CompletionOutput": "ratoon.core.outputs",

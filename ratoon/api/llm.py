@@ -27,7 +27,6 @@ from ratoon.api.arguments import (
 )
 from ratoon.api.interrupts import interrupts_held_back
 from ratoon.api.progress import request_progress
-from ratoon.api.transcription.options import TEMPERATURES, Task, TranscriptionOptions
 from ratoon.core.config import EngineConfig, SchedulingPolicy, resolve_max_model_len
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
@@ -54,11 +53,12 @@ from ratoon.engine.torch_tensors import with_torch_tensors
 from ratoon.observe.startup import StartupTimer
 from ratoon.observe.throughput import ThroughputLog
 from ratoon.observe.tracing import make_tracer, trace_context
+from ratoon.transcription.options import TEMPERATURES, Task, TranscriptionOptions
 
 if TYPE_CHECKING:
-    from ratoon.api.transcription.audio import Audio
-    from ratoon.api.transcription.results import Transcription
     from ratoon.models.tokenizer import Tokenizer
+    from ratoon.transcription.audio import Audio
+    from ratoon.transcription.results import Transcription
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 Params: TypeAlias = GenerationParams | Sequence[GenerationParams] | None
@@ -420,8 +420,8 @@ class LLM:
         or that fails, raises; in a list it has `error` set, and the others go on. RequestError: the model is none for
         speech, or an option has no meaning.
         """
-        from ratoon.api.transcription.blocking import SteppedEngine, transcribe_recordings
-        from ratoon.api.transcription.transcriber import make_transcriber
+        from ratoon.transcription.blocking import SteppedEngine, transcribe_recordings
+        from ratoon.transcription.transcriber import make_transcriber
 
         self._verify_open()
         options = TranscriptionOptions(

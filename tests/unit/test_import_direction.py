@@ -21,7 +21,8 @@ BELOW = {
     "execution": ("models", "attention"),
     "distributed": ("execution",),
     "engine": ("scheduling", "distributed"),
-    "api": ("engine",),
+    "transcription": ("engine",),
+    "api": ("transcription",),
     "benchmarks": ("api",),
 }
 WITHOUT_TORCH = ("core", "observe", "memory", "scheduling")

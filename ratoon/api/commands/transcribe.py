@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
-from ratoon.api.transcription.formats import FORMATS, SUBTITLES, SUFFIXES, as_dict, as_verbose_dict, render
-from ratoon.api.transcription.options import TEMPERATURES, TranscriptionOptions
-from ratoon.api.transcription.vocabulary import TASKS
 from ratoon.core.errors import RequestError
+from ratoon.transcription.formats import FORMATS, SUBTITLES, SUFFIXES, as_dict, as_verbose_dict, render
+from ratoon.transcription.options import TEMPERATURES, TranscriptionOptions
+from ratoon.transcription.vocabulary import TASKS
 
 if TYPE_CHECKING:
-    from ratoon.api.transcription.results import Transcription
+    from ratoon.transcription.results import Transcription
 
 DESCRIPTION = """Write down what recordings say, with a speech model (Whisper).
 

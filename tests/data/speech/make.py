@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ratoon.api.transcription.audio import AudioLimits, read_samples
 from ratoon.models.log_mel import SAMPLE_RATE
+from ratoon.transcription.audio import AudioLimits, read_samples
 
 FOLDER = Path(__file__).parent
 LOUDNESS = 0.08  # root of the mean square of the speech

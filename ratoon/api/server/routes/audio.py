@@ -19,12 +19,12 @@ from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, form
 from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, RequestId, RequestModel
 from ratoon.api.server.request_bodies import read_form
 from ratoon.api.server.responses import EventStream, event, json_response
-from ratoon.api.transcription.formats import MEDIA_TYPES, SUBTITLES, as_dict, as_verbose_dict, render
-from ratoon.api.transcription.options import TEMPERATURES, Task, TranscriptionOptions
+from ratoon.transcription.formats import MEDIA_TYPES, SUBTITLES, as_dict, as_verbose_dict, render
+from ratoon.transcription.options import TEMPERATURES, Task, TranscriptionOptions
 
 if TYPE_CHECKING:
-    from ratoon.api.transcription.results import Transcription
-    from ratoon.api.transcription.transcriber import Transcriber
+    from ratoon.transcription.results import Transcription
+    from ratoon.transcription.transcriber import Transcriber
 
 
 Granularities = Annotated[
@@ -168,8 +168,8 @@ def _options(asked: TranslationRequest, task: Task) -> TranscriptionOptions:
 
 
 def _transcriber(context: ServerContext, asked: TranslationRequest, exchange: Exchange) -> Transcriber:
-    from ratoon.api.transcription.audio import AudioLimits
-    from ratoon.api.transcription.transcriber import async_transcriber  # with numpy, which others do without
+    from ratoon.transcription.audio import AudioLimits
+    from ratoon.transcription.transcriber import async_transcriber  # with numpy, which others do without
 
     settings = context.settings
     return async_transcriber(

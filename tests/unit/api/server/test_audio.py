@@ -21,8 +21,9 @@ from ratoon.core.errors import EngineError
 from ratoon.core.messages import EngineReady
 from ratoon.engine.async_llm import AsyncLLM
 from tests.unit.api.server.harness import MODEL, Answer, Client, scripted
-from tests.unit.api.transcription.engines import SpeechClient, Texts, speech_source
-from tests.unit.api.transcription.speech import (
+from tests.unit.engine.fakes_async import FakeAsyncClient, on_event_loop
+from tests.unit.transcription.engines import SpeechClient, Texts, speech_source
+from tests.unit.transcription.speech import (
     ENGLISH,
     GERMAN,
     MAX_LENGTH,
@@ -33,7 +34,6 @@ from tests.unit.api.transcription.speech import (
     tone,
     wav,
 )
-from tests.unit.engine.fakes_async import FakeAsyncClient, on_event_loop
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 BOUNDARY = "----a-boundary"

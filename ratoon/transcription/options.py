@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ratoon.api.transcription.vocabulary import TASKS
 from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams
+from ratoon.transcription.vocabulary import TASKS
 
 Task = Literal["transcribe", "translate"]
 

@@ -20,9 +20,9 @@ from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
-from ratoon.api.transcription.options import verify_rate
 from ratoon.core.errors import RequestError
 from ratoon.models.log_mel import SAMPLE_RATE, LogMelStream, Spectrogram
+from ratoon.transcription.options import verify_rate
 
 # A path, bytes, an open file, (samples, rate), or {"audio": samples, "sampling_rate": rate}
 Audio: TypeAlias = Any
@@ -93,7 +93,7 @@ def _from_file(file: BinaryIO, limits: AudioLimits) -> Iterator[np.ndarray]:
     if num_bytes > limits.max_bytes:
         raise RequestError("file", f"has {num_bytes} bytes", f"at most {limits.max_bytes}")
     try:
-        from ratoon.api.transcription.av_decoding import decode
+        from ratoon.transcription.av_decoding import decode
     except ImportError:
         return _from_plain_wav(file)
     return decode(file)
@@ -139,7 +139,7 @@ def _from_array(samples: Any, rate: Any) -> Iterator[np.ndarray]:
     if rate == SAMPLE_RATE:
         return pieces
     try:
-        from ratoon.api.transcription.av_decoding import resample
+        from ratoon.transcription.av_decoding import resample
     except ImportError:
         problem = f"has {rate} Hz, and PyAV is not installed"
         raise RequestError("file", problem, f"{SAMPLE_RATE} Hz, or {HOW_TO_INSTALL}") from None

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.api.transcription.windows import split_window
-from tests.unit.api.transcription.speech import FIRST_TIMESTAMP, tokens_of, vocabulary
+from ratoon.transcription.windows import split_window
+from tests.unit.transcription.speech import FIRST_TIMESTAMP, tokens_of, vocabulary
 
 
 def split(text: str, num_frames: int = 3000):

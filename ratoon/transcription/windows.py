@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ratoon.api.transcription.options import TranscriptionOptions
-from ratoon.api.transcription.vocabulary import SECONDS_OF_TIMESTAMP, SpeechVocabulary
 from ratoon.core.errors import EngineError
 from ratoon.core.outputs import CompletionOutput, RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, RequestOutputKind, SamplingParams
 from ratoon.models.log_mel import FRAMES_PER_SECOND
+from ratoon.transcription.options import TranscriptionOptions
+from ratoon.transcription.vocabulary import SECONDS_OF_TIMESTAMP, SpeechVocabulary
 
 
 class Generate(Protocol):

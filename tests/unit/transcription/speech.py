@@ -15,12 +15,12 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from ratoon.api.transcription.vocabulary import SpeechVocabulary, find_vocabulary
 from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.outputs import CompletionOutput, Logprob, RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
 from ratoon.models.token_bound import byte_level_alphabet
 from ratoon.models.tokenizer import Tokenizer
+from ratoon.transcription.vocabulary import SpeechVocabulary, find_vocabulary
 from tests.unit.engine.fakes import model_config
 
 RATE = 16_000

@@ -15,9 +15,9 @@ from av.audio.resampler import AudioResampler
 from av.container import InputContainer
 from av.error import FFmpegError
 
-from ratoon.api.transcription.options import verify_rate
 from ratoon.core.errors import RequestError
 from ratoon.models.log_mel import SAMPLE_RATE
+from ratoon.transcription.options import verify_rate
 
 # FFmpeg's names for containers with sound of their own. Those that only point to other files are not among them.
 CONTAINERS = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from ratoon.api.transcription.formats import FORMATS, SUFFIXES, render
-from ratoon.api.transcription.results import Segment, Transcription
+from ratoon.transcription.formats import FORMATS, SUFFIXES, render
+from ratoon.transcription.results import Segment, Transcription
 
 
 def segment(start: float, end: float, text: str) -> Segment:

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ratoon.api.transcription.audio import Audio, recording_name
-from ratoon.api.transcription.options import TranscriptionOptions
-from ratoon.api.transcription.results import Follow, Transcription, audio_progress
-from ratoon.api.transcription.transcriber import Transcriber
-from ratoon.api.transcription.windows import checked_output, window_prompt
 from ratoon.core.errors import EngineDeadError, RatoonError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import GenerationParams
+from ratoon.transcription.audio import Audio, recording_name
+from ratoon.transcription.options import TranscriptionOptions
+from ratoon.transcription.results import Follow, Transcription, audio_progress
+from ratoon.transcription.transcriber import Transcriber
+from ratoon.transcription.windows import checked_output, window_prompt
 
 MAX_RECORDINGS = 32  # under way at a time: each is in memory as a spectrogram
 

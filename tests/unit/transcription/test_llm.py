@@ -16,9 +16,9 @@ from ratoon.api.llm import LLM
 from ratoon.cli import main
 from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.params import SamplingParams
-from tests.unit.api.transcription.engines import SpeechClient, speech_source
-from tests.unit.api.transcription.speech import ENGLISH, PREVIOUS, RATE, START, TRANSCRIBE, tone, wav
 from tests.unit.engine.fakes import model_config
+from tests.unit.transcription.engines import SpeechClient, speech_source
+from tests.unit.transcription.speech import ENGLISH, PREVIOUS, RATE, START, TRANSCRIBE, tone, wav
 
 TONE = wav(tone(1))
 

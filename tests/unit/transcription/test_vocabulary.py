@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ratoon.api.transcription.vocabulary import find_vocabulary
 from ratoon.core.errors import RequestError
-from tests.unit.api.transcription.speech import (
+from ratoon.transcription.vocabulary import find_vocabulary
+from tests.unit.transcription.speech import (
     ENGLISH,
     FIRST_TIMESTAMP,
     GERMAN,

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ratoon.core.outputs import LogprobsLists
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
-from tests.unit.api.transcription.speech import (
+from tests.unit.engine.fakes import FakeClient
+from tests.unit.engine.fakes_async import FakeSource
+from tests.unit.transcription.speech import (
     END,
     ENGLISH,
     NO_SPEECH,
@@ -16,8 +18,6 @@ from tests.unit.api.transcription.speech import (
     speech_tokenizer,
     tokens_of,
 )
-from tests.unit.engine.fakes import FakeClient
-from tests.unit.engine.fakes_async import FakeSource
 
 Texts = Sequence[str] | Callable[[EngineCoreRequest], str]
 

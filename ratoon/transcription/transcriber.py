@@ -19,11 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ratoon.api.transcription.audio import Audio, AudioLimits, read_recording
-from ratoon.api.transcription.options import TranscriptionOptions
-from ratoon.api.transcription.results import Progress, Segment, Transcription
-from ratoon.api.transcription.vocabulary import SpeechVocabulary, find_vocabulary
-from ratoon.api.transcription.windows import (
+from ratoon.core.errors import RequestError, UnknownParentError
+from ratoon.core.outputs import RequestOutput
+from ratoon.core.params import GenerationParams
+from ratoon.models.log_mel import FRAMES_PER_SECOND, WINDOW_FRAMES, Spectrogram
+from ratoon.models.tokenizer import Tokenizer, read_json
+from ratoon.transcription.audio import Audio, AudioLimits, read_recording
+from ratoon.transcription.options import TranscriptionOptions
+from ratoon.transcription.results import Progress, Segment, Transcription
+from ratoon.transcription.vocabulary import SpeechVocabulary, find_vocabulary
+from ratoon.transcription.windows import (
     Generate,
     Span,
     WindowReader,
@@ -32,11 +37,6 @@ from ratoon.api.transcription.windows import (
     split_window,
     window_prompt,
 )
-from ratoon.core.errors import RequestError, UnknownParentError
-from ratoon.core.outputs import RequestOutput
-from ratoon.core.params import GenerationParams
-from ratoon.models.log_mel import FRAMES_PER_SECOND, WINDOW_FRAMES, Spectrogram
-from ratoon.models.tokenizer import Tokenizer, read_json
 
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM

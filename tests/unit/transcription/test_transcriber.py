@@ -9,13 +9,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from ratoon.api.transcription import transcriber as module
-from ratoon.api.transcription.options import TranscriptionOptions
-from ratoon.api.transcription.transcriber import Transcriber
 from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.models.log_mel import Spectrogram
-from tests.unit.api.transcription.speech import (
+from ratoon.transcription import transcriber as module
+from ratoon.transcription.options import TranscriptionOptions
+from ratoon.transcription.transcriber import Transcriber
+from tests.unit.engine.fakes_async import on_event_loop
+from tests.unit.transcription.speech import (
     ENGLISH,
     FIRST_TIMESTAMP,
     GERMAN,
@@ -34,7 +35,6 @@ from tests.unit.api.transcription.speech import (
     vocabulary,
     wav,
 )
-from tests.unit.engine.fakes_async import on_event_loop
 
 PROMPT = [START, ENGLISH, TRANSCRIBE]
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ratoon.api.transcription.results import Segment, Transcription
-from ratoon.api.transcription.vocabulary import language_name
+from ratoon.transcription.results import Segment, Transcription
+from ratoon.transcription.vocabulary import language_name
 
 FORMATS = ("text", "json", "verbose_json", "srt", "vtt")
 SUFFIXES = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}

@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from ratoon.api.transcription.audio import AudioLimits, read_samples
 from ratoon.core.errors import RequestError
-from tests.unit.api.transcription.speech import RATE, tone, wav
+from ratoon.transcription.audio import AudioLimits, read_samples
+from tests.unit.transcription.speech import RATE, tone, wav
 
 av = pytest.importorskip("av")
 
@@ -197,7 +197,7 @@ def test_a_file_that_is_too_large_is_refused():
 class TestWithoutPyAV:
     @pytest.fixture(autouse=True)
     def _no_av(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "ratoon.api.transcription.av_decoding", None)
+        monkeypatch.setitem(sys.modules, "ratoon.transcription.av_decoding", None)
 
     @pytest.mark.parametrize("channels", [1, 2])
     def test_plain_wav_files_are_read_all_the_same(self, channels):

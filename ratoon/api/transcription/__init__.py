@@ -1,1 +1,0 @@
-"""From a recording to its text: decoding, windows, timestamps, languages, formats. The engine is somebody else's."""

@@ -1,0 +1,1 @@
+"""From a recording to its text: decoding, windows, timestamps, languages, formats. The engine is the caller's."""
