@@ -1,4 +1,4 @@
-# `make demo` and `make test` are the two to know. Each target sets up what is missing.
+# `make demo`, `make check` and `make test` are the three to know. Each target sets up what is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,11 +6,12 @@ STAMP := $(VENV)/.ready
 # Everything whose change means that the environment must be brought up to date.
 SETUP_INPUTS := pyproject.toml constraints.txt hatch_build.py $(wildcard ratoon/layers/native/*.c ratoon/layers/native/*.h)
 
-.PHONY: demo test lint format setup bench wheel docs clean help
+.PHONY: demo check test lint format setup bench wheel docs clean help
 
 help:
 	@echo "make demo    set up and answer a handful of prompts with the embedded model"
-	@echo "make test    set up and run the tests"
+	@echo "make check   lint, and the tests that take no more than two minutes together: for the loop of a developer"
+	@echo "make test    set up and run all tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   the benchmarks that need no other engine"
@@ -31,6 +32,10 @@ $(STAMP): $(SETUP_INPUTS)
 
 demo: setup
 	@$(BIN)/ratoon demo
+
+# Unit tests, and a few of every other kind (CONTRIBUTING.md). schemathesis is a plugin that loads for seconds.
+check: lint
+	$(BIN)/pytest -n auto --dist worksteal -p no:schemathesis -m check
 
 # Real weights are fetched by the tests that need them (tests/real_models.py); -rs names what had to be left out.
 test: setup

@@ -42,6 +42,7 @@ NAVIGATION = {
     },
     "Change it": {
         "Architecture": "docs/architecture",
+        "Contributing": "CONTRIBUTING",
         "Changelog": "CHANGELOG",
     },
 }

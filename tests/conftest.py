@@ -3,7 +3,11 @@
 import os
 import signal
 import threading
+from pathlib import Path
 
+import pytest
+
+UNIT_TESTS = Path(__file__).parent / "unit"
 CORES_OF_A_WORKER = 2
 
 # A run that was started in the background ignores Ctrl-C, and so would every process it starts.
@@ -13,8 +17,19 @@ if threading.current_thread() is threading.main_thread():
 # Tests mean the CPU unless they name a CUDA device, in the processes that they start too.
 os.environ["RATOON_DEVICE"] = "cpu"
 
+# Test processes run side by side: threads of torch would take the cores from each other, and spin while they wait. This
+# holds in the processes that tests start too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # On a machine with many cores every test process would start a thread for each of them.
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))
     first = CORES_OF_A_WORKER * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(CORES_OF_A_WORKER)})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make check` is a marker: unit tests have it unless they are slow, a few others have it by name."""
+    for item in items:
+        if item.path.is_relative_to(UNIT_TESTS) and item.get_closest_marker("slow") is None:
+            item.add_marker("check")

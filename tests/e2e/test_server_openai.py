@@ -56,6 +56,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
+@pytest.mark.check
 def test_completions(client: openai.OpenAI) -> None:
     fields = {"model": MODEL, "prompt": ["one", "two"], "n": 2, "max_tokens": 8, "seed": 1, "logprobs": 2}
     whole = client.completions.create(**fields)
@@ -73,6 +74,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert logprobs is not None and len(logprobs.tokens or ()) == len(logprobs.top_logprobs or ())
 
 
+@pytest.mark.check
 def test_chat(client: openai.OpenAI) -> None:
     fields = {"model": MODEL, "messages": HELLO, "max_completion_tokens": 12, "seed": 2, "stop": ["z"]}
     extensions = {"top_k": 50, "min_p": 0.01, "return_token_ids": True}

@@ -120,6 +120,7 @@ def test_streams_survive_fifty_kills_without_losing_or_changing_a_token():
     asyncio.run(run())
 
 
+@pytest.mark.check
 def test_a_killed_engine_is_reported_until_it_is_back():
     async def run() -> None:
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
@@ -192,6 +193,7 @@ def test_a_replica_that_dies_hands_its_requests_to_the_other_and_comes_back():
     asyncio.run(run())
 
 
+@pytest.mark.check
 def test_a_request_that_kills_engines_fails_alone(misbehaving):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompts = [prompt(seed) for seed in range(4)]

@@ -73,6 +73,7 @@ def assert_same_bits(family: str, found: Sequence[np.ndarray], pooling: str) -> 
 # ---- against transformers ----
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("family", ENGINE_FAMILIES)
 def test_vectors_are_those_of_transformers(family: str) -> None:
     with engine(family) as llm:

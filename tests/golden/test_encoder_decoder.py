@@ -212,6 +212,7 @@ def likely_tokens(family: str, source: Source, prompt: list[int]) -> list[int]:
     return sorted(set(tokens), key=lambda token: (-tokens.count(token), token))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beam_searches_find_the_texts_of_transformers(family: str) -> None:
     """Of many widths, numbers of texts, penalties and ways to end, all in one batch."""

@@ -42,6 +42,7 @@ def expected(family: str, prompts: list[list[int]] = PROMPTS, count: int = COUNT
     return [oracle_tokens(family, prompt, count) for prompt in prompts]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("family", ENGINE_FAMILIES)
 def test_a_mixed_batch_gets_the_tokens_of_transformers_and_gets_them_again_from_the_prefix_cache(family: str) -> None:
     with engine(family) as llm:

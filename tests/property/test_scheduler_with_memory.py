@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 
 from ratoon.core.plan import SchedulerOutput
@@ -103,6 +104,7 @@ def test_owners_share_leases_and_extractions_also_in_a_new_engine(load: Load) ->
     run(load)
 
 
+@pytest.mark.check
 @settings(max_examples=60)
 @given(loads())
 def test_one_owner_alone_is_planned_as_none_at_all(load: Load) -> None:
