@@ -17,7 +17,7 @@ from tests.real_models import whisper_tiny
 DECODER_PROMPT = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 MAX_TOKENS = 100
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 2}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
 
 
 def prompt_of(samples: np.ndarray) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def oracle():
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(str(whisper_tiny()), device="cpu", dtype="float32") as llm:
+    with LLM(str(whisper_tiny()), device="cpu", dtype="float32", num_threads=1) as llm:
         yield llm
 
 

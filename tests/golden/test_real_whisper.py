@@ -13,7 +13,7 @@ from tests.golden.real_whisper import GREEDY, SETTINGS, Oracle, beams, hear, tex
 from tests.golden.speech import JFK, JFK_TEXT, RATE, read_sentences, read_wav, word_error_rate, words_of
 from tests.real_models import whisper_tiny
 
-CUTS = [(0, 11), (0, 3), (2.5, 8), (8, 10.9), (0, 1), (4, 4.2), (6.1, 9.7), (5, 11)]  # seconds
+CUTS = [(0, 11), (2.5, 8), (0, 1), (4, 4.2), (5, 11)]  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_clips_in_a_batch_are_heard_as_each_alone(llm: LLM, jfk: np.ndarray) -> 
 
 @pytest.mark.slow
 def test_no_more_words_are_misheard_than_by_transformers(llm: LLM, oracle: Oracle) -> None:
-    sentences = read_sentences()
+    sentences = read_sentences()[::2]  # with and without noise
     spoken = [sentence.text for sentence in sentences]
     ours = hear(llm, [sentence.samples for sentence in sentences])
     theirs = [oracle.hear(sentence.samples) for sentence in sentences]
