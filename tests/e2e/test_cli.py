@@ -17,7 +17,7 @@ import pytest
 from tests.real_models import needs_embedded_model as needs_model
 
 MODEL = "smollm2-135m"
-ENGINE = ["--kv-memory", "128MiB"]
+ENGINE = ["--kv-memory", "128MiB", "--threads", "1"]
 COMMAND = [sys.executable, "-m", "ratoon"]
 LIMIT = 120  # seconds; a run takes a few, but the machine may be busy
 
@@ -120,22 +120,6 @@ def test_generate_reads_standard_input_and_answers_many_prompts_as_json():
     assert "Paris" in first["outputs"][0]["text"]
     assert len(second["outputs"][0]["token_ids"]) == len(second["outputs"][0]["logprobs"]) == 6
     assert second["outputs"][0]["finish_reason"] == "length"
-
-
-@pytest.mark.slow
-@needs_model
-def test_a_stop_string_ends_one_choice_and_the_others_go_on():
-    shape = ["--n", "4", "--temperature", "1.2", "--seed", "1", "--max-tokens", "40", "--ignore-eos"]
-    prompt = ["generate", MODEL, "Once upon a time", "--raw", "--json", *shape, *ENGINE]
-    whole = json.loads(ratoon(*prompt).stdout)["outputs"]
-    # A stop string that is in the first half of one choice and not in all others.
-    words = [choice["text"].split() for choice in whole]
-    stop = next(word for word in words[1][4:20] if len(word) > 3 and any(word not in c["text"] for c in whole))
-    cut = json.loads(ratoon(*prompt, "--stop", stop).stdout)["outputs"]
-    for before, after in zip(whole, cut):
-        expected, found, _ = before["text"].partition(stop)
-        assert after["text"] == expected
-        assert (after["finish_reason"], after["stop_reason"]) == (("stop", stop) if found else ("length", None))
 
 
 @pytest.mark.slow

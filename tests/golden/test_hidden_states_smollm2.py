@@ -7,6 +7,7 @@ again, its float32 is further from that than the tolerance.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def oracle(llm: LLM) -> Any:
-    return load_oracle(MODEL).double()
+    return copy.deepcopy(load_oracle(MODEL)).double()  # other tests use the one in float32
 
 
 @pytest.fixture

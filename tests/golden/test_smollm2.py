@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -117,6 +118,20 @@ def test_the_chat_answer_is_the_text_of_those_tokens(llm: LLM, expected: list[li
     assert list(output.outputs[0].token_ids) == expected[5]
     assert output.outputs[0].text == llm.get_tokenizer().decode(expected[5]) == "The capital of France is Paris."
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+
+
+def test_a_stop_string_ends_one_choice_and_the_others_go_on(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.2, seed=1, max_tokens=30, ignore_eos=True)
+    (whole,) = llm.generate(["Once upon a time"], params, progress=False)
+    # A stop string that is in the first half of one choice and not in all others.
+    texts = [choice.text for choice in whole.outputs]
+    words = texts[1].split()[3:15]
+    stop = next(word for word in words if len(word) > 3 and any(word not in text for text in texts))
+    (cut,) = llm.generate(["Once upon a time"], msgspec.structs.replace(params, stop=[stop]), progress=False)
+    for text, choice in zip(texts, cut.outputs, strict=True):
+        expected, found, _ = text.partition(stop)
+        assert choice.text == expected
+        assert (choice.finish_reason, choice.stop_reason) == (("stop", stop) if found else ("length", None))
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
