@@ -20,6 +20,7 @@ from ratoon.core.settings import engine_config
 from ratoon.engine.async_client import DPAsyncMPClient, DPLBAsyncMPClient, make_async_client
 from ratoon.observe.startup import StartupTimer
 from tests.faults.processes import SETTINGS, is_running, model_name, wait_until
+from tests.forked_engines import forked_engines
 from tests.golden.tiny_models import random_token_ids
 
 PROMPTS = [random_token_ids(length, seed=length) for length in (3, 17, 40)]
@@ -39,6 +40,16 @@ def vars_of(choice) -> tuple:
     return choice.text, list(choice.token_ids), choice.logprobs, choice.finish_reason, choice.stop_reason
 
 
+@pytest.fixture
+def _forked_engines():
+    with forked_engines():
+        yield
+
+
+# Where engines are many, or their start does not matter.
+forked = pytest.mark.usefixtures("_forked_engines")
+
+
 @pytest.fixture(scope="module")
 def in_process():
     with LLM(model_name(), **SETTINGS) as llm:
@@ -55,6 +66,7 @@ def test_answers_are_the_same_on_both_sides_of_the_border(in_process, other_proc
     assert answers(other_process) == answers(in_process)
 
 
+@forked
 def test_an_engine_refuses_across_the_border_with_the_same_error(in_process, other_process):
     too_much = SamplingParams(max_tokens=200)
     small = {**SETTINGS, "num_blocks": 4}
@@ -169,6 +181,7 @@ def expected(llm: LLM) -> list[list[list[int]]]:
     return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
 
 
+@forked
 @pytest.mark.parametrize("balanced", [True, False])
 def test_two_engines_share_the_work_and_answer_as_one(in_process, balanced):
     async def run() -> None:
@@ -183,6 +196,7 @@ def test_two_engines_share_the_work_and_answer_as_one(in_process, balanced):
     asyncio.run(run())
 
 
+@forked
 def test_choices_that_stop_strings_ended_weigh_on_no_engine():
     """They end on this side, one by one; the books of the balancer must hear of the last."""
 
@@ -198,6 +212,7 @@ def test_choices_that_stop_strings_ended_weigh_on_no_engine():
     asyncio.run(run())
 
 
+@forked
 def test_a_rank_that_is_asked_for_gets_the_request():
     async def run() -> None:
         async with AsyncLLM(model_name(), num_replicas=2, **SETTINGS) as llm:
@@ -213,6 +228,7 @@ def test_a_rank_that_is_asked_for_gets_the_request():
     asyncio.run(run())
 
 
+@forked
 def test_a_paused_engine_keeps_requests_and_goes_on(in_process):
     async def run() -> None:
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
@@ -248,6 +264,7 @@ def test_another_thread_pauses_resumes_and_aborts_what_a_call_waits_for(request,
     assert not llm.engine.has_unfinished_requests()
 
 
+@forked
 def test_a_cancelled_request_frees_its_blocks(in_process):
     async def run() -> None:
         async with AsyncLLM(model_name(), **SETTINGS) as llm:

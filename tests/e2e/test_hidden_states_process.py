@@ -23,6 +23,7 @@ from ratoon import (
 )
 from ratoon.scheduling.extraction import MAX_WAITING
 from tests.faults.processes import SETTINGS, model_name
+from tests.forked_engines import forked_engines
 from tests.golden.tiny_models import random_token_ids
 
 PROMPTS = [random_token_ids(length, seed=length) for length in (1, 16, 45)]
@@ -33,6 +34,12 @@ ASKED = [
     HiddenStatesParams(positions=[-1, 0, -1], layers=["norm", 0, -1], dtype="bfloat16"),
     HiddenStatesParams(positions=[[0, None]], layers=1, dtype="float16"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_engines() -> Iterator[None]:
+    with forked_engines():
+        yield
 
 
 def sampled(**changes: Any) -> SamplingParams:
