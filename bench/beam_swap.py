@@ -75,7 +75,7 @@ def come_back(llm: LLM, num_tokens: int, width: int, length: int, way: str) -> t
 
 def needs_a_block(llm: LLM) -> bool:
     """Memory is asked for in the next step alone if that writes the first token of a block."""
-    (group,) = llm._client.core.scheduler.state.searching.values()
+    (group,) = (trunk.request.task for trunk in llm._client.core.scheduler.state.all_or_none.values())
     return (group.trunk.num_tokens + group.search.num_tokens - 1) % llm.config.cache.block_size == 0
 
 

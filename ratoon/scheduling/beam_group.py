@@ -8,21 +8,19 @@ gives way when memory is short, is the scheduler's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ratoon.core.outputs import BeamCandidates
-from ratoon.core.params import BeamSearchParams, RequestOutputKind
-from ratoon.core.plan import BeamStep, BlockIds
+from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from ratoon.core.plan import BeamStep, BlockIds, SchedulerOutput
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 from ratoon.memory.tails import BeamTails, KeptTail, tail_blocks
 from ratoon.scheduling.beams import BeamSearch
+from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.task import Task
 
-if TYPE_CHECKING:
-    from ratoon.scheduling.branch import Branch
 
-
-class BeamGroup:
+class BeamGroup(Task):
     __slots__ = (
         "_changed",
         "_kept",
@@ -38,14 +36,16 @@ class BeamGroup:
         "width",
     )
 
-    def __init__(self, trunk: Branch, params: BeamSearchParams, max_new_tokens: int, retained: bool) -> None:
-        """`retained`: what the best texts hold is kept until the end, so that it can be leased."""
+    leases_branches = False  # but the texts that it ends with
+
+    def __init__(self, trunk: Branch, rules: SamplingParams, params: BeamSearchParams, max_new_tokens: int) -> None:
+        super().__init__(rules)
         self.trunk = trunk
         self.search = BeamSearch(params, max_new_tokens)
         self.width = params.beam_width
         self._max_new_tokens = max_new_tokens
         self.wants_snapshots = params.output_kind == RequestOutputKind.CUMULATIVE
-        self._retained = retained
+        self._retained = trunk.request.retain_kv is not None  # the best texts' memory is kept to be leased at the end
         self._tails: BeamTails | None = None  # None: the prompt is not computed (any more)
         # What the runner does not know yet: which beam each comes from, and the tokens behind its computed ones.
         self._moves: tuple[list[int], list[int]] | None = None
@@ -116,11 +116,10 @@ class BeamGroup:
         )
         return step if self.gap else self._with_candidates(step)
 
-    def first_step(self) -> BeamStep | None:
-        """What the trunk's last step brings: the first candidates. None: the search has begun, and has them."""
-        if self.search.num_tokens:
-            return None
-        return self._with_candidates(BeamStep(req_id=self.trunk.branch_id, scores=self.search.scores))
+    def complete(self, plan: SchedulerOutput, branch_id: str) -> None:
+        """The trunk's last step brings the first candidates, unless the search has begun, and has them."""
+        if not self.search.num_tokens:
+            plan.beam_steps.append(self._with_candidates(BeamStep(req_id=branch_id, scores=self.search.scores)))
 
     def _with_candidates(self, step: BeamStep) -> BeamStep:
         step.num_candidates = self.search.num_candidates

@@ -31,7 +31,7 @@ class Beginnings:
     def inherit(self, branch: Branch, most: int, num_left: int = 1) -> int:
         """Give a continuation its parent's memory, where that is kept or still runs. How many tokens it has then."""
         request = branch.request
-        if request.continuation_of is None or branch.choice != 0 or request.needs_every_prompt_row:
+        if request.continuation_of is None or branch.choice != 0 or request.task.needs_every_prompt_row:
             return 0
         running = self._state.branches.get(request.continuation_of)
         parent = self._state.leases.find(request.continuation_of) or running
@@ -65,7 +65,7 @@ class Beginnings:
 
     def find_prefix(self, branch: Branch) -> tuple[GroupBlocks | None, int]:
         # Log-probabilities of the prompt and means over it need every prompt row computed: there is nothing to look up.
-        if branch.choice == 0 and branch.request.needs_every_prompt_row:
+        if branch.choice == 0 and branch.request.task.needs_every_prompt_row:
             return None, 0
         return self._state.kv_cache.get_computed_blocks(branch)
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ratoon.core.errors import QueueFullError
+from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockIds, CaptureStep, EncoderStep
 from ratoon.core.request import Extraction
 from ratoon.core.shares import has_room
-
-if TYPE_CHECKING:
-    from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.branch import Branch, BranchStatus
+from ratoon.scheduling.task import Task
 
 Span = tuple[int, int, bool]  # first position, count, whether keys and values are written
 
@@ -26,18 +25,24 @@ PATIENCE = 16  # times that the first may be passed by; from then on nobody over
 AGED_SHARE = 8  # one part in so many of a step's tokens is then its own
 
 
-class ExtractionState:
+class ExtractionTask(Task):
     """One extraction: positions rising, the first `num_captured` of them done."""
 
-    __slots__ = ("branch", "deadline", "extraction", "num_captured", "num_passed_by", "num_rows_run")
+    __slots__ = ("branch", "deadline", "extraction", "num_captured", "num_passed_by", "num_rows_run", "queue")
 
-    def __init__(self, branch: Branch, extraction: Extraction) -> None:
+    def __init__(self, branch: Branch, params: SamplingParams, extraction: Extraction, queue: ExtractionQueue) -> None:
+        super().__init__(params)
+        self.queue = queue
         self.branch = branch
         self.extraction = extraction
         self.deadline: float | None = None  # on the scheduler's clock
         self.num_captured = 0
         self.num_passed_by = 0  # times that others came first since it last gave something
         self.num_rows_run = 0
+
+    @property
+    def ends_lease(self) -> bool:
+        return self.extraction.ends_lease
 
     @property
     def owner(self) -> str | None:
@@ -118,41 +123,48 @@ class ExtractionState:
         if step.captured:
             self.num_passed_by = 0
 
+    def set_back(self) -> None:
+        if self.branch.status == BranchStatus.RUNNING:
+            self.queue.set_back(self)
+
+    def release(self) -> None:
+        self.queue.remove(self)
+
 
 class ExtractionQueue:
     """Those who have not begun, and those who have. Waiting owners take turns; an owner's own are served first come,
     first served."""
 
     def __init__(self) -> None:
-        self.running: list[ExtractionState] = []  # hold blocks
-        self._waiting: deque[ExtractionState] = deque()
+        self.running: list[ExtractionTask] = []  # hold blocks
+        self._waiting: deque[ExtractionTask] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self.running)
 
-    def __iter__(self) -> Iterator[ExtractionState]:
+    def __iter__(self) -> Iterator[ExtractionTask]:
         yield from self.running
         yield from self._waiting
 
     @property
-    def waiting(self) -> deque[ExtractionState]:
+    def waiting(self) -> deque[ExtractionTask]:
         return self._waiting
 
     @property
-    def first(self) -> ExtractionState | None:
+    def first(self) -> ExtractionTask | None:
         """Whose turn it is."""
         if self.running:
             return self.running[0]
         return self._waiting[0] if self._waiting else None
 
     @property
-    def aged(self) -> ExtractionState | None:
+    def aged(self) -> ExtractionTask | None:
         """The first, if others came before it too often. Rows that were run on the way do not make it younger: their
         keys and values may be lost again. Rows that were read out do, so that generation has its turn as well."""
         first = self.first
         return first if first is not None and first.num_passed_by >= PATIENCE else None
 
-    def add(self, state: ExtractionState, now: float) -> None:
+    def add(self, state: ExtractionTask, now: float) -> None:
         waiting = Counter(other.owner for other in self._waiting) if len(self._waiting) >= MAX_WAITING else {}
         if not has_room(waiting, state.owner, 1, MAX_WAITING):
             raise QueueFullError(
@@ -162,7 +174,7 @@ class ExtractionQueue:
             state.deadline = now + state.extraction.deadline
         self._waiting.insert(self._place_for(state), state)
 
-    def _place_for(self, state: ExtractionState) -> int:
+    def _place_for(self, state: ExtractionTask) -> int:
         """Behind as many of each other owner's as there are of its own."""
         if not self._waiting or self._waiting[-1].owner == state.owner:
             return len(self._waiting)  # without owners, always
@@ -174,23 +186,23 @@ class ExtractionQueue:
             seen[other.owner] += 1
         return len(self._waiting)
 
-    def begin(self, state: ExtractionState) -> None:
+    def begin(self, state: ExtractionTask) -> None:
         self._waiting.remove(state)
         self.running.append(state)
 
-    def set_back(self, state: ExtractionState) -> None:
+    def set_back(self, state: ExtractionTask) -> None:
         """It has lost its memory."""
         state.num_passed_by += 1
         self.running.remove(state)
         self._waiting.appendleft(state)
 
-    def remove(self, state: ExtractionState) -> None:
+    def remove(self, state: ExtractionTask) -> None:
         if state in self.running:
             self.running.remove(state)
         else:
             self._waiting.remove(state)
 
-    def overdue(self, now: float) -> list[ExtractionState]:
+    def overdue(self, now: float) -> list[ExtractionTask]:
         return [state for state in self if state.deadline is not None and state.deadline <= now]
 
     def next_deadline(self) -> float | None:

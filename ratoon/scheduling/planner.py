@@ -8,28 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ratoon.core.plan import BlockIds, CachedRequestData, EncoderStep, NewRequestData, SchedulerOutput
+from ratoon.core.plan import BlockIds, CachedRequestData, EncoderStep, SchedulerOutput
 from ratoon.memory.kv_cache_manager import GroupBlocks
-from ratoon.scheduling.admission import max_step_tokens
-from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.beginnings import Admission, Beginnings
-from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
-from ratoon.scheduling.extraction_planner import ExtractionPlanner
+from ratoon.scheduling.branch import Branch, BranchStatus, Request
+from ratoon.scheduling.kinds.registry import Kinds
+from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.shares import Owner, fair_split
 from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.step_draft import StepDraft
 
 
 class StepPlanner:
-    def __init__(self, state: SchedulerState) -> None:
-        self.max_step_tokens = max_step_tokens(state.config)
-        self.num_preemptions = 0
+    def __init__(self, state: SchedulerState, kinds: Kinds, beginnings: Beginnings, preemption: Preemption) -> None:
         self.num_steps = 0
         self.num_scheduled_tokens = 0
         self.num_encoder_runs = 0  # encoder inputs, since the start
         self._state = state
-        self._beginnings = Beginnings(state)
-        self._extraction_planner = ExtractionPlanner(state, self._beginnings)
+        self._kinds = kinds
+        self._beginnings = beginnings
+        self._preemption = preemption
 
     def plan(self) -> SchedulerOutput:
         """Running branches first, then waiting ones, then the plan."""
@@ -40,20 +38,23 @@ class StepPlanner:
         self._schedule_running(step)
         if self._state.shares.contended:
             self._charge(step)
-        if self._state.extractions:
-            self._schedule_newcomers_and_extractions(step)
-        elif not step.preempted:  # if memory is short, whoever comes in now would be the next to go
-            self._schedule_waiting(step)
+        self._schedule_waiting_and_kinds(step)
         if step.gave_way and step.is_empty:  # for a branch that did not fit in nevertheless
             self._schedule_running(step)
         return self._build_plan(step)
 
-    def _schedule_newcomers_and_extractions(self, step: StepDraft) -> None:
-        """Generation first, then those who read hidden states out, but for one of these that has waited too long."""
-        if self._extraction_planner.serve_aged(step) and not step.preempted:
+    def _schedule_waiting_and_kinds(self, step: StepDraft) -> None:
+        """What waits comes in, and behind it the rows of kinds that stand back for generation, but for those that have
+        waited too long."""
+        kinds, has_room = self._kinds.with_rows, not step.preempted
+        for kind in kinds:
+            has_room = kind.plan_early(step) and has_room
+        if has_room:  # if memory is short, what comes in now would be the next to go
             self._schedule_waiting(step)
-            self._extraction_planner.serve(step)
-        self._extraction_planner.note_passed_by(step)
+            for kind in kinds:
+                kind.plan_late(step)
+        for kind in kinds:
+            kind.close(step)
 
     def _schedule_running(self, step: StepDraft) -> None:
         # This loop runs for every branch in every step. A decoding branch with room in its last block costs a few
@@ -76,15 +77,15 @@ class StepPlanner:
             elif gap > 1:
                 long_gaps.append(branch)
         step.budget = budget
-        if self._state.searching:
-            self._schedule_searches(step)
+        for kind in self._kinds.with_rows:
+            kind.plan_running(step)
         if long_gaps:
             self._schedule_prompts(step, long_gaps)
 
     def _schedule_prompts(self, step: StepDraft, long_gaps: list[Branch]) -> None:
-        """Prompts take what single tokens leave, so that a long one does not silence everybody who came in after it,
-        and leave their share to an extraction that has waited for too long."""
-        held_back = self._extraction_planner.held_back(step)
+        """Prompts take what single tokens leave, so that a long one does not silence all that came in after it, and
+        leave its share to a kind that has waited for too long."""
+        held_back = sum(kind.held_back(step) for kind in self._kinds.with_rows)
         step.budget -= held_back
         if self._state.shares.contended and self._state.config.enable_chunked_prefill:
             self._share_out(step, long_gaps)
@@ -123,64 +124,14 @@ class StepPlanner:
         """
         if branch.status != BranchStatus.RUNNING:
             return  # it had to give way a moment ago
-        num_new_tokens = gap if gap == 1 else min(gap, step.budget, self.max_step_tokens)
+        num_new_tokens = gap if gap == 1 else min(gap, step.budget, self._state.max_step_tokens)
         while True:
             appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens)
             if appended is not None:
                 step.add(branch, num_new_tokens, appended)
                 return
-            if self._make_room(step, branch) is branch:
+            if self._preemption.make_room(step, branch) is branch:
                 return
-
-    def _schedule_searches(self, step: StepDraft) -> None:
-        """The budget has room for a token of every beam: beams have their rows from the start, and there are no more
-        rows than that while any search runs. Beams that have to catch up take what the others leave."""
-        ready = [group for group in self._state.searching.values() if group.is_ready(self._state.kv_cache)]
-        held_back = sum(group.num_beams for group in ready)
-        for group in ready:
-            held_back -= group.num_beams
-            self._schedule_beams(step, group, step.budget - held_back)
-
-    def _schedule_beams(self, step: StepDraft, group: BeamGroup, budget: int) -> None:
-        """As other branches, but the beams of a search run all or none."""
-        if group.trunk.status != BranchStatus.RUNNING:
-            return
-        at_once = min(budget, self.max_step_tokens) // group.num_beams
-        num_new_tokens = min(group.gap, max(1, at_once))  # more than one where beams lost their memory
-        while not group.allocate(num_new_tokens):
-            if not group.forget_kept() and self._make_room(step, group.trunk) is group.trunk:
-                return
-        step.add_beams(group, num_new_tokens)
-
-    def _make_room(self, step: StepDraft, branch: Branch) -> Branch | None:
-        """A branch is short of memory: what has ended gives way before what runs, extractions of hidden states before
-        generation, and of that the last in the order, which is returned; where several owners compete, the last of the
-        one that holds most."""
-        if self._state.leases.evict_one(self._state.spared_owners(branch)):
-            return None
-        extractions = self._state.extractions
-        if extractions.running and extractions.running[-1] is not extractions.aged:
-            self._state.set_back(extractions.running[-1].branch)
-            return None
-        tried = next(iter(self._state.quarantined.values()), None)  # others give way to it, whatever their order
-        others = [other for other in self._state.running if other.request is not tried] or self._state.running
-        victim = self._state.last_of_largest_owner(others) if self._state.shares.contended else None
-        if victim is None:
-            victim = max(others, key=self._state.order)
-        self._preempt(step, victim)
-        return victim
-
-    def _preempt(self, step: StepDraft, branch: Branch) -> None:
-        """Take a branch's memory. What is neither swapped out nor kept by the prefix cache is computed again."""
-        step.remove(branch)
-        step.preempted = True
-        if branch.known_to_runner:
-            step.dropped_rows.append(branch.branch_id)
-        self._state.running.remove(branch)
-        self._state.set_back(branch, may_swap=True)
-        self._state.events.preempted(branch, self._state.now)
-        self._state.waiting.prepend(branch)
-        self.num_preemptions += 1
 
     def _schedule_waiting(self, step: StepDraft) -> None:
         state = self._state
@@ -198,20 +149,10 @@ class StepPlanner:
                     state.shares.charge(branch.request.owner, budget - step.budget)
             elif has_rows and admission == Admission.NOT_NOW:
                 break  # nobody overtakes the first in the queue
-            elif not self._have_another_give_way(step, branch, state.running[:num_running]):
+            elif not self._preemption.preempt_beyond_share(step, branch, state.running[:num_running]):
                 break
             else:
                 num_running -= 1
-
-    def _have_another_give_way(self, step: StepDraft, branch: Branch, running: list[Branch]) -> bool:
-        """A waiting branch has no row, or no memory, and its owner runs less than its share: of an owner that runs more
-        than its share, the last gives way. False: there is none."""
-        victim = self._state.find_one_beyond_its_share(branch, running)
-        if victim is None:
-            return False
-        self._preempt(step, victim)
-        step.gave_way.add(victim)
-        return True
 
     def _charge(self, step: StepDraft) -> None:
         """Count what owners have got so far in this step; what still comes in is counted as it does."""
@@ -220,18 +161,14 @@ class StepPlanner:
             charge(owner, count)
         for branch, num_tokens, _ in step.allocated:
             charge(branch.request.owner, num_tokens)
-        for group, num_tokens in step.beams:
-            charge(group.trunk.request.owner, num_tokens * group.num_beams)
+        for rows in step.rows:
+            charge(rows.branch.request.owner, rows.num_tokens)
 
     def _schedule_alone(self, step: StepDraft, request: Request) -> None:
         """One request, whatever its place in the order. If memory or rows are short, others give way."""
-        for state in reversed(self._state.extractions.running.copy()):
-            if state.branch.request is not request:
-                self._state.set_back(state.branch)
-        if request.extraction is not None:
-            while not self._extraction_planner.extract(step, request.extraction, step.budget):
-                if not self._preempt_another(step, request):
-                    return
+        for kind in self._kinds.all:
+            kind.stand_back(request)
+        if self._kinds.of(request).plan_alone(step, request):
             return
         for branch in request.branches:
             if step.budget <= 0:
@@ -240,20 +177,11 @@ class StepPlanner:
                 gap = branch.num_tokens - branch.num_computed_tokens
                 if gap:
                     self._schedule_with_memory(step, branch, gap)
-                elif request.beams is not None and request.beams.is_ready(self._state.kv_cache):
-                    self._schedule_beams(step, request.beams, step.budget)
             elif branch.status != BranchStatus.FINISHED:
                 while not self._state.has_rows_for(branch) or self._admit(step, branch) != Admission.ADMITTED:
-                    if not self._preempt_another(step, request):
+                    if not self._preemption.preempt_another(step, request):
                         return
                 self._state.waiting.remove({branch})
-
-    def _preempt_another(self, step: StepDraft, request: Request) -> bool:
-        """The last in the order who runs beside this request loses his memory. False: nobody does."""
-        others = [other for other in self._state.running if other.request is not request]
-        if others:
-            self._preempt(step, max(others, key=self._state.order))
-        return bool(others)
 
     def _admit(self, step: StepDraft, branch: Branch) -> Admission:
         """Let a branch in, if it fits. Leases give way to it, where that is enough."""
@@ -273,21 +201,20 @@ class StepPlanner:
         if kv_cache.is_swapped(branch):
             num_wanted = kv_cache.num_blocks_to_swap_in(branch)
         else:
-            num_wanted = kv_cache.required_blocks(min(branch.num_tokens, self.max_step_tokens))
+            num_wanted = kv_cache.required_blocks(min(branch.num_tokens, self._state.max_step_tokens))
             num_wanted += self._beginnings.num_missing_cross_blocks(branch)
-        if branch.request.beams is not None:
-            num_wanted += branch.request.beams.num_blocks_to_come(kv_cache)
-        return num_wanted
+        return num_wanted + branch.request.task.num_blocks_to_come(kv_cache)
 
     def _try_to_admit(self, step: StepDraft, branch: Branch) -> Admission:
         kv_cache = self._state.kv_cache
-        if branch.request.beams is not None and branch.request.beams.is_on_host(kv_cache):
-            return self._try_to_resume(step, branch.request.beams)
         hit_blocks: GroupBlocks | None = None
         num_encoder_inputs = len(step.encoder_lengths)
         was_swapped = kv_cache.is_swapped(branch)
         if was_swapped:
-            if not kv_cache.swap_in(branch, min(step.budget, self.max_step_tokens)):
+            admission = self._kinds.of(branch.request).resume(step, branch)
+            if admission is not None:
+                return admission
+            if not kv_cache.swap_in(branch, min(step.budget, self._state.max_step_tokens)):
                 return Admission.NO_MEMORY
             num_inherited = num_hit_tokens = branch.num_computed_tokens
         else:
@@ -297,12 +224,12 @@ class StepPlanner:
         if attached == Admission.ADMITTED and not num_hit_tokens:
             hit_blocks, num_hit_tokens = self._beginnings.find_prefix(branch)
         gap = branch.num_tokens - num_hit_tokens
-        num_new_tokens = min(gap, step.budget, self.max_step_tokens)
+        num_new_tokens = min(gap, step.budget, self._state.max_step_tokens)
         fits_step = num_new_tokens == gap or self._may_split(gap)
         appended = None
         if attached == Admission.ADMITTED:
             attached = Admission.NO_MEMORY if fits_step else Admission.NOT_NOW
-            if fits_step and self._has_memory_for_beams(branch, num_hit_tokens, hit_blocks):
+            if fits_step and self._has_memory_to_come(branch, num_hit_tokens, hit_blocks):
                 num_found_tokens = num_hit_tokens - num_inherited  # what is inherited is in its tables already
                 appended = kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_found_tokens)
         if appended is None:
@@ -322,29 +249,15 @@ class StepPlanner:
         step.add(branch, num_new_tokens, appended)
         return Admission.ADMITTED
 
-    def _try_to_resume(self, step: StepDraft, group: BeamGroup) -> Admission:
-        """Let a search in again that is on the host with its beams. They run at once: nothing is left of the prompt."""
-        if step.budget < group.num_beams:
-            return Admission.NOT_NOW
-        if not group.swap_in(self._state.kv_cache):
-            return Admission.NO_MEMORY
-        trunk = group.trunk
-        self._state.running.append(trunk)
-        trunk.status = BranchStatus.RUNNING
-        self._state.events.scheduled(trunk, self._state.now)
-        step.resumed.append(trunk)
-        self._schedule_beams(step, group, step.budget)  # in memory that it has come with
-        return Admission.ADMITTED
-
-    def _has_memory_for_beams(self, branch: Branch, num_hit_tokens: int, hit_blocks: GroupBlocks | None) -> bool:
-        """A search that has memory for its prompt alone would lose it again as soon as the prompt is computed."""
-        beams = branch.request.beams
-        if beams is None:
+    def _has_memory_to_come(self, branch: Branch, num_hit_tokens: int, hit_blocks: GroupBlocks | None) -> bool:
+        """One that has memory for its prompt alone, and needs more then, would lose it again as soon as the prompt is
+        computed."""
+        kv_cache = self._state.kv_cache
+        num_to_come = branch.request.task.num_blocks_to_come(kv_cache)
+        if not num_to_come:
             return True
-        missing = self._state.kv_cache.missing_blocks(
-            branch.num_tokens, num_hit_tokens, hit_blocks, self.max_step_tokens
-        )
-        return missing + beams.num_blocks_to_come(self._state.kv_cache) <= self._state.kv_cache.num_free_blocks
+        missing = kv_cache.missing_blocks(branch.num_tokens, num_hit_tokens, hit_blocks, self._state.max_step_tokens)
+        return missing + num_to_come <= kv_cache.num_free_blocks
 
     def _may_split(self, gap: int) -> bool:
         """With chunked prefill off a prompt runs whole. A branch that grew beyond the budget and was then preempted has
@@ -373,31 +286,21 @@ class StepPlanner:
             branch.num_computed_tokens += 1
         for branch, num_new_tokens, appended in step.allocated:
             self._write_down(plan, branch, num_new_tokens, appended)
-        for branch in step.resumed:
-            plan.scheduled_new_reqs.append(self._new_request_data(branch))
-            branch.known_to_runner = True
-        for state, spans in step.captures:
-            if state.branch.request.traced:
-                self._state.events.chunk(state.branch, sum(count for _, count, _ in spans), self._state.now)
-            plan.captures.append(state.take_step(spans, self._state.kv_cache.block_ids(state.branch)))
-            state.branch.num_computed_tokens += sum(count for _, count, is_written in spans if is_written)
-            if self._state.shares.contended:
-                self._state.shares.charge(state.owner, sum(count for _, count, _ in spans))
         if self._state.kv_cache.has_cross_group:
-            self._write_encoder_steps(plan, step)
+            self._write_encoder_steps(plan)
+        for rows in step.rows:
+            rows.write(plan)
+        self.num_encoder_runs += len(plan.encoder_steps)
         if self._state.kv_cache.has_host_pool:
             plan.swapped_out, plan.swapped_in = self._state.kv_cache.take_swaps()
-        plan.beam_steps += [group.take_step(num_new_tokens) for group, num_new_tokens in step.beams]
         self.num_steps += 1
         self.num_scheduled_tokens = plan.total_num_scheduled_tokens
         return plan
 
-    def _write_encoder_steps(self, plan: SchedulerOutput, step: StepDraft) -> None:
+    def _write_encoder_steps(self, plan: SchedulerOutput) -> None:
         for holder_id, table in self._state.kv_cache.take_encoder_writes():
             assert table.encoder_input is not None
             plan.encoder_steps.append(EncoderStep(holder_id, table.encoder_input, table.block_ids))
-        plan.encoder_steps += [state.take_encoder_step() for state in step.encoder_reads]
-        self.num_encoder_runs += len(plan.encoder_steps)
 
     def _write_down(self, plan: SchedulerOutput, branch: Branch, num_new_tokens: int, appended: BlockIds) -> None:
         branch_id = branch.branch_id
@@ -408,42 +311,12 @@ class StepPlanner:
             known.num_computed_tokens.append(branch.num_computed_tokens)
             known.new_block_ids.append(appended if any(appended) else None)
         else:
-            plan.scheduled_new_reqs.append(self._new_request_data(branch))
+            plan.scheduled_new_reqs.append(branch.as_new_request(self._state.kv_cache.block_ids(branch)))
             branch.known_to_runner = True
         if branch.request.traced and (num_new_tokens > 1 or branch.num_computed_tokens < branch.num_prompt_tokens):
             self._state.events.chunk(branch, num_new_tokens, self._state.now)
         branch.num_computed_tokens += num_new_tokens
         if branch.num_computed_tokens < branch.num_tokens:
             branch.write_limit = 0  # the end of a prompt must come through here, for it may fork
-            return
-        request = branch.request
-        if request.pooling_params is not None:
-            plan.pooled_req_ids.append(branch_id)
-            return
-        if request.beams is not None:
-            first_step = request.beams.first_step()
-            if first_step is not None:
-                plan.beam_steps.append(first_step)
-            return
-        plan.sampled_req_ids.append(branch_id)
-        if not request.forked:
-            request.forked = True
-            plan.fanout[branch_id] = [
-                (request.branch_ids[choice], branch_seed(request.params.seed, request.request_id, choice))
-                for choice in range(1, request.num_choices)
-            ]
-
-    def _new_request_data(self, branch: Branch) -> NewRequestData:
-        return NewRequestData(
-            req_id=branch.branch_id,
-            token_ids=branch.token_ids.copy(),
-            num_prompt_tokens=branch.num_prompt_tokens,
-            sampling_params=branch.sampling_params,
-            seed=branch.seed,
-            block_ids=self._state.kv_cache.block_ids(branch),
-            num_computed_tokens=branch.num_computed_tokens,
-            pooling_params=branch.request.pooling_params,
-            cross_block_ids=[] if branch.cross is None else branch.cross.block_ids,
-            num_encoder_positions=0 if branch.cross is None else branch.cross.num_positions,
-            encoder_token_ids=branch.request.encoder_tokens_for_rules,
-        )
+        else:
+            branch.request.task.complete(plan, branch_id)

@@ -17,9 +17,11 @@ from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReaso
 from ratoon.core.stats import SchedulerStats
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
-from ratoon.scheduling.admission import verify_request
-from ratoon.scheduling.branch import BranchStatus, Request
+from ratoon.scheduling.beginnings import Beginnings
+from ratoon.scheduling.branch import BranchStatus
+from ratoon.scheduling.kinds.registry import Kinds
 from ratoon.scheduling.planner import StepPlanner
+from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.results import StepResults
 from ratoon.scheduling.state import SchedulerState
 
@@ -37,8 +39,10 @@ class Scheduler:
         self.kv_cache = KVCacheManager(kv_config, max_model_len, cache_config.enable_prefix_caching)
         self.leases = LeaseTable(self.kv_cache, int(self.kv_cache.num_usable_blocks * cache_config.lease_fraction))
         self.state = SchedulerState(scheduler_config, self.kv_cache, self.leases)
-        self.planner = StepPlanner(self.state)
-        self.results = StepResults(self.state)
+        beginnings, self.preemption = Beginnings(self.state), Preemption(self.state)
+        self.kinds = Kinds(self.state, beginnings, self.preemption)
+        self.planner = StepPlanner(self.state, self.kinds, beginnings, self.preemption)
+        self.results = StepResults(self.state, self.kinds)
         self._num_added = 0
 
     # ---- requests come and go ----
@@ -48,8 +52,12 @@ class Scheduler:
         could never be served, and for an id that is in use."""
         if now is not None:
             self.state.now = now
-        verify_request(request, self.config, self.kv_cache, self.max_model_len)
-        self.state.add(Request(request, self.max_model_len, self._num_added))
+        kind = self.kinds.of_new(request)
+        kind.verify(request)
+        opened = kind.open(request, self._num_added)
+        self.state.verify_ids(opened)
+        kind.enqueue(opened)
+        self.state.add(opened)
         self._num_added += 1
 
     def abort_requests(self, ids: Iterable[str], keep: bool = False) -> list[EngineCoreOutput]:
@@ -98,9 +106,8 @@ class Scheduler:
         requests = self.state.find_requests(plan.req_ids)
         if len(requests) == 1:
             return False
-        for branch_id in plan.fanout:
-            if branch_id in self.state.branches:
-                self.state.branches[branch_id].request.forked = False  # its children were not made
+        for kind in self.kinds.all:
+            kind.unfork(plan)
         branches = [self.state.branches[branch_id] for branch_id in plan.req_ids if branch_id in self.state.branches]
         for branch in branches:
             if branch.known_to_runner:
@@ -109,8 +116,7 @@ class Scheduler:
             self.state.events.preempted(branch, self.state.now)
         self.state.running = [branch for branch in self.state.running if branch.status == BranchStatus.RUNNING]
         for branch in sorted(branches, key=self.state.order, reverse=True):
-            if branch.request.extraction is None:
-                self.state.waiting.prepend(branch)
+            self.kinds.of(branch.request).enqueue_again(branch)
         self.state.quarantined.update((request.request_id, request) for request in requests)
         return True
 
@@ -133,11 +139,11 @@ class Scheduler:
         """What time it is: leases and deadlines count from here, and end."""
         self.state.now = now
         self.leases.expire(now)
-        return self.state.end_overdue() if self.state.extractions else []
+        return [output for kind in self.kinds.all for output in kind.end_overdue()]
 
     def next_expiry(self) -> float | None:
         """When the next lease or deadline ends; None: there is none."""
-        ends = (self.leases.next_expiry(), self.state.extractions.next_deadline())
+        ends = (self.leases.next_expiry(), *(kind.next_deadline() for kind in self.kinds.all))
         return min((end for end in ends if end is not None), default=None)
 
     # ---- one step ----
@@ -170,7 +176,7 @@ class Scheduler:
             num_running=len(self.state.running),
             num_waiting=len(self.state.waiting),
             kv_usage=self.kv_cache.usage,
-            num_preemptions=self.planner.num_preemptions,
+            num_preemptions=self.preemption.num_preemptions,
             num_scheduled_tokens=self.planner.num_scheduled_tokens,
             num_steps=self.planner.num_steps,
             prefix_cache=msgspec.structs.replace(self.kv_cache.prefix_cache_stats),
@@ -180,4 +186,5 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests."""
-        self.state.check()
+        held = [sequence for kind in self.kinds.all for sequence in kind.held()]
+        self.state.check(held, *self.kinds.queued())

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ratoon.core.config import SchedulerConfig, SchedulingPolicy
-from ratoon.core.errors import DeadlineError, RequestError
+from ratoon.core.errors import RequestError
 from ratoon.core.messages import Fault
 from ratoon.core.request import EngineCoreOutput, FinishReason, InheritedFrom
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
-from ratoon.scheduling.beam_group import BeamGroup
+from ratoon.memory.sequence import TokenSequence
+from ratoon.scheduling.admission import max_step_tokens
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.events import EventLog
-from ratoon.scheduling.extraction import ExtractionQueue
 from ratoon.scheduling.queues import FairQueue, sort_key_for
 from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
 
@@ -24,6 +24,7 @@ from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of
 class SchedulerState:
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, leases: LeaseTable) -> None:
         self.config = config
+        self.max_step_tokens = max_step_tokens(config)
         self.kv_cache = kv_cache
         self.leases = leases
         self.now = 0.0
@@ -33,43 +34,39 @@ class SchedulerState:
         self.shares = OwnerShares()
         self.waiting = FairQueue(config.policy, self.shares)
         self.order = sort_key_for(config.policy)
-        self.searching: dict[str, BeamGroup] = {}  # unfinished beam searches by request id
-        self.extractions = ExtractionQueue()
+        # Unfinished branches with rows of their own behind them, which run all or none: one token of each in every step
+        self.all_or_none: dict[str, Branch] = {}
         self.quarantined: dict[str, Request] = {}  # of a step that failed; each runs alone until it has got something
         self.inherited: dict[str, InheritedFrom] = {}  # of continuations that have no token yet: said with their first
-        self.with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
         self.finished_rows: list[str] = []  # for the next plan
         self.events = EventLog()
         self._reserved_ids: set[str] = set()  # branch ids of unfinished requests, those not forked yet included
 
-    def add(self, state: Request) -> None:
-        """Queue a request. Raises RequestError for an id that is in use."""
-        taken = [branch_id for branch_id in state.branch_ids if branch_id in self._reserved_ids]
+    def verify_ids(self, request: Request) -> None:
+        """Raise RequestError for an id that is in use."""
+        taken = [branch_id for branch_id in request.branch_ids if branch_id in self._reserved_ids]
         if taken:
             raise RequestError("request_id", f"{taken[0]!r} is in use", "an id that no unfinished request has")
-        if state.extraction is not None:
-            self.extractions.add(state.extraction, self.now)  # may be refused
-        self._reserved_ids.update(state.branch_ids)
-        state.queued_time = self.now
-        self.requests[state.request_id] = state
-        self.shares.join(state.owner)
-        if state.beams is not None:
-            self.searching[state.request_id] = state.beams
-        for branch in state.branches:  # one, unless the request began elsewhere and is resumed
+
+    def add(self, request: Request) -> None:
+        """A request that its kind has queued."""
+        self._reserved_ids.update(request.branch_ids)
+        request.queued_time = self.now
+        self.requests[request.request_id] = request
+        self.shares.join(request.owner)
+        for branch in request.branches:
             if branch.status != BranchStatus.FINISHED:
                 self.branches[branch.branch_id] = branch
-                if state.extraction is None:
-                    self.waiting.add(branch)
-        if state.continuation_of is not None:
-            self.leases.await_continuation(state.continuation_of, state.request_id)
+        if request.continuation_of is not None:
+            self.leases.await_continuation(request.continuation_of, request.request_id)
 
     def has_rows_for(self, branch: Branch) -> bool:
-        """Is there a row for it, or for each of its beams? While a search runs, there are no more rows than tokens in a
-        step, so that all its beams always find room in one."""
+        """Are there as many rows as it takes? While rows run all or none, there are no more of them than tokens in a
+        step, so that they always find room in one."""
         num_rows, limit = len(self.running) + branch.num_rows, self.config.max_num_seqs
-        if self.searching:
+        if self.all_or_none:
             num_rows += sum(
-                group.width - 1 for group in self.searching.values() if group.trunk.status == BranchStatus.RUNNING
+                other.num_rows - 1 for other in self.all_or_none.values() if other.status == BranchStatus.RUNNING
             )
             limit = min(limit, self.config.max_num_batched_tokens)
         return num_rows <= limit
@@ -127,20 +124,6 @@ class SchedulerState:
         found in the prefix cache again."""
         return self.end_requests(self.find_requests(ids), FinishReason.ERROR, message)
 
-    def end_overdue(self) -> list[EngineCoreOutput]:
-        """End the extractions whose time is over."""
-        outputs = []
-        for state in self.extractions.overdue(self.now):
-            request = state.branch.request
-            problem = (
-                f"its {state.extraction.deadline:g} s are over, with {state.num_captured} of "
-                f"{len(state.extraction.positions)} positions done"
-            )
-            refusal = Fault(DeadlineError.__name__, "deadline", problem, "more time, or fewer positions")
-            error = f"deadline: {problem}"
-            outputs += self.end_requests([request], FinishReason.ERROR, error, trusted=True, refusal=refusal)
-        return outputs
-
     def end_requests(
         self,
         requests: list[Request],
@@ -180,23 +163,19 @@ class SchedulerState:
 
     def set_back(self, branch: Branch, trusted: bool = True, may_swap: bool = False) -> None:
         """A branch loses its memory: it is computed again, or, where it may be and there is room, kept on the host."""
-        if branch.request.extraction is not None and branch.status == BranchStatus.RUNNING:
-            self.extractions.set_back(branch.request.extraction)
         if not (may_swap and self._swap_out(branch)):
-            if branch.request.beams is not None:
-                branch.request.beams.set_back()
+            branch.request.task.set_back()
             self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
 
     def _swap_out(self, branch: Branch) -> bool:
-        if not branch.request.can_be_swapped:
+        task = branch.request.task
+        if not task.can_be_swapped:
             return False
-        beams = branch.request.beams
-        if beams is not None:
-            if beams.swap_out():
-                return True
-            beams.set_back()
+        if task.swap_out():
+            return True
+        task.set_back()
         num_computed_tokens = branch.num_computed_tokens
         # Who is let in again runs. Of a trunk that is kept alone, that is the prompt's last token once more; what beams
         # had behind it is computed again.
@@ -210,18 +189,16 @@ class SchedulerState:
         """Take ended branches out of everything, and give their memory back, or lease it where that was asked for."""
         waiting = {branch for branch in branches if branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED)}
         for branch in branches:
-            if branch.request.extraction is not None:
-                self.extractions.remove(branch.request.extraction)
-            if branch.request.beams is not None:
-                branch.request.beams.set_back()
-            retain_kv = branch.request.retain_kv if keep and branch.request.beams is None else None
-            if retain_kv is None or not self.leases.grant(branch, self.now + retain_kv, branch.request.owner):
+            request = branch.request
+            request.task.release()
+            retain_kv = request.retain_kv if keep and request.task.leases_branches else None
+            if retain_kv is None or not self.leases.grant(branch, self.now + retain_kv, request.owner):
                 self.kv_cache.free(branch, trusted)
             branch.status = BranchStatus.FINISHED
             if branch.known_to_runner:
                 self.finished_rows.append(branch.branch_id)
             del self.branches[branch.branch_id]
-            request = branch.request
+            self.all_or_none.pop(branch.branch_id, None)
             request.finished_choices.add(branch.choice)
             if len(request.finished_choices) == request.num_choices:
                 self._forget(request)
@@ -234,38 +211,32 @@ class SchedulerState:
         if self.requests.pop(request.request_id, None) is not None:
             self.shares.leave(request.owner)
             self._reserved_ids.difference_update(request.branch_ids)
-            self.with_prompt_logprobs.discard(request.request_id)
             self.quarantined.pop(request.request_id, None)
-            self.searching.pop(request.request_id, None)
             self.inherited.pop(request.request_id, None)
             if request.continuation_of is not None:
                 self.leases.continuation_left(request.continuation_of, request.request_id)
-                if request.extraction is not None and request.extraction.extraction.ends_lease:
+                if request.task.ends_lease:
                     self.leases.end(request.continuation_of)
 
-    def check(self) -> None:
-        """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests."""
-        beams = [held for group in self.searching.values() for held in group.held()]
-        self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *beams])
-        assert not any(group.held() for group in self.searching.values() if group.is_on_host(self.kv_cache)), (
-            "beams are here and swapped out"
-        )
+    def check(self, held: list[TokenSequence], own_running: set[Branch], own_waiting: set[Branch]) -> None:
+        """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests. What kinds of
+        requests hold beside their branches, and what runs and waits in queues of their own, is told."""
+        self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *held])
         self.leases.check()
         self.shares.check(request.owner for request in self.requests.values())
         running, waiting = set(self.running), set(self.waiting)
-        extracting = {state.branch for state in self.extractions}
-        assert len(extracting) == len(self.extractions), "an extraction is queued twice"
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
         assert self.events.request_ids() <= self.requests.keys(), "events of a request that is gone"
         assert self.quarantined.keys() <= self.requests.keys(), "a request is quarantined that is gone"
-        assert running | waiting | extracting == set(self.branches.values()), (
-            "the queues do not hold exactly the unfinished branches"
-        )
+        queues = (running, waiting, own_running, own_waiting)
+        assert set().union(*queues) == set(self.branches.values()), "the queues do not hold the unfinished branches"
+        assert sum(map(len, queues)) == len(self.branches), "a branch is in several queues"
+        assert self.all_or_none.keys() <= self.branches.keys(), "rows of a branch that is gone"
         num_rows = sum(branch.num_rows for branch in running)
         assert num_rows <= self.config.max_num_seqs, f"{num_rows} branches run, {self.config.max_num_seqs} may"
-        for branch in [*running, *(state.branch for state in self.extractions.running)]:
+        for branch in running | own_running:
             assert branch.status == BranchStatus.RUNNING, f"{branch.branch_id} runs with status {branch.status!r}"
-        for branch in [*waiting, *(state.branch for state in self.extractions.waiting)]:
+        for branch in waiting | own_waiting:
             assert branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED), (
                 f"{branch.branch_id}: {branch.status!r}"
             )

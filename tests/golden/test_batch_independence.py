@@ -276,10 +276,10 @@ def test_smollm2_answers_the_same_alone_in_a_batch_of_sixteen_with_hits_and_in_c
     assert_same(answers(smollm2, requests)[::3], expected)
     assert_same(answers(smollm2, requests)[::3], expected)  # with prefix hits
     assert smollm2.stats().prefix_cache.hits > 0
-    scheduler.planner.max_step_tokens = 7  # prompts in parts
+    scheduler.state.max_step_tokens = 7  # prompts in parts
     try:
         assert smollm2.reset_prefix_cache()
         assert_same(answers(smollm2, requests[:4])[::3], expected[:2])
     finally:
-        scheduler.planner.max_step_tokens = scheduler.config.max_num_batched_tokens
+        scheduler.state.max_step_tokens = scheduler.config.max_num_batched_tokens
     check_nothing_left(smollm2)

@@ -15,7 +15,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
 from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.scheduling.branch import Branch
-from ratoon.scheduling.planner import StepPlanner
+from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.step_draft import StepDraft
 from tests.golden.engines import ENGINE_FAMILIES, engine, greedy, model_folder, scheduler_of, tiny_model
 from tests.golden.marks import exact_on_cpu
@@ -119,14 +119,14 @@ def test_preemption_changes_no_bit(
     family: str, num_blocks: int, caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preempted: set[str] = set()
-    preempt = StepPlanner._preempt
+    preempt = Preemption.preempt
 
-    def note_and_preempt(planner: StepPlanner, step: StepDraft, branch: Branch) -> None:
+    def note_and_preempt(preemption: Preemption, step: StepDraft, branch: Branch) -> None:
         if branch.num_computed_tokens:
             preempted.add(branch.branch_id.split()[0])
-        preempt(planner, step, branch)
+        preempt(preemption, step, branch)
 
-    monkeypatch.setattr(StepPlanner, "_preempt", note_and_preempt)
+    monkeypatch.setattr(Preemption, "preempt", note_and_preempt)
     settings = {"max_prefill_chunk": 16, "policy": "priority", "enable_prefix_caching": caching}
     with engine(family, num_blocks=num_blocks, **settings) as llm:
         found, _ = mixed(llm, PROMPTS, [PROMPTS[4], PROMPTS[5], PROMPTS[2]], greedy(30))

@@ -23,6 +23,7 @@ from ratoon.layers.native_ops import native_ops_reasons
 from tests.golden.engines import engine
 from tests.golden.hidden_oracle import Answer, CoreDriver, all_layers, extraction_of, num_layers, oracle_states
 from tests.golden.tiny_models import random_token_ids
+from tests.unit.scheduling.reading import extractions_of
 
 pytestmark = pytest.mark.skipif(
     bool(native_ops_reasons(torch.device("cpu"), torch.float32)), reason="torch's products depend on the batch"
@@ -238,7 +239,7 @@ def test_an_extraction_that_loses_its_memory_to_generation_ends_with_the_same_bi
     with engine(family, num_blocks=num_blocks, enable_prefix_caching=caching, max_prefill_chunk=8) as llm:
         driver = CoreDriver(llm)
         times_set_back: Counter[str] = Counter()
-        extractions = driver.core.scheduler.state.extractions
+        extractions = extractions_of(driver.core.scheduler)
         set_back = extractions.set_back
         monkeypatch.setattr(
             extractions,

@@ -95,14 +95,14 @@ def test_states_are_the_same_bits_in_chunks_beside_generation_and_with_prefix_hi
 ) -> None:
     text, layers = texts[4], [0, 15, NUM_LAYERS, NUM_LAYERS + 1]
     alone = driver.extract("alone", text, range(len(text)), layers).states
-    planner = driver.core.scheduler.planner
-    most, planner.max_step_tokens = planner.max_step_tokens, 7
+    state = driver.core.scheduler.state
+    most, state.max_step_tokens = state.max_step_tokens, 7
     try:
         for number in range(3):
             driver.add(extraction_of(f"x{number}", text, range(number, len(text)), layers, cache_salt=str(number % 2)))
         tokens = driver.generate("beside", texts[1], 8)
     finally:
-        planner.max_step_tokens = most
+        state.max_step_tokens = most
     for number in range(3):
         assert np.array_equal(driver[f"x{number}"].states, alone[:, number:]), number
     assert driver.generate("alone again", texts[1], 8, cache_salt="other") == tokens

@@ -223,7 +223,7 @@ class Drive:
                 assert beam_step.num_tokens <= max(1, config.max_prefill_chunk // beam_step.num_beams)
         assert sum(len(capture.spans) for capture in plan.captures) <= MAX_CAPTURE_SPANS
         for capture in plan.captures:
-            assert 0 < len(capture.token_ids) <= self.scheduler.planner.max_step_tokens
+            assert 0 < len(capture.token_ids) <= self.scheduler.state.max_step_tokens
         if plan.is_empty:
             assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
 

@@ -8,7 +8,9 @@ from hypothesis import event
 
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequest
+from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.extraction import ExtractionTask
 from ratoon.scheduling.scheduler import Scheduler
 
 
@@ -44,8 +46,8 @@ class SwapWatch:
                 assert (new.req_id in plan.num_scheduled_tokens) != (new.req_id in num_restored)
         for branch in self._state.branches.values():
             if self._state.kv_cache.is_swapped(branch) and branch not in self._swapped:
-                assert branch.request.extraction is None
-                beams, num_computed = branch.request.beams, self._num_computed[branch]
+                assert not isinstance(branch.request.task, ExtractionTask)
+                beams, num_computed = beams_of(branch), self._num_computed[branch]
                 if beams is not None and beams.is_on_host(self._state.kv_cache):
                     event("beams swapped out")
                     assert num_computed > branch.num_tokens
@@ -57,8 +59,13 @@ class SwapWatch:
                 self._swapped[branch] = num_computed
 
     def _computed_of(self, branch: Branch) -> int:
-        tails = None if branch.request.beams is None else branch.request.beams._tails
+        beams = beams_of(branch)
+        tails = None if beams is None else beams._tails
         return branch.num_computed_tokens if tails is None else tails.num_computed_tokens
+
+
+def beams_of(branch: Branch) -> BeamGroup | None:
+    return branch.request.task if isinstance(branch.request.task, BeamGroup) else None
 
 
 class EncoderWatch:

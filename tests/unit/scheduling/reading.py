@@ -10,10 +10,16 @@ from ratoon.core.params import SamplingParams
 from ratoon.core.plan import CaptureStep, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
+from ratoon.scheduling.extraction import ExtractionQueue
+from ratoon.scheduling.kinds.extraction import ExtractionKind
 from ratoon.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.steps import answer_of, request_of
 
 PROMPT = list(range(100, 121))  # five blocks and a token
+
+
+def extractions_of(scheduler: Scheduler) -> ExtractionQueue:
+    return next(kind.queue for kind in scheduler.kinds.all if isinstance(kind, ExtractionKind))
 
 
 def extraction_request(

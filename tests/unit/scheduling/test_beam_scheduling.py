@@ -177,7 +177,7 @@ def test_a_preempted_search_comes_back_behind_its_prompt_and_catches_up_in_one_s
         if "s" in plan.preempted_req_ids:
             assert plan.beam_steps == [] and preempted_at is None
             preempted_at = number
-            tokens = [scheduler.state.requests["s"].beams.search.running_token_ids(beam) for beam in range(2)]
+            tokens = [scheduler.state.requests["s"].task.search.running_token_ids(beam) for beam in range(2)]
         if preempted_at is not None and plan.num_scheduled_tokens.get("s"):
             assert plan.beam_steps == []  # the prompt again, and no candidates: it has them
             plan, _ = step(scheduler)
@@ -226,7 +226,7 @@ def test_results_of_an_aborted_search_do_not_reach_a_new_one_with_its_id() -> No
     scheduler.add_request(search_of("s", 9))
     answer = ModelRunnerOutput(candidates={"s": candidates_of(plan.beam_steps[0])})
     assert scheduler.update_from_output(plan, answer) == []
-    assert scheduler.state.requests["s"].beams.search.num_tokens == 0
+    assert scheduler.state.requests["s"].task.search.num_tokens == 0
 
 
 def test_a_search_without_candidates_fails_and_the_others_go_on() -> None:

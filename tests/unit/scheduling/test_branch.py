@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from ratoon.core.params import SamplingParams
-from ratoon.scheduling.branch import branch_seed, extra_keys_of, longest_total, stop_tokens_of
+from ratoon.scheduling.admission import longest_total
+from ratoon.scheduling.branch import branch_seed, extra_keys_of
+from ratoon.scheduling.kinds.generation import stop_tokens_of
 from tests.unit.scheduling.steps import request_of
 
 

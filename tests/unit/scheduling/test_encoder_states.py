@@ -19,7 +19,7 @@ from tests.unit.scheduling.encoding import (
     states_request,
     step,
 )
-from tests.unit.scheduling.reading import captures_of, extraction_request
+from tests.unit.scheduling.reading import captures_of, extraction_request, extractions_of
 from tests.unit.scheduling.steps import new_ids
 
 # ---- of the encoder ----
@@ -173,7 +173,7 @@ def test_one_that_waits_for_memory_holds_no_table_that_only_the_next_step_writes
         step(scheduler)
     assert scheduler.kv_cache.num_free_blocks == 3  # for its table, and not for its first rows too
     scheduler.add_request(request)
-    scheduler.state.extractions.first.num_passed_by = PATIENCE
+    extractions_of(scheduler).first.num_passed_by = PATIENCE
     plan, _ = step(scheduler)
     assert plan.req_ids == ["a"] and plan.encoder_steps == []
     assert scheduler.state.branches["x"].cross is None

@@ -9,7 +9,17 @@ from ratoon.core.params import BeamSearchParams, PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS
 from ratoon.core.request import EngineCoreRequest, FinishReason, InheritedFrom, ResumedChoice
 from ratoon.scheduling import extraction as extraction_module
-from tests.unit.scheduling.reading import PROMPT, answer_to, captures_of, extraction_request, finish, lease, read, step
+from tests.unit.scheduling.reading import (
+    PROMPT,
+    answer_to,
+    captures_of,
+    extraction_request,
+    extractions_of,
+    finish,
+    lease,
+    read,
+    step,
+)
 from tests.unit.scheduling.steps import add, new_ids, request_of, scheduler_of
 
 # ---- which rows run ----
@@ -208,7 +218,7 @@ def test_an_abort_takes_it_out_of_its_queue_and_gives_its_memory_back(begun: boo
     (output,) = scheduler.abort_requests(["x"])
     scheduler.check()
     assert output.finish_reason == FinishReason.ABORT and output.hidden_states is None
-    assert len(scheduler.state.extractions) == 0 and scheduler.kv_cache.usage == 0.0
+    assert len(extractions_of(scheduler)) == 0 and scheduler.kv_cache.usage == 0.0
     assert not scheduler.has_requests()
 
 

@@ -11,7 +11,7 @@ from ratoon.core.plan import CaptureStep, SchedulerOutput
 from ratoon.core.request import FinishReason
 from ratoon.scheduling.extraction import AGED_SHARE, PATIENCE
 from ratoon.scheduling.scheduler import Scheduler
-from tests.unit.scheduling.reading import PROMPT, captures_of, finish, lease, read, step
+from tests.unit.scheduling.reading import PROMPT, captures_of, extractions_of, finish, lease, read, step
 from tests.unit.scheduling.steps import add, scheduler_of
 
 # ---- generation goes first ----
@@ -97,7 +97,7 @@ def test_generation_does_not_starve_under_endless_extractions() -> None:
     scheduler = scheduler_of(num_blocks=200, max_num_batched_tokens=64)
 
     def arrive(number: int) -> None:
-        while len(scheduler.state.extractions) < 40:
+        while len(extractions_of(scheduler)) < 40:
             read(scheduler, f"x{scheduler._num_added}", fresh(scheduler._num_added, 64), [63])
         if number == 60:
             add(scheduler, "g", 10, max_tokens=3)
@@ -111,7 +111,7 @@ def test_rows_that_are_run_and_lost_again_count_as_passing_by() -> None:
     """Else one that is served in every step, and whose memory is taken in every step, would never end."""
     scheduler = scheduler_of(num_blocks=12, caching=False, max_prefill_chunk=4)
     read(scheduler, "x", 40, [39])
-    state = scheduler.state.extractions.first
+    state = extractions_of(scheduler).first
     step(scheduler)
     assert state.num_passed_by == 0
     scheduler.state.set_back(state.branch)
@@ -130,7 +130,7 @@ def test_one_that_finds_no_memory_is_set_back_and_holds_nothing() -> None:
     read(scheduler, "x", 12)
     plan, _ = step(scheduler)
     assert plan.captures == [] and plan.num_scheduled_tokens == {"a": 1}
-    assert not scheduler.state.extractions.running and len(scheduler.state.extractions.waiting) == 1
+    assert not extractions_of(scheduler).running and len(extractions_of(scheduler).waiting) == 1
     assert scheduler.kv_cache.num_free_blocks == 2
     received = finish(scheduler)
     assert received["x"][-1].finish_reason == FinishReason.STOP
@@ -144,7 +144,7 @@ def test_rows_that_were_read_out_before_memory_was_lost_are_not_read_again() -> 
     for _ in range(3):
         step(scheduler)
     # 3 blocks of a's and 4 of x's; the last chunk of x would need two more, and finds one.
-    state = scheduler.state.extractions.first
+    state = extractions_of(scheduler).first
     assert (state.num_captured, state.branch.block_tables) == (16, [])
     captures: list[CaptureStep] = []
     received = []
@@ -169,7 +169,7 @@ def test_a_decoding_branch_that_needs_a_block_takes_it_from_an_extraction_before
     assert scheduler.kv_cache.num_free_blocks == 1
     while plan.captures and "y" in captures_of(plan):
         plan, _ = step(scheduler)
-    assert [state.branch.branch_id for state in scheduler.state.extractions] == ["x", "y"]  # the last gave way
+    assert [state.branch.branch_id for state in extractions_of(scheduler)] == ["x", "y"]  # the last gave way
     assert scheduler.stats().num_preemptions == 0 and plan.num_scheduled_tokens == {"a": 1}
     finish(scheduler)
 
@@ -207,7 +207,7 @@ def test_one_that_has_aged_keeps_its_memory_and_the_last_generation_gives_way() 
     read(scheduler, "x", 36, [35])
     for _ in range(5):
         step(scheduler)
-    state = scheduler.state.extractions.first
+    state = extractions_of(scheduler).first
     state.num_passed_by = PATIENCE
     add(scheduler, "a", 10, max_tokens=20)
     add(scheduler, "b", 10, max_tokens=20)

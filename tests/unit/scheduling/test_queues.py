@@ -6,7 +6,7 @@ from tests.unit.scheduling.steps import request_of
 
 
 def branch_of(name: str, number: int, priority: int = 0, arrival: float = 0.0) -> Branch:
-    return Request(request_of(name, 3, priority=priority, arrival=arrival), 100, number).branches[0]
+    return Request(request_of(name, 3, priority=priority, arrival=arrival), number, 100).branches[0]
 
 
 def drained(queue: FirstComeQueue | PriorityQueue) -> list[str]:

@@ -130,8 +130,9 @@ def test_rows_that_a_preempted_prompt_computes_again_are_not_sent_again() -> Non
     plan = scheduler.schedule()
     result = answer_of(plan)
     result.prompt_logprobs["a"] = PromptLogprobsChunk(1, rows_of(1, 2, 3))
-    scheduler.results._keep_prompt_logprobs("a", PromptLogprobsChunk(1, rows_of(1, 2, 3)))
-    scheduler.results._keep_prompt_logprobs("a", PromptLogprobsChunk(1, rows_of(1, 2)))
+    task = scheduler.state.requests["a"].task
+    task.keep_prompt_logprobs(PromptLogprobsChunk(1, rows_of(1, 2, 3)))
+    task.keep_prompt_logprobs(PromptLogprobsChunk(1, rows_of(1, 2)))
     result.prompt_logprobs["a"] = PromptLogprobsChunk(1, rows_of(1, 2, 3, 4, 5, 6, 7, 8))
     (output,) = scheduler.update_from_output(plan, result)
     assert output.prompt_logprobs == [

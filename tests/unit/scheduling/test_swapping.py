@@ -17,7 +17,7 @@ from tests.unit.scheduling.encoding import (
     new_of,
     step,
 )
-from tests.unit.scheduling.reading import read
+from tests.unit.scheduling.reading import extractions_of, read
 from tests.unit.scheduling.steps import PRIORITY, add, new_ids, request_of
 
 
@@ -190,7 +190,7 @@ def preempt_search(num_host_blocks: int) -> tuple[Scheduler, SchedulerOutput]:
 
 def test_beams_go_on_where_they_were_without_a_token_computed_again() -> None:
     scheduler, plan = preempt_search(50)
-    (search,) = scheduler.state.searching.values()
+    (search,) = (trunk.request.task for trunk in scheduler.state.all_or_none.values())
     num_computed = search.search.num_tokens - 1
     assert len(plan.swapped_out) == 1 + 3 + 1, "of the prompt, of each beam and of the cross table"
     assert scheduler.state.branches["s"].block_tables == [] and search.held() == []
@@ -273,7 +273,7 @@ def test_readers_of_hidden_states_are_computed_again() -> None:
     step(scheduler)
     read(scheduler, "x", 24, [23])
     plan, _ = step(scheduler)
-    while scheduler.state.extractions.running:  # until there is no memory for both
+    while extractions_of(scheduler).running:  # until there is no memory for both
         plan, outputs = step(scheduler)
         assert "x" not in outputs
     assert plan.swapped_out == [] and scheduler.kv_cache.num_free_host_blocks == 10

@@ -1,0 +1,1 @@
+"""The kinds of requests, one file for each: generation, search, pooling, extraction."""

@@ -1,0 +1,318 @@
+"""Extraction of hidden states: rows of a sequence are run and read out, and nothing is sampled.
+
+Extractions wait in a queue of their own. Generation goes first; one that was passed by too often has a share of its
+own. What is left of one, and who is next, is in extraction.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ratoon.core.errors import DeadlineError, RequestError
+from ratoon.core.messages import Fault
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.plan import MAX_CAPTURE_SPANS, CaptureStep, EncoderStep, SchedulerOutput
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.scheduling.beginnings import Admission, Beginnings
+from ratoon.scheduling.branch import Branch, BranchStatus, Request
+from ratoon.scheduling.extraction import AGED_SHARE, ExtractionQueue, ExtractionTask, Span
+from ratoon.scheduling.kinds.interface import RequestKind
+from ratoon.scheduling.preemption import Preemption
+from ratoon.scheduling.state import SchedulerState
+from ratoon.scheduling.step_draft import StepDraft
+
+
+@dataclass(slots=True)
+class PlannedCapture:
+    """The rows of one extraction in a step."""
+
+    task: ExtractionTask
+    spans: list[Span]
+    state: SchedulerState
+
+    @property
+    def branch(self) -> Branch:
+        return self.task.branch
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count, _ in self.spans)
+
+    def write(self, plan: SchedulerOutput) -> None:
+        state, branch = self.state, self.task.branch
+        if branch.request.traced:
+            state.events.chunk(branch, self.num_tokens, state.now)
+        plan.captures.append(self.task.take_step(self.spans, state.kv_cache.block_ids(branch)))
+        branch.num_computed_tokens += sum(count for _, count, is_written in self.spans if is_written)
+        if state.shares.contended:
+            state.shares.charge(self.task.owner, self.num_tokens)
+
+
+@dataclass(slots=True)
+class PlannedReading:
+    """An encoder input that runs to be read out."""
+
+    task: ExtractionTask
+    num_tokens: int = 0  # the decoder has none of it
+
+    @property
+    def branch(self) -> Branch:
+        return self.task.branch
+
+    def write(self, plan: SchedulerOutput) -> None:
+        plan.encoder_steps.append(self.task.take_encoder_step())
+
+
+class ExtractionKind(RequestKind):
+    task_type = ExtractionTask
+    plans_rows = True
+    generates = False
+
+    def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
+        super().__init__(state, beginnings, preemption)
+        self.queue = ExtractionQueue()
+        # The tokens of a step that belong to an extraction that has waited for too long
+        self._share_of_aged = max(1, state.config.max_num_batched_tokens // AGED_SHARE)
+        preemption.first_to_go.append(self._give_way)
+
+    # ---- requests come in ----
+
+    @staticmethod
+    def serves(request: EngineCoreRequest) -> bool:
+        return request.extraction is not None
+
+    def verify_own(self, request: EngineCoreRequest) -> None:
+        extraction, num_prompt_tokens = request.extraction, len(request.prompt_token_ids)
+        assert extraction is not None
+        positions = extraction.positions
+        if not positions or positions != sorted(set(positions)) or positions[0] < 0:
+            raise RequestError("positions", "are not rising numbers from 0 on", "at least one position, each once")
+        last = f"end with {positions[-1]}"
+        if extraction.of_encoder:
+            if request.encoder_input is None or positions[-1] >= request.encoder_input.num_positions:
+                raise RequestError("positions", last, "positions of the encoder input")
+        elif positions[-1] >= num_prompt_tokens or (
+            positions[-1] != num_prompt_tokens - 1 and not self._state.config.whole_prompts
+        ):
+            raise RequestError("positions", last, "the prompt's last token, and no prompt behind it")
+        if not extraction.layers:
+            raise RequestError("layers", "is empty", "at least one layer")
+        others = (request.pooling_params, request.beam_params, request.resumed)
+        if any(other is not None for other in others) or request.sampling_params.n != 1:
+            problem = "has no meaning beside generation, beams or a vector"
+            raise RequestError("extraction", problem, "a request of its own")
+
+    def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
+        assert request.extraction is not None
+        opened = Request(request, sequence_number, self.max_total_tokens(request))
+        opened.task = ExtractionTask(opened.branches[0], request.sampling_params, request.extraction, self.queue)
+        return opened
+
+    def enqueue(self, request: Request) -> None:
+        self.queue.add(_task_of(request.branches[0]), self._state.now)
+
+    def enqueue_again(self, branch: Branch) -> None:
+        """It stands in its queue as soon as it is set back."""
+
+    # ---- a step is planned ----
+
+    def held_back(self, step: StepDraft) -> int:
+        """What prompts leave to one that has waited for too long: not all, for it may wait for memory of theirs."""
+        if self.queue.aged is None:
+            return 0
+        return min(max(step.budget - 1, 0), self._share_of_aged)
+
+    def plan_early(self, step: StepDraft) -> bool:
+        """One that was passed by too often has its share before all that wait."""
+        aged = self.queue.aged
+        if aged is None:
+            return True
+        takes_all = self._state.config.whole_prompts or not self._state.waiting
+        return self._extract(step, aged, step.budget if takes_all else self._share_of_aged)
+
+    def plan_late(self, step: StepDraft) -> None:
+        """Those that have begun, then those that wait, as long as there is room."""
+        if not self.queue:
+            return
+        planned = {planned.branch for planned in _planned(step)}
+        for task in list(self.queue):
+            if task.branch not in planned and not self._extract(step, task, step.budget):
+                return
+
+    def close(self, step: StepDraft) -> None:
+        first = self.queue.first
+        if first is not None and not _planned(step):
+            first.num_passed_by += 1
+
+    def stand_back(self, request: Request) -> None:
+        for task in reversed(self.queue.running.copy()):
+            if task.branch.request is not request:
+                self._state.set_back(task.branch)
+
+    def plan_alone(self, step: StepDraft, request: Request) -> bool:
+        while not self._extract(step, _task_of(request.branches[0]), step.budget):
+            if not self._preemption.preempt_another(step, request):
+                break
+        return True
+
+    def _give_way(self) -> bool:
+        """A branch is short of memory: the last that began gives its own back, unless it has waited for too long."""
+        running = self.queue.running
+        if not running or running[-1] is self.queue.aged:
+            return False
+        self._state.set_back(running[-1].branch)
+        return True
+
+    def _extract(self, step: StepDraft, task: ExtractionTask, most: int) -> bool:
+        """Give an extraction `most` rows, and memory for those that are written. False: there is no room for it."""
+        if task.extraction.of_encoder:
+            return self._read_encoder(step, task)
+        branch = task.branch
+        budget = min(most, step.budget, self._state.max_step_tokens)
+        max_spans = MAX_CAPTURE_SPANS - sum(
+            len(planned.spans) for planned in _planned(step) if isinstance(planned, PlannedCapture)
+        )
+        if budget <= 0 or max_spans <= 0:
+            return False
+        begins, num_encoder_inputs = branch.status != BranchStatus.RUNNING, len(step.encoder_lengths)
+        if begins and not self._begin(step, task):
+            return False
+        spans = task.next_spans(branch.num_computed_tokens, budget, max_spans)
+        num_written = sum(count for _, count, is_written in spans if is_written)
+        if self._state.config.whole_prompts and num_written < branch.num_tokens:
+            self._state.set_back(branch)
+            return False
+        while num_written and self._state.kv_cache.allocate_slots(branch, num_written) is None:
+            if not self._make_room(step, task):
+                # The aged one keeps what it has, and waits for the rest, but not what only this step will write: it
+                # is not in it, and would not be told that the step has failed.
+                if begins or task is not self.queue.aged:
+                    self._state.set_back(branch)
+                    del step.encoder_lengths[num_encoder_inputs:]
+                return False
+        if begins:
+            self._state.events.scheduled(branch, self._state.now)
+        step.add_rows(PlannedCapture(task, spans, self._state))
+        return True
+
+    def _read_encoder(self, step: StepDraft, task: ExtractionTask) -> bool:
+        """States of the encoder are kept nowhere: it runs, whole, and needs no memory."""
+        branch, encoder_input = task.branch, task.branch.request.encoder_input
+        assert encoder_input is not None
+        if not step.fits_encoder(encoder_input.num_positions):
+            return False
+        if branch.status != BranchStatus.RUNNING:
+            branch.status = BranchStatus.RUNNING
+            self.queue.begin(task)
+            self._state.events.scheduled(branch, self._state.now)
+        step.encoder_lengths.append(encoder_input.num_positions)
+        step.add_rows(PlannedReading(task))
+        return True
+
+    def _begin(self, step: StepDraft, task: ExtractionTask) -> bool:
+        """Take what is there of its sequence by reference: all of it, unless a window has passed what rows read."""
+        state, branch = self._state, task.branch
+        most = task.next_position if state.kv_cache.has_windows else branch.num_tokens
+        num_settled = most
+        parent = state.branches.get(branch.request.continuation_of or "")
+        if parent is not None:  # it runs, and may write to its last block in this very step
+            num_full_blocks = parent.num_computed_tokens // state.kv_cache.block_size
+            num_settled = min(most, num_full_blocks * state.kv_cache.block_size)
+        num_inherited = self._beginnings.inherit(branch, num_settled, num_left=0)
+        while (found := self._beginnings.attach_cross(step, branch)) == Admission.NO_MEMORY:
+            if not self._make_room(step, task):
+                break
+        if found != Admission.ADMITTED:
+            state.kv_cache.free(branch)
+            return False
+        if not num_inherited:
+            hit_blocks, num_hit_tokens = state.kv_cache.get_computed_blocks(branch, most)
+            state.kv_cache.allocate_slots(branch, 0, hit_blocks, num_hit_tokens)
+            branch.num_computed_tokens = num_hit_tokens
+        if branch.status == BranchStatus.WAITING:
+            branch.num_cached_tokens = branch.num_computed_tokens
+            self._beginnings.note_inheritance(branch, num_inherited)
+        branch.status = BranchStatus.RUNNING
+        self.queue.begin(task)
+        return True
+
+    def _make_room(self, step: StepDraft, task: ExtractionTask) -> bool:
+        """Those that began later give way, so that the first always gets on; leases do where it has waited for long or
+        is alone."""
+        running = self.queue.running
+        last = running[-1] if running else task
+        is_planned = any(planned.task is last for planned in _planned(step))
+        if last is not task and task in running and not is_planned:
+            self._state.set_back(last.branch)
+            return True
+        return (task is self.queue.aged or step.is_empty) and self._state.leases.evict_one()
+
+    # ---- results ----
+
+    def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """What was read out goes out at once, part by part. Rows that were only run on the way bring nothing."""
+        if not plan.captures and not plan.encoder_steps:
+            return []
+        outputs: list[EngineCoreOutput] = []
+        captures: list[CaptureStep | EncoderStep] = [*plan.captures]
+        captures += [step for step in plan.encoder_steps if step.captured]
+        for capture in captures:
+            branch = self._state.branches.get(capture.req_id)
+            task = None if branch is None else branch.request.task
+            if branch is None or not isinstance(task, ExtractionTask) or branch.status != BranchStatus.RUNNING:
+                continue
+            states = output.hidden_states.get(capture.req_id)
+            if states is None and capture.captured:
+                outputs += self._state.fail_requests([capture.req_id], "the runner returned no hidden states")
+                continue
+            first_row = task.num_captured
+            task.confirm(capture)
+            self._state.quarantined.pop(branch.request_id, None)
+            if states is None:
+                continue
+            outputs.append(
+                EngineCoreOutput(
+                    branch.request_id,
+                    [],
+                    finish_reason=FinishReason.STOP if task.done else None,
+                    num_cached_tokens=branch.num_cached_tokens,
+                    hidden_states=states,
+                    first_row=first_row,
+                    num_rows_run=task.num_rows_run,
+                )
+            )
+            if task.done:
+                self._state.release([branch])
+        return outputs
+
+    # ---- time, and checks ----
+
+    def end_overdue(self) -> list[EngineCoreOutput]:
+        outputs = []
+        for task in self.queue.overdue(self._state.now):
+            problem = (
+                f"its {task.extraction.deadline:g} s are over, with {task.num_captured} of "
+                f"{len(task.extraction.positions)} positions done"
+            )
+            refusal = Fault(DeadlineError.__name__, "deadline", problem, "more time, or fewer positions")
+            outputs += self._state.end_requests(
+                [task.branch.request], FinishReason.ERROR, f"deadline: {problem}", trusted=True, refusal=refusal
+            )
+        return outputs
+
+    def next_deadline(self) -> float | None:
+        return self.queue.next_deadline()
+
+    def queued(self) -> tuple[Sequence[Branch], Sequence[Branch]]:
+        return [task.branch for task in self.queue.running], [task.branch for task in self.queue.waiting]
+
+
+def _task_of(branch: Branch) -> ExtractionTask:
+    task = branch.request.task
+    assert isinstance(task, ExtractionTask)
+    return task
+
+
+def _planned(step: StepDraft) -> list[PlannedCapture | PlannedReading]:
+    return [rows for rows in step.rows if isinstance(rows, (PlannedCapture, PlannedReading))]

@@ -1,0 +1,279 @@
+"""Generation: n choices are sampled behind a prompt, token by token.
+
+Stop strings are not looked for here: they need text, which only the front end has.
+"""
+
+from __future__ import annotations
+
+from ratoon.core.errors import RequestError
+from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import SchedulerOutput
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
+from ratoon.scheduling.beginnings import Beginnings
+from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
+from ratoon.scheduling.kinds.interface import RequestKind
+from ratoon.scheduling.preemption import Preemption
+from ratoon.scheduling.state import SchedulerState
+from ratoon.scheduling.task import Task
+
+
+class GenerationTask(Task):
+    """Its branches fork when the prompt is computed. Prompt log-probabilities wait here for the first token."""
+
+    __slots__ = (
+        "forked",
+        "next_prompt_logprob",
+        "params_without_prompt",
+        "prompt_logprobs",
+        "request",
+        "with_prompt_logprobs",
+    )
+
+    def __init__(self, request: Request, params: SamplingParams, with_prompt_logprobs: set[str]) -> None:
+        """`with_prompt_logprobs`: the ids of all requests that have some, so that others are not asked."""
+        super().__init__(params)
+        self.request = request
+        self.with_prompt_logprobs = with_prompt_logprobs
+        self.forked = params.n == 1  # nothing to fork
+        # A prompt that is preempted computes its first rows again, so the next position that is not there yet is
+        # remembered; the first prompt token has none.
+        self.prompt_logprobs: list[PromptLogprobsChunk] = []
+        self.next_prompt_logprob = 1
+        self.params_without_prompt = params
+        if params.prompt_logprobs is not None:
+            self.params_without_prompt = params.clone()
+            self.params_without_prompt.prompt_logprobs = None
+
+    @property
+    def needs_every_prompt_row(self) -> bool:
+        """Are there prompt rows whose log-probabilities were asked for and are not computed yet?"""
+        return self.params.prompt_logprobs is not None and self.next_prompt_logprob < self.request.num_prompt_tokens
+
+    def params_for(self, choice: int) -> SamplingParams:
+        """Prompt log-probabilities only where they are still wanted."""
+        return self.params if choice == 0 and self.needs_every_prompt_row else self.params_without_prompt
+
+    def complete(self, plan: SchedulerOutput, branch_id: str) -> None:
+        plan.sampled_req_ids.append(branch_id)
+        if not self.forked:
+            self.forked = True
+            request = self.request
+            plan.fanout[branch_id] = [
+                (request.branch_ids[choice], branch_seed(request.seed, request.request_id, choice))
+                for choice in range(1, request.num_choices)
+            ]
+
+    def resume(self, resumed: list[ResumedChoice]) -> None:
+        """All choices are past their prompt: each goes on behind the tokens that it had given elsewhere, as a branch
+        does that was preempted. The caller has what belongs to the prompt."""
+        request = self.request
+        self.forked = True
+        self.next_prompt_logprob = request.num_prompt_tokens
+        (root,) = request.branches
+        request.branches = []
+        for choice, begun in enumerate(resumed):
+            branch = Branch(request, choice, root.token_ids + begun.token_ids, root.extra_keys)
+            branch.status = BranchStatus.FINISHED if begun.finished else BranchStatus.PREEMPTED
+            if begun.finished:
+                request.finished_choices.add(choice)
+            request.branches.append(branch)
+
+    def keep_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
+        """Keep the rows that are new. A prompt that was preempted computes (and sends) its first rows once more."""
+        end = chunk.start + len(chunk.rows.token_ids)
+        num_had = max(0, self.next_prompt_logprob - chunk.start)
+        if chunk.start + num_had >= end:
+            return
+        rows = chunk.rows
+        if num_had:
+            rows = LogprobsLists(rows.token_ids[num_had:], rows.logprobs[num_had:], rows.sampled_ranks[num_had:])
+        self.prompt_logprobs.append(PromptLogprobsChunk(chunk.start + num_had, rows))
+        self.next_prompt_logprob = end
+        self.with_prompt_logprobs.add(self.request.request_id)
+
+    def take_prompt_logprobs(self) -> list[PromptLogprobsChunk] | None:
+        if not self.prompt_logprobs:
+            return None
+        self.with_prompt_logprobs.remove(self.request.request_id)
+        chunks, self.prompt_logprobs = self.prompt_logprobs, []
+        return chunks
+
+    def release(self) -> None:
+        self.take_prompt_logprobs()  # of a request that ends without a token
+
+
+class GenerationKind(RequestKind):
+    task_type = GenerationTask
+
+    def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
+        super().__init__(state, beginnings, preemption)
+        self._with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
+
+    # ---- requests come in ----
+
+    def verify_own(self, request: EngineCoreRequest) -> None:
+        if request.resumed is None:
+            return
+        num_choices = request.sampling_params.n
+        if len(request.resumed) != num_choices:
+            problem = f"has {len(request.resumed)} entries for {num_choices} choices"
+            raise RequestError("resumed", problem, "one for each")
+        if all(choice.finished for choice in request.resumed):
+            raise RequestError("resumed", "all choices are finished", "at least one that is not")
+        room = self.max_total_tokens(request) - len(request.prompt_token_ids)
+        for index, choice in enumerate(request.resumed):
+            field, count = f"resumed[{index}]", len(choice.token_ids)
+            if not choice.token_ids and not choice.finished:
+                raise RequestError(field, "has no token", "choices that have begun, or no `resumed` at all")
+            if not choice.finished and count >= room:
+                raise RequestError(field, f"has {count} tokens and is not finished", f"fewer than {room}")
+
+    def max_new_tokens(self, request: EngineCoreRequest) -> int | None:
+        return request.sampling_params.max_tokens
+
+    def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
+        params = request.sampling_params
+        opened = Request(
+            request,
+            sequence_number,
+            self.max_total_tokens(request),
+            num_choices=params.n,
+            stop_token_ids=stop_tokens_of(params, request.eos_token_id),
+            seed=params.seed,
+        )
+        opened.task = task = GenerationTask(opened, params, self._with_prompt_logprobs)
+        if request.resumed is not None:
+            task.resume(request.resumed)
+        return opened
+
+    # ---- results ----
+
+    def fork(self, plan: SchedulerOutput) -> list[Branch]:
+        """The other choices of prompts that this step has completed, each on the memory of the first."""
+        children = []
+        for root_id in plan.fanout:
+            root = self._state.branches.get(root_id)
+            if root is None or root.num_computed_tokens != root.num_tokens:
+                continue
+            request = root.request
+            for choice in range(1, request.num_choices):
+                child = request.fork_branch(choice)
+                self._state.kv_cache.fork(root, child, request.num_prompt_tokens)
+                self._state.branches[child.branch_id] = child
+                children.append(child)
+        return children
+
+    def unfork(self, plan: SchedulerOutput) -> None:
+        for branch_id in plan.fanout:
+            if branch_id in self._state.branches:
+                _task_of(self._state.branches[branch_id]).forked = False
+
+    def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        outputs: list[EngineCoreOutput] = []
+        for branch_id, chunk in output.prompt_logprobs.items():
+            branch = self._state.branches.get(branch_id)
+            if branch is not None and branch.choice == 0:
+                _task_of(branch).keep_prompt_logprobs(chunk)
+        self._take_tokens(output, outputs)
+        num_expected = len(plan.sampled_req_ids) + sum(map(len, plan.fanout.values()))
+        if len(output.req_ids) < num_expected or not all(output.sampled_token_ids):
+            outputs += self._fail_unanswered(plan, output)
+        return outputs
+
+    def _take_tokens(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
+        # The other loop that runs for every branch in every step.
+        find_branch = self._state.branches.get
+        give = outputs.append
+        all_logprobs, with_prompt_logprobs = output.logprobs, self._with_prompt_logprobs
+        finished: list[Branch] = []
+        for branch_id, token_ids in zip(output.req_ids, output.sampled_token_ids):
+            branch = find_branch(branch_id)
+            if branch is None:
+                continue
+            num_tokens = branch.num_tokens
+            if branch.num_computed_tokens != num_tokens:
+                continue  # a result from before it was aborted and its id used again
+            finish_reason = stop_reason = None
+            logprobs = all_logprobs.get(branch_id) if all_logprobs else None
+            if (
+                len(token_ids) == 1
+                and token_ids[0] not in branch.stop_token_ids
+                and num_tokens + 1 < branch.max_total_tokens
+            ):
+                branch.token_ids.append(token_ids[0])
+                branch.num_tokens = num_tokens + 1
+            elif token_ids:
+                count, finish_reason, stop_reason = check_stop(branch, token_ids)
+                token_ids = token_ids[:count]
+                logprobs = _first_rows(logprobs, count)
+                branch.append_tokens(token_ids)
+                if finish_reason is not None:
+                    finished.append(branch)
+            else:
+                continue
+            prompt_logprobs = None
+            if with_prompt_logprobs and branch.choice == 0:
+                prompt_logprobs = _task_of(branch).take_prompt_logprobs()
+            give(
+                EngineCoreOutput(
+                    branch.request_id,
+                    token_ids,
+                    branch.choice,
+                    finish_reason,
+                    stop_reason,
+                    logprobs,
+                    prompt_logprobs,
+                    branch.num_cached_tokens,
+                )
+            )
+        if finished:
+            self._state.release(finished, keep=True)
+
+    def _fail_unanswered(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        answered = {req_id for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids) if token_ids}
+        expected = plan.sampled_req_ids + [child_id for children in plan.fanout.values() for child_id, _ in children]
+        missing = [req_id for req_id in expected if req_id not in answered]
+        return self._state.fail_requests(missing, "the runner returned no token")
+
+
+def _task_of(branch: Branch) -> GenerationTask:
+    task = branch.request.task
+    assert isinstance(task, GenerationTask)
+    return task
+
+
+def stop_tokens_of(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
+    """The tokens that end a branch. The InputProcessor has normally worked them out."""
+    if params.all_stop_token_ids is not None:
+        return frozenset(params.all_stop_token_ids)
+    stops = set(params.stop_token_ids or ())
+    if eos_token_id is not None and not params.ignore_eos:
+        stops.add(eos_token_id)
+    return frozenset(stops)
+
+
+def check_stop(branch: Branch, token_ids: list[int]) -> tuple[int, FinishReason | None, int | None]:
+    """How many of the sampled tokens count, why the branch ends there (None: it goes on), and the stop token to report.
+
+    Called before the tokens are appended. The end-of-sequence tokens are stop tokens too, but only one that the caller
+    named is reported. A stop token before `min_tokens` is an ordinary token; the sampler should not have chosen it. One
+    that was forced because there is room for no other is the end of the room.
+    """
+    params = branch.request.task.params
+    num_output_tokens = branch.num_output_tokens
+    room = branch.max_total_tokens - branch.num_tokens
+    for count, token in enumerate(token_ids, start=1):
+        if count >= room and token in (params.forced_eos_token_id or ()):
+            return count, FinishReason.LENGTH, None
+        if token in branch.stop_token_ids and num_output_tokens + count > params.min_tokens:
+            return count, FinishReason.STOP, token if token in (params.stop_token_ids or ()) else None
+        if count >= room:
+            return count, FinishReason.LENGTH, None
+    return len(token_ids), None, None
+
+
+def _first_rows(rows: LogprobsLists | None, count: int) -> LogprobsLists | None:
+    if rows is None:
+        return None
+    return LogprobsLists(rows.token_ids[:count], rows.logprobs[:count], rows.sampled_ranks[:count])

@@ -1,0 +1,251 @@
+"""Beam search: the choices of a request are the best texts that a search finds.
+
+A search has one branch, the trunk, which is planned like any other while it computes the prompt. Its beams are rows of
+their own behind it. What they hold, and how the search goes on, is in beam_group.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ratoon.core.errors import RequestError
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.plan import SchedulerOutput
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.sequence import TokenSequence
+from ratoon.memory.tails import tail_blocks
+from ratoon.scheduling.admission import verify_cross_memory
+from ratoon.scheduling.beam_group import BeamGroup
+from ratoon.scheduling.beams import Hypothesis
+from ratoon.scheduling.beginnings import Admission
+from ratoon.scheduling.branch import Branch, BranchStatus, Request
+from ratoon.scheduling.kinds.interface import RequestKind
+from ratoon.scheduling.step_draft import StepDraft
+
+
+@dataclass(slots=True)
+class PlannedBeams:
+    """The beams of one search in a step."""
+
+    group: BeamGroup
+    tokens_each: int
+    kv_cache: KVCacheManager
+
+    @property
+    def branch(self) -> Branch:
+        return self.group.trunk
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_each * self.group.num_beams
+
+    def write(self, plan: SchedulerOutput) -> None:
+        trunk = self.group.trunk
+        if not trunk.known_to_runner:  # it came back from the host computed: only its beams run
+            plan.scheduled_new_reqs.append(trunk.as_new_request(self.kv_cache.block_ids(trunk)))
+            trunk.known_to_runner = True
+        plan.beam_steps.append(self.group.take_step(self.tokens_each))
+
+
+class SearchKind(RequestKind):
+    task_type = BeamGroup
+    plans_rows = True
+
+    # ---- requests come in ----
+
+    @staticmethod
+    def serves(request: EngineCoreRequest) -> bool:
+        return request.beam_params is not None
+
+    def verify_own(self, request: EngineCoreRequest) -> None:
+        params = request.beam_params
+        assert params is not None
+        params.verify()
+        if params.n != request.sampling_params.n:
+            raise RequestError(
+                "n", f"is {params.n} of beam_params, {request.sampling_params.n} of sampling_params", "one n"
+            )
+        if request.pooling_params is not None:
+            raise RequestError("beam_params", "have no meaning for a vector", "None")
+        if request.sampling_params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs", "are not computed for a beam search", "None")
+        if request.resumed is not None:
+            raise RequestError("resumed", "has no meaning for a beam search", "None: it starts again")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            limit = getattr(self._state.config, name)
+            if params.beam_width > limit:
+                raise RequestError(
+                    "beam_width",
+                    f"is {params.beam_width}, and all beams run in one step, which holds {limit} ({name})",
+                    f"at most {limit}, or an engine with a greater {name}",
+                )
+
+    def verify_memory(self, request: EngineCoreRequest) -> None:
+        """The prompt once, and behind it all beams at their full length."""
+        params, kv_cache = request.beam_params, self._state.kv_cache
+        assert params is not None
+        num_usable = kv_cache.num_usable_blocks - verify_cross_memory(request, kv_cache)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        prompt = kv_cache.required_blocks(num_prompt_tokens, self._state.max_step_tokens)
+        num_new_tokens = self.max_total_tokens(request) - num_prompt_tokens
+        tail = tail_blocks(kv_cache.block_size, kv_cache.num_groups, num_prompt_tokens, num_new_tokens)
+        if prompt + params.beam_width * tail <= num_usable:
+            return
+        widest = (num_usable - prompt) // max(tail, 1)
+        numbers = (
+            f"needs {prompt + params.beam_width * tail} blocks of {kv_cache.block_size} tokens ({prompt} for the "
+            f"prompt, {tail} for each of {params.beam_width} beams of {num_new_tokens} tokens), the pool has "
+            f"{num_usable}"
+        )
+        if widest >= 1:
+            expected = f"beam_width of at most {widest} here, a smaller max_tokens, or a larger KV cache"
+        else:
+            expected = "a shorter prompt, a smaller max_tokens, or a larger KV cache"
+        raise RequestError("beam_width", numbers, expected)
+
+    def max_new_tokens(self, request: EngineCoreRequest) -> int | None:
+        assert request.beam_params is not None
+        return request.beam_params.max_tokens
+
+    def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
+        params, max_total_tokens = request.beam_params, self.max_total_tokens(request)
+        assert params is not None
+        opened = Request(request, sequence_number, max_total_tokens, num_choices=params.n)
+        (trunk,) = opened.branches
+        trunk.num_rows = params.beam_width
+        max_new = max_total_tokens - opened.num_prompt_tokens
+        opened.task = BeamGroup(trunk, request.sampling_params, params, max_new)
+        return opened
+
+    def enqueue(self, request: Request) -> None:
+        super().enqueue(request)
+        (trunk,) = request.branches
+        self._state.all_or_none[trunk.branch_id] = trunk
+
+    # ---- a step is planned ----
+
+    def plan_running(self, step: StepDraft) -> None:
+        """The budget has room for a token of every beam: beams have their rows from the start, and there are no more
+        rows than that while any search runs. Beams that have to catch up take what the others leave."""
+        if not self._state.all_or_none:
+            return
+        ready = [group for group in self._groups() if group.is_ready(self._state.kv_cache)]
+        held_back = sum(group.num_beams for group in ready)
+        for group in ready:
+            held_back -= group.num_beams
+            self._plan_beams(step, group, step.budget - held_back)
+
+    def _plan_beams(self, step: StepDraft, group: BeamGroup, budget: int) -> None:
+        """As other branches, but the beams of a search run all or none."""
+        if group.trunk.status != BranchStatus.RUNNING:
+            return
+        at_once = min(budget, self._state.max_step_tokens) // group.num_beams
+        num_new_tokens = min(group.gap, max(1, at_once))  # more than one where beams lost their memory
+        while not group.allocate(num_new_tokens):
+            if not group.forget_kept() and self._preemption.make_room(step, group.trunk) is group.trunk:
+                return
+        step.add_rows(PlannedBeams(group, num_new_tokens, self._state.kv_cache))
+
+    def plan_alone(self, step: StepDraft, request: Request) -> bool:
+        """Its beams, once the trunk is computed."""
+        (trunk,) = request.branches
+        if trunk.status != BranchStatus.RUNNING or trunk.num_computed_tokens < trunk.num_tokens:
+            return False
+        group = _group_of(trunk)
+        if group.is_ready(self._state.kv_cache):
+            self._plan_beams(step, group, step.budget)
+        return True
+
+    def resume(self, step: StepDraft, branch: Branch) -> Admission | None:
+        """A search that is on the host with its beams. They run at once: nothing is left of the prompt."""
+        group = _group_of(branch)
+        if not group.is_on_host(self._state.kv_cache):
+            return None
+        if step.budget < group.num_beams:
+            return Admission.NOT_NOW
+        if not group.swap_in(self._state.kv_cache):
+            return Admission.NO_MEMORY
+        self._state.running.append(branch)
+        branch.status = BranchStatus.RUNNING
+        self._state.events.scheduled(branch, self._state.now)
+        self._plan_beams(step, group, step.budget)  # in memory that it has come with
+        return Admission.ADMITTED
+
+    # ---- results ----
+
+    def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Let searches go on."""
+        if not plan.beam_steps:
+            return []
+        outputs: list[EngineCoreOutput] = []
+        for beam_step in plan.beam_steps:
+            trunk = self._state.all_or_none.get(beam_step.req_id)
+            group = None if trunk is None else _group_of(trunk)
+            if group is None or not beam_step.num_candidates or not group.awaits(beam_step):
+                continue
+            candidates = output.candidates.get(beam_step.req_id)
+            if candidates is None:
+                outputs += self._state.fail_requests([beam_step.req_id], "the runner returned no candidates")
+                continue
+            self._state.quarantined.pop(beam_step.req_id, None)
+            group.advance(self._state.kv_cache, candidates)
+            if group.search.done:
+                outputs += self._end(group)
+            elif group.wants_snapshots:
+                outputs += self._snapshot(group)
+        return outputs
+
+    def _snapshot(self, group: BeamGroup) -> list[EngineCoreOutput]:
+        """The best text so far."""
+        best = group.search.best_so_far()
+        return [] if best is None else [_text_output(group, 0, best._replace(finish_reason=None))]
+
+    def _end(self, group: BeamGroup) -> list[EngineCoreOutput]:
+        request = group.trunk.request
+        texts = group.search.hypotheses()
+        if len(texts) < request.num_choices:
+            problem = f"there are only {len(texts)} texts to find, and {request.num_choices} are wanted"
+            return self._state.fail_requests([request.request_id], problem)
+        if request.retain_kv is not None:
+            for sequence in group.kept_sequences(request.branch_ids):
+                if not self._state.leases.grant(sequence, self._state.now + request.retain_kv, request.owner):
+                    self._state.kv_cache.free(sequence)
+        request.finished_choices.update(range(request.num_choices))
+        self._state.release([group.trunk])
+        return [_text_output(group, choice, text) for choice, text in enumerate(texts)]
+
+    # ---- checks ----
+
+    def held(self) -> Sequence[TokenSequence]:
+        assert not any(group.held() for group in self._groups() if group.is_on_host(self._state.kv_cache)), (
+            "beams are here and swapped out"
+        )
+        return [held for group in self._groups() for held in group.held()]
+
+    def _groups(self) -> list[BeamGroup]:
+        tasks = (trunk.request.task for trunk in self._state.all_or_none.values())
+        return [task for task in tasks if isinstance(task, BeamGroup)]
+
+
+def _group_of(trunk: Branch) -> BeamGroup:
+    task = trunk.request.task
+    assert isinstance(task, BeamGroup)
+    return task
+
+
+def _text_output(group: BeamGroup, choice: int, text: Hypothesis) -> EngineCoreOutput:
+    last_token = text.token_ids[-1]
+    named = text.finish_reason == FinishReason.STOP and last_token in (group.params.stop_token_ids or ())
+    return EngineCoreOutput(
+        group.trunk.request_id,
+        text.token_ids,
+        choice,
+        text.finish_reason,
+        last_token if named else None,  # the model's own end needs no reason
+        num_cached_tokens=group.trunk.num_cached_tokens,
+        score=text.score,
+        cumulative_logprob=text.cumulative_logprob,
+        replaces=True,
+    )

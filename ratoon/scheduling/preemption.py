@@ -1,0 +1,61 @@
+"""Who gives way when memory or rows are short. What a branch loses and how it comes back is in state.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ratoon.scheduling.branch import Branch, Request
+from ratoon.scheduling.state import SchedulerState
+from ratoon.scheduling.step_draft import StepDraft
+
+
+class Preemption:
+    def __init__(self, state: SchedulerState) -> None:
+        self.num_preemptions = 0
+        # Kinds of requests that give memory back before any branch does: each says whether it has.
+        self.first_to_go: list[Callable[[], bool]] = []
+        self._state = state
+
+    def make_room(self, step: StepDraft, branch: Branch) -> Branch | None:
+        """A branch is short of memory: what has ended gives way before what runs, what stands back for generation
+        before generation, and of that the last in the order, which is returned; where several owners compete, the last
+        of the one that holds most."""
+        state = self._state
+        if state.leases.evict_one(state.spared_owners(branch)) or any(give_way() for give_way in self.first_to_go):
+            return None
+        tried = next(iter(state.quarantined.values()), None)  # others give way to it, whatever their order
+        others = [other for other in state.running if other.request is not tried] or state.running
+        victim = state.last_of_largest_owner(others) if state.shares.contended else None
+        if victim is None:
+            victim = max(others, key=state.order)
+        self.preempt(step, victim)
+        return victim
+
+    def preempt(self, step: StepDraft, branch: Branch) -> None:
+        """Take a branch's memory. What is neither swapped out nor kept by the prefix cache is computed again."""
+        step.remove(branch)
+        step.preempted = True
+        if branch.known_to_runner:
+            step.dropped_rows.append(branch.branch_id)
+        self._state.running.remove(branch)
+        self._state.set_back(branch, may_swap=True)
+        self._state.events.preempted(branch, self._state.now)
+        self._state.waiting.prepend(branch)
+        self.num_preemptions += 1
+
+    def preempt_beyond_share(self, step: StepDraft, branch: Branch, running: list[Branch]) -> bool:
+        """A waiting branch has no row, or no memory, and its owner runs less than its share: of an owner that runs more
+        than its share, the last gives way. False: there is none."""
+        victim = self._state.find_one_beyond_its_share(branch, running)
+        if victim is None:
+            return False
+        self.preempt(step, victim)
+        step.gave_way.add(victim)
+        return True
+
+    def preempt_another(self, step: StepDraft, request: Request) -> bool:
+        """The last in the order of those that run beside this request loses its memory. False: there is none."""
+        others = [other for other in self._state.running if other.request is not request]
+        if others:
+            self.preempt(step, max(others, key=self._state.order))
+        return bool(others)
