@@ -1,7 +1,8 @@
 """Figures for Prometheus: what requests experience, what the engines report, what the HTTP server answered.
 
-Events come in on one event loop, thousands a second, so they are plain additions to plain numbers; `prometheus_client`
-is imported, and its objects are made, only when somebody asks for the figures.
+Events come in on one event loop, thousands a second, so they are plain additions to plain numbers: an observation of
+prometheus_client's own Histogram takes six times as long (a lock, and a walk over its buckets). Names, types and the
+page are the library's, through its interface for collectors; it is imported when the figures are first asked for.
 """
 
 from __future__ import annotations

@@ -61,32 +61,6 @@ if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
 
 
-VERSION_PREFIX = "/v1"
-MAX_SHOWN_PATH = 100
-
-
-def no_such_path(path: str, known: Iterable[str]) -> str:
-    """`known` are the paths of the server's routes."""
-    paths = set(known)
-    message = f"There is no {path[:MAX_SHOWN_PATH]!r} here"
-    if is_admin_path(path) and not any(is_admin_path(one) for one in paths):
-        return f"{message}: administration is off; ratoon serve --admin turns it on, with a key of its own"
-    meant = _nearest_path(path, paths)
-    return message if meant is None else f"{message}; did you mean {meant}?"
-
-
-def _nearest_path(path: str, paths: set[str]) -> str | None:
-    plain = path.rstrip("/")
-    for candidate in (
-        plain,
-        VERSION_PREFIX + plain,
-        plain.removeprefix(VERSION_PREFIX),
-    ):  # a base URL without /v1, or with it twice
-        if candidate in paths and candidate != path:
-            return candidate
-    return nearest_name(plain, paths)
-
-
 ROUTERS = (
     chat.router,
     completions.router,
@@ -109,6 +83,9 @@ ALLOWED_HEADERS = (
         "Helper-Method", "Poll-Helper", "Custom-Poll-Interval",
     )),
 )  # fmt: skip
+
+VERSION_PREFIX = "/v1"
+MAX_SHOWN_PATH = 100
 
 logger = get_logger(__name__)
 
@@ -189,6 +166,28 @@ def _explain_routing(request: Request, error: HTTPException) -> str:
         allowed = (error.headers or {}).get("Allow", "")
         return f"{request.method} is not for this path" + (f"; use {allowed}" if allowed else "")
     return str(error.detail)
+
+
+def no_such_path(path: str, known: Iterable[str]) -> str:
+    """`known` are the paths of the server's routes."""
+    paths = set(known)
+    message = f"There is no {path[:MAX_SHOWN_PATH]!r} here"
+    if is_admin_path(path) and not any(is_admin_path(one) for one in paths):
+        return f"{message}: administration is off; ratoon serve --admin turns it on, with a key of its own"
+    meant = _nearest_path(path, paths)
+    return message if meant is None else f"{message}; did you mean {meant}?"
+
+
+def _nearest_path(path: str, paths: set[str]) -> str | None:
+    plain = path.rstrip("/")
+    for candidate in (
+        plain,
+        VERSION_PREFIX + plain,
+        plain.removeprefix(VERSION_PREFIX),
+    ):  # a base URL without /v1, or with it twice
+        if candidate in paths and candidate != path:
+            return candidate
+    return nearest_name(plain, paths)
 
 
 def _counter(context: ServerContext) -> Callable[[Scope, Exchange], None]:

@@ -26,6 +26,8 @@ from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError
 from ratoon.observe.logging import get_logger
 
+# ---- where it listens ----
+
 
 def bind(settings: ServerSettings) -> socket.socket:
     """A bound socket that does not listen yet. ConfigError if the place is taken, or is none."""
@@ -92,6 +94,10 @@ def _remove_stale_socket(path: str) -> None:
             os.unlink(path)
 
 
+# ---- how connections are accepted: all that are there, at once ----
+# The faster event loop takes one for each turn that it makes. While it serves a thousand streams a turn is long, and
+# the last of many would wait for seconds before its request is read.
+
 BACKLOG = 2048
 MOST_AT_ONCE = 256  # then others have their turn
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -146,6 +152,8 @@ class Acceptor:
         self._later = None
         self._loop.add_reader(self._socket.fileno(), self._accept_all)
 
+
+# ---- what a connection may do ----
 
 MAX_HEAD_BYTES = 64 * 1024  # beside what came with the first read of it
 HEAD_SECONDS = 60.0

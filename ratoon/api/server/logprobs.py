@@ -58,6 +58,8 @@ def _vocabulary_bytes(token: str) -> bytes | None:
     return None
 
 
+# ---- the three forms ----
+
 LOWEST = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 
 

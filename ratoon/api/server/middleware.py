@@ -78,6 +78,12 @@ async def refuse_other_protocols(scope: Scope, receive: Receive, send: Send) -> 
         await send({"type": "websocket.close", "code": 1000})
 
 
+# ---- the Host header ----
+# A web page can point a name of its own at this machine (DNS rebinding), and its requests then count as of the same
+# origin: CORS does not stop them. But the browser sends that name along. So a server that asks for no key and listens
+# on this machine only takes requests for names of this machine, and for those that its operator allows. Starlette's
+# TrustedHostMiddleware knows no loopback addresses, and no IPv6.
+
 LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"})
 HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]]+)(?::\d*)?")
 NAME = re.compile(r"[\w.-]+")
@@ -145,6 +151,8 @@ def _wrong_host(host: str) -> ApiError:
     )
     return ApiError(403, message, code="host_refused")
 
+
+# ---- keys ----
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/version", "/metrics"})
 ADMIN_PATH = "/admin"
@@ -237,6 +245,9 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+# ---- shutdown ----
+
+
 class RefuseWhileDraining:
     """At shutdown, what is under way goes on, and what is new is sent elsewhere."""
 
@@ -249,6 +260,8 @@ class RefuseWhileDraining:
             return await send_error(scope, send, shutting_down())
         await self._app(scope, receive, send)
 
+
+# ---- the size of bodies, and the time they take ----
 
 CLOSE = {"Connection": "close"}  # the rest of the body is not read, so the connection can't be used again
 LONGEST_LENGTH = 18  # digits
@@ -331,6 +344,9 @@ async def _read_body(receive: Receive, limit: BodyLimit) -> bytes | None:
 def _body_too_large(limit: BodyLimit) -> ApiError:
     message = f"The body is larger than {limit.num_bytes} bytes, which is this server's limit ({limit.option})"
     return ApiError(413, message, code="body_too_large", headers=CLOSE)
+
+
+# ---- clients that go away ----
 
 
 class CancelOnDisconnect:

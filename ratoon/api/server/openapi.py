@@ -71,6 +71,8 @@ def _move(schema: Any, schemas: dict[str, Any]) -> Any:
     return {key: _move(part, schemas) for key, part in schema.items()}
 
 
+# ---- what routes say ----
+
 Answers = dict[int | str, dict[str, Any]]
 
 DESCRIPTIONS = {

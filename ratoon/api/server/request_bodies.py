@@ -147,6 +147,10 @@ def _invalid_json(problem: str) -> ApiError:
     return ApiError(400, f"The body is not valid JSON: {problem}", code="invalid_json")
 
 
+# ---- forms ----
+# Values are text; numbers and switches are read from it. One that is empty counts as left out. The parser is
+# python-multipart's; Starlette's, over the same, writes files to disk and takes a form that breaks off.
+
 FORM = "multipart/form-data"
 MAX_PARTS = 64
 MAX_FIELD_BYTES = 2**20  # of a part that is no file
@@ -247,6 +251,8 @@ def _check_origin(scope: Scope, allowed: tuple[str, ...]) -> None:
 def _invalid_form(problem: str) -> ApiError:
     return ApiError(400, f"The body is not a valid form: {problem}", code="invalid_form")
 
+
+# ---- what is wrong with a value, in words of our own: pydantic speaks to programmers ----
 
 PROBLEMS = {
     "missing": "is missing",

@@ -1,7 +1,8 @@
 """Answers: JSON and errors in one piece, large ones in slices, and events that are sent while they are made.
 
-Every answer carries the request's id. Chunks go to the HTTP server's own `send`, past every layer in between, which
-Starlette's StreamingResponse can't do.
+Every answer carries the request's id. JSON is msgspec's: FastAPI's response models describe answers in the OpenAPI
+document, and encoding by them would take several times as long. Chunks go to the HTTP server's own `send`, past every
+layer in between, which Starlette's StreamingResponse can't do.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     await send({"type": "http.response.body", "body": response.body})
 
 
+# ---- JSON with much base64 in it ----
+# Made and sent slice by slice: never a second copy of it, and never long at a stretch. Encoding holds Python's lock. In
+# a thread it would stop the event loop none the less, and for longer than here, where others have their turn after
+# every slice.
+
 SLICE = 192 * 1024  # bytes before they are encoded; a multiple of 3, so that slices add up; well below a millisecond
 
 
@@ -121,6 +127,8 @@ def slices(parts: Iterable[Part]) -> Iterator[bytes]:
     if gathered:
         yield b"".join(gathered)
 
+
+# ---- server-sent events ----
 
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""Runs the server as a program: start, serve, and one of three ends.
+"""Runs the server as a program: logs, start, serve, and one of three ends.
 
 asked to (a signal)   new requests are refused, those under way get time to finish, then the rest is aborted: exit 0
 asked twice           everything ends at once: exit 128 + the signal's number
@@ -31,36 +31,15 @@ if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
 
 
-HTTP_LOGGER = "uvicorn"
-TRACE_LOGGER = "opentelemetry"  # says that a collector does not answer
-THROUGHPUT_LOGGER = "ratoon.observe.throughput"
-
-
-def configure_server_logging(level: str | None, file: str | None, access_log: bool) -> None:
-    if level is not None and level not in LEVELS:
-        raise ConfigError("log_level", f"{level!r} is unknown", ", ".join(LEVELS))
-    # Engine processes inherit the environment, and with it where to write and how much.
-    if level is not None:
-        os.environ[VARIABLE] = level
-    if file is not None:
-        os.environ[FILE_VARIABLE] = os.path.abspath(file)
-    configure_logging()
-    if VARIABLE not in os.environ:  # no level was asked for: the throughput is written all the same
-        logging.getLogger(THROUGHPUT_LOGGER).setLevel(logging.INFO)
-    for name in (HTTP_LOGGER, TRACE_LOGGER):
-        library = logging.getLogger(name)
-        library.handlers = list(logging.getLogger(ROOT).handlers)
-        library.propagate = False
-        library.setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access_log else logging.WARNING)
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_DONE = 0
 EXIT_ENGINE = 1
 WATCH_INTERVAL = 0.25  # seconds between looks at the engine
 LAST_WORDS = 3  # seconds to send what is left to be said, when nothing more will come
 KEEP_ALIVE = 75  # seconds that a connection may idle; more than clients' pools wait
+HTTP_LOGGER = "uvicorn"
+TRACE_LOGGER = "opentelemetry"  # says that a collector does not answer
+THROUGHPUT_LOGGER = "ratoon.observe.throughput"
 
 logger = get_logger(__name__)
 
@@ -208,3 +187,22 @@ class ServerRunner:
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+def configure_server_logging(level: str | None, file: str | None, access_log: bool) -> None:
+    if level is not None and level not in LEVELS:
+        raise ConfigError("log_level", f"{level!r} is unknown", ", ".join(LEVELS))
+    # Engine processes inherit the environment, and with it where to write and how much.
+    if level is not None:
+        os.environ[VARIABLE] = level
+    if file is not None:
+        os.environ[FILE_VARIABLE] = os.path.abspath(file)
+    configure_logging()
+    if VARIABLE not in os.environ:  # no level was asked for: the throughput is written all the same
+        logging.getLogger(THROUGHPUT_LOGGER).setLevel(logging.INFO)
+    for name in (HTTP_LOGGER, TRACE_LOGGER):
+        library = logging.getLogger(name)
+        library.handlers = list(logging.getLogger(ROOT).handlers)
+        library.propagate = False
+        library.setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO if access_log else logging.WARNING)

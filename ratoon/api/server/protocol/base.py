@@ -162,6 +162,9 @@ LogitBias = Annotated[dict[str, float], AfterValidator(_token_keys), at_most(MAX
 Metadata = Annotated[dict[str, str], at_most(MAX_METADATA)]
 
 
+# ---- parts of answers ----
+
+
 class ErrorDetail(AnswerModel):
     message: str
     type: str
@@ -217,6 +220,8 @@ class FoundChunkChoice(FoundChoice):
 
     best_so_far: str | None = Field(None, description="While it searches: the best text, all of it. Not to be added up")
 
+
+# ---- fields of other servers ----
 
 STRUCTURED = "structured output does not exist yet; leave it out"
 LENGTH = "use max_tokens"

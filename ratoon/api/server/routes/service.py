@@ -66,6 +66,8 @@ class Stats(AnswerModel):
     num_unfinished_requests: int
 
 
+# ---- /health, /version, /metrics ----
+
 router = APIRouter(tags=["Service"])
 
 
@@ -111,6 +113,8 @@ async def metrics(request: Request) -> Response:
     return Response(content, headers=headers)
 
 
+# ---- /v1/models ----
+
 models_router = APIRouter(tags=["OpenAI"])
 
 
@@ -141,6 +145,8 @@ def describe_model(context: ServerContext, name: str) -> dict[str, Any]:
         "max_model_len": context.max_model_len,
     }
 
+
+# ---- /admin ----
 
 admin_router = APIRouter(prefix="/admin", tags=["Administration"])
 ADMIN_ANSWERS: dict[str, Any] = {"responses": answers(AdminAnswer, 400)}
