@@ -50,7 +50,7 @@ class Stopwatch:
 
 
 def manager_for(num_tokens: int) -> KVCacheManager:
-    spec = FullAttentionSpec(BLOCK_SIZE, 8, 128, 2)
+    spec = FullAttentionSpec(BLOCK_SIZE, 8, 128, "float16")
     num_blocks = 2 * (num_tokens // BLOCK_SIZE) + 10
     return KVCacheManager(KVCacheConfig(num_blocks, BLOCK_SIZE, (KVCacheGroup(spec, (0,)),)), num_tokens + 100)
 

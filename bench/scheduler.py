@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 
 
 def kv_config(num_blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(BLOCK_SIZE, 8, 128, 2)
+    spec = FullAttentionSpec(BLOCK_SIZE, 8, 128, "float16")
     return KVCacheConfig(num_blocks, BLOCK_SIZE, (KVCacheGroup(spec, (0,)),))
 
 

@@ -39,12 +39,12 @@ class Step:
     def __init__(self, backend: CpuAttentionBackend, prefix: int, beams: int, shared: bool) -> None:
         self.backend = backend
         self.inputs = step_inputs(prefix, beams, shared)
-        spec = FullAttentionSpec(BLOCK_SIZE, LAYER.num_kv_heads, LAYER.head_dim, dtype_bytes=4)
-        shape = backend.kv_shape(int(self.inputs.block_table.max()) + 1, spec)
+        spec = FullAttentionSpec(BLOCK_SIZE, LAYER.num_kv_heads, LAYER.head_dim, "float32")
+        shape = (int(self.inputs.block_table.max()) + 1, *backend.page_shapes(spec)[0])
         num_layers = min(NUM_LAYERS, max(1, MAX_CACHE_BYTES // (4 * int(np.prod(shape)))))
         generator = torch.Generator().manual_seed(0)
         one_block = torch.randn(shape[1:], generator=generator)
-        self.caches = [one_block.expand(shape).contiguous() for _ in range(num_layers)]
+        self.caches = [(one_block.expand(shape).contiguous(),) for _ in range(num_layers)]
         num_rows = LAYER.num_heads + 2 * LAYER.num_kv_heads
         rows = torch.randn(beams, num_rows, LAYER.head_dim, generator=generator)
         self.q, self.k, self.v = rows.split([LAYER.num_heads, LAYER.num_kv_heads, LAYER.num_kv_heads], dim=1)

@@ -36,7 +36,7 @@ def stub_start(seed: int | None, request_id: str) -> int:
 class StubExecutor:
     def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
         block_size = config.cache.block_size
-        spec = FullAttentionSpec(block_size, model.num_kv_heads, model.head_dim, 4)
+        spec = FullAttentionSpec(block_size, model.num_kv_heads, model.head_dim, "float32")
         groups = group_layers([spec] * model.num_layers)
         self._step_seconds = float(os.environ.get(STEP_SECONDS_VARIABLE, "0"))
         self._starts: dict[str, int] = {}
@@ -48,7 +48,7 @@ class StubExecutor:
             device="none",
             dtype="float32",
             ops="stub",
-            attention_backend="stub",
+            attention=[],
             num_threads=1,
             weight_bytes=0,
             kv_bytes=0,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata
-from ratoon.core.kv import KVCacheSpec
+from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.core.kv import AttentionSpec, KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 from ratoon.layers.native import library
 
@@ -55,19 +55,19 @@ class CpuAttentionBackend(AttentionBackend):
             reasons.append(f"computes in float32, not in {needs.dtype}")
         if needs.block_size % _TILE:
             reasons.append(f"block_size must be a multiple of {_TILE}, not {needs.block_size}")
-        reasons += [
-            f"head_dim must be a multiple of {_TILE} up to {_MAX_HEAD_DIM}, not {head_dim}"
-            for head_dim in {needs.head_dim, needs.encoder_head_dim or needs.head_dim}
-            if head_dim % _TILE or head_dim > _MAX_HEAD_DIM
-        ]
+        if needs.head_dim % _TILE or needs.head_dim > _MAX_HEAD_DIM:
+            reasons.append(f"head_dim must be a multiple of {_TILE} up to {_MAX_HEAD_DIM}, not {needs.head_dim}")
         if needs.num_heads // needs.num_kv_heads > _MAX_GROUP:
             reasons.append(f"at most {_MAX_GROUP} query heads may share a KV head")
+        if needs.content != AttentionSpec.content:
+            reasons.append(f"reads {AttentionSpec.content}, not {needs.content}")
         if library() is None:
             reasons.append("no kernels were built for this processor")
         return reasons
 
-    def kv_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
-        return (num_blocks, 2, spec.num_kv_heads, spec.block_size * spec.head_dim)
+    def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
+        ((parts, block_size, num_kv_heads, head_dim),) = super().page_shapes(spec)
+        return [(parts, num_kv_heads, block_size * head_dim)]
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> CpuMetadata:
         table = inputs.block_table
@@ -91,11 +91,12 @@ class CpuAttentionBackend(AttentionBackend):
         layer: AttentionLayer | CrossAttentionLayer,
         k: torch.Tensor,
         v: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: LayerCache,
         metadata: CpuMetadata,
     ) -> None:
+        (cache,) = kv_cache
         self._store_kv(
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), kv_cache.data_ptr(), kv_cache.stride(0),
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache.data_ptr(), cache.stride(0),
             metadata.slots, metadata.num_tokens, layer.num_kv_heads, layer.head_dim, metadata.block_size,
         )  # fmt: skip
 
@@ -103,15 +104,16 @@ class CpuAttentionBackend(AttentionBackend):
         self,
         layer: AttentionLayer | CrossAttentionLayer,
         q: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: LayerCache,
         metadata: CpuMetadata,
     ) -> torch.Tensor:
+        (cache,) = kv_cache
         width = layer.num_heads * layer.head_dim
         out = torch.empty(q.shape[0], width)
         window, bias = layer.window or 0, layer.bias
         bias_data, reach = (None, 0) if bias is None else (bias.data_ptr(), bias.shape[1] // 2)
         failed = self._attention(
-            q.data_ptr(), q.stride(0), out.data_ptr(), width, kv_cache.data_ptr(), kv_cache.stride(0),
+            q.data_ptr(), q.stride(0), out.data_ptr(), width, cache.data_ptr(), cache.stride(0),
             metadata.block_table, metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared,
             metadata.num_requests, layer.num_heads, layer.num_kv_heads, layer.head_dim, metadata.block_size, window,
             layer.causal, bias_data, reach, layer.scale,

@@ -1,21 +1,27 @@
-"""The three roles of a backend: what it can do, what it prepares once for a step, and the pass for one layer."""
+"""The three roles of a backend: what it can do, what it prepares once for a step, and the pass for one layer.
+
+A backend serves a KV group, or the attention of an encoder; a model may have several.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ratoon.core.kv import KVCacheSpec
+from ratoon.core.kv import AttentionSpec, KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
+
+LayerCache = tuple[torch.Tensor, ...]  # of one layer: the tensors that its spec names, each [blocks, …]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a model on a device asks of a backend."""
+    """What layers with one memory spec, on a device, ask of a backend."""
 
     device_type: str
     dtype: torch.dtype
@@ -23,7 +29,33 @@ class AttentionNeeds:
     head_dim: int
     num_heads: int
     num_kv_heads: int
-    encoder_head_dim: int | None = None  # of the encoder beside a decoder
+    window: int | None = None
+    causal: bool = True
+    has_bias: bool = False  # a number by distance that is added to scores
+    content: str = AttentionSpec.content  # what is kept for a token
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[AttentionLayer | CrossAttentionLayer],
+        spec: KVCacheSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> AttentionNeeds:
+        """Of layers that share this spec. They may differ in what memory does not show."""
+        first = layers[0]
+        return cls(
+            device.type,
+            dtype,
+            spec.block_size,
+            first.head_dim,
+            max(layer.num_heads for layer in layers),
+            first.num_kv_heads,
+            first.window,
+            all(layer.causal for layer in layers),
+            any(layer.bias is not None for layer in layers),
+            spec.content,
+        )
 
 
 @dataclass(slots=True)
@@ -45,7 +77,7 @@ class CommonAttentionMetadata:
 
 
 class AttentionBackend(ABC):
-    """Made once for an engine; holds no state of a step."""
+    """Made once for a group of an engine; holds no state of a step."""
 
     name: str
 
@@ -54,10 +86,10 @@ class AttentionBackend(ABC):
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
         """Why this backend can't serve these needs; empty when it can."""
 
-    @abstractmethod
-    def kv_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
-        """The shape of one layer's cache. The first dimension is the block: a block is one contiguous span, so that
-        copying, swapping and sending blocks need to know nothing more. Everything inside it is the backend's own."""
+    def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
+        """The shape of one block in each tensor of one layer. A block is one contiguous span, so that copying, swapping
+        and sending blocks need to know nothing more. Everything inside it is the backend's own."""
+        return [tensor.shape for tensor in spec.tensors]
 
     @abstractmethod
     def build_metadata(self, inputs: CommonAttentionMetadata) -> Any:
@@ -69,14 +101,14 @@ class AttentionBackend(ABC):
         layer: AttentionLayer | CrossAttentionLayer,
         k: torch.Tensor,
         v: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: LayerCache,
         metadata: Any,
     ) -> None:
         """Write k and v [T, kv_heads, head_dim] at the step's slots."""
 
     @abstractmethod
     def attend(
-        self, layer: AttentionLayer | CrossAttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
+        self, layer: AttentionLayer | CrossAttentionLayer, q: torch.Tensor, kv_cache: LayerCache, metadata: Any
     ) -> torch.Tensor:
         """q [T, heads, head_dim] → [T, heads · head_dim], over the keys and values of each row's own request: up to its
         own position, or all of them where the layer is not causal."""
@@ -87,7 +119,7 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: LayerCache,
         metadata: Any,
     ) -> torch.Tensor:
         """Store, then attend: self-attention. Shapes as in StepContext.attend."""

@@ -1,23 +1,44 @@
-"""Choosing a backend: the first that has nothing against it, or the one that was asked for."""
+"""Choosing a backend for layers that need the same: the first that has nothing against it, or the one asked for."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.errors import ConfigError
 
-_BACKENDS: tuple[type[AttentionBackend], ...] = (CpuAttentionBackend, TorchReferenceBackend)  # fastest first
+BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TorchReferenceBackend]  # fastest first
 
 
-def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
-    known = {backend.name: backend for backend in _BACKENDS}
-    if name == "auto":
-        chosen = next(backend for backend in _BACKENDS if not backend.reasons_against(needs))
-        return chosen()
-    if name not in known:
-        raise ConfigError("attention_backend", f"{name!r} is unknown", f"auto, {', '.join(known)}")
-    reasons = known[name].reasons_against(needs)
-    if reasons:
-        raise ConfigError("attention_backend", f"{name!r} can't serve this model: {'; '.join(reasons)}", "use auto")
-    return known[name]()
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The backend of some layers, and why it is none of the others."""
+
+    layers: str  # which layers these are, for people
+    backend: AttentionBackend
+    reasons_against: dict[str, list[str]]  # by backend that was not taken
+
+    def facts(self) -> dict[str, Any]:
+        return {"layers": self.layers, "backend": self.backend.name, "reasons_against": self.reasons_against}
+
+    def __str__(self) -> str:
+        against = "; ".join(f"not {name}: {', '.join(why)}" for name, why in self.reasons_against.items())
+        return f"{self.layers}: {self.backend.name} ({against})"
+
+
+def select_backend(name: str, needs: AttentionNeeds, layers: str) -> BackendChoice:
+    reasons = {backend.name: backend.reasons_against(needs) for backend in BACKENDS}
+    if name != "auto" and name not in reasons:
+        raise ConfigError("attention_backend", f"{name!r} is unknown", f"auto, {', '.join(reasons)}")
+    fitting = [backend for backend in BACKENDS if not reasons[backend.name] and name in ("auto", backend.name)]
+    if not fitting:
+        against = "; ".join(f"{other}: {', '.join(reasons[other])}" for other in reasons if name in ("auto", other))
+        expected = "another model" if name == "auto" else "use auto"
+        raise ConfigError("attention_backend", f"{name!r} can't serve {layers}: {against}", expected)
+    chosen = fitting[0]
+    not_asked = f"{chosen.name} is faster" if name == "auto" else f"{name} was asked for"
+    others = {other: why or [not_asked] for other, why in reasons.items() if other != chosen.name}
+    return BackendChoice(layers, chosen(), others)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata
-from ratoon.core.kv import KVCacheSpec
+from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.core.kv import AttentionSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 
@@ -26,10 +26,8 @@ class TorchReferenceBackend(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        return []
-
-    def kv_shape(self, num_blocks: int, spec: KVCacheSpec) -> tuple[int, ...]:
-        return (num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        kept = AttentionSpec.content
+        return [] if needs.content == kept else [f"reads {kept}, not {needs.content}"]
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> ReferenceMetadata:
         return ReferenceMetadata(inputs, inputs.query_start_loc.tolist(), inputs.seq_lens.tolist())
@@ -39,28 +37,30 @@ class TorchReferenceBackend(AttentionBackend):
         layer: AttentionLayer | CrossAttentionLayer,
         k: torch.Tensor,
         v: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: LayerCache,
         metadata: ReferenceMetadata,
     ) -> None:
+        (cache,) = kv_cache  # [blocks, 2, block_size, kv_heads, head_dim]
         inputs = metadata.inputs
         blocks, offsets = inputs.slot_mapping // inputs.block_size, inputs.slot_mapping % inputs.block_size
-        kv_cache[blocks, 0, offsets] = k  # [T, kv_heads, head_dim]
-        kv_cache[blocks, 1, offsets] = v
+        cache[blocks, 0, offsets] = k  # [T, kv_heads, head_dim]
+        cache[blocks, 1, offsets] = v
 
     def attend(
         self,
         layer: AttentionLayer | CrossAttentionLayer,
         q: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: LayerCache,
         metadata: ReferenceMetadata,
     ) -> torch.Tensor:
+        (cache,) = kv_cache
         inputs = metadata.inputs
         out = torch.empty_like(q)
         for row, seq_len in enumerate(metadata.seq_lens):
             start, end = metadata.starts[row], metadata.starts[row + 1]
             num_blocks = -(-seq_len // inputs.block_size)
             table = inputs.block_table_device[row, :num_blocks].long()
-            cached = kv_cache[table]  # [blocks, 2, block_size, kv_heads, head_dim]
+            cached = cache[table]  # [blocks, 2, block_size, kv_heads, head_dim]
             # Blocks before the window may be somebody else's by now: zero times a NaN of theirs would be one of ours.
             first = 0 if layer.window is None else max(0, seq_len - (end - start) - layer.window + 1)
             keys, values = (cached[:, part].flatten(0, 1)[first:seq_len] for part in (0, 1))  # [S, kv_heads, head_dim]

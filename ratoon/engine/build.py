@@ -36,7 +36,8 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "device": facts.device,
         "dtype": facts.dtype,
         "kernels": facts.ops,
-        "attention_backend": facts.attention_backend,
+        "attention_backend": ", ".join(dict.fromkeys(choice["backend"] for choice in facts.attention)),
+        "attention": facts.attention,  # for each KV group, and for an encoder: the backend and why not another
         "num_threads": facts.num_threads,
         "max_model_len": facts.max_model_len,
         "weight_bytes": facts.weight_bytes,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ratoon.attention.interface import AttentionBackend, CommonAttentionMetadata
+from ratoon.attention.interface import AttentionBackend, CommonAttentionMetadata, LayerCache
 from ratoon.core.kv import NULL_BLOCK
 from ratoon.core.plan import EncoderStep
 from ratoon.execution.capture import CapturedRows, StepCapture
-from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.kv_tensors import KVTensors, dtype_name, make_rows, view_pages
 from ratoon.execution.step_context import EncoderPass
 from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
 
@@ -35,13 +35,13 @@ class EncoderRunner:
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._scratch: Tensor | None = None  # keys and values of one encoder layer: every layer writes it anew
+        self._scratch: LayerCache | None = None  # keys and values of one encoder layer: every layer writes it anew
 
     def run(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> StepCapture | None:
         """Encode, and store what decoders read. What was asked to be read out is in the capture."""
         lengths = np.array([step.encoder_input.num_positions for step in steps])
         metadata = self._backend.build_metadata(self._own_inputs(lengths))
-        stored = self._backend.build_metadata(self._stored_inputs(steps, lengths))
+        stored = self._kv.cross_backend.build_metadata(self._stored_inputs(steps, lengths))
         context = EncoderPass(self._backend, self._kv, self._scratch_for(model, lengths), metadata, stored)
         capture = self._capture(steps, lengths, len(model.encoder.layers))
         states = model.encode(self._batch(steps, lengths), context, capture)
@@ -99,12 +99,12 @@ class EncoderRunner:
             max_seq_len=longest,
         )
 
-    def _scratch_for(self, model: EncoderDecoderLM, lengths: np.ndarray) -> Tensor:
+    def _scratch_for(self, model: EncoderDecoderLM, lengths: np.ndarray) -> LayerCache:
         num_blocks = 1 + int((-(-lengths // self._block_size)).sum())
-        if self._scratch is None or len(self._scratch) < num_blocks:
-            spec = model.encoder.attention_layers[0].kv_spec(self._block_size, self._dtype.itemsize)
-            shape = self._backend.kv_shape(num_blocks, spec)
-            self._scratch = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if self._scratch is None or len(self._scratch[0]) < num_blocks:
+            spec = model.encoder.attention_layers[0].kv_spec(self._block_size, dtype_name(self._dtype))
+            rows = make_rows(num_blocks, spec.page_size_bytes, self._device)
+            self._scratch = view_pages(rows, 0, spec, self._backend)
         return self._scratch
 
     # ---- what is read out ----

@@ -1,46 +1,48 @@
-"""The tensors behind the block ids: one for each slot of layers, shared by the j-th layers of all groups."""
+"""The tensors behind the block ids, as the specs of all groups lay them out, and what a plan moves between them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from ratoon.attention.interface import AttentionBackend
+from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.core.errors import ConfigError
-from ratoon.core.kv import KVCacheConfig
+from ratoon.core.kv import KVCacheConfig, KVCacheSpec, lay_out_pages
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.buffers import indices_on
 
 HOST = torch.device("cpu")
+WORD = torch.int64  # what blocks are moved in, whatever their layers keep in them: pages are whole numbers of words
 
 
 class KVTensors:
-    def __init__(
-        self, config: KVCacheConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        prices = {group.spec.bytes_per_block for group in config.all_groups}
-        assert len(prices) == 1, "groups share tensors, so their blocks must be of one size"
-        self._config = config
-        self._shape = backend.kv_shape(config.num_blocks, config.groups[0].spec)
-        self._dtype = dtype
-        self._device = device
-        self._tensors: list[torch.Tensor] = []
+    """`backends`: one for each group of the config, the cross group's last."""
+
+    def __init__(self, config: KVCacheConfig, backends: Sequence[AttentionBackend], device: torch.device) -> None:
+        self.backends = list(backends)
         self.group_of_layer = {layer: number for number, group in enumerate(config.groups) for layer in group.layers}
-        self.of_layer: dict[int, torch.Tensor] = {}
-        self.of_cross_layer: dict[int, torch.Tensor] = {}
+        self.of_layer: dict[int, LayerCache] = {}
+        self.of_cross_layer: dict[int, LayerCache] = {}
+        self._config = config
+        self._layout = lay_out_pages(config.all_groups)
+        self._device = device
+        self._tensors: list[torch.Tensor] = []  # [blocks, words]
         self._host_tensors: list[torch.Tensor] = []  # the same blocks again, for what is swapped out
         self.allocate()
 
+    @property
+    def cross_backend(self) -> AttentionBackend:
+        return self.backends[-1]
+
     def allocate(self) -> None:
-        config = self._config
-        num_tensors = max(len(group.layers) for group in config.all_groups)
+        config, widths = self._config, self._layout.tensor_bytes
         try:
-            self._tensors = [_zeros(self._shape, self._dtype, self._device) for _ in range(num_tensors)]
-            if config.num_host_blocks:
-                host_shape = (config.num_host_blocks + 1, *self._shape[1:])  # block 0 is nobody's there either
-                self._host_tensors = [_zeros(host_shape, self._dtype, HOST) for _ in range(num_tensors)]
+            self._tensors = [make_rows(config.num_blocks, width, self._device) for width in widths]
+            if config.num_host_blocks:  # block 0 is not used there either
+                self._host_tensors = [make_rows(config.num_host_blocks + 1, width, HOST) for width in widths]
         except (RuntimeError, MemoryError) as error:  # torch's and numpy's ways of saying that memory ran out
             wanted = config.num_blocks * config.bytes_per_block
             raise ConfigError(
@@ -48,10 +50,10 @@ class KVTensors:
                 f"{config.num_blocks} blocks of {config.bytes_per_block:,} bytes ({wanted / 2**30:.1f} GiB) don't fit",
                 "lower num_blocks, kv_memory or kv_memory_fraction",
             ) from error
-        for group in config.groups:
-            self.of_layer.update(zip(group.layers, self._tensors, strict=False))
-        if config.cross is not None:
-            self.of_cross_layer.update(zip(config.cross.layers, self._tensors, strict=False))
+        for number, (group, places) in enumerate(zip(config.all_groups, self._layout.places, strict=True)):
+            caches = self.of_cross_layer if group is config.cross else self.of_layer
+            for layer, (tensor, start) in zip(group.layers, places, strict=True):
+                caches[layer] = view_pages(self._tensors[tensor], start, group.spec, self.backends[number])
 
     def release(self) -> None:
         """Give the memory back. Nothing may run before `allocate`, and what the blocks held is gone."""
@@ -79,9 +81,26 @@ class KVTensors:
             tensor[targets] = content
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, so that nothing that was never written is NaN. On a CPU as untouched pages: torch would write them all."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """As specs and people write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def make_rows(num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+    """[rows, words] of zeros, so that nothing that was never written is NaN. On a CPU as untouched pages of memory:
+    torch would write them all."""
+    shape = (num_rows, row_bytes // WORD.itemsize)
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=WORD, device=device)
+    return torch.from_numpy(np.zeros(shape, np.int64))
+
+
+def view_pages(rows: torch.Tensor, start: int, spec: KVCacheSpec, backend: AttentionBackend) -> LayerCache:
+    """The tensors of one layer, [rows, …] each, in the bytes of every row from `start` on."""
+    views = []
+    for tensor, shape in zip(spec.tensors, backend.page_shapes(spec), strict=True):
+        end = start + tensor.num_bytes
+        elements = rows.view(torch.uint8)[:, start:end].view(getattr(torch, tensor.dtype))
+        views.append(elements[:, : math.prod(shape)].view(len(rows), *shape))  # without what only aligns the next
+        start = end
+    return tuple(views)

@@ -6,6 +6,7 @@ nothing of requests, queues or block accounting.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +49,7 @@ class ModelRunner:
     def __init__(
         self,
         model: LanguageModel,
-        backend: AttentionBackend,
+        backends: Sequence[AttentionBackend],
         kv_config: KVCacheConfig,
         *,
         dtype: torch.dtype,
@@ -56,16 +57,19 @@ class ModelRunner:
         max_model_len: int,
         max_num_reqs: int,
         max_num_tokens: int,
+        encoder_backend: AttentionBackend | None = None,
     ) -> None:
+        """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
+        encoder's own attention, where the model has one."""
         self.model = model
-        self.backend = backend
         self.device = device
-        self.kv = KVTensors(kv_config, backend, dtype, device)
+        self.kv = KVTensors(kv_config, backends, device)
         num_rows = max_num_reqs + MAX_CAPTURE_SPANS
         self.encoder: EncoderRunner | None = None
         max_encoder_len = 0
         if model.config.encoder is not None:
-            self.encoder = EncoderRunner(backend, self.kv, kv_config.block_size, dtype, device)
+            assert encoder_backend is not None, "the model has an encoder"
+            self.encoder = EncoderRunner(encoder_backend, self.kv, kv_config.block_size, dtype, device)
             max_encoder_len = model.config.encoder.max_position
         self.input_batch = InputBatch(
             num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len
@@ -97,14 +101,14 @@ class ModelRunner:
 
     def _run_decoder(self, plan: SchedulerOutput) -> ExecutedStep:
         inputs = self._prepare(plan)
-        metadata = [self.backend.build_metadata(group) for group in inputs.groups]
-        cross = None if inputs.cross is None else self.backend.build_metadata(inputs.cross)
+        metadata = [backend.build_metadata(group) for backend, group in zip(self.kv.backends, inputs.groups)]
+        cross = None if inputs.cross is None else self.kv.cross_backend.build_metadata(inputs.cross)
         readers = self._readers(plan, StepLayout.of(plan, inputs.cu_num_tokens.tolist()))
         capture = self._capture(plan) if plan.captures else None
         rows = rows_of(readers) + ([] if capture is None else capture.last_rows)
         # None: all rows of the step, in order
         wanted = None if rows == list(range(plan.total_num_scheduled_tokens)) else indices_on(self.device, rows)
-        step = PagedStep(self.backend, self.kv, metadata, cross)
+        step = PagedStep(self.kv, metadata, cross)
         if capture is None:
             states = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
         else:

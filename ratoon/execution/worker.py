@@ -10,26 +10,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ratoon.attention.cpu import CpuAttentionBackend
-from ratoon.attention.interface import AttentionNeeds
-from ratoon.attention.select import select_backend
 from ratoon.core.config import CacheConfig, EngineConfig, ModelConfig, resolve_max_model_len
 from ratoon.core.errors import ConfigError, ModelError
-from ratoon.core.kv import KVCacheConfig, KVCacheGroup, bytes_per_block, group_layers
+from ratoon.core.kv import KVCacheConfig, bytes_per_block
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.geometry import Geometry, geometry_of
+from ratoon.execution.kv_tensors import dtype_name
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.native import kernel_set_name
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
 from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource
-from ratoon.models.base import LanguageModel
-from ratoon.models.build import build_model
-from ratoon.models.encoder_decoder import EncoderDecoderLM
+from ratoon.models.build import build_model, declare_model
 from ratoon.observe.startup import StartupTimer
 
 logger = logging.getLogger(__name__)
@@ -51,7 +49,7 @@ class WorkerFacts:
     device: str
     dtype: str
     ops: str
-    attention_backend: str
+    attention: list[dict[str, Any]]  # for each KV group, and for an encoder: BackendChoice.facts
     num_threads: int
     weight_bytes: int
     kv_bytes: int
@@ -69,37 +67,36 @@ class Worker:
         if config.num_threads is not None:  # torch's own choice otherwise: it may serve others in this process
             torch.set_num_threads(threads)
         ops: Ops = TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
-        needs = AttentionNeeds(
-            device.type, dtype, config.cache.block_size, model_config.head_dim, model_config.num_heads,
-            model_config.num_kv_heads, None if model_config.encoder is None else model_config.encoder.head_dim,
-        )  # fmt: skip
-        backend = select_backend(config.attention_backend, needs)
-        if ops.name == "native" and backend.name != CpuAttentionBackend.name and config.attention_backend == "auto":
-            reasons = "; ".join(CpuAttentionBackend.reasons_against(needs))
-            logger.warning("attention runs on the slow %s backend: %s", backend.name, reasons)
+        # Before memory is spent: whether there is a backend for all that the layers need
+        declared = declare_model(model_config, max_model_len)
+        geometry = geometry_of(declared, config.attention_backend, config.cache.block_size, device, dtype)
+        for choice in geometry.all_choices:
+            is_slow = ops.name == "native" and config.attention_backend == "auto" and choice.backend.name != "cpu"
+            logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
         self._build_model = lambda: build_model(model_config, tensors, ops, device, dtype, max_model_len)
         with timer.phase("load weights"), torch.inference_mode(), refusing_what_does_not_fit(tensors.name):
             model = self._build_model()
         with timer.phase("allocate the KV cache"):
-            kv_config = cut_kv_memory(config, model, dtype, device)
+            kv_config = cut_kv_memory(config.cache, geometry, device)
             self.runner = ModelRunner(
                 model,
-                backend,
+                [choice.backend for choice in geometry.choices],
                 kv_config,
                 dtype=dtype,
                 device=device,
                 max_model_len=max_model_len,
                 max_num_reqs=config.scheduler.max_num_seqs,
                 max_num_tokens=max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs),
+                encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
             )
         num_weights = sum(math.prod(shape) for shape in tensors.shapes().values())
         self.facts = WorkerFacts(
             kv_config=kv_config,
             max_model_len=max_model_len,
             device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
             ops=f"native ({kernel_set_name()})" if ops.name == "native" else ops.name,
-            attention_backend=backend.name,
+            attention=[choice.facts() for choice in geometry.all_choices],
             num_threads=threads,
             weight_bytes=num_weights * dtype.itemsize,
             kv_bytes=kv_config.num_blocks * kv_config.bytes_per_block,
@@ -183,16 +180,9 @@ def resolve_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.
     return torch.float32 if device.type == "cpu" else _DTYPES.get(model.checkpoint_dtype, torch.bfloat16)
 
 
-def cut_kv_memory(
-    config: EngineConfig, model: LanguageModel, dtype: torch.dtype, device: torch.device
-) -> KVCacheConfig:
+def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device) -> KVCacheConfig:
     """How many blocks there are: as asked for, or as many as the memory allows."""
-    cache = config.cache
-    groups = group_layers(model.kv_specs(cache.block_size, dtype.itemsize))
-    cross = None
-    if isinstance(model, EncoderDecoderLM):
-        spec = model.cross_spec(cache.block_size, dtype.itemsize)
-        cross = KVCacheGroup(spec, tuple(layer.index for layer in model.cross_layers))
+    groups, cross = geometry.groups, geometry.cross
     price = bytes_per_block(groups if cross is None else (*groups, cross))
     num_blocks = cache.num_blocks
     if num_blocks is None:

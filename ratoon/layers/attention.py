@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 
 class StepContext(Protocol):
@@ -44,10 +44,10 @@ class AttentionLayer:
     # key before it has a negative distance. No sequence is longer than reach + 1.
     bias: torch.Tensor | None = None
 
-    def kv_spec(self, block_size: int, dtype_bytes: int) -> FullAttentionSpec | SlidingWindowSpec:
+    def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
         if self.window is None:
-            return FullAttentionSpec(block_size, self.num_kv_heads, self.head_dim, dtype_bytes)
-        return SlidingWindowSpec(block_size, self.num_kv_heads, self.head_dim, dtype_bytes, self.window)
+            return FullAttentionSpec(block_size, self.num_kv_heads, self.head_dim, dtype)
+        return SlidingWindowSpec(block_size, self.num_kv_heads, self.head_dim, dtype, self.window)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepContext) -> torch.Tensor:
         return step.attend(self, q, k, v)
@@ -71,8 +71,8 @@ class CrossAttentionLayer:
     def num_kv_heads(self) -> int:
         return self.num_heads
 
-    def kv_spec(self, block_size: int, dtype_bytes: int) -> CrossAttentionSpec:
-        return CrossAttentionSpec(block_size, self.num_heads, self.head_dim, dtype_bytes)
+    def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
+        return CrossAttentionSpec(block_size, self.num_heads, self.head_dim, dtype)
 
     def __call__(self, q: torch.Tensor, step: StepContext) -> torch.Tensor:
         return step.attend_across(self, q)

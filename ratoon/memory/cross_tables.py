@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.memory.block_pool import Block, BlockPool
+from ratoon.memory.growth import GrowthRule
 from ratoon.memory.hashing import hash_cross_block, hash_encoder_input
 from ratoon.memory.sequence import TokenSequence
 from ratoon.memory.swap import SwapSpace
@@ -42,17 +43,20 @@ class CrossTables:
     """All tables that somebody holds. When nobody does, the blocks of a table go to the free list under their names,
     and as long as all of them are there, it can be put together again."""
 
-    def __init__(self, pool: BlockPool, swap: SwapSpace, transfers: Transfers, block_size: int, group: int) -> None:
+    def __init__(
+        self, pool: BlockPool, swap: SwapSpace, transfers: Transfers, rule: GrowthRule | None, group: int
+    ) -> None:
         self._pool = pool
         self._swap = swap
         self._transfers = transfers
-        self._block_size = block_size
+        self._rule = rule  # None: the model has no encoder, and nothing is asked for
         self._group = group  # of the names of its blocks
         self._held: dict[bytes, CrossTable] = {}  # by key, those that can be found
         self._unwritten: list[CrossTable] = []
 
     def num_blocks(self, num_positions: int) -> int:
-        return -(-num_positions // self._block_size)
+        assert self._rule is not None, "the model has no encoder"
+        return self._rule.num_blocks(num_positions)
 
     def num_missing_for(self, sequence: TokenSequence) -> int:
         """Blocks that leave the free list when a swapped sequence comes back to its table."""

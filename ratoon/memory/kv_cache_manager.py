@@ -13,7 +13,7 @@ from ratoon.core.plan import BlockCopy, BlockIds, BlockSwap
 from ratoon.core.stats import PrefixCacheStats
 from ratoon.memory.block_pool import Block, BlockPool
 from ratoon.memory.cross_tables import CrossTable, CrossTables
-from ratoon.memory.groups import SlidingWindowRule, rule_for
+from ratoon.memory.growth import rule_for
 from ratoon.memory.hashing import BlockHasher
 from ratoon.memory.host_pool import HostPool
 from ratoon.memory.sequence import TokenSequence
@@ -35,19 +35,20 @@ class KVCacheManager:
                 )
         self.block_size = kv_config.block_size
         self.max_model_len = max_model_len
-        self.enable_caching = enable_caching
         self.rules = [rule_for(group.spec) for group in kv_config.groups]
         self.num_groups = len(self.rules)
+        self.enable_caching = enable_caching and all(rule.is_cacheable for rule in self.rules)
+        self._returning = [(group, rule) for group, rule in enumerate(self.rules) if rule.gives_back]
         self.has_cross_group = kv_config.cross is not None
         self.has_host_pool = kv_config.num_host_blocks > 0
-        self._has_windows = any(isinstance(rule, SlidingWindowRule) for rule in self.rules)
         self.pool = BlockPool(kv_config.num_blocks, enable_caching, len(kv_config.all_groups))
         self.prefix_cache_stats = PrefixCacheStats()
         self._hasher = BlockHasher(self.block_size)
         self._host = HostPool(kv_config.num_host_blocks)
         self._transfers = Transfers(self.pool, self._host)
         self._swap = SwapSpace(self.pool, self._host, self._transfers)
-        self.cross_tables = CrossTables(self.pool, self._swap, self._transfers, self.block_size, self.num_groups)
+        cross_rule = None if kv_config.cross is None else rule_for(kv_config.cross.spec)
+        self.cross_tables = CrossTables(self.pool, self._swap, self._transfers, cross_rule, self.num_groups)
 
     # ---- figures ----
 
@@ -91,9 +92,9 @@ class KVCacheManager:
     # ---- prefix cache ----
 
     @property
-    def has_windows(self) -> bool:
-        """Are there groups that give blocks back which lie before their window?"""
-        return self._has_windows
+    def gives_blocks_back(self) -> bool:
+        """Are there groups that give blocks back while the sequence runs, such as those before a window?"""
+        return bool(self._returning)
 
     def get_computed_blocks(self, branch: TokenSequence, max_tokens: int | None = None) -> tuple[GroupBlocks, int]:
         """The longest cached prefix: its table entries for each group, and its length in tokens, `max_tokens` at most.
@@ -168,7 +169,7 @@ class KVCacheManager:
         if num_computed // block_size < len(tables[0]):
             to_copy = self._places_to_copy(tables, num_computed // block_size, num_blocks)
             num_wanted += len(to_copy)
-        if self._has_windows:
+        if self._returning:
             unread = self._unread_places(tables, num_computed)
             num_available += sum(tables[group][place].ref_cnt == 1 for group, place in unread)
         if new_computed_blocks is not None:
@@ -202,7 +203,7 @@ class KVCacheManager:
                 f"{num_tokens} tokens asked for, {parent.branch_id} has computed {parent.num_computed_tokens}"
             )
         num_blocks = -(-num_tokens // self.block_size)
-        if self._has_windows and self._was_given_back(parent.block_tables, num_tokens):
+        if not self._holds(parent, num_tokens):
             raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were given back")
         self.cross_tables.share(parent, child)
         child.block_tables = [table[:num_blocks] for table in parent.block_tables]
@@ -321,7 +322,7 @@ class KVCacheManager:
     def num_blocks_to_swap_in(self, branch: TokenSequence, num_tokens: int = 0) -> int:
         """Device blocks that it takes to bring a sequence back, and to go on to `num_tokens`. What a window would give
         back on the way is not counted, and so neither are new blocks where there are any."""
-        num_columns = 0 if self._has_windows else -(-num_tokens // self.block_size)
+        num_columns = 0 if self._returning else -(-num_tokens // self.block_size)
         num_new = self.num_groups * max(0, num_columns - self._swap.num_columns_of(branch))
         return self._swap.num_blocks_of(branch) + self.cross_tables.num_missing_for(branch) + num_new
 
@@ -400,24 +401,22 @@ class KVCacheManager:
         ]
 
     def _unread_places(self, tables: list[list[Block]], num_computed_tokens: int) -> list[TablePlace]:
-        """Blocks that lie wholly before the window of the next token."""
+        """Blocks that the next token and all behind it do not read."""
         places = []
-        for group, (rule, table) in enumerate(zip(self.rules, tables)):
-            num_unread = min(rule.num_unread_tokens(num_computed_tokens) // self.block_size, len(table))
+        for group, rule in self._returning:
+            table = tables[group]
             # From the right: everything before the first null block was given back earlier.
-            for place in range(num_unread - 1, -1, -1):
+            for place in range(min(rule.num_unread_blocks(num_computed_tokens), len(table)) - 1, -1, -1):
                 if table[place] is self.pool.null_block:
                     break
                 places.append((group, place))
         return places
 
-    def _was_given_back(self, tables: list[list[Block]], num_computed_tokens: int) -> bool:
-        """Is a block gone that the next token behind so many would read? Full attention gives none back."""
-        end = -(-num_computed_tokens // self.block_size)
-        return any(
-            self.pool.null_block in table[rule.num_unread_tokens(num_computed_tokens) // self.block_size : end]
-            for rule, table in zip(self.rules, tables)
-            if isinstance(rule, SlidingWindowRule)
+    def _holds(self, sequence: TokenSequence, num_tokens: int) -> bool:
+        """Is every block there that the next token behind so many would read?"""
+        return all(
+            rule.holds(sequence.block_tables[group], sequence.num_computed_tokens, num_tokens, self.pool.null_block)
+            for group, rule in self._returning
         )
 
     def _count_free(self, blocks_by_group: GroupBlocks) -> int:

@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 
 from ratoon.core.config import ModelConfig
-from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
-from ratoon.layers.attention import AttentionLayer, StepContext
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.embedding import LMHead, VocabParallelEmbedding
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.weights import Weights
@@ -71,7 +70,9 @@ class LanguageModel:
     """
 
     config: ModelConfig
-    attention_layers: list[AttentionLayer]
+    attention_layers: Sequence[AttentionLayer]
+    cross_layers: Sequence[CrossAttentionLayer] = ()  # of a decoder beside an encoder: one for each of its layers
+    encoder_attention_layers: Sequence[AttentionLayer] = ()  # of that encoder
     embed: VocabParallelEmbedding
     layers: Sequence[StreamLayer]
     final_norm: RMSNorm | LayerNorm | None
@@ -86,10 +87,6 @@ class LanguageModel:
             )
             for index in range(config.num_layers)
         ]
-
-    def kv_specs(self, block_size: int, dtype_bytes: int) -> list[FullAttentionSpec | SlidingWindowSpec]:
-        """One for each attention layer, in the order of their indices."""
-        return [layer.kv_spec(block_size, dtype_bytes) for layer in self.attention_layers]
 
     def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """[T], [T] → [T, H], in new memory."""

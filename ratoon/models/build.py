@@ -49,6 +49,11 @@ def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return weights.recorded
 
 
+def declare_model(config: ModelConfig, max_position: int) -> LanguageModel:
+    """The model on the meta device, whatever file it will come from: what its layers need, before memory is spent."""
+    return find_model_class(config.architecture)(config, _RecordingWeights(), max_position)
+
+
 class _RecordingWeights(Weights):
     """Has every tensor that it is asked for, in the shape that is asked for, and notes it down."""
 

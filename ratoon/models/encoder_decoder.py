@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 
 from ratoon.core.config import EncoderConfig, ModelConfig
-from ratoon.core.kv import CrossAttentionSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.models.base import LanguageModel, StreamLayer, StreamReader, end_of_stream
@@ -36,7 +35,7 @@ class Encoder:
 
     def __init__(
         self,
-        attention_layers: list[AttentionLayer],
+        attention_layers: Sequence[AttentionLayer],
         embed: Callable[[EncoderBatch], Tensor],
         layers: Sequence[StreamLayer],
         final_norm: RMSNorm | LayerNorm | None,
@@ -75,8 +74,6 @@ class EncoderDecoderLM(LanguageModel):
 
     encoder: Encoder
     layers: Sequence[CrossLayer]
-    cross_layers: list[CrossAttentionLayer]  # one for each layer of the decoder
-    encoder_attention_layers: list[AttentionLayer]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -95,10 +92,6 @@ class EncoderDecoderLM(LanguageModel):
     def encoder_config(self) -> EncoderConfig:
         assert self.config.encoder is not None
         return self.config.encoder
-
-    def cross_spec(self, block_size: int, dtype_bytes: int) -> CrossAttentionSpec:
-        """The memory of one layer's cross-attention; all have the same."""
-        return self.cross_layers[0].kv_spec(block_size, dtype_bytes)
 
     def encode(self, batch: EncoderBatch, step: StepContext, reader: StreamReader | None = None) -> Tensor:
         """The encoder's states [E, H] of whole inputs."""

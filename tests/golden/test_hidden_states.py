@@ -127,7 +127,7 @@ def parent_that_was_evicted(driver: CoreDriver, sequence: list[int]) -> str | No
     """Others needed the memory: its lease ended, and of its blocks none or only the first are still there."""
     driver.generate("g", PROMPT, NUM_NEW, **LEASE)
     kv_cache = driver.core.scheduler.kv_cache
-    num_left = 0 if kv_cache.has_windows else 2
+    num_left = 0 if kv_cache.gives_blocks_back else 2
     length = (kv_cache.num_usable_blocks // kv_cache.num_groups - num_left) * 16 - 1
     driver.generate("large", random_token_ids(length, seed=5), 1)
     assert driver.core.scheduler.leases.find("g") is None

@@ -266,7 +266,8 @@ class Watch:
     """Which blocks of the KV cache change."""
 
     def __init__(self, driver: CoreDriver) -> None:
-        self.tensors = driver.core.executor._worker.runner.kv.of_layer
+        caches = driver.core.executor._worker.runner.kv.of_layer
+        self.tensors = {layer: tensor for layer, (tensor,) in caches.items()}
         self.before = {layer: tensor.clone() for layer, tensor in self.tensors.items()}
 
     def changed(self) -> set[int]:
@@ -364,7 +365,7 @@ def full_blocks(driver: CoreDriver, branch_id: str) -> set[int]:
         return set()
     num_full = branch.num_computed_tokens // 16
     window_start = max(0, num_full - 1)  # a block of a window may be given back in the next step, and used anew
-    first = window_start if driver.core.scheduler.kv_cache.has_windows else 0
+    first = window_start if driver.core.scheduler.kv_cache.gives_blocks_back else 0
     return {block.block_id for table in branch.block_tables for block in table[first:num_full]} - {0}
 
 

@@ -72,15 +72,15 @@ def kv_configs(
     draw: st.DrawFn, max_model_len: int, shares: list[float], has_encoder: bool, host_shares: list[float]
 ) -> KVCacheConfig:
     block_size = draw(st.integers(1, 5))
-    full = FullAttentionSpec(block_size, 1, 8, 2)
-    window = SlidingWindowSpec(block_size, 1, 8, 2, window=draw(st.integers(1, 12)))
-    wide = SlidingWindowSpec(block_size, 1, 8, 2, window=draw(st.integers(13, 20)))
+    full = FullAttentionSpec(block_size, 1, 8, "float16")
+    window = SlidingWindowSpec(block_size, 2, 8, "float16", window=draw(st.integers(1, 12)))
+    wide = SlidingWindowSpec(block_size, 1, 5, "float32", window=draw(st.integers(13, 20)))
     specs = draw(st.sampled_from([[full], [full], [window], [full, window], [window, full], [full, window, wide]]))
     groups = tuple(KVCacheGroup(spec, (layer,)) for layer, spec in enumerate(specs))
     blocks_of_longest = len(groups) * -(-max_model_len // block_size)
     cross = None
     if has_encoder:
-        cross = KVCacheGroup(CrossAttentionSpec(block_size, 1, 8, 2), (0,))
+        cross = KVCacheGroup(CrossAttentionSpec(block_size, 3, 8, "float16"), (0,))
         blocks_of_longest += -(-max(one.num_positions for one in INPUTS) // block_size)
     num_blocks = 2 + int(draw(st.sampled_from(shares)) * blocks_of_longest)
     num_host_blocks = int(draw(st.sampled_from(host_shares)) * blocks_of_longest)

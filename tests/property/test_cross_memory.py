@@ -34,8 +34,8 @@ class Requests:
     """Some groups that are here already, and one that things happen to. They share nothing with each other."""
 
     def __init__(self, block_size: int, num_groups: int, caching: bool) -> None:
-        layers = tuple(KVCacheGroup(FullAttentionSpec(block_size, 1, 8, 2), (n,)) for n in range(num_groups))
-        cross = KVCacheGroup(CrossAttentionSpec(block_size, 1, 8, 2), (0,))
+        layers = tuple(KVCacheGroup(FullAttentionSpec(block_size, 1, 8, "float16"), (n,)) for n in range(num_groups))
+        cross = KVCacheGroup(CrossAttentionSpec(block_size, 1, 8, "float16"), (0,))
         config = KVCacheConfig(NUM_BLOCKS + 1, block_size, layers, cross, NUM_HOST_BLOCKS)
         self.memory = KVCacheManager(config, max_model_len=1000, enable_caching=caching)
         self.num_groups = num_groups

@@ -17,11 +17,11 @@ OPERATIONS = (
 @st.composite
 def kv_configs(draw: st.DrawFn) -> KVCacheConfig:
     block_size = draw(st.integers(1, 4))
-    full = FullAttentionSpec(block_size, 1, 8, 2)
-    window = SlidingWindowSpec(block_size, 1, 8, 2, window=draw(st.integers(1, 6)))
+    full = FullAttentionSpec(block_size, 1, 8, "float16")
+    window = SlidingWindowSpec(block_size, 2, 8, "float16", window=draw(st.integers(1, 6)))
     specs = draw(st.sampled_from([[full], [full], [window], [full, window]]))
     groups = tuple(KVCacheGroup(spec, (layer,)) for layer, spec in enumerate(specs))
-    cross = KVCacheGroup(CrossAttentionSpec(block_size, 1, 8, 2), (0,))
+    cross = KVCacheGroup(CrossAttentionSpec(block_size, 3, 8, "float16"), (0,))
     num_blocks = draw(st.integers(10, 25)) * len(specs) * 4 // (block_size + 1)
     return KVCacheConfig(num_blocks, block_size, groups, cross, draw(st.sampled_from([0, 6, 12, 20, 60])))
 

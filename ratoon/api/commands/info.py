@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts, indent=2, default=str))
         return 0
-    for section in ("model", "engine", "memory", "scheduler"):
+    facts["attention"] = {choice["layers"]: _show_choice(choice) for choice in facts["attention"]}
+    for section in ("model", "engine", "attention", "memory", "scheduler"):
         print_section(section, facts[section])
     print("start-up")
     print("\n".join(f"  {line}" for line in startup_table.splitlines()))
@@ -62,6 +63,7 @@ def collect(llm: LLM) -> dict[str, Any]:
     memory |= {name: engine.pop(name) for name in ("block_size", "num_blocks", "kv_groups")}
     memory["kv_tokens"] = (num_blocks - 1) * block_size  # block 0 is never handed out
     model = asdict(source.config)
+    attention = engine.pop("attention")
     return {
         "model": {
             "name": source.name,
@@ -72,6 +74,7 @@ def collect(llm: LLM) -> dict[str, Any]:
             "generation_defaults": source.generation_defaults,
         },
         "engine": engine,
+        "attention": attention,
         "memory": memory,
         "scheduler": {**asdict(config.scheduler), "prefix_caching": config.cache.enable_prefix_caching},
         "startup_seconds": llm.startup_timer.as_dict(),
@@ -85,6 +88,11 @@ def print_section(title: str, values: dict[str, Any]) -> None:
         shown = format_size(value) if "bytes" in name else _show(value)
         print(f"  {LABELS.get(name, name.replace('_', ' ')):<{width}}  {shown}")
     print()
+
+
+def _show_choice(choice: dict[str, Any]) -> str:
+    against = [f"not {name}: {', '.join(reasons)}" for name, reasons in choice["reasons_against"].items()]
+    return "; ".join([choice["backend"], *against])
 
 
 def _show(value: Any) -> str:

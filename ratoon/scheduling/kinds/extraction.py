@@ -213,7 +213,7 @@ class ExtractionKind(RequestKind):
     def _begin(self, step: StepDraft, task: ExtractionTask) -> bool:
         """Take what is there of its sequence by reference: all of it, unless a window has passed what rows read."""
         state, branch = self._state, task.branch
-        most = task.next_position if state.kv_cache.has_windows else branch.num_tokens
+        most = task.next_position if state.kv_cache.gives_blocks_back else branch.num_tokens
         num_settled = most
         parent = state.branches.get(branch.request.continuation_of or "")
         if parent is not None:  # it runs, and may write to its last block in this very step

@@ -48,12 +48,16 @@ class Batch:
             self.block_size, int(max(counts)), int(seq_lens.max()),
         )  # fmt: skip
 
-    def run(self, backend, chunks=1):
-        """History in one step, then the scheduled tokens in `chunks` steps; rows of sequence i in out[i]."""
-        spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, 4)
-        cache = torch.full(
-            backend.kv_shape(self.num_blocks, spec), float("nan")
-        )  # what was never written must not be read
+    def run(self, backend, chunks=1, apart=False):
+        """History in one step, then the scheduled tokens in `chunks` steps; rows of sequence i in out[i]. `apart`: the
+        pages of the layer are parts of wider rows."""
+        spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, "float32")
+        # What was never written must not be read, and what lies between the pages is of other layers
+        cache = tuple(
+            torch.full((self.num_blocks, 3, *shape), float("nan"))[:, 1] if apart
+            else torch.full((self.num_blocks, *shape), float("nan"))
+            for shape in backend.page_shapes(spec)
+        )  # fmt: skip
         self.step(backend, cache, [0] * len(self.computed), self.computed)
         outputs = [[] for _ in self.computed]
         for chunk in range(chunks):
@@ -194,8 +198,8 @@ class CrossBatch:
         )  # fmt: skip
 
     def run(self, backend):
-        spec = self.layer.kv_spec(self.block_size, 4)
-        cache = torch.full(backend.kv_shape(self.num_blocks, spec), float("nan"))
+        spec = self.layer.kv_spec(self.block_size, "float32")
+        cache = tuple(torch.full((self.num_blocks, *shape), float("nan")) for shape in backend.page_shapes(spec))
         lens = [len(part) for part in self.encoded]
         slots = [
             table[position // self.block_size] * self.block_size + position % self.block_size
@@ -250,9 +254,14 @@ def test_on_the_cpu_readers_of_one_encoder_input_get_what_each_gets_alone_to_the
 @needs_kernels
 def test_the_fastest_backend_that_fits_is_chosen():
     needs = AttentionNeeds("cpu", torch.float32, 16, 64, 9, 3)
-    assert select_backend("auto", needs).name == "cpu"
-    assert select_backend("torch", needs).name == "torch"
-    assert select_backend("auto", AttentionNeeds("cpu", torch.float32, 16, 24, 9, 3)).name == "torch"
+    chosen = select_backend("auto", needs, "layers 0-3")
+    assert (chosen.backend.name, chosen.reasons_against) == ("cpu", {"torch": ["cpu is faster"]})
+    chosen = select_backend("torch", needs, "layers 0-3")
+    assert (chosen.backend.name, chosen.reasons_against) == ("torch", {"cpu": ["torch was asked for"]})
+    chosen = select_backend("auto", AttentionNeeds("cpu", torch.float32, 8, 24, 9, 3), "layers 0-3")
+    assert chosen.backend.name == "torch"
+    assert [why.split(" must")[0] for why in chosen.reasons_against["cpu"]] == ["block_size", "head_dim"]
+    assert str(chosen).startswith("layers 0-3: torch (not cpu: block_size must be a multiple of 16, not 8, head_dim")
 
 
 @pytest.mark.parametrize(
@@ -262,15 +271,32 @@ def test_the_fastest_backend_that_fits_is_chosen():
         (AttentionNeeds("cpu", torch.bfloat16, 16, 64, 4, 4), "float32"),
         (AttentionNeeds("cpu", torch.float32, 8, 64, 4, 4), "block_size must be a multiple of 16, not 8"),
         (AttentionNeeds("cpu", torch.float32, 16, 72, 4, 4), "head_dim must be a multiple of 16"),
-        (AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4, encoder_head_dim=24), "up to 256, not 24"),
+        (AttentionNeeds("cpu", torch.float32, 16, 272, 4, 4), "up to 256, not 272"),
+        (AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4, content="a latent vector"), "not a latent vector"),
         (AttentionNeeds("cpu", torch.float32, 16, 64, 64, 1), "share a KV head"),
     ],
 )
 def test_a_backend_that_was_asked_for_and_cannot_says_why(needs, reason):
-    with pytest.raises(ConfigError, match=reason):
-        select_backend("cpu", needs)
+    with pytest.raises(ConfigError, match=reason) as refused:
+        select_backend("cpu", needs, "layers 4-7")
+    assert "can't serve layers 4-7" in str(refused.value)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="auto, cpu, torch"):
-        select_backend("warp", AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4))
+        select_backend("warp", AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4), "layers 0-3")
+
+
+def test_where_no_backend_fits_every_reason_is_told():
+    needs = AttentionNeeds("cuda", torch.float32, 16, 64, 4, 4, content="a latent vector")
+    with pytest.raises(ConfigError, match=r"cpu: .*not on cuda.*torch: reads keys and values, not a latent vector"):
+        select_backend("auto", needs, "layers 0-3")
+
+
+@needs_kernels
+@pytest.mark.parametrize("backend", [CpuAttentionBackend, TorchReferenceBackend])
+def test_pages_that_are_parts_of_wider_rows_hold_the_same(backend):
+    """As the pages of a group do whose blocks are smaller than another's."""
+    batch = Batch([40, 0, 16], [1, 20, 3], AttentionLayer(0, 4, 2, 32, 0.2), 16)
+    for alone, apart in zip(batch.run(backend()), batch.run(backend(), apart=True), strict=True):
+        assert torch.equal(alone, apart)

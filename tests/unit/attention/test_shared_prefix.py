@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.attention.cpu import CpuAttentionBackend, shared_prefixes
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata
+from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.kv import FullAttentionSpec
 from ratoon.layers.attention import AttentionLayer
@@ -76,17 +76,17 @@ class Step:
             self.block_size, max(query_lens), max(seq_lens),
         )  # fmt: skip
 
-    def cache(self, backend: AttentionBackend) -> torch.Tensor:
+    def cache(self, backend: AttentionBackend) -> LayerCache:
         """Written through the backend, as if each block were the prompt of a request of its own."""
-        spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, 4)
-        cache = torch.full(backend.kv_shape(self.num_blocks, spec), float("nan"))
+        spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, "float32")
+        cache = tuple(torch.full((self.num_blocks, *shape), float("nan")) for shape in backend.page_shapes(spec))
         count = self.num_blocks - 1
         inputs = self.inputs([[block] for block in range(1, self.num_blocks)], *[[self.block_size] * count] * 2)
         self.forward(backend, cache, self.history[self.block_size :], inputs)
         return cache
 
     def forward(
-        self, backend: AttentionBackend, cache: torch.Tensor, rows: torch.Tensor, inputs: CommonAttentionMetadata
+        self, backend: AttentionBackend, cache: LayerCache, rows: torch.Tensor, inputs: CommonAttentionMetadata
     ) -> torch.Tensor:
         layer = self.layer
         q, k, v = rows.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)

@@ -311,7 +311,8 @@ class FakeClient:
 
     def describe(self) -> dict:
         names = ("device", "dtype", "num_threads", "weight_bytes", "kv_bytes", "kv_bytes_per_token", "kv_groups")
-        return {**dict.fromkeys(names, 1), "block_size": 16, "num_blocks": 9}
+        attention = [{"layers": "layers 0-1 (full)", "backend": "slow", "reasons_against": {"fast": ["is lazy"]}}]
+        return {**dict.fromkeys(names, 1), "block_size": 16, "num_blocks": 9, "attention": attention}
 
     def shutdown(self) -> None:
         self.closed = True

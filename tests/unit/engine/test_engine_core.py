@@ -28,9 +28,9 @@ class FakeExecutor:
     """Every branch gets its number of tokens so far as its next token. Holds plans against the rows that it knows."""
 
     def __init__(self, num_blocks: int) -> None:
-        spec = FullAttentionSpec(BLOCK_SIZE, 1, 8, 4)
+        spec = FullAttentionSpec(BLOCK_SIZE, 1, 8, "float32")
         kv = KVCacheConfig(num_blocks, BLOCK_SIZE, (KVCacheGroup(spec, (0,)),))
-        self.facts = WorkerFacts(kv, MAX_MODEL_LEN, "cpu", "float32", "fake", "fake", 1, 0, 0)
+        self.facts = WorkerFacts(kv, MAX_MODEL_LEN, "cpu", "float32", "fake", [], 1, 0, 0)
         self.rows: dict[str, int] = {}  # branch id → number of tokens
         self.plans: list[SchedulerOutput] = []
         self.before_forward: Callable[[SchedulerOutput], None] = lambda plan: None

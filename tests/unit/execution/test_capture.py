@@ -74,12 +74,12 @@ def oracle(tiny: TinyModel, token_ids: Sequence[int]) -> np.ndarray:
 
 
 def cache_bytes(driver: Driver) -> dict[int, torch.Tensor]:
-    return {layer: tensor.clone() for layer, tensor in driver.runner.kv.of_layer.items()}
+    return {layer: tensor.clone() for layer, (tensor,) in driver.runner.kv.of_layer.items()}
 
 
 def changed_blocks(driver: Driver, before: dict[int, torch.Tensor]) -> set[int]:
     found: set[int] = set()
-    for layer, tensor in driver.runner.kv.of_layer.items():
+    for layer, (tensor,) in driver.runner.kv.of_layer.items():
         found.update((tensor != before[layer]).flatten(start_dim=1).any(dim=1).nonzero().flatten().tolist())
     return found
 

@@ -44,10 +44,10 @@ class Driver:
     def __init__(self, tiny: TinyModel = LLAMA, backend: str = "torch", max_num_reqs: int = 8) -> None:
         ops = NativeOps() if backend == "native" else TorchOps()
         model = build_model(tiny.config, tiny.source, ops, CPU, torch.float32)
-        self.groups = group_layers(model.kv_specs(BLOCK_SIZE, 4))
+        self.groups = group_layers([layer.kv_spec(BLOCK_SIZE, "float32") for layer in model.attention_layers])
         self.runner = ModelRunner(
             model,
-            CpuAttentionBackend() if backend == "native" else TorchReferenceBackend(),
+            [CpuAttentionBackend() if backend == "native" else TorchReferenceBackend()] * len(self.groups),
             KVCacheConfig(num_blocks=40, block_size=BLOCK_SIZE, groups=self.groups),
             dtype=torch.float32,
             device=CPU,

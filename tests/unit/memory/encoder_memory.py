@@ -9,8 +9,8 @@ from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 
 BLOCK_SIZE = 4
-FULL = FullAttentionSpec(BLOCK_SIZE, 1, 8, 2)
-CROSS = KVCacheGroup(CrossAttentionSpec(BLOCK_SIZE, 1, 8, 2), (0,))
+FULL = FullAttentionSpec(BLOCK_SIZE, 1, 8, "float16")
+CROSS = KVCacheGroup(CrossAttentionSpec(BLOCK_SIZE, 1, 8, "float16"), (0,))
 
 
 def memory_of(

@@ -249,7 +249,7 @@ def test_the_table_can_be_freed_alone() -> None:
 
 
 def test_a_cross_group_of_another_block_size_is_refused() -> None:
-    cross = KVCacheGroup(CrossAttentionSpec(8, 1, 8, 2), (0,))
+    cross = KVCacheGroup(CrossAttentionSpec(8, 1, 8, "float16"), (0,))
     with pytest.raises(ValueError, match="8 tokens, the pool of 4"):
         KVCacheManager(KVCacheConfig(10, 4, (KVCacheGroup(FULL, (0,)),), cross), 100)
 

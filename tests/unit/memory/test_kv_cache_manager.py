@@ -8,11 +8,11 @@ from ratoon.memory.hashing import ExtraKeys, MediaSpan
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 
-FULL = FullAttentionSpec(4, 1, 8, 2)
+FULL = FullAttentionSpec(4, 1, 8, "float16")
 
 
 def window_of(window: int) -> SlidingWindowSpec:
-    return SlidingWindowSpec(4, 1, 8, 2, window=window)
+    return SlidingWindowSpec(4, 1, 8, "float16", window=window)
 
 
 def manager_of(num_blocks: int, *specs: FullAttentionSpec | SlidingWindowSpec, caching: bool = True) -> KVCacheManager:

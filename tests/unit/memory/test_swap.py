@@ -41,7 +41,7 @@ def test_a_sequence_goes_to_the_host_and_comes_back_as_it_was() -> None:
 
 
 def test_blocks_that_a_window_has_passed_stay_away() -> None:
-    memory = memory_of(20, 10, SlidingWindowSpec(4, 1, 8, 2, window=4))
+    memory = memory_of(20, 10, SlidingWindowSpec(4, 1, 8, "float16", window=4))
     sequence = running(memory, "a", None, num_tokens=12)
     append(sequence, 1)
     compute(memory, sequence, 1)

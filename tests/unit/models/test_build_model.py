@@ -165,9 +165,9 @@ def test_attention_layers_declare_their_memory_and_windows() -> None:
         LLAMA, architecture="Qwen2ForCausalLM", sliding_window=6, sliding_layers=(False, True), attention_bias=True
     )
     model = build(config, ShapeSource(collect_shapes(config)))
-    assert model.kv_specs(block_size=16, dtype_bytes=2) == [
-        FullAttentionSpec(16, 1, 4, 2),
-        SlidingWindowSpec(16, 1, 4, 2, window=6),
+    assert [layer.kv_spec(block_size=16, dtype="float16") for layer in model.attention_layers] == [
+        FullAttentionSpec(16, 1, 4, "float16"),
+        SlidingWindowSpec(16, 1, 4, "float16", window=6),
     ]
     assert [layer.index for layer in model.attention_layers] == [0, 1]
     assert all(layer.scale == 0.5 for layer in model.attention_layers)

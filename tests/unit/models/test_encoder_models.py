@@ -119,7 +119,7 @@ def test_bert_files_may_have_a_prefix_heads_stored_positions_and_old_names_of_no
 
 def test_what_attention_needs_is_declared_for_each_side() -> None:
     model = build_with_encoder(BART, ShapeSource(collect_shapes(BART)))
-    assert model.cross_spec(block_size=16, dtype_bytes=2) == CrossAttentionSpec(16, 2, 4, 2)
+    assert {layer.kv_spec(16, "float16") for layer in model.cross_layers} == {CrossAttentionSpec(16, 2, 4, "float16")}
     assert [layer.index for layer in model.cross_layers] == [0, 1]
     assert all(layer.causal for layer in model.attention_layers)
     assert [(layer.index, layer.causal) for layer in model.encoder.attention_layers] == [(0, False)]

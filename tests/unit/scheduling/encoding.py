@@ -17,7 +17,7 @@ from ratoon.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.reading import states_for
 from tests.unit.scheduling.steps import BLOCK_SIZE, answer_of, request_of
 
-CROSS = KVCacheGroup(CrossAttentionSpec(BLOCK_SIZE, 1, 8, 2), (0,))
+CROSS = KVCacheGroup(CrossAttentionSpec(BLOCK_SIZE, 1, 8, "float16"), (0,))
 VECTOR = WireTensor("float32", (2,), array("f", [1.0, 2.0]).tobytes())
 
 
@@ -31,7 +31,9 @@ def encoder_scheduler(
     lease_fraction: float = 0.5,
     **config: Any,
 ) -> Scheduler:
-    groups = tuple(KVCacheGroup(FullAttentionSpec(BLOCK_SIZE, 1, 8, 2), (layer,)) for layer in range(num_groups))
+    groups = tuple(
+        KVCacheGroup(FullAttentionSpec(BLOCK_SIZE, 1, 8, "float16"), (layer,)) for layer in range(num_groups)
+    )
     return Scheduler(
         SchedulerConfig(**config),
         CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching, lease_fraction=lease_fraction),

@@ -17,7 +17,7 @@ FCFS, PRIORITY = SchedulingPolicy.FCFS, SchedulingPolicy.PRIORITY
 
 
 def scheduler_of(num_blocks: int = 100, caching: bool = True, max_model_len: int = 200, **config: Any) -> Scheduler:
-    groups = (KVCacheGroup(FullAttentionSpec(BLOCK_SIZE, 1, 8, 2), (0,)),)
+    groups = (KVCacheGroup(FullAttentionSpec(BLOCK_SIZE, 1, 8, "float16"), (0,)),)
     return Scheduler(
         SchedulerConfig(**config),
         CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching),

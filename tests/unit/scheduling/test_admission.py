@@ -60,7 +60,7 @@ def test_choices_that_do_not_fit_together_are_no_reason_to_refuse() -> None:
 
 
 def test_a_window_needs_room_for_itself_and_a_step_only() -> None:
-    groups = (KVCacheGroup(SlidingWindowSpec(4, 1, 8, 2, window=8), (0,)),)
+    groups = (KVCacheGroup(SlidingWindowSpec(4, 1, 8, "float16", window=8), (0,)),)
     scheduler = Scheduler(SchedulerConfig(max_prefill_chunk=4), CacheConfig(), KVCacheConfig(6, 4, groups), 200)
     add(scheduler, "a", 100, max_tokens=20)
     while scheduler.has_requests():

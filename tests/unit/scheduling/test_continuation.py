@@ -16,7 +16,7 @@ from tests.unit.scheduling.steps import BLOCK_SIZE, add, new_ids, request_of, sc
 
 
 def make(num_blocks: int = 100, lease_fraction: float = 0.5, caching: bool = True, **config) -> Scheduler:
-    groups = (KVCacheGroup(FullAttentionSpec(BLOCK_SIZE, 1, 8, 2), (0,)),)
+    groups = (KVCacheGroup(FullAttentionSpec(BLOCK_SIZE, 1, 8, "float16"), (0,)),)
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching, lease_fraction=lease_fraction)
     return Scheduler(SchedulerConfig(**config), cache, KVCacheConfig(num_blocks, BLOCK_SIZE, groups), 200)
 
@@ -355,7 +355,7 @@ def test_a_reset_ends_leases_but_not_under_requests():
 
 
 def test_a_window_that_has_moved_on_is_computed_again():
-    groups = (KVCacheGroup(SlidingWindowSpec(BLOCK_SIZE, 1, 8, 2, window=6), (0,)),)
+    groups = (KVCacheGroup(SlidingWindowSpec(BLOCK_SIZE, 1, 8, "float16", window=6), (0,)),)
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=False)
     scheduler = Scheduler(SchedulerConfig(), cache, KVCacheConfig(50, BLOCK_SIZE, groups), 200)
     tokens = finished_parent(scheduler, 10, 12)

@@ -1,0 +1,116 @@
+"""Growth rules: which blocks of a sequence a KV group takes, which it gives back, and what makes a prefix hit.
+
+A spec names its rule (`KVCacheSpec.growth`), so a new kind of layer that grows like one of these needs nothing here.
+Rules have no state of their own; the KVCacheManager applies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ratoon.core.kv import KVCacheSpec
+from ratoon.memory.block_pool import Block
+
+
+class GrowthRule:
+    """Every block stays readable; a prefix hit is an unbroken run of cached blocks from the first."""
+
+    gives_back = False  # are blocks given back while the sequence still runs?
+    is_cacheable = True  # are full blocks found again by their tokens? One group that says no is enough to find nothing
+
+    def __init__(self, spec: Any) -> None:
+        self.block_size: int = spec.block_size
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """The most blocks that a sequence of `num_tokens` holds at one time, computed in steps of `max_step_tokens`."""
+        return self.num_blocks(num_tokens)
+
+    def num_unread_blocks(self, num_computed_tokens: int) -> int:
+        """How many blocks at the start no later token reads."""
+        return 0
+
+    def holds(self, table: list[Block], num_computed_tokens: int, num_tokens: int, null: Block) -> bool:
+        """Does a table with so many computed tokens still have what the next one behind `num_tokens` of them reads?"""
+        return True
+
+    def longest_hit(
+        self, block_hashes: list[bytes], limit: int, cached: dict[bytes, Block], null: Block
+    ) -> list[Block]:
+        """The table entries of the longest hit of at most `limit` blocks."""
+        hit = []
+        lookup = cached.get
+        for index in range(limit):
+            block = lookup(block_hashes[index])
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+
+GROWTH_RULES: dict[str, type[GrowthRule]] = {"full": GrowthRule, "cross": GrowthRule}
+Rule = TypeVar("Rule", bound=type[GrowthRule])
+
+
+def growth_rule(name: str) -> Callable[[Rule], Rule]:
+    """Registers the class under it, for specs whose `growth` is `name`."""
+
+    def register(rule: Rule) -> Rule:
+        if name in GROWTH_RULES:
+            raise ValueError(f"there is a growth rule {name!r} already")
+        GROWTH_RULES[name] = rule
+        return rule
+
+    return register
+
+
+def rule_for(spec: KVCacheSpec) -> GrowthRule:
+    rule = GROWTH_RULES.get(spec.growth)
+    if rule is None:
+        known = ", ".join(GROWTH_RULES)
+        raise ValueError(
+            f"{type(spec).__name__} grows by the rule {spec.growth!r}, which is unknown; there are {known}"
+        )
+    return rule(spec)
+
+
+@growth_rule("window")
+class SlidingWindowRule(GrowthRule):
+    """Only the last `window` tokens are read; a prefix hit needs the blocks of that window alone."""
+
+    gives_back = True
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__(spec)
+        self.window: int = spec.window
+
+    def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        # The window and the tokens of one step, wherever in a block they begin.
+        span = self.window + max_step_tokens
+        return min(self.num_blocks(num_tokens), (span + self.block_size - 2) // self.block_size + 1)
+
+    def num_unread_blocks(self, num_computed_tokens: int) -> int:
+        # The next token stands at position num_computed_tokens and reads itself and the window - 1 tokens before it.
+        return max(0, num_computed_tokens - self.window + 1) // self.block_size
+
+    def holds(self, table: list[Block], num_computed_tokens: int, num_tokens: int, null: Block) -> bool:
+        return null not in table[self.num_unread_blocks(num_tokens) : self.num_blocks(num_tokens)]
+
+    def longest_hit(
+        self, block_hashes: list[bytes], limit: int, cached: dict[bytes, Block], null: Block
+    ) -> list[Block]:
+        # From the right: the first run of cached blocks as wide as the window, or a run that reaches the first block.
+        num_wanted = self.num_blocks(self.window)
+        run: list[Block] = []  # in reverse
+        for index in range(limit - 1, -1, -1):
+            block = cached.get(block_hashes[index])
+            if block is None:
+                run = []
+                continue
+            run.append(block)
+            if len(run) == num_wanted:
+                return [null] * index + run[::-1]
+        return run[::-1]
