@@ -12,8 +12,11 @@ from ratoon.core.errors import RequestError
 if TYPE_CHECKING:
     from ratoon.core.params import BeamSearchParams
 
-# Rules over tokens, for sampling and for a search.
-TOKEN_RULES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "forced_eos_token_id")
+# Rules over logits, for sampling and for a search.
+TOKEN_RULES = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "forced_eos_token_id",
+)  # fmt: skip
 # Those that a beam search takes; the names are those of BeamSearchParams.
 OPTIONS = (*COMPANIONS, *TOKEN_RULES, "n", "max_tokens", "min_tokens", "ignore_eos")
 

@@ -41,8 +41,8 @@ OBSERVED_SETTINGS = tuple(
     if setting.name in ("otlp_traces_endpoint", "max_total_hidden_states_bytes")
 )
 SAMPLING_OPTIONS = (
-    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "n", "logprobs", "ignore_eos", *TOKEN_RULES,
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "logprobs", "ignore_eos",
+    *TOKEN_RULES,
 )  # fmt: skip
 
 

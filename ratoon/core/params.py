@@ -129,11 +129,6 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
         _require_int("top_k", self.top_k, 0, None, hint="0 or -1 means all tokens")
         _require_number("top_p", self.top_p, 0.0, 1.0, above=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, LARGEST_FACTOR, above=True)
-        if self.repetition_penalty < 1 / LARGEST_FACTOR:
-            raise RequestError("repetition_penalty", f"{self.repetition_penalty} is too small", "1 changes nothing")
         if self.seed is not None:
             _require_int("seed", self.seed, -(2**63), 2**64 - 1)
         _require_token_counts(self.min_tokens, self.max_tokens)
@@ -155,23 +150,6 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
                 "stop", "stop strings need text, but detokenize is off", "use stop_token_ids, or detokenize=True"
             )
         _require_list("stop_token_ids", self.stop_token_ids, int, MAX_LOGIT_BIAS)
-        _require_list("bad_words", self.bad_words, str, MAX_LOGIT_BIAS)
-        num_characters = sum(map(len, self.bad_words or ()))
-        if num_characters > MAX_BAD_WORDS_CHARACTERS:
-            problem = f"has {num_characters} characters in all"
-            raise RequestError("bad_words", problem, f"{MAX_BAD_WORDS_CHARACTERS} at most")
-        _require_list("allowed_token_ids", self.allowed_token_ids, int, None)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids", "is empty", "name at least one token, or leave it out")
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict):
-                raise RequestError("logit_bias", "is not a mapping", "map token ids to numbers from -100 to 100")
-            if len(self.logit_bias) > MAX_LOGIT_BIAS:
-                raise RequestError("logit_bias", f"has {len(self.logit_bias)} entries", f"{MAX_LOGIT_BIAS} at most")
-            for token, bias in self.logit_bias.items():
-                if isinstance(token, bool) or not isinstance(token, int):
-                    raise RequestError("logit_bias", f"key {token!r} is not a token id", "keys are whole numbers")
-                _require_number("logit_bias", bias, -100.0, 100.0)
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False):
@@ -196,7 +174,14 @@ class BeamSearchParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_
     # CUMULATIVE: after every step the best text so far, which may be another one than a step before. There is no DELTA.
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     return_hidden_states: HiddenStatesParams | None = None  # of every text that is returned
-    # As in SamplingParams. Tokens that stay possible keep the log-probabilities that they have among all.
+    # As in SamplingParams, over log-probabilities, which are not normalised again: tokens that a rule leaves alone keep
+    # those that they have among all.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     suppressed_token_ids: list[int] | None = None
     suppressed_first_token_ids: list[int] | None = None
     timestamps: TimestampRules | None = None
@@ -208,6 +193,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_
     min_length: int = 0
 
     # Filled by the InputProcessor; a caller leaves them alone.
+    bad_words_token_ids: list[list[int]] | None = None
     all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
     num_forced_tokens: int = 0  # at the prompt's end, that count as the text's: a length penalty looks at them
 
@@ -363,7 +349,21 @@ def _one_or_many(token_ids: Any) -> Any:
 
 
 def _verify_rules(params: GenerationParams) -> None:
-    """What is wrong with the tokens that may not be chosen, or must be."""
+    """What is wrong with the rules over logits."""
+    _require_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _require_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    _require_number("repetition_penalty", params.repetition_penalty, 0.0, LARGEST_FACTOR, above=True)
+    if params.repetition_penalty < 1 / LARGEST_FACTOR:
+        raise RequestError("repetition_penalty", f"{params.repetition_penalty} is too small", "1 changes nothing")
+    _verify_bias(params.logit_bias)
+    _require_list("allowed_token_ids", params.allowed_token_ids, int, None)
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise RequestError("allowed_token_ids", "is empty", "name at least one token, or leave it out")
+    _require_list("bad_words", params.bad_words, str, MAX_LOGIT_BIAS)
+    num_characters = sum(map(len, params.bad_words or ()))
+    if num_characters > MAX_BAD_WORDS_CHARACTERS:
+        problem = f"has {num_characters} characters in all"
+        raise RequestError("bad_words", problem, f"{MAX_BAD_WORDS_CHARACTERS} at most")
     for name in ("suppressed_token_ids", "suppressed_first_token_ids"):
         _require_list(name, getattr(params, name), int, None)
     for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
@@ -388,6 +388,19 @@ def _verify_rules(params: GenerationParams) -> None:
         rules.verify()
     except RequestError as error:
         raise error.inside("timestamps") from None
+
+
+def _verify_bias(logit_bias: Any) -> None:
+    if logit_bias is None:
+        return
+    if not isinstance(logit_bias, dict):
+        raise RequestError("logit_bias", "is not a mapping", "map token ids to numbers from -100 to 100")
+    if len(logit_bias) > MAX_LOGIT_BIAS:
+        raise RequestError("logit_bias", f"has {len(logit_bias)} entries", f"{MAX_LOGIT_BIAS} at most")
+    for token, bias in logit_bias.items():
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise RequestError("logit_bias", f"key {token!r} is not a token id", "keys are whole numbers")
+        _require_number("logit_bias", bias, -100.0, 100.0)
 
 
 def _require_int(field: str, value: Any, low: int | None, high: int | None, hint: str = "") -> None:

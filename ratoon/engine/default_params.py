@@ -18,7 +18,7 @@ from ratoon.observe.logging import get_logger
 # Generation default → field of params.
 LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "min_length": "min_length"}
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-BEAM_DEFAULTS = ("length_penalty", "early_stopping")
+BEAM_DEFAULTS = ("length_penalty", "early_stopping", "repetition_penalty")
 
 logger = get_logger(__name__)
 

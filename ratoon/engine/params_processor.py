@@ -28,6 +28,12 @@ from ratoon.engine.hidden_states import HiddenStatesSelector
 from ratoon.engine.own_rules import SUPPRESSED, OwnRules
 
 SEED_BITS = 63
+TOKEN_LISTS = (
+    "stop_token_ids", "suppressed_token_ids", "suppressed_first_token_ids", "forced_eos_token_id", "allowed_token_ids",
+    "logit_bias",
+)  # fmt: skip
+# Fields that a beam search has in common with sampling, its rules over logits among them.
+SHARED_NAMES = tuple(name for name in BeamSearchParams.__struct_fields__ if name in SamplingParams.__struct_fields__)
 SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
 
 
@@ -75,10 +81,12 @@ class ParamsProcessor:
         for name in SWITCHES:
             if not isinstance(getattr(params, name), bool):
                 raise RequestError(name, f"{getattr(params, name)!r} is neither true nor false", "true or false")
-        for name in ("stop_token_ids", "suppressed_token_ids", "suppressed_first_token_ids", "forced_eos_token_id"):
+        for name in TOKEN_LISTS:
             self._verify_vocabulary(name, getattr(params, name))
         for index, word in enumerate(params.bad_words_ids or ()):
             self._verify_vocabulary(f"bad_words_ids[{index}]", word)
+        if self._tokenizer is None and params.bad_words:
+            raise RequestError("bad_words", "words need a tokenizer, and none is loaded", "use bad_words_ids")
         if params.encoder_no_repeat_ngram_size and self._reads_audio:
             raise RequestError("encoder_no_repeat_ngram_size", "the model's encoder reads audio, not tokens", "0")
         if params.timestamps is not None:
@@ -98,13 +106,8 @@ class ParamsProcessor:
             count = getattr(params, name)
             if count is not None and count > self._vocab_size:
                 raise RequestError(name, f"{count} is more than the vocabulary has", f"{self._vocab_size} at most")
-        self._verify_vocabulary("allowed_token_ids", params.allowed_token_ids)
-        self._verify_vocabulary("logit_bias", params.logit_bias)
-        if self._tokenizer is None:
-            if params.stop:
-                raise RequestError("stop", "stop strings need a tokenizer, and none is loaded", "use stop_token_ids")
-            if params.bad_words:
-                raise RequestError("bad_words", "words need a tokenizer, and none is loaded", "use logit_bias")
+        if self._tokenizer is None and params.stop:
+            raise RequestError("stop", "stop strings need a tokenizer, and none is loaded", "use stop_token_ids")
 
     def _verify_beams(self, params: BeamSearchParams) -> None:
         stop_tokens = self._stop_token_ids(params)
@@ -117,7 +120,8 @@ class ParamsProcessor:
             )
         # The first step begins a text with each token that may be the first and ends none: so many there surely are.
         held_back = [self._own_rules.value(params, name) or () for name in SUPPRESSED]
-        num_texts = self._vocab_size - len({*stop_tokens, *chain(*held_back)})
+        allowed = range(self._vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        num_texts = len({*allowed} - {*stop_tokens, *chain(*held_back)})
         if params.n > num_texts:
             raise RequestError("n", f"{params.n} is more texts than the vocabulary can begin", f"{num_texts} at most")
 
@@ -161,44 +165,20 @@ class ParamsProcessor:
             params.return_hidden_states = self._selector.in_plain_lists(params.return_hidden_states)
         params.all_stop_token_ids = self._stop_token_ids(params)
         self._own_rules.complete(params)
+        if params.bad_words:
+            params.bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
         if isinstance(params, SamplingParams):
             self._complete_sampling(params)
             return params, None
         params.num_forced_tokens = num_forced_tokens
-        return self._envelope(params), params
+        shared = {name: getattr(params, name) for name in SHARED_NAMES}
+        return SamplingParams(temperature=0.0, seed=0, **shared), params
 
     def _complete_sampling(self, params: SamplingParams) -> None:
         # Always set: a request that is preempted, or replayed from a record, draws the same numbers again.
         if params.seed is None:
             params.seed = self._random.getrandbits(SEED_BITS)
         params.eos_token_ids = list(self.eos_token_ids)
-        if params.bad_words:
-            params.bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
-
-    def _envelope(self, params: BeamSearchParams) -> SamplingParams:
-        return SamplingParams(
-            n=params.n,
-            temperature=0.0,
-            seed=0,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-            all_stop_token_ids=params.all_stop_token_ids,
-            eos_token_ids=list(self.eos_token_ids),
-            detokenize=params.detokenize,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-            output_kind=params.output_kind,
-            return_hidden_states=params.return_hidden_states,
-            suppressed_token_ids=params.suppressed_token_ids,
-            suppressed_first_token_ids=params.suppressed_first_token_ids,
-            timestamps=params.timestamps,
-            no_repeat_ngram_size=params.no_repeat_ngram_size,
-            encoder_no_repeat_ngram_size=params.encoder_no_repeat_ngram_size,
-            forced_eos_token_id=params.forced_eos_token_id,
-            bad_words_ids=params.bad_words_ids,
-        )
 
     def _complete_lengths(
         self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None

@@ -161,7 +161,6 @@ WITHOUT_EFFECT: dict[str, Callable[[Raw, ModelConfig], bool]] = {
     "constraints": _always,
     "force_words_ids": _always,
     "num_beams": lambda raw, _: _samples(raw) and _above("num_beams", 1)(raw, _),
-    "repetition_penalty": lambda raw, _: _searches(raw) and raw["repetition_penalty"] != 1,
     "num_return_sequences": _above("num_return_sequences", 1),
     "encoder_repetition_penalty": _differs("encoder_repetition_penalty", 1),
     "exponential_decay_length_penalty": _always,

@@ -45,6 +45,7 @@ def oracle_search(
     params: BeamSearchParams,
     stop_token_ids: list[int] | None,
     logits_processor: LogitsProcessorList | None = None,
+    **settings: Any,  # of `generate`
 ) -> list[Text]:
     with pytest.MonkeyPatch.context() as patch:
         # It would take a width of 1 for a greedy search, which has no scores.
@@ -55,6 +56,7 @@ def oracle_search(
             min_new_tokens=params.min_tokens or None, length_penalty=params.length_penalty,
             early_stopping=params.early_stopping, eos_token_id=stop_token_ids, pad_token_id=0,
             return_dict_in_generate=True, output_scores=True, logits_processor=logits_processor,
+            **settings,
         )  # fmt: skip
     lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
     return [

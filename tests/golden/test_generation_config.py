@@ -34,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "beams": {**SEARCH, "length_penalty": 2.0, "early_stopping": True},
     "beams that go on": {**SEARCH, "length_penalty": 2.0, "early_stopping": False},
     "beams to the end": {**SEARCH, "length_penalty": 0.5, "early_stopping": "never", "encoder_no_repeat_ngram_size": 2},
+    "beams with a penalty": {**SEARCH, "repetition_penalty": 1.3, "early_stopping": True},
     "short beams": {"num_beams": 3, "no_repeat_ngram_size": 1, "length_penalty": -1.0, "max_new_tokens": 7},
 }
 

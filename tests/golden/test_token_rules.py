@@ -90,6 +90,58 @@ def test_beams_are_those_of_transformers(seed: int) -> None:
             check_search(search, output)
 
 
+# Fields of params, and what `generate` calls the same. `min_length` counts the prompt, as there.
+BEAM_RULES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+    ({"repetition_penalty": 0.7}, {"repetition_penalty": 0.7}),
+    ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}),
+    ({"bad_words_ids": [[7], [30, 31], [8, 9, 10]]}, {"bad_words_ids": [[7], [30, 31], [8, 9, 10]]}),
+    ({"suppressed_token_ids": [11, 12, 13, 40]}, {"suppress_tokens": [11, 12, 13, 40]}),
+    ({"suppressed_first_token_ids": [14, 60, 3]}, {"begin_suppress_tokens": [14, 60, 3]}),
+    ({"min_length": 24}, {"min_length": 24}),
+    ({"logit_bias": {60: 2.5, 5: -3.0}}, {"sequence_bias": [[[60], 2.5], [[5], -3.0]]}),
+    ({"forced_eos_token_id": [60]}, {"forced_eos_token_id": [60]}),
+]
+
+
+def ruled_search(chance: random.Random, num_rules: int) -> tuple[list[int], BeamSearchParams, dict[str, Any]]:
+    """With rules that `generate` of transformers builds itself, in its own order."""
+    ours, theirs = {}, {}
+    for name, other in chance.sample(BEAM_RULES, num_rules):
+        if not ("forced_eos_token_id" in {*ours, *name} and "logit_bias" in {*ours, *name}):  # the order is another
+            ours |= name
+            theirs |= other
+    width = chance.choice([1, 3, 5])
+    params = BeamSearchParams(
+        beam_width=width, n=width, max_tokens=MAX_TOKENS, stop_token_ids=[60], ignore_eos=True, **ours
+    )
+    return random_token_ids(chance.choice([5, 16, 21]), seed=chance.randrange(8)), params, theirs
+
+
+def test_beams_take_every_rule_that_transformers_has() -> None:
+    chance = random.Random(4)
+    searches = [ruled_search(chance, num_rules) for num_rules in (1, 1, 2, 2, 3, 3, 4, 5, 6)]
+    searches += [ruled_search(random.Random(seed), 1) for seed in range(8)]
+    with engine(FAMILY) as llm:
+        prompts, params = [prompt for prompt, _, _ in searches], [params for _, params, _ in searches]
+        outputs = llm.beam_search(prompts, params, progress=False)
+    for (prompt, asked, settings), output in zip(searches, outputs, strict=True):
+        theirs = oracle_search(tiny_model(FAMILY).oracle, prompt, asked, [60], **settings)
+        assert_same_texts(texts_of(output), theirs, (prompt, settings))
+
+
+def test_penalties_of_beams_outlive_the_loss_of_memory() -> None:
+    prompt, fields = random_token_ids(17, seed=3), {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3}
+    params = BeamSearchParams(beam_width=4, n=4, max_tokens=MAX_TOKENS, ignore_eos=True, **fields)
+    with engine(FAMILY, max_num_batched_tokens=16) as llm:
+        stream = llm.stream(prompt, params)
+        outputs = [next(stream) for _ in range(5)]
+        assert step_without_free_memory(llm)
+        outputs += stream
+    theirs = oracle_search(tiny_model(FAMILY).oracle, prompt, params, None, **fields)
+    assert_same_texts(texts_of(outputs[-1]), theirs, fields)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 9])
 def test_beams_that_lose_their_memory_keep_the_rules(num_tokens: int) -> None:
     chance = random.Random(num_tokens)

@@ -133,9 +133,6 @@ def test_a_beam_search_is_not_streamed_on_a_terminal(client, monkeypatch):
         ["--top-p", "0.9"],
         ["--top-k", "3"],
         ["--min-p", "0.1"],
-        ["--presence-penalty", "1"],
-        ["--frequency-penalty", "1"],
-        ["--repetition-penalty", "1.2"],
         ["--stop", "x"],
         ["--logprobs", "1", "--json"],
         ["--stream"],
@@ -146,6 +143,13 @@ def test_what_contradicts_a_beam_search_is_refused_by_its_name(client, capsys, w
     assert main(["generate", "fake", "hi", "--beam-width", "4", *words]) == 2
     assert capsys.readouterr().err.startswith(f"error: {words[0]}: ")
     assert client.added == []
+
+
+def test_penalties_go_with_a_beam_search(client):
+    words = ["--presence-penalty", "1", "--frequency-penalty", "0.5", "--repetition-penalty", "1.2"]
+    assert main(["generate", "fake", "hi", "--raw", "--beam-width", "4", *words]) == 0
+    params = client.added[-1].beam_params
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.0, 0.5, 1.2)
 
 
 @pytest.mark.parametrize(

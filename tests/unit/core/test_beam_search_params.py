@@ -56,6 +56,12 @@ def test_what_has_a_meaning_is_taken(fields):
         ("stop_token_ids", [True]),
         ("stop_token_ids", [0] * (MAX_BEAM_STOP_TOKENS + 1)),
         ("ignore_eos", "yes"),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", {"a": 1.0}),
+        ("allowed_token_ids", []),
+        ("bad_words", [1]),
     ],
 )
 def test_what_has_none_is_refused_by_name(field, value):

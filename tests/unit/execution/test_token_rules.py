@@ -16,6 +16,8 @@ from transformers.generation.logits_process import (
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
@@ -48,8 +50,8 @@ def timestamp_rules(max_initial_index: int | None = None) -> TimestampRules:
     )
 
 
-def random_rules(chance: random.Random) -> dict[str, Any]:
-    """Fields of params: some, all or none."""
+def random_rules(chance: random.Random, weighed: bool = True) -> dict[str, Any]:
+    """Fields of params: some, all or none. `weighed`: penalties and a bias may be among them."""
     fields: dict[str, Any] = {}
     if chance.random() < 0.6:
         fields["suppressed_token_ids"] = chance.sample(range(VOCAB_SIZE), chance.randint(1, 25))
@@ -68,12 +70,20 @@ def random_rules(chance: random.Random) -> dict[str, Any]:
         fields["bad_words_ids"] += [[token, chance.randrange(60)] for token in chance.sample(range(60), 40)]
     if chance.random() < 0.4:
         fields |= {"forced_eos_token_id": chance.choice([[END], [END, 31]]), "max_tokens": chance.choice([1, 2, 3, 6])}
+    if weighed and "timestamps" not in fields and chance.random() < 0.5:  # which transformers applies behind penalties
+        fields["repetition_penalty"] = chance.choice([0.7, 1.3])
+        if "forced_eos_token_id" not in fields:
+            fields["logit_bias"] = {token: chance.uniform(-3, 3) for token in chance.sample(range(VOCAB_SIZE), 9)}
     return fields
 
 
 def oracle(fields: dict[str, Any], num_prompt_tokens: int) -> LogitsProcessorList:
     """In the order of Whisper's `generate`."""
     processors = LogitsProcessorList()
+    if "logit_bias" in fields:
+        processors.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in fields["logit_bias"].items()}))
+    if "repetition_penalty" in fields:
+        processors.append(RepetitionPenaltyLogitsProcessor(fields["repetition_penalty"]))
     if "no_repeat_ngram_size" in fields:
         processors.append(NoRepeatNGramLogitsProcessor(fields["no_repeat_ngram_size"]))
     if "encoder_no_repeat_ngram_size" in fields:
@@ -158,7 +168,7 @@ def test_a_row_keeps_the_rules_from_token_to_token():
     """Greedy texts, each token chosen by the sampler itself."""
     for seed in range(20):
         chance = random.Random(seed)
-        fields = {**random_rules(chance), "timestamps": timestamp_rules(3)}
+        fields = {**random_rules(chance, weighed=False), "timestamps": timestamp_rules(3)}
         rows = SamplingRows(1)
         rows.add(0, SamplingParams(temperature=0.0, **fields), 0, PROMPT, [])
         processors, text = oracle(fields, len(PROMPT)), list[int]()

@@ -3,7 +3,7 @@ lacks stands beside what it has: extensions are ordinary fields."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -27,8 +27,11 @@ from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.engine.default_params import with_given
 
-# Rules over tokens: the same for sampling and for a search.
-RULES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "forced_eos_token_id", "bad_words_ids")
+# Rules over logits: the same for sampling and for a search.
+RULES = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "forced_eos_token_id", "bad_words_ids",
+)  # fmt: skip
 # Same name and same meaning in BeamSearchParams.
 BEAM_NAMES = (
     "n", "min_tokens", "length_penalty", "early_stopping", "stop_token_ids", "ignore_eos", "skip_special_tokens",
@@ -81,7 +84,7 @@ class BeamFields(RequestModel):
         name = find_contradiction(self._value)
         if name is not None:
             raise RequestError(name, "contradicts use_beam_search, which samples nothing", "leave one of them out")
-        given: dict[str, Any] = {name: value for name in BEAM_NAMES if (value := self._value(name)) is not None}
+        given = self._given(BEAM_NAMES)
         width = self._width(1 if defaults is None else defaults.beam_width)
         given |= {"beam_width": width, "return_hidden_states": return_hidden_states, **lengths}
         given["output_kind"] = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
@@ -102,15 +105,20 @@ class BeamFields(RequestModel):
         asked = width if width is not None else best_of
         return max(default, self._value("n") or 1) if asked is None else asked
 
+    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+        given = {name: value for name in names if (value := self._value(name)) is not None}
+        if "logit_bias" in given:  # JSON has no keys but text
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+        return given
+
     def _value(self, name: str) -> Any:
         return getattr(self, name, None)
 
 
 # Same name and same meaning in SamplingParams. Left out (or null), the model's own default counts.
 SAMPLING_NAMES = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-    "spaces_between_special_tokens", "allowed_token_ids", "bad_words", *RULES,
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", *RULES,
 )  # fmt: skip
 
 
@@ -216,9 +224,7 @@ class SamplingFields(BeamFields):
         if self.use_beam_search or (search is not None and self.leaves_search_open()):
             return self.beam_search_params(search, lengths, bool(self.stream), states)
         self.refuse_companions()
-        given: dict[str, Any] = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
-        if self.logit_bias is not None:
-            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        given = self._given(SAMPLING_NAMES)
         if given.get("top_k") == -1:
             given["top_k"] = 0
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "return_hidden_states": states, **lengths}

@@ -42,6 +42,12 @@ async def test_fields_become_params():
             "min_tokens": 1,
             "stop_token_ids": [7],
             "skip_special_tokens": False,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "repetition_penalty": 1.25,
+            "logit_bias": {"5": 1.5},
+            "allowed_token_ids": [5, 6, 8],
+            "bad_words_ids": [[5, 6]],
         }
         for answer in (await client.complete(prompt="p", **fields), await client.chat("p", **fields)):
             assert answer.status == 200
@@ -54,6 +60,12 @@ async def test_fields_become_params():
                 min_tokens=1,
                 stop_token_ids=[7],
                 skip_special_tokens=False,
+                presence_penalty=0.5,
+                frequency_penalty=-0.5,
+                repetition_penalty=1.25,
+                logit_bias={5: 1.5},
+                allowed_token_ids=[5, 6, 8],
+                bad_words_ids=[[5, 6]],
                 all_stop_token_ids=[7, END],
             )
 
@@ -106,17 +118,17 @@ CONTRADICTIONS = {
     "top_p": 0.9,
     "top_k": 5,
     "min_p": 0.1,
-    "presence_penalty": 0.1,
-    "frequency_penalty": -0.1,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1},
-    "allowed_token_ids": [5],
-    "bad_words": ["x"],
     "stop": "x",
     "include_stop_str_in_output": True,
     "prompt_logprobs": 0,
 }
 WRONG = [
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5], "n": 2}, "n"),
     *(({name: value}, name) for name, value in CONTRADICTIONS.items()),
     ({"beam_width": 0}, "beam_width"),
     ({"beam_width": 2049}, "beam_width"),
