@@ -1,15 +1,19 @@
-"""Cheap requests that used to hurt others: large wrong bodies and prompts that are far too long. They are refused at
-about the cost of reading them, and other clients are answered meanwhile. bench/attacks.py has them in full size."""
+"""Cheap requests that used to hurt others: large wrong bodies, prompts that are far too long, hostile templates. They
+are refused at a small cost, and other clients are answered meanwhile. bench/attacks.py has them in full size."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -29,7 +33,7 @@ LONGEST_WAIT = 10.0  # seconds, of other clients and of a refusal: it is below 1
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(write_tiny_model(tmp_path_factory.mktemp("models") / MODEL)) as running:
+    with serving(write_tiny_model(tmp_path_factory.mktemp("models") / MODEL), "--allow-request-template") as running:
         for _ in range(3):  # what is made at the first request is no growth
             requests.post(running.url + COMPLETIONS, json={**SHORT, "prompt": "x" * 100_000}, timeout=60)
         yield running
@@ -142,3 +146,42 @@ def test_prompts_that_are_far_too_long_are_not_tokenised(server: Server, path: s
     assert watch.longest_wait < LONGEST_WAIT
     assert watch.growth < 8 * 3 * 10 * MEBIBYTE, "ten times the bodies; it was a hundred times"
     wait_until("memory is given back", lambda: resident_bytes(server.process.pid) - before < 48 * MEBIBYTE, 30)
+
+
+def ask_with(server: Server, template: str) -> requests.Response:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "chat_template": template}
+    return requests.post(server.url + CHAT, json=body, timeout=120)
+
+
+def template_processes(server: Server) -> set[int]:
+    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+    children = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    return {pid for pid in children if b"template_process" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def test_templates_of_requests_hurt_nobody(server: Server) -> None:
+    hostile = [
+        "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4,
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ ''.__class__.__mro__ }}",
+    ]
+    with watching(server) as watch, ThreadPoolExecutor(len(hostile)) as attackers:
+        answers = list(attackers.map(lambda template: ask_with(server, template), hostile))
+    assert [answer.status_code for answer in answers] == [400] * len(hostile)
+    assert watch.longest_wait < LONGEST_WAIT
+    assert watch.growth < 32 * MEBIBYTE
+    assert ask_with(server, "{{ messages[0].content }}").status_code == 200
+
+
+def test_a_template_process_that_is_killed_fails_one_request(server: Server) -> None:
+    ask_with(server, "x")
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(ask_with, server, "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4)
+        time.sleep(0.5)
+        for pid in template_processes(server):
+            os.kill(pid, signal.SIGKILL)
+        error = answer.result().json()["error"]
+    assert (error["param"], "chat_template: " in error["message"]) == ("chat_template", True)
+    assert ask_with(server, "{{ messages[0].content }}").status_code == 200
+    assert len(template_processes(server)) == 1
