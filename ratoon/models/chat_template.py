@@ -135,7 +135,7 @@ def _render_checked(compiled: CompiledTemplate, messages: list[Message], variabl
         raise RequestError("chat_template", "calls itself too often") from error
     except MemoryError as error:
         raise RequestError("chat_template", "needs too much memory") from error
-    except Exception as error:  # a foreign program: it can raise anything, and that is nobody else's business
+    except Exception as error:  # a foreign program can raise anything, and only its request may fail
         if any(message["content"] is None for message in messages):  # it knows tool calls, but takes text to be there
             filled = [{**message, "content": message["content"] or ""} for message in messages]
             return _render_checked(compiled, filled, variables)

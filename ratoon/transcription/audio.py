@@ -177,6 +177,6 @@ def make_spectrogram(
     stream = LogMelStream(num_mel_bins)
     for piece in read_samples(audio, limits):
         if given_up is not None and given_up.is_set():
-            raise InterruptedError("nobody waits for it any more")
+            raise InterruptedError("it was cancelled")
         stream.add(piece)
     return stream.finish()

@@ -99,7 +99,7 @@ def _convert(resampler: AudioResampler | None, frame: AudioFrame | None) -> Iter
         return
     try:
         converted = resampler.resample(frame)
-    except FFmpegError as error:  # nine channels, say: nobody has told it what each is for
+    except FFmpegError as error:  # nine channels, for example: their layout is not known
         raise _not_readable(error) from None
     for part in converted:
         yield part.to_ndarray()[0].astype(np.float32) / LOUDEST

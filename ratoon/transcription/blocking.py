@@ -1,6 +1,6 @@
 """Transcription with an LLM: its engine runs a step at a time, in this process, while the call lasts.
 
-Recordings are still many at a time. An event loop of its own carries them, and the engine steps whenever somebody waits
+Recordings are still many at a time. An event loop of its own carries them, and the engine steps whenever a window waits
 for it; files are decoded on threads meanwhile.
 """
 
@@ -33,7 +33,7 @@ Inbox = deque[RequestOutput]
 
 @dataclass(slots=True)
 class SteppedEngine:
-    """`Generate` for an engine that only runs while somebody calls `step`."""
+    """`Generate` for an engine that only runs while `step` is called."""
 
     begin: Callable[[Any, GenerationParams, Inbox], str]  # a prompt's request, whose output goes to the inbox; its id
     step: Callable[[], None]

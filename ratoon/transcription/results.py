@@ -21,7 +21,7 @@ class Segment:
     temperature: float  # that its text was found with
     avg_logprob: float
     compression_ratio: float  # high for a text that repeats itself
-    no_speech_prob: float | None  # None: nobody asked
+    no_speech_prob: float | None  # None: it was not asked for
 
 
 @dataclass(slots=True)

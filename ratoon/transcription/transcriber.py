@@ -222,6 +222,6 @@ class AsyncGenerate:
         async with aclosing(self._llm.generate(prompt, params, request_id, **self._placement)) as outputs:
             async for output in outputs:
                 final = output
-        with suppress(UnknownParentError):  # nobody goes on from a window, and it would hold its features
+        with suppress(UnknownParentError):  # a window is never continued, and it would hold its features
             await self._llm.forget(request_id, self._placement.get("owner"))
         return checked_output(final)

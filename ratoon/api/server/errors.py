@@ -87,7 +87,7 @@ def model_not_found(model: str, served_names: tuple[str, ...]) -> ApiError:
 
 
 def request_not_found(request_id: str, param: str) -> ApiError:
-    """The same for an id that never was, that was forgotten, and that is somebody else's."""
+    """The same for an id that never was, that was forgotten, and that belongs to another key."""
     shown = request_id if len(request_id) <= 200 else request_id[:200] + "…"
     message = f"{param}: there is no request {shown!r}; expected the id of one that has ended"
     return ApiError(404, message, param=param, code="request_not_found")
@@ -114,7 +114,7 @@ def generation_failed(message: str | None) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any error as an answer. What nobody foresaw becomes a 500 that gives nothing away."""
+    """Any error as an answer. An unexpected one becomes a 500 that reveals nothing."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):

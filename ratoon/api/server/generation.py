@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ratoon.api.server.context import ServerContext
+from ratoon.api.server.continuations import Origin, find_place
 from ratoon.api.server.errors import generation_failed, refused, request_not_found, shutting_down
 from ratoon.api.server.exchange import Exchange
-from ratoon.api.server.origins import Origin, find_place
 from ratoon.api.server.prompts import EncodedPrompt
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
@@ -48,7 +48,7 @@ class Batch:
     fallback: Callable[[], Awaitable[EncodedPrompt]] | None = None  # its prompt where the parent is forgotten
     trace_headers: dict[str, str] | None = None  # the client's span
     names: tuple[str, ...] = ()  # what the client calls the request, beside the id
-    only_prompt: bool = False  # score the prompt: the engine makes one token nevertheless, and nobody gets to see it
+    only_prompt: bool = False  # score the prompt: the engine makes one token nevertheless, which is not sent
 
     def request_id(self, index: int) -> str:
         """A single prompt's engine request has the answer's id."""
@@ -125,7 +125,7 @@ async def _final_output(context: ServerContext, batch: Batch, index: int) -> Req
     if final is None:
         raise generation_failed("The engine gave no output")
     if any(choice.finish_reason == "abort" for choice in final.outputs):
-        raise shutting_down()  # nobody else aborts what a client still waits for
+        raise shutting_down()  # nothing else aborts what a client still waits for
     return final
 
 
@@ -181,7 +181,7 @@ async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGe
                     raise generation_failed(output.error)
                 if batch.only_prompt:
                     _drop_answer(output)
-                    if output.finished:  # nobody should go on from a token that nobody saw
+                    if output.finished:  # a token that was not sent must not be continued
                         with suppress(UnknownParentError):  # an aborted one is forgotten already
                             await context.llm.forget(batch.request_id(index), batch.owner)
                 yield output

@@ -350,7 +350,7 @@ def _body_too_large(limit: BodyLimit) -> ApiError:
 
 
 class CancelOnDisconnect:
-    """Watches `receive`, which belongs to nobody else once the body is read."""
+    """Watches `receive`, which no other layer needs once the body is read."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app

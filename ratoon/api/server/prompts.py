@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 LONG_TEXT = 2048  # characters: what is shorter is tokenised before a thread would have begun
 MAX_COUNTED = 4 * 2**20  # characters: a text that is only counted, and could not be a prompt
-# Variables of a template that have a field of their own in the request, or are nobody's to set.
+# Variables of a template that have a field of their own in the request, or must not be set.
 RESERVED_VARIABLES = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "self", "template",
     "variables",

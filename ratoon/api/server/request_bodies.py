@@ -1,4 +1,4 @@
-"""A request's body to a checked model: strict JSON or a form, strict types, and no field that nobody reads.
+"""A request's body to a checked model: strict JSON or a form, strict types, and no unknown fields.
 
 Everything that can be wrong with a body is a 400 (or 415) that names the place. FastAPI would read bodies itself, but
 takes NaN, keys that stand twice, half characters and unknown fields, and has no limits on what a body holds.

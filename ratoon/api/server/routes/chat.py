@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.continuations import chat_origin
 from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generated_answers import Renderer, answer_stream, answer_whole, figures
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, make_id, names_of
 from ratoon.api.server.logprobs import chat_logprobs, prompt_logprobs
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.origins import chat_origin
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, Message
 from ratoon.api.server.request_bodies import read_body
