@@ -1,13 +1,12 @@
 """Growth rules: which blocks of a sequence a KV group takes, which it gives back, and what makes a prefix hit.
 
-A spec names its rule (`KVCacheSpec.growth`), so a new kind of layer that grows like one of these needs nothing here.
-Rules have no state of their own; the KVCacheManager applies them.
+A spec names its rule (`KVCacheSpec.growth`): a new kind of layer that grows like one of these needs nothing here, and
+one that grows in another way a rule in GROWTH_RULES. Rules have no state; the KVCacheManager applies them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from ratoon.core.kv import KVCacheSpec
 from ratoon.memory.block_pool import Block
@@ -51,33 +50,6 @@ class GrowthRule:
         return hit
 
 
-GROWTH_RULES: dict[str, type[GrowthRule]] = {"full": GrowthRule, "cross": GrowthRule}
-Rule = TypeVar("Rule", bound=type[GrowthRule])
-
-
-def growth_rule(name: str) -> Callable[[Rule], Rule]:
-    """Registers the class under it, for specs whose `growth` is `name`."""
-
-    def register(rule: Rule) -> Rule:
-        if name in GROWTH_RULES:
-            raise ValueError(f"there is a growth rule {name!r} already")
-        GROWTH_RULES[name] = rule
-        return rule
-
-    return register
-
-
-def rule_for(spec: KVCacheSpec) -> GrowthRule:
-    rule = GROWTH_RULES.get(spec.growth)
-    if rule is None:
-        known = ", ".join(GROWTH_RULES)
-        raise ValueError(
-            f"{type(spec).__name__} grows by the rule {spec.growth!r}, which is unknown; there are {known}"
-        )
-    return rule(spec)
-
-
-@growth_rule("window")
 class SlidingWindowRule(GrowthRule):
     """Only the last `window` tokens are read; a prefix hit needs the blocks of that window alone."""
 
@@ -114,3 +86,13 @@ class SlidingWindowRule(GrowthRule):
             if len(run) == num_wanted:
                 return [null] * index + run[::-1]
         return run[::-1]
+
+
+GROWTH_RULES: dict[str, type[GrowthRule]] = {"full": GrowthRule, "window": SlidingWindowRule, "cross": GrowthRule}
+
+
+def rule_for(spec: KVCacheSpec) -> GrowthRule:
+    rule, known = GROWTH_RULES.get(spec.growth), ", ".join(GROWTH_RULES)
+    if rule is None:
+        raise ValueError(f"{type(spec).__name__} grows by the rule {spec.growth!r}, which is not one of {known}")
+    return rule(spec)
