@@ -16,7 +16,7 @@ import msgspec
 
 NULL_BLOCK = 0  # never handed out: padding rows write to it, and freed places in a table point at it
 PAGE_ALIGNMENT = 16  # bytes; of every tensor in a page
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class PageTensor(msgspec.Struct, frozen=True):

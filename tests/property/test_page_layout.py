@@ -22,7 +22,7 @@ from ratoon.core.plan import BlockCopy, SchedulerOutput
 from ratoon.execution.kv_tensors import KVTensors
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 9, 4
-DTYPES = sorted(set(DTYPE_BYTES) - {"uint8", "int8"})
+DTYPES = sorted(DTYPE_BYTES)
 
 
 class TwoTensorsSpec(KVCacheSpec, frozen=True):
