@@ -8,6 +8,7 @@ import torch
 
 from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.execution.kv_tensors import KVTensors
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 Tensor = torch.Tensor
@@ -18,6 +19,7 @@ class PagedStep:
     cross-attention reads."""
 
     __slots__ = ("_cross", "_kv", "_metadata")
+    adapters: AdapterRows | None = None
 
     def __init__(self, kv: KVTensors, metadata: list[Any], cross: Any = None) -> None:
         self._kv = kv
@@ -40,6 +42,7 @@ class EncoderPass:
     """One pass of an encoder: its own attention goes through a scratch cache, and what it leaves to the paged one."""
 
     __slots__ = ("_backend", "_kv", "_metadata", "_scratch", "_stored")
+    adapters: AdapterRows | None = None
 
     def __init__(
         self, backend: AttentionBackend, kv: KVTensors, scratch: LayerCache, metadata: Any, stored: Any

@@ -11,10 +11,16 @@ from typing import Protocol
 import torch
 
 from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ratoon.layers.adapters import AdapterRows
 
 
 class StepContext(Protocol):
     """What a forward pass of one step, of a decoder or of an encoder, offers to the layers."""
+
+    @property
+    def adapters(self) -> AdapterRows | None:
+        """Which adapter each row [T] has; None: no row has one."""
+        ...
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Store k and v [T, kv_heads, head_dim], attend with q [T, heads, head_dim]; returns [T, heads · head_dim]."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch.nn import functional
 
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.linear import make_product
+from ratoon.layers.stored import TensorSlice
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
@@ -27,19 +30,27 @@ class Embedding:
 
 
 class VocabParallelEmbedding:
-    """The table of the vocabulary, kept as Ops wants it: [T] → [T, size], in new memory."""
+    """The vocabulary's table, kept as Ops wants it: [T] → [T, size], in new memory. A rank has some of the rows."""
 
-    __slots__ = ("lookup", "weight")
+    __slots__ = ("lookup", "reduce", "rows", "vocab_size", "weight")
 
-    def __init__(self, weights: Weights, count: int, size: int) -> None:
-        self.weight = weights.take_stored("weight", count, size)
+    def __init__(self, weights: Weights, vocab_size: int, size: int) -> None:
+        self.vocab_size = vocab_size
+        self.rows = weights.shard.cut_vocabulary(vocab_size)
+        part = TensorSlice.of_range(0, self.rows, vocab_size)
+        self.weight = weights.take_stored("weight", vocab_size, size, part=part)
         kept = weights.ops.find_format(self.weight)
-        self.lookup = (
-            partial(weights.ops.embedding, self.weight.data) if kept is None else kept.make_embedding(self.weight)
-        )
+        table = self.weight.data
+        self.lookup = partial(weights.ops.embedding, table) if kept is None else kept.make_embedding(self.weight)
+        self.reduce = weights.shard.all_reduce
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return self.lookup(ids)
+        if self.reduce is None:
+            return self.lookup(ids)
+        own = ids - self.rows.start
+        elsewhere = (own < 0) | (own >= len(self.rows))  # other ranks have these rows
+        found = self.lookup(own.masked_fill(elsewhere, 0))
+        return self.reduce(found.masked_fill_(elsewhere[:, None], 0))
 
 
 class SinusoidalPositions:
@@ -65,19 +76,35 @@ class SinusoidalPositions:
 
 
 class LMHead:
-    """Hidden states [R, hidden] → logits [R, vocab] in float32, with its own weight or the embedding's."""
+    """Hidden states [R, hidden] → logits [R, vocab] in float32, with its own weight or the embedding's.
 
-    __slots__ = ("multiply",)
+    A rank multiplies by its rows of the weight, and all ranks have all logits.
+    """
+
+    __slots__ = ("multiply", "shard", "target", "vocab_size")
 
     def __init__(
         self, weights: Weights, embedding: VocabParallelEmbedding, tied: bool, bias: Tensor | None = None
     ) -> None:
+        self.shard, self.vocab_size, rows = weights.shard, embedding.vocab_size, embedding.rows
+        size = embedding.weight.shape[1]
         if tied:
             weights.ignore("weight")  # some files hold a copy of the embedding here
             weight = embedding.weight
         else:
-            weight = weights.take_stored("weight", *embedding.weight.shape)
+            part = TensorSlice.of_range(0, rows, self.vocab_size)
+            weight = weights.take_stored("weight", self.vocab_size, size, part=part)
+        if bias is not None:
+            bias = bias[rows.start : rows.stop]
         self.multiply = make_product(weights.ops, [weight], bias)
+        self.target = weights.add_target((self.vocab_size, size), range(size), [rows], 0)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return self.multiply(hidden).float()
+    def __call__(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        logits = self.multiply(hidden)
+        if adapters is not None:
+            self.target.add(hidden, logits, adapters)
+        if self.shard.collective is not None:
+            width = -(-self.vocab_size // self.shard.world_size)  # the last rank may have fewer than the others
+            logits = functional.pad(logits, (0, width - logits.shape[1]))
+            logits = self.shard.collective.all_gather(logits)[:, : self.vocab_size]
+        return logits.float()

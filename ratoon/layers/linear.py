@@ -1,41 +1,97 @@
 """Linear layers: they take their weights by name, fuse what is always multiplied together, and own the result.
 
-Which parts are fused is decided here; how a weight is kept and multiplied, by Ops.
+A layer is format × shard × adapter. Ops decides how a weight is kept and multiplied; the class of the layer, which part
+of it a rank takes; and adapters add their low-rank products by row, beside any of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
+from ratoon.layers.adapters import AdapterRows, AdapterTarget
 from ratoon.layers.ops import Ops, Product
-from ratoon.layers.stored import StoredTensor
+from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
 
 
-class Linear:
-    """[T, in_features] → [T, out_features], from the tensors `weight` and, if asked for, `bias` below `weights`."""
+class Piece(NamedTuple):
+    """One layer of the checkpoint, below `weights`, and the outputs of it that are wanted."""
 
-    __slots__ = ("multiply",)
+    weights: Weights
+    out_features: int
+    has_bias: bool
+    outputs: Sequence[range]
+
+
+class Linear:
+    """[T, in] → [T, out]: one or more layers of the checkpoint over the same input, as one product.
+
+    The subclasses say what a rank takes. `inputs`: of the input features; then results are summed over the ranks.
+    """
+
+    __slots__ = ("multiply", "reduce", "targets")
+
+    def __init__(
+        self, pieces: Sequence[Piece], in_features: int, transposed: bool = False, inputs: range | None = None
+    ) -> None:
+        """`transposed`: the checkpoint has the weight as [in, out]."""
+        weights = pieces[0].weights
+        inputs = range(in_features) if inputs is None else inputs
+        parts: list[StoredTensor] = []
+        self.targets: list[AdapterTarget] = []
+        for piece in pieces:
+            first = sum(part.shape[0] for part in parts)
+            parts += [_take_weight(piece, outputs, in_features, inputs, transposed) for outputs in piece.outputs]
+            shape = (piece.out_features, in_features)
+            self.targets.append(piece.weights.add_target(shape, inputs, piece.outputs, first))
+        self.multiply = make_product(weights.ops, parts, _take_bias(pieces))
+        self.reduce = None if len(inputs) == in_features else weights.shard.all_reduce
+
+    def __call__(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        y = self.multiply(x)
+        if adapters is not None:
+            for target in self.targets:
+                target.add(x, y, adapters)
+        return y if self.reduce is None else self.reduce(y)
+
+
+class ColumnParallelLinear(Linear):
+    """From `weight` and, if asked for, `bias` below `weights`. A rank has some of the outputs."""
+
+    __slots__ = ()
 
     def __init__(
         self, weights: Weights, in_features: int, out_features: int, bias: bool = False, transposed: bool = False
     ) -> None:
-        weight = _take_weight(weights, in_features, out_features, transposed)
-        self.multiply = make_product(weights.ops, [weight], weights.take("bias", out_features) if bias else None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.multiply(x)
+        outputs = weights.shard.cut("outputs", out_features)
+        super().__init__([Piece(weights, out_features, bias, [outputs])], in_features, transposed)
 
 
-class MergedLinear:
-    """Several linear layers over the same input as one product: [T, in_features] → [T, sum of out_sizes]."""
+class RowParallelLinear(Linear):
+    """The same. A rank has some of the inputs, and the ranks' results are summed; the first rank adds the bias."""
 
-    __slots__ = ("multiply",)
+    __slots__ = ()
+
+    def __init__(
+        self, weights: Weights, in_features: int, out_features: int, bias: bool = False, transposed: bool = False
+    ) -> None:
+        inputs = weights.shard.cut("inputs", in_features)
+        if bias and weights.shard.rank > 0:
+            weights.ignore("bias")
+            bias = False
+        super().__init__([Piece(weights, out_features, bias, [range(out_features)])], in_features, transposed, inputs)
+
+
+class MergedLinear(Linear):
+    """Several column-parallel layers as one product. A rank has as large a part of each."""
+
+    __slots__ = ()
 
     def __init__(
         self,
@@ -44,29 +100,25 @@ class MergedLinear:
         in_features: int,
         out_sizes: Sequence[int],
         bias: bool | Sequence[bool] = False,
-        transposed: bool = False,
     ) -> None:
         """`bias`: do all parts have one, or does each? One that has none gets zeros if another has one."""
-        parts = [(weights / name, size) for name, size in zip(names, out_sizes, strict=True)]
-        biased = [bias] * len(parts) if isinstance(bias, bool) else bias
-        stored = [_take_weight(part, in_features, size, transposed) for part, size in parts]
-        joined_bias: Tensor | None = None
-        if any(biased):
-            taken = zip(parts, biased, strict=True)
-            joined_bias = _join([part.take("bias", size) if has else _zeros(part, size) for (part, size), has in taken])
-        self.multiply = make_product(weights.ops, stored, joined_bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.multiply(x)
+        biased = [bias] * len(names) if isinstance(bias, bool) else bias
+        super().__init__(
+            [
+                Piece(weights / name, size, has_bias, [weights.shard.cut("outputs", size)])
+                for name, size, has_bias in zip(names, out_sizes, biased, strict=True)
+            ],
+            in_features,
+        )
 
 
 class QKVLinear:
-    """Query, key and value as one product, handed out as views of it.
+    """Query, key and value as one product, handed out as views of it. A rank has some of the heads.
 
     `names` are the three layers of a checkpoint that keeps them apart, or the one of a checkpoint that has them fused.
     """
 
-    __slots__ = ("head_counts", "head_dim", "multiply", "num_heads_in_all")
+    __slots__ = ("head_counts", "head_dim", "linear", "num_heads_in_all")
 
     def __init__(
         self,
@@ -79,18 +131,28 @@ class QKVLinear:
         bias: bool | Sequence[bool] = False,
         transposed: bool = False,
     ) -> None:
+        """The numbers of heads are those of the whole model."""
+        heads, kv_heads = weights.shard.cut_heads(num_heads, num_kv_heads)
         self.head_dim = head_dim
-        self.head_counts = [num_heads, num_kv_heads, num_kv_heads]
+        self.head_counts = [len(heads), len(kv_heads), len(kv_heads)]
         self.num_heads_in_all = sum(self.head_counts)
+        sizes = [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
+        outputs = [range(part.start * head_dim, part.stop * head_dim) for part in (heads, kv_heads, kv_heads)]
         if len(names) == 1:
-            out_sizes = [self.num_heads_in_all * head_dim]
+            starts = (0, sizes[0], sizes[0] + sizes[1])
+            own = [range(start + part.start, start + part.stop) for start, part in zip(starts, outputs, strict=True)]
+            own = [range(sum(sizes))] if weights.shard.world_size == 1 else own
+            pieces = [Piece(weights / names[0], sum(sizes), bool(bias), own)]
         else:
-            out_sizes = [count * head_dim for count in self.head_counts]
-        self.multiply = MergedLinear(weights, names, hidden_size, out_sizes, bias, transposed).multiply
+            biased = [bias] * 3 if isinstance(bias, bool) else bias
+            parts = zip(names, sizes, biased, outputs, strict=True)
+            pieces = [Piece(weights / name, size, has_bias, [own]) for name, size, has_bias, own in parts]
+        self.linear = Linear(pieces, hidden_size, transposed)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, x: Tensor, adapters: AdapterRows | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, hidden] → q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
-        heads = self.multiply(x).view(-1, self.num_heads_in_all, self.head_dim)  # [T, heads + 2·kv_heads, head_dim]
+        fused = self.linear(x, adapters)
+        heads = fused.view(-1, self.num_heads_in_all, self.head_dim)  # [T, heads + 2·kv_heads, head_dim]
         q, k, v = heads.split_with_sizes(self.head_counts, 1)
         return q, k, v
 
@@ -109,14 +171,28 @@ def make_product(ops: Ops, parts: list[StoredTensor], bias: Tensor | None) -> Pr
     return ops.make_linear(_join([part.data for part in parts]), bias)
 
 
-def _take_weight(weights: Weights, in_features: int, out_features: int, transposed: bool) -> StoredTensor:
-    """The weight as [out, in]; `transposed` says that the checkpoint has it as [in, out]."""
-    shape = (in_features, out_features) if transposed else (out_features, in_features)
-    return weights.take_stored("weight", *shape, transposed=transposed)
+def _take_weight(piece: Piece, outputs: range, in_features: int, inputs: range, transposed: bool) -> StoredTensor:
+    """[outputs, inputs] of the weight; `transposed` says that the checkpoint has it as [in, out]."""
+    shape = (piece.out_features, in_features)
+    part = TensorSlice.of_range(0, outputs, piece.out_features) or TensorSlice.of_range(1, inputs, in_features)
+    if not transposed:
+        return piece.weights.take_stored("weight", *shape, part=part)
+    part = None if part is None else part._replace(dim=1 - part.dim)
+    return piece.weights.take_stored("weight", *shape[::-1], part=part, transposed=True)
 
 
-def _zeros(weights: Weights, size: int) -> Tensor:
-    return torch.zeros(size, dtype=weights.dtype, device=weights.device)
+def _take_bias(pieces: Sequence[Piece]) -> Tensor | None:
+    if not any(piece.has_bias for piece in pieces):
+        return None
+    return _join([_bias_part(piece, outputs) for piece in pieces for outputs in piece.outputs])
+
+
+def _bias_part(piece: Piece, outputs: range) -> Tensor:
+    weights = piece.weights
+    if not piece.has_bias:
+        return torch.zeros(len(outputs), dtype=weights.dtype, device=weights.device)
+    part = TensorSlice.of_range(0, outputs, piece.out_features)
+    return weights.take("bias", piece.out_features, part=part)
 
 
 def _join(parts: list[Tensor]) -> Tensor:

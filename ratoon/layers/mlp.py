@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ratoon.core.errors import ModelError
-from ratoon.layers.linear import Linear, MergedLinear
+from ratoon.layers.adapters import AdapterRows
+from ratoon.layers.linear import Linear, MergedLinear, RowParallelLinear
 from ratoon.layers.ops import Ops
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
+FeedForward = Callable[[Tensor, AdapterRows | None], Tensor]  # [T, H] → [T, H]
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")  # those of Ops.activation
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -18,7 +22,7 @@ GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 class GatedMLP:
     """down(activation(gate(x)) · up(x)), with gate and up as one product: [T, H] → [T, H]."""
 
-    __slots__ = ("feed_forward",)
+    __slots__ = ("activate", "down", "fused", "gate_up")
 
     def __init__(
         self,
@@ -31,21 +35,25 @@ class GatedMLP:
     ) -> None:
         _check_activation(activation)
         sizes = (intermediate_size, intermediate_size)
-        gate_up = MergedLinear(weights, names[:2], hidden_size, sizes, bias)
-        down = Linear(weights / names[2], intermediate_size, hidden_size, bias)
+        self.gate_up = MergedLinear(weights, names[:2], hidden_size, sizes, bias)
+        self.down = RowParallelLinear(weights / names[2], intermediate_size, hidden_size, bias)
         ops = weights.ops
-        if activation == "silu":  # what most families have is one call
-            self.feed_forward = ops.make_gated_mlp(gate_up.multiply, down.multiply)
-            return
+        self.fused = None
 
-        def feed_forward(x: Tensor) -> Tensor:
-            gate, up = gate_up(x).chunk(2, dim=-1)  # [T, I] each, views of one product
-            return down(ops.activation(gate, activation).mul_(up))
+        def activate(both: Tensor) -> Tensor:
+            gate, up = both.chunk(2, dim=-1)  # [T, I] each, views of one product
+            return ops.activation(gate, activation).mul_(up)
 
-        self.feed_forward = feed_forward
+        self.activate: Callable[[Tensor], Tensor] = activate
+        if activation == "silu":  # what most families have is one call, where no adapter comes between
+            self.activate = ops.silu_and_mul
+            self.fused = ops.make_gated_mlp(self.gate_up.multiply, self.down.multiply)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.feed_forward(x)
+    def __call__(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        if adapters is not None or self.fused is None:
+            return self.down(self.activate(self.gate_up(x, adapters)), adapters)
+        y = self.fused(x)
+        return y if self.down.reduce is None else self.down.reduce(y)
 
 
 class MLP:
@@ -60,8 +68,9 @@ class MLP:
         self.kind = activation
         self.activate = ops.activation
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.activate(self.up(x), self.kind))  # [T, H] → [T, I] → [T, I] → [T, H]
+    def __call__(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        # [T, H] → [T, I] → [T, I] → [T, H]
+        return self.down(self.activate(self.up(x, adapters), self.kind), adapters)
 
 
 def _check_activation(name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from ratoon.layers.native import library
 from ratoon.layers.ops import Product, WeightFormat
 from ratoon.layers.stored import StoredTensor
+from ratoon.layers.torch_ops import add_low_rank
 
 Tensor = torch.Tensor
 
@@ -82,6 +83,9 @@ class NativeOps:
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         return NativeLinear(weight, bias)
+
+    def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
+        add_low_rank(y, x, a, b, slots)
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):

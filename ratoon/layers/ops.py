@@ -42,6 +42,13 @@ class Ops(Protocol):
         """Take a weight [out, in] of floats over, in whatever form is fast here."""
         ...
 
+    def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
+        """y [T, out] += x [T, in] · a[slot]ᵀ · b[slot], in place, with each row's slot [T]; -1: nothing is added.
+
+        a [S, rank, in], b [S, rank, out]. y may be a strided view.
+        """
+        ...
+
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         """down(silu_and_mul(gate_up(x))), as one call where the products allow it."""
         ...

@@ -10,6 +10,7 @@ import math
 import torch
 
 from ratoon.core.config import RelativePositions
+from ratoon.layers.stored import TensorSlice
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
@@ -18,11 +19,13 @@ Tensor = torch.Tensor
 def relative_bias(
     weights: Weights, relative: RelativePositions, num_heads: int, max_position: int, both_ways: bool
 ) -> Tensor:
-    """AttentionLayer.bias for sequences of up to `max_position` tokens: [heads, 2 · reach + 1] in float32."""
-    table = weights.take("weight", relative.num_buckets, num_heads, dtype=torch.float32)
+    """AttentionLayer.bias for sequences of up to `max_position` tokens: [heads, 2 · reach + 1] in float32, of this
+    rank's heads."""
+    part = TensorSlice.of_range(1, weights.shard.cut("attention heads", num_heads), num_heads)
+    table = weights.take("weight", relative.num_buckets, num_heads, part=part, dtype=torch.float32)
     reach = max_position - 1
     if table.device.type == "meta":
-        return torch.empty(num_heads, 2 * reach + 1, device=table.device)
+        return torch.empty(table.shape[1], 2 * reach + 1, device=table.device)
     buckets = bucket_of_distance(torch.arange(-reach, reach + 1), relative, both_ways)
     return table[buckets.to(table.device)].t().contiguous()
 

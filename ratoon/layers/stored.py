@@ -23,6 +23,11 @@ class TensorSlice(NamedTuple):
     start: int
     stop: int
 
+    @classmethod
+    def of_range(cls, dim: int, wanted: range, size: int) -> TensorSlice | None:
+        """None where all of the dimension is wanted."""
+        return None if len(wanted) == size else cls(dim, wanted.start, wanted.stop)
+
     def slices(self) -> tuple[slice, ...]:
         return (slice(None),) * self.dim + (slice(self.start, self.stop),)
 

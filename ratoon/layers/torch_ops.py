@@ -32,6 +32,9 @@ class TorchOps:
 
         return multiply
 
+    def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
+        add_low_rank(y, x, a, b, slots)
+
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         def feed_forward(x: Tensor) -> Tensor:
             return down(self.silu_and_mul(gate_up(x)))  # [T, H] → [T, 2·I] → [T, I] → [T, H]
@@ -72,6 +75,14 @@ class TorchOps:
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         return _ACTIVATIONS[kind](x)
+
+
+def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
+    """See `Ops`. All slots are multiplied and those of other rows masked: nothing waits for the device to say which."""
+    low = functional.linear(x, a.flatten(0, 1)).view(len(x), *a.shape[:2])  # [T, S, rank]
+    others = slots[:, None] != torch.arange(len(a), device=slots.device)  # [T, S]
+    low = low.masked_fill_(others[:, :, None], 0).flatten(1)  # [T, S · rank]
+    y.add_(low @ b.flatten(0, 1))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> None:

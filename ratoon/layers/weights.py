@@ -8,7 +8,7 @@ random numbers) is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -16,7 +16,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ratoon.core.errors import ModelError
+from ratoon.layers.adapters import AdapterTarget
 from ratoon.layers.ops import Ops
+from ratoon.layers.shard import Shard
 from ratoon.layers.stored import FLOAT_FORMATS, StoredTensor, TensorSlice
 
 
@@ -63,14 +65,18 @@ class Weights:
         ops: Ops,
         device: torch.device,
         dtype: torch.dtype,
+        shard: Shard | None = None,
         fetch: Callable[[TensorRequest], StoredTensor] | None = None,
     ) -> None:
-        """`fetch` does what `read_tensor` does, perhaps ahead of time."""
+        """`shard`: the rank that takes its part, if there are several. `fetch` does what `read_tensor` does, perhaps
+        ahead of time."""
         self.source = source
         self.ops = ops
         self.device = device
         self.dtype = dtype
+        self.shard = shard or Shard()
         self.prefix = ""
+        self.adapter_targets: dict[str, AdapterTarget] = {}  # of all views, by the name of the layer
         self.requests: list[TensorRequest] = []  # of all views: the order in which another pass will make them
         self._fetch = fetch or partial(read_tensor, source, ops)
         self._placed: set[str] = set()  # taken or ignored, by all views
@@ -114,6 +120,15 @@ class Weights:
             raise ModelError(
                 self.source.name, f"tensor {name!r} has shape {tuple(found)}", f"the config asks for {shape}"
             )
+
+    def add_target(
+        self, shape: tuple[int, int], inputs: range, outputs: Sequence[range], first_column: int
+    ) -> AdapterTarget:
+        """The place for adapters beside the linear layer whose weight is below this prefix."""
+        name = self.prefix.removesuffix(".")
+        target = AdapterTarget(self.ops, name, shape, inputs, outputs, first_column)
+        self.adapter_targets[name] = target
+        return target
 
     def ignore(self, *names: str) -> None:
         """Tensors that the file may hold and the model does not need (stored rotary tables, tied copies)."""

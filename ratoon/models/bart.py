@@ -10,7 +10,7 @@ import torch
 from ratoon.core.config import ModelConfig
 from ratoon.layers.attention import AttentionLayer
 from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
-from ratoon.layers.linear import Linear, MergedLinear, QKVLinear
+from ratoon.layers.linear import ColumnParallelLinear, MergedLinear, QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
 from ratoon.layers.weights import Weights
@@ -31,7 +31,7 @@ class BartForConditionalGeneration(EncoderDecoderLM):
     key_bias = True  # of q, k and v, does k have one?
 
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
-        super().__init__(config)
+        super().__init__(config, weights)
         model = weights / "model" if weights.has("model.decoder.layers.0.fc1.weight") else weights
         self.embed = self.build_embedding(model)
         self.encoder = self.build_encoder(model / "encoder")
@@ -88,22 +88,22 @@ class BartForConditionalGeneration(EncoderDecoderLM):
 
     def build_attention(self, weights: Weights, layer: AttentionLayer) -> SelfAttention:
         names, biased = ("q_proj", "k_proj", "v_proj"), (True, self.key_bias, True)
-        hidden, heads = self.config.hidden_size, layer.num_heads
+        hidden, heads = self.config.hidden_size, self.config.hidden_size // layer.head_dim
         qkv = QKVLinear(weights, names, hidden, heads, heads, layer.head_dim, biased)
-        return SelfAttention(layer, qkv, Linear(weights / "out_proj", hidden, hidden, bias=True))
+        return SelfAttention(layer, qkv, RowParallelLinear(weights / "out_proj", hidden, hidden, bias=True))
 
     def build_cross_attention(self, weights: Weights, index: int) -> CrossAttention:
         hidden = self.config.hidden_size
-        query = Linear(weights / "q_proj", hidden, hidden, bias=True)
+        query = ColumnParallelLinear(weights / "q_proj", hidden, hidden, bias=True)
         biased = (self.key_bias, True)
         key_value = MergedLinear(weights, ("k_proj", "v_proj"), hidden, (hidden, hidden), biased)
-        output = Linear(weights / "out_proj", hidden, hidden, bias=True)
+        output = RowParallelLinear(weights / "out_proj", hidden, hidden, bias=True)
         return CrossAttention(self.cross_layers[index], query, key_value, output)
 
     def build_mlp(self, weights: Weights, size: int) -> MLP:
         hidden = self.config.hidden_size
-        up = Linear(weights / "fc1", hidden, size, bias=True)
-        down = Linear(weights / "fc2", size, hidden, bias=True)
+        up = ColumnParallelLinear(weights / "fc1", hidden, size, bias=True)
+        down = RowParallelLinear(weights / "fc2", size, hidden, bias=True)
         return MLP(up, down, weights.ops, self.config.activation)
 
     def build_norm(self, weights: Weights) -> LayerNorm:

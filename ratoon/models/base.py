@@ -7,12 +7,13 @@ runner alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from ratoon.core.config import ModelConfig
+from ratoon.layers.adapters import AdapterRows, AdapterTarget
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.embedding import LMHead, VocabParallelEmbedding
 from ratoon.layers.norm import LayerNorm, RMSNorm
@@ -32,7 +33,7 @@ class StreamLayer(Protocol):
         """The first half, in which rows look at each other: → [T, heads · head_dim]."""
         ...
 
-    def finish(self, attended: Tensor, stream: Tensor) -> Tensor | None:
+    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor | None:
         """The second half, in which every row is on its own: → what is still to be added [T, H]."""
         ...
 
@@ -77,10 +78,13 @@ class LanguageModel:
     layers: Sequence[StreamLayer]
     final_norm: RMSNorm | LayerNorm | None
     lm_head: LMHead
+    adapter_targets: Mapping[str, AdapterTarget]  # places for adapters, by the names of the checkpoint's linear layers
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.adapter_targets = weights.adapter_targets
+        heads, kv_heads = map(len, weights.shard.cut_heads(config.num_heads, config.num_kv_heads))  # this rank's
+        head_dim = config.head_dim
         self.attention_layers = [
             AttentionLayer(
                 index, heads, kv_heads, head_dim, head_dim**-0.5, config.window_of_layer(index), config.causal
@@ -102,11 +106,7 @@ class LanguageModel:
         update: Tensor | None = None
         for layer in self.layers[:-1]:
             update = layer(stream, update, positions, step)
-        last = self.layers[-1]
-        attended = last.attend(stream, update, positions, step)
-        if rows is not None:  # the last layer's second half is computed only for rows that somebody reads
-            attended, stream = attended[rows], stream[rows]
-        return end_of_stream(self.final_norm, last.finish(attended, stream), stream)
+        return self._finish(stream, update, positions, step, rows)[1]
 
     def forward_and_read(
         self,
@@ -129,18 +129,26 @@ class LanguageModel:
             reader.take(index, stream, update)
         if num_layers < len(self.layers):
             return stream[:0]
-        last = self.layers[-1]
-        attended = last.attend(stream, update, positions, step)
-        if rows is not None:
-            attended, stream = attended[rows], stream[rows]
-        states = end_of_stream(self.final_norm, last.finish(attended, stream), stream)
+        stream, states = self._finish(stream, update, positions, step, rows)
         first = len(states) - len(reader.last_rows)
         reader.take_end(stream[first:], states[first:])
         return states
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] → [R, V] in float32."""
-        return self.lm_head(hidden)
+    def _finish(
+        self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The last layer and the final norm → the end of the stream and the states. The layer's second half is computed
+        only for rows that are read."""
+        last, adapters = self.layers[-1], step.adapters
+        attended = last.attend(stream, update, positions, step)
+        if rows is not None:
+            attended, stream = attended[rows], stream[rows]
+            adapters = None if adapters is None else adapters.select(rows)
+        return stream, end_of_stream(self.final_norm, last.finish(attended, stream, adapters), stream)
+
+    def compute_logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """[R, H] → [R, V] in float32. `adapters` are those of the rows."""
+        return self.lm_head(hidden, adapters)
 
 
 # A family is built from a config, its weights, and the number of positions that it makes tables for.

@@ -6,7 +6,7 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.embedding import Embedding, VocabParallelEmbedding
-from ratoon.layers.linear import Linear, QKVLinear
+from ratoon.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
 from ratoon.layers.weights import Weights
@@ -29,7 +29,7 @@ HEADS = (
 
 class BertModel(LanguageModel):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
-        super().__init__(config)
+        super().__init__(config, weights)
         weights.ignore(*HEADS)
         model = weights / "bert" if weights.has("bert.embeddings.word_embeddings.weight") else weights
         model.ignore("pooler.dense.weight", "pooler.dense.bias")
@@ -56,9 +56,9 @@ class BertModel(LanguageModel):
         attention = weights / "attention"
         names = ("query", "key", "value")
         qkv = QKVLinear(attention / "self", names, hidden, config.num_heads, config.num_heads, config.head_dim, True)
-        output = Linear(attention / "output" / "dense", hidden, hidden, bias=True)
-        up = Linear(weights / "intermediate" / "dense", hidden, config.intermediate_size, bias=True)
-        down = Linear(weights / "output" / "dense", config.intermediate_size, hidden, bias=True)
+        output = RowParallelLinear(attention / "output" / "dense", hidden, hidden, bias=True)
+        up = ColumnParallelLinear(weights / "intermediate" / "dense", hidden, config.intermediate_size, bias=True)
+        down = RowParallelLinear(weights / "output" / "dense", config.intermediate_size, hidden, bias=True)
         return PostNormLayer(
             self.build_norm(attention / "output"),
             SelfAttention(self.attention_layers[index], qkv, output),

@@ -11,6 +11,7 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.ops import Ops
+from ratoon.layers.shard import Shard
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource, Weights, read_tensor
 from ratoon.models.base import LanguageModel
@@ -28,18 +29,20 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     max_position: int | None = None,
+    shard: Shard | None = None,
 ) -> LanguageModel:
     """The model with its weights. A source that does not fit is a ModelError before any tensor of it is read.
 
-    `max_position` is the longest sequence that will be run, where it is less than what the model could do.
+    `max_position` is the longest sequence that will be run, where it is less than what the model could do. `shard`: the
+    rank that takes its part of the weights, of several.
     """
     length = config.max_position if max_position is None else max_position
     model_class = find_model_class(config.architecture)
-    comparison = Weights(source, TorchOps(), META, dtype)
+    comparison = Weights(source, TorchOps(), META, dtype, shard)
     model_class(config, comparison, length)
     comparison.check_nothing_left()
     with ReadAhead(partial(read_tensor, source, ops), comparison.requests) as ahead:
-        return model_class(config, Weights(source, ops, device, dtype, ahead), length)
+        return model_class(config, Weights(source, ops, device, dtype, shard, ahead), length)
 
 
 def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -6,75 +6,66 @@ is the step's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import CrossAttentionLayer, StepContext
 from ratoon.layers.linear import Linear, MergedLinear
+from ratoon.layers.mlp import FeedForward
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.models.decoder import SelfAttention
 
 Tensor = torch.Tensor
 
 
+@dataclass(slots=True, eq=False)
 class CrossAttention:
     """Queries of decoder rows on keys and values of encoder states, which are made once for each encoder input.
 
     `output`, the product that follows, is called by the layer: rows that nobody needs any more are dropped before it.
     """
 
-    __slots__ = ("key_value", "layer", "output", "query")
-
-    def __init__(self, layer: CrossAttentionLayer, query: Linear, key_value: MergedLinear, output: Linear) -> None:
-        self.layer = layer
-        self.query = query
-        self.key_value = key_value
-        self.output = output
+    layer: CrossAttentionLayer
+    query: Linear
+    key_value: MergedLinear
+    output: Linear
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        q = self.query(x).view(-1, self.layer.num_heads, self.layer.head_dim)  # [T, H] → [T, heads, head_dim]
-        return self.layer(q, step)  # [T, heads · head_dim]
+        q = self.query(x, step.adapters)  # [T, H] → [T, heads · head_dim]
+        return self.layer(q.view(-1, self.layer.num_heads, self.layer.head_dim), step)  # [T, heads · head_dim]
 
     def store(self, states: Tensor, step: StepContext) -> None:
         """[E, H], the encoder's states: their keys and values are kept for the decoder's steps."""
         heads = self.layer.num_heads
-        both = self.key_value(states).view(-1, 2 * heads, self.layer.head_dim)  # [E, 2 · heads, head_dim]
-        k, v = both.split_with_sizes([heads, heads], 1)
+        both = self.key_value(states, step.adapters)  # [E, 2 · heads · head_dim]
+        k, v = both.view(-1, 2 * heads, self.layer.head_dim).split_with_sizes([heads, heads], 1)
         step.store_across(self.layer, k, v)
 
 
+@dataclass(slots=True, eq=False)
 class PreNormCrossLayer:
     """Self-attention, cross-attention and feed-forward, each behind a norm and each adding to the residual stream."""
 
-    __slots__ = ("attention", "attention_norm", "cross", "cross_norm", "mlp", "mlp_norm")
-
-    def __init__(
-        self,
-        attention_norm: RMSNorm | LayerNorm,
-        attention: SelfAttention,
-        cross_norm: RMSNorm | LayerNorm,
-        cross: CrossAttention,
-        mlp_norm: RMSNorm | LayerNorm,
-        mlp: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.cross_norm = cross_norm
-        self.cross = cross
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+    attention_norm: RMSNorm | LayerNorm
+    attention: SelfAttention
+    cross_norm: RMSNorm | LayerNorm
+    cross: CrossAttention
+    mlp_norm: RMSNorm | LayerNorm
+    mlp: FeedForward
 
     def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """All [T, H]. Adds `update` and what was attended to the stream in place; returns what is still to be added."""
-        return self.finish(self.attend(stream, update, positions, step), stream)
+        return self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """All in which a row looks at others: → what cross-attention found [T, heads · head_dim]."""
         x = self.attention_norm(stream) if update is None else self.attention_norm(update, stream)
         attended = self.attention(x, positions, step)
-        return self.cross(self.cross_norm(self.attention.output(attended), stream), step)
+        attended = self.attention.output(attended, step.adapters)
+        return self.cross(self.cross_norm(attended, stream), step)
 
-    def finish(self, attended: Tensor, stream: Tensor) -> Tensor:
+    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor:
         """The rest, in which every row is on its own: → [T, H]."""
-        return self.mlp(self.mlp_norm(self.cross.output(attended), stream))
+        return self.mlp(self.mlp_norm(self.cross.output(attended, adapters), stream), adapters)

@@ -15,6 +15,7 @@ import torch
 from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.norm import LayerNorm, RMSNorm
+from ratoon.layers.weights import Weights
 from ratoon.models.base import LanguageModel, StreamLayer, StreamReader, end_of_stream
 from ratoon.models.cross import CrossAttention
 
@@ -75,14 +76,14 @@ class EncoderDecoderLM(LanguageModel):
     encoder: Encoder
     layers: Sequence[CrossLayer]
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        scale = config.head_dim**-0.5
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        heads, head_dim = len(weights.shard.cut("attention heads", config.num_heads)), config.head_dim
         self.cross_layers = [
-            CrossAttentionLayer(index, config.num_heads, config.head_dim, scale) for index in range(config.num_layers)
+            CrossAttentionLayer(index, heads, head_dim, head_dim**-0.5) for index in range(config.num_layers)
         ]
         encoder = self.encoder_config
-        heads, head_dim = encoder.num_heads, encoder.head_dim
+        heads, head_dim = len(weights.shard.cut("attention heads", encoder.num_heads)), encoder.head_dim
         self.encoder_attention_layers = [
             AttentionLayer(index, heads, heads, head_dim, head_dim**-0.5, causal=False)
             for index in range(encoder.num_layers)

@@ -6,7 +6,7 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
-from ratoon.layers.linear import Linear, QKVLinear
+from ratoon.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
 from ratoon.layers.weights import Weights
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 class GPT2LMHeadModel(LanguageModel):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
-        super().__init__(config)
+        super().__init__(config, weights)
         # Files saved from the model without its head have no prefix; the first GPT-2 of the hub is one.
         model = weights / "transformer" if weights.has("transformer.wte.weight") else weights
         self.embed = VocabParallelEmbedding(model / "wte", config.vocab_size, config.hidden_size)
@@ -33,8 +33,8 @@ class GPT2LMHeadModel(LanguageModel):
     def build_layer(self, weights: Weights, index: int) -> PreNormLayer:
         config, hidden = self.config, self.config.hidden_size
         mlp = weights / "mlp"
-        up = Linear(mlp / "c_fc", hidden, config.intermediate_size, bias=True, transposed=True)
-        down = Linear(mlp / "c_proj", config.intermediate_size, hidden, bias=True, transposed=True)
+        up = ColumnParallelLinear(mlp / "c_fc", hidden, config.intermediate_size, bias=True, transposed=True)
+        down = RowParallelLinear(mlp / "c_proj", config.intermediate_size, hidden, bias=True, transposed=True)
         return PreNormLayer(
             LayerNorm(weights / "ln_1", hidden, config.norm_eps),
             self.build_attention(weights / "attn", index),
@@ -48,5 +48,5 @@ class GPT2LMHeadModel(LanguageModel):
         qkv = QKVLinear(
             weights, ("c_attn",), hidden, config.num_heads, config.num_kv_heads, config.head_dim, True, transposed=True
         )
-        output = Linear(weights / "c_proj", hidden, hidden, bias=True, transposed=True)
+        output = RowParallelLinear(weights / "c_proj", hidden, hidden, bias=True, transposed=True)
         return SelfAttention(self.attention_layers[index], qkv, output)

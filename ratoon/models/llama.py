@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.embedding import LMHead, VocabParallelEmbedding
-from ratoon.layers.linear import Linear, QKVLinear
+from ratoon.layers.linear import QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import GatedMLP
 from ratoon.layers.norm import RMSNorm
 from ratoon.layers.rotary import Rotary
@@ -18,7 +18,7 @@ from ratoon.models.decoder import PreNormLayer, SelfAttention
 
 class LlamaForCausalLM(LanguageModel):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
-        super().__init__(config)
+        super().__init__(config, weights)
         model = weights / "model"
         model.ignore("rotary_emb.inv_freq")
         self.rotary = Rotary(weights, config, max_position)
@@ -48,7 +48,7 @@ class LlamaForCausalLM(LanguageModel):
             weights, names, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, bias
         )
 
-    def build_output(self, weights: Weights) -> Linear:
+    def build_output(self, weights: Weights) -> RowParallelLinear:
         config = self.config
         width = config.num_heads * config.head_dim
-        return Linear(weights / "o_proj", width, config.hidden_size, config.attention_output_bias)
+        return RowParallelLinear(weights / "o_proj", width, config.hidden_size, config.attention_output_bias)

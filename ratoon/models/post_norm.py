@@ -6,11 +6,13 @@ follows the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import StepContext
+from ratoon.layers.mlp import FeedForward
 from ratoon.layers.norm import LayerNorm
 from ratoon.models.cross import CrossAttention
 from ratoon.models.decoder import SelfAttention
@@ -18,69 +20,51 @@ from ratoon.models.decoder import SelfAttention
 Tensor = torch.Tensor
 
 
+@dataclass(slots=True, eq=False)
 class PostNormLayer:
     """Attention and feed-forward, each added to the residual stream, which is then normed."""
 
-    __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
-
-    def __init__(
-        self,
-        attention_norm: LayerNorm,
-        attention: SelfAttention,
-        mlp_norm: LayerNorm,
-        mlp: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+    attention_norm: LayerNorm
+    attention: SelfAttention
+    mlp_norm: LayerNorm
+    mlp: FeedForward
 
     def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> None:
         """[T, H] in place; `update` is None, as that of the layer before."""
-        self.finish(self.attend(stream, update, positions, step), stream)
+        self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """The first half, in which rows look at each other: → [T, heads · head_dim]."""
         return self.attention(stream, positions, step)
 
-    def finish(self, attended: Tensor, stream: Tensor) -> None:
+    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> None:
         """The second half, in which every row is on its own."""
-        x = self.attention_norm(self.attention.output(attended), stream)
-        stream.copy_(self.mlp_norm(self.mlp(x), x))
+        x = self.attention_norm(self.attention.output(attended, adapters), stream)
+        stream.copy_(self.mlp_norm(self.mlp(x, adapters), x))
 
 
+@dataclass(slots=True, eq=False)
 class PostNormCrossLayer:
     """The same with cross-attention between the two, its norm behind it too."""
 
-    __slots__ = ("attention", "attention_norm", "cross", "cross_norm", "mlp", "mlp_norm")
-
-    def __init__(
-        self,
-        attention_norm: LayerNorm,
-        attention: SelfAttention,
-        cross_norm: LayerNorm,
-        cross: CrossAttention,
-        mlp_norm: LayerNorm,
-        mlp: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.cross_norm = cross_norm
-        self.cross = cross
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+    attention_norm: LayerNorm
+    attention: SelfAttention
+    cross_norm: LayerNorm
+    cross: CrossAttention
+    mlp_norm: LayerNorm
+    mlp: FeedForward
 
     def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> None:
         """[T, H] in place; `update` is None, as that of the layer before."""
-        self.finish(self.attend(stream, update, positions, step), stream)
+        self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """All in which a row looks at others: → what cross-attention found [T, heads · head_dim]."""
         attended = self.attention(stream, positions, step)
-        stream.copy_(self.attention_norm(self.attention.output(attended), stream))
+        stream.copy_(self.attention_norm(self.attention.output(attended, step.adapters), stream))
         return self.cross(stream, step)
 
-    def finish(self, attended: Tensor, stream: Tensor) -> None:
+    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> None:
         """The rest, in which every row is on its own."""
-        x = self.cross_norm(self.cross.output(attended), stream)
-        stream.copy_(self.mlp_norm(self.mlp(x), x))
+        x = self.cross_norm(self.cross.output(attended, adapters), stream)
+        stream.copy_(self.mlp_norm(self.mlp(x, adapters), x))

@@ -6,16 +6,16 @@ gate and a head of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from ratoon.core.config import ModelConfig
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer
 from ratoon.layers.embedding import LMHead
-from ratoon.layers.linear import Linear, MergedLinear, QKVLinear
-from ratoon.layers.mlp import MLP, GatedMLP
+from ratoon.layers.linear import ColumnParallelLinear, MergedLinear, QKVLinear, RowParallelLinear
+from ratoon.layers.mlp import MLP, FeedForward, GatedMLP
 from ratoon.layers.norm import RMSNorm
 from ratoon.layers.relative_positions import relative_bias
 from ratoon.layers.weights import Weights
@@ -31,7 +31,7 @@ TABLE = "block.0.layer.0.SelfAttention.relative_attention_bias"
 
 class T5ForConditionalGeneration(EncoderDecoderLM):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
-        super().__init__(config)
+        super().__init__(config, weights)
         names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
         self.embed = shared_embedding(weights, names, config.vocab_size, config.hidden_size)
         self.encoder = self.build_encoder(weights / "encoder")
@@ -49,8 +49,8 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         tied = config.tie_word_embeddings or not weights.has("lm_head.weight")
         self.lm_head = LMHead(weights / "lm_head", self.embed, tied)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden * self.logits_scale)
+    def compute_logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        return self.lm_head(hidden * self.logits_scale, adapters)
 
     def build_encoder(self, weights: Weights) -> Encoder:
         encoder = self.encoder_config
@@ -60,7 +60,7 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         layers = []
         for layer in unscaled:
             below = weights / "block" / layer.index / "layer"
-            attention = self.build_attention(below / 0 / "SelfAttention", layer)
+            attention = self.build_attention(below / 0 / "SelfAttention", layer, encoder.num_heads)
             mlp = self.build_mlp(below / 1 / "DenseReluDense", encoder.intermediate_size)
             norms = [self.build_norm(below / part / "layer_norm") for part in range(2)]
             layers.append(PreNormLayer(norms[0], attention, norms[1], mlp))
@@ -68,30 +68,31 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         return Encoder(unscaled, TextInput(self.embed).of_batch, layers, norm)
 
     def build_layer(self, weights: Weights, index: int) -> PreNormCrossLayer:
-        attention = self.build_attention(weights / 0 / "SelfAttention", self.attention_layers[index])
+        layer = self.attention_layers[index]
+        attention = self.build_attention(weights / 0 / "SelfAttention", layer, self.config.num_heads)
         cross = self.build_cross_attention(weights / 1 / "EncDecAttention", index)
         mlp = self.build_mlp(weights / 2 / "DenseReluDense", self.config.intermediate_size)
         norms = [self.build_norm(weights / part / "layer_norm") for part in range(3)]
         return PreNormCrossLayer(norms[0], attention, norms[1], cross, norms[2], mlp)
 
-    def build_attention(self, weights: Weights, layer: AttentionLayer) -> SelfAttention:
-        hidden, heads = self.config.hidden_size, layer.num_heads
-        qkv = QKVLinear(weights, ("q", "k", "v"), hidden, heads, heads, layer.head_dim)
-        return SelfAttention(layer, qkv, Linear(weights / "o", heads * layer.head_dim, hidden))
+    def build_attention(self, weights: Weights, layer: AttentionLayer, num_heads: int) -> SelfAttention:
+        hidden = self.config.hidden_size
+        qkv = QKVLinear(weights, ("q", "k", "v"), hidden, num_heads, num_heads, layer.head_dim)
+        return SelfAttention(layer, qkv, RowParallelLinear(weights / "o", num_heads * layer.head_dim, hidden))
 
     def build_cross_attention(self, weights: Weights, index: int) -> CrossAttention:
-        hidden, layer = self.config.hidden_size, self.cross_layers[index]
-        width = layer.num_heads * layer.head_dim
+        hidden, width = self.config.hidden_size, self.config.num_heads * self.config.head_dim
+        query = ColumnParallelLinear(weights / "q", hidden, width)
         key_value = MergedLinear(weights, ("k", "v"), hidden, (width, width))
-        return CrossAttention(
-            layer, Linear(weights / "q", hidden, width), key_value, Linear(weights / "o", width, hidden)
-        )
+        output = RowParallelLinear(weights / "o", width, hidden)
+        return CrossAttention(self.cross_layers[index], query, key_value, output)
 
-    def build_mlp(self, weights: Weights, size: int) -> Callable[[Tensor], Tensor]:
+    def build_mlp(self, weights: Weights, size: int) -> FeedForward:
         hidden, activation = self.config.hidden_size, self.config.activation
         if self.config.gated_mlp:
             return GatedMLP(weights, hidden, size, activation=activation, names=("wi_0", "wi_1", "wo"))
-        return MLP(Linear(weights / "wi", hidden, size), Linear(weights / "wo", size, hidden), weights.ops, activation)
+        up = ColumnParallelLinear(weights / "wi", hidden, size)
+        return MLP(up, RowParallelLinear(weights / "wo", size, hidden), weights.ops, activation)
 
     def build_norm(self, weights: Weights) -> RMSNorm:
         return RMSNorm(weights, self.config.hidden_size, self.config.norm_eps)

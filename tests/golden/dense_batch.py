@@ -28,6 +28,8 @@ class DenseMemory:
 class DensePass:
     """A StepContext: rows of all sequences, one behind the other, so and so many of each."""
 
+    adapters = None
+
     def __init__(self, memory: DenseMemory, lengths: Sequence[int]) -> None:
         self.memory = memory
         self.lengths = list(lengths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer
 from ratoon.models.base import LanguageModel
 
@@ -13,7 +14,8 @@ Tensor = torch.Tensor
 class DenseStep:
     """Keeps every key and value that it was given, so that calls after the first go on where the last one ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapters: AdapterRows | None = None) -> None:
+        self.adapters = adapters
         self.keys: dict[int, Tensor] = {}  # layer index → [S, kv_heads, head_dim]
         self.values: dict[int, Tensor] = {}
 

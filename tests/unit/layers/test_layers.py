@@ -9,7 +9,7 @@ import torch
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
-from ratoon.layers.linear import Linear, MergedLinear, QKVLinear
+from ratoon.layers.linear import ColumnParallelLinear, MergedLinear, QKVLinear
 from ratoon.layers.mlp import MLP, GatedMLP
 from ratoon.layers.norm import HeadRMSNorm, LayerNorm, RMSNorm
 from ratoon.layers.stored import StoredTensor, TensorSlice
@@ -53,14 +53,18 @@ def test_a_linear_layer_with_and_without_bias() -> None:
     source = RandomSource(weight=(5, 8), bias=(5,))
     x = torch.randn(3, 8)
     product = x @ source.tensors["weight"].T
-    torch.testing.assert_close(Linear(weights_of(source), 8, 5)(x), product)
-    torch.testing.assert_close(Linear(weights_of(source), 8, 5, bias=True)(x), product + source.tensors["bias"])
+    torch.testing.assert_close(ColumnParallelLinear(weights_of(source), 8, 5)(x), product)
+    torch.testing.assert_close(
+        ColumnParallelLinear(weights_of(source), 8, 5, bias=True)(x), product + source.tensors["bias"]
+    )
 
 
 def test_a_transposed_linear_layer_reads_its_weight_as_in_by_out() -> None:
     source = RandomSource(weight=(8, 5))
     x = torch.randn(3, 8)
-    torch.testing.assert_close(Linear(weights_of(source), 8, 5, transposed=True)(x), x @ source.tensors["weight"])
+    torch.testing.assert_close(
+        ColumnParallelLinear(weights_of(source), 8, 5, transposed=True)(x), x @ source.tensors["weight"]
+    )
 
 
 def test_merged_layers_are_one_product_in_the_order_of_their_names() -> None:
@@ -197,7 +201,7 @@ def test_a_gate_may_have_another_activation_and_the_parts_other_names(activation
 
 def test_an_activation_that_nobody_computes_is_refused_when_the_model_is_built() -> None:
     weights = weights_of(RandomSource(up__weight=(6, 8), down__weight=(8, 6)))
-    up, down = Linear(weights / "up", 8, 6), Linear(weights / "down", 6, 8)
+    up, down = ColumnParallelLinear(weights / "up", 8, 6), ColumnParallelLinear(weights / "down", 6, 8)
     MLP(up, down, weights.ops, "gelu_new")
     with pytest.raises(ModelError, match="'swoosh'"):
         MLP(up, down, weights.ops, "swoosh")

@@ -1,0 +1,145 @@
+"""Adapters add their low-rank products to the rows that have them, beside any linear layer, and to no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ratoon.core.errors import ModelError
+from ratoon.layers.adapters import AdapterRows
+from ratoon.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
+from ratoon.layers.ops import Ops
+from ratoon.layers.shard import Shard
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.models.base import LanguageModel
+from ratoon.models.build import build_model, collect_shapes
+from ratoon.models.dummy_source import DummySource
+from tests.golden.dense_step import DenseStep
+from tests.golden.tiny_models import DictSource
+from tests.unit.layers.ranks import on_all_ranks
+from tests.unit.layers.test_shards import ALL_OPS, CPU, random_source, weights_for
+from tests.unit.models.test_build_model import GPT2, LLAMA
+
+Tensor = torch.Tensor
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+SLOTS, MAX_RANK = 3, 4
+MIXED = torch.tensor([-1, 0, 2, 0, -1, 2])  # rows of the base model and of two adapters; slot 1 is empty
+
+
+def matrices(num_out: int, num_in: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rank, num_in, generator=generator), torch.randn(num_out, rank, generator=generator) / 8
+
+
+def load_all(targets: dict, shapes: dict[str, tuple[int, int]]) -> dict[int, dict[str, Tensor]]:
+    """Two adapters of different rank for all these layers; gives what each adds to the layers' weights."""
+    added: dict[int, dict[str, Tensor]] = {0: {}, 2: {}}
+    for number, (name, shape) in enumerate(shapes.items()):
+        targets[name].open_slots(SLOTS, MAX_RANK, CPU, torch.float32)
+        for slot, rank in ((0, 2), (2, 4)):
+            a, b = matrices(*shape, rank, seed=10 * number + slot)
+            targets[name].load(slot, a, b)
+            added[slot][name] = b @ a
+    return added
+
+
+@pytest.mark.parametrize("ops", ALL_OPS, ids=lambda ops: ops.name)
+def test_mixed_rows_of_a_fused_layer_equal_products_with_each_rows_own_weight(ops: Ops) -> None:
+    shapes = {"q": (8, 5), "k": (4, 5), "v": (4, 5)}
+    source = random_source(**{f"{name}__weight": shape for name, shape in shapes.items()})
+    weights = weights_for(source, ops=ops)
+    qkv = QKVLinear(weights, ("q", "k", "v"), 5, num_heads=4, num_kv_heads=2, head_dim=2)
+    added = load_all(weights.adapter_targets, shapes)
+    x = torch.randn(6, 5)
+    found, base = qkv(x, AdapterRows(MIXED)), qkv(x)
+    for name, part, plain in zip(shapes, found, base, strict=True):
+        for row, slot in enumerate(MIXED.tolist()):
+            weight = source.tensors[f"{name}.weight"] + (added[slot][name] if slot >= 0 else 0)
+            torch.testing.assert_close(part[row].flatten(), weight @ x[row], **CLOSE)
+            assert slot >= 0 or torch.equal(part[row], plain[row])
+
+
+def merged(source: DictSource, added: dict[str, Tensor], transposed: bool = False) -> DictSource:
+    """The checkpoint with an adapter's products in its weights."""
+    tensors = {f"{name}.weight": change.t() if transposed else change for name, change in added.items()}
+    return DictSource({name: tensor + tensors.get(name, 0) for name, tensor in source.tensors.items()})
+
+
+def build(config, source, ops: Ops | None = None) -> LanguageModel:
+    return build_model(config, source, ops or TorchOps(), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("ops", ALL_OPS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda config: config.architecture)
+@torch.inference_mode()
+def test_a_models_rows_under_adapters_equal_the_models_with_merged_weights(config, ops: Ops) -> None:
+    """Every linear layer is a target: fused attention, the fused MLP, the head; the last layer has some rows only."""
+    random = DummySource(collect_shapes(config), seed=5)
+    source = DictSource({name: random.read(name).data * 5 for name in random.shapes()})
+    model = build(config, source, ops)
+    gpt2 = config is GPT2
+    shapes = {name: source.tensors[f"{name}.weight"].shape for name in model.adapter_targets if name != "lm_head"}
+    assert len(shapes) == (4 if gpt2 else 7) * config.num_layers and "lm_head" in model.adapter_targets
+    added = load_all(dict(model.adapter_targets), {name: s[::-1] if gpt2 else s for name, s in shapes.items()})
+    ids, positions = torch.arange(5), torch.arange(5)
+    rows = torch.tensor([1, 4])
+    references = {slot: build(config, merged(source, added[slot], gpt2), ops) for slot in added} | {-1: model}
+    for slot, reference in references.items():
+        adapters = AdapterRows(torch.full((5,), slot))
+        found = model.forward(ids, positions, DenseStep(adapters), rows)
+        expected = reference.forward(ids, positions, DenseStep(), rows)
+        torch.testing.assert_close(found, expected, **CLOSE)
+        torch.testing.assert_close(
+            model.compute_logits(found, adapters.select(rows)), reference.compute_logits(found), **CLOSE
+        )
+    mixed = AdapterRows(
+        torch.tensor([0, 0, 0, 0, 2])
+    )  # the last row alone has another: keys of the rows before it differ
+    selected = model.forward(ids, positions, DenseStep(mixed), rows)
+    whole = model.forward(ids, positions, DenseStep(mixed))
+    torch.testing.assert_close(selected, whole[rows], **CLOSE)
+    assert not torch.allclose(selected[1], model.forward(ids, positions, DenseStep(AdapterRows(mixed.slots * 0)))[4])
+
+
+def test_a_head_may_have_an_adapter_too() -> None:
+    model = build(LLAMA, DummySource(collect_shapes(LLAMA)))
+    target = model.adapter_targets["lm_head"]
+    hidden, rows = torch.randn(3, 8), AdapterRows(torch.tensor([1, -1, 1]))
+    base = model.compute_logits(hidden)
+    assert torch.equal(model.compute_logits(hidden, rows), base)  # no slot is open: nothing is added
+    target.open_slots(2, 2, CPU, torch.float32)
+    a, b = matrices(LLAMA.vocab_size, 8, 2, seed=1)
+    target.load(1, a, b)
+    expected = base + torch.tensor([[1.0], [0.0], [1.0]]) * (hidden @ a.T @ b.T)
+    torch.testing.assert_close(model.compute_logits(hidden, rows), expected, **CLOSE)
+    target.clear(1)
+    assert torch.equal(model.compute_logits(hidden, rows), base)
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+def test_a_rank_takes_its_part_of_an_adapter(kind: str) -> None:
+    source = random_source(weight=(6, 8))
+    x, slots = torch.randn(6, 8), AdapterRows(MIXED)
+    a, b = matrices(6, 8, 3, seed=4)
+
+    def work(shard: Shard | None) -> Tensor:
+        weights = weights_for(source, shard)
+        layer = (ColumnParallelLinear if kind == "columns" else RowParallelLinear)(weights, 8, 6)
+        target = weights.adapter_targets[""]
+        target.open_slots(SLOTS, MAX_RANK, CPU, torch.float32)
+        target.load(2, a, b)
+        own = x.chunk(2, dim=1)[shard.rank] if shard is not None and kind == "rows" else x
+        return layer(own, slots)
+
+    expected, found = work(None), on_all_ranks(2, work)
+    torch.testing.assert_close(torch.cat(found, dim=1) if kind == "columns" else found[1], expected, **CLOSE)
+
+
+def test_matrices_that_do_not_fit_the_layer_are_refused() -> None:
+    model = build(LLAMA, DummySource(collect_shapes(LLAMA)))
+    target = model.adapter_targets["model.layers.0.mlp.up_proj"]
+    target.open_slots(1, 2, CPU, torch.float32)
+    with pytest.raises(ModelError, match=r"up_proj: has matrices of shapes \(2, 9\) and \(12, 2\); \(rank, 8\) and"):
+        target.load(0, torch.zeros(2, 9), torch.zeros(12, 2))
+    with pytest.raises(ModelError, match=r"has the rank 3; at most 2"):
+        target.load(0, torch.zeros(3, 8), torch.zeros(12, 3))
