@@ -28,7 +28,7 @@ from ratoon.models.chat_template import RenderedChat, render_chat
 
 MAX_PROCESSES = 2
 MAX_SECONDS = 2.0  # of processor time, for one template
-MAX_WAIT_SECONDS = 20.0  # by the clock: a template may have to wait for a busy machine
+MAX_WAIT_SECONDS = 60.0  # by the clock, its start included: a child may have to wait for a busy machine
 MAX_MEMORY_BYTES = 512 * 2**20  # of address space, the interpreter's included
 MAX_FRAME_BYTES = 64 * 2**20  # more than the sandbox takes or gives in UTF-8
 # What the interpreter may need to start, and the time zone, which a template may ask for.
@@ -91,8 +91,10 @@ class TemplateProcesses:
 
     def ask(self, frame: bytes) -> Answer:
         with self._places:
-            answer = self._ask(self._take(), frame)
-            if answer.is_out_of_memory:  # earlier templates may be to blame: what a new child says, counts
+            child = self._take()
+            is_new = child is None
+            answer = self._ask(child or _Child(), frame)
+            if answer.is_out_of_memory and not is_new:  # earlier templates may be to blame: what a new one says, counts
                 answer = self._ask(_Child(), frame)
             return answer
 
@@ -108,13 +110,14 @@ class TemplateProcesses:
             self._idle.append(child)
         return answer
 
-    def _take(self) -> _Child:
+    def _take(self) -> _Child | None:
+        """None: none is idle."""
         while self._idle:
             child = self._idle.pop()
             if child.process.poll() is None:
                 return child
             child.close()
-        return _Child()
+        return None
 
     def close(self) -> None:
         while self._idle:
