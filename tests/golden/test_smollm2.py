@@ -61,16 +61,18 @@ def oracle() -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected(oracle: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Each prompt alone; an answer may end before COUNT tokens, with its end token."""
+def expected(llm: LLM, oracle: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """The most probable token of transformers at every position of our answer to each prompt: if all are the same,
+    the answer is the one that transformers would give, and they come from one pass over it instead of one for each
+    token. An answer may end before COUNT tokens, with its end token."""
     answers = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            generated = oracle.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-                max_new_tokens=COUNT,
-            )  # fmt: skip
-            answers.append(generated[0, len(prompt) :].tolist())
+    for prompt in prompts:
+        (answer,) = generate(llm, [prompt])
+        assert len(answer) == COUNT or answer[-1] in llm.source.config.eos_token_ids
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+        answers.append(logits.argmax(-1).tolist())
+    assert llm.reset_prefix_cache()
     return answers
 
 
