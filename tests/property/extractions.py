@@ -7,7 +7,6 @@ request or another layer shows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -16,8 +15,12 @@ from ratoon.core.encoder import EncoderInput
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
+from tests.property.choices import among, number
 
 DTYPES = ["float32", "bfloat16", "float16"]
+TOKENS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+LAYERS = st.lists(st.integers(0, 3), min_size=1, max_size=3)
+POSITIONS = st.one_of(st.none(), st.just([-1]), st.lists(st.integers(0, 40), min_size=1, max_size=8))
 
 
 @dataclass
@@ -60,22 +63,24 @@ class Reading:
 
 @st.composite
 def readings(
-    draw: st.DrawFn, num_parents: int, families: Sequence[list[int]], inputs: Sequence[EncoderInput | None]
+    draw: st.DrawFn,
+    parent: st.SearchStrategy[int | None],
+    family: st.SearchStrategy[list[int]],
+    encoder_input: st.SearchStrategy[EncoderInput | None],
 ) -> Reading:
-    own = draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
-    some = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+    own = draw(TOKENS)
     return Reading(
-        step=draw(st.integers(0, 40)),
-        parent=draw(st.one_of(st.none(), st.integers(0, num_parents - 1), st.integers(0, num_parents - 1))),
-        choice=draw(st.sampled_from([0, 0, 1, 2])),
-        prompt=draw(st.sampled_from(families))[: draw(st.integers(0, 16))] + own,
-        positions=draw(st.one_of(st.none(), st.just([-1]), some)),
-        layers=draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)),
-        dtype=draw(st.sampled_from(DTYPES)),
-        deadline=draw(st.sampled_from([None, None, None, 3.0, 10.0])),
-        salt=draw(st.sampled_from([None, None, "a"])),
-        encoder_input=draw(st.sampled_from(inputs)),
-        of_encoder=draw(st.sampled_from([False, False, True])),
+        step=draw(number(0, 40)),
+        parent=draw(parent),
+        choice=draw(among(0, 0, 1, 2)),
+        prompt=draw(family)[: draw(number(0, 16))] + own,
+        positions=draw(POSITIONS),
+        layers=draw(LAYERS),
+        dtype=draw(among(*DTYPES)),
+        deadline=draw(among(None, None, None, 3.0, 10.0)),
+        salt=draw(among(None, None, "a")),
+        encoder_input=draw(encoder_input),
+        of_encoder=draw(among(False, False, True)),
     )
 
 
