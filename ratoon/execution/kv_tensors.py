@@ -75,10 +75,10 @@ class KVTensors:
         for index, tensor in enumerate(self._tensors):
             for block, host_block in plan.swapped_out:
                 self._host_tensors[index][host_block].copy_(tensor[block])
-            content = tensor[sources]
+            content = tensor.index_select(0, sources)
             for host_block, block in plan.swapped_in:
                 tensor[block].copy_(self._host_tensors[index][host_block])
-            tensor[targets] = content
+            tensor.index_copy_(0, targets, content)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
