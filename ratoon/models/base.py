@@ -27,7 +27,7 @@ class StreamLayer(Protocol):
 
     def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor | None:
         """All [T, H]. Adds `update` to the stream in place; returns what is still to be added, None if nothing is."""
-        ...
+        return self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """The first half, in which rows look at each other: → [T, heads · head_dim]."""

@@ -15,6 +15,7 @@ from ratoon.layers.attention import CrossAttentionLayer, StepContext
 from ratoon.layers.linear import Linear, MergedLinear
 from ratoon.layers.mlp import FeedForward
 from ratoon.layers.norm import LayerNorm, RMSNorm
+from ratoon.models.base import StreamLayer
 from ratoon.models.decoder import SelfAttention
 
 Tensor = torch.Tensor
@@ -24,7 +25,7 @@ Tensor = torch.Tensor
 class CrossAttention:
     """Queries of decoder rows on keys and values of encoder states, which are made once for each encoder input.
 
-    `output`, the product that follows, is called by the layer: rows that nobody needs any more are dropped before it.
+    `output`, the product that follows, is called by the layer: rows that are not needed any more are dropped before it.
     """
 
     layer: CrossAttentionLayer
@@ -45,7 +46,7 @@ class CrossAttention:
 
 
 @dataclass(slots=True, eq=False)
-class PreNormCrossLayer:
+class PreNormCrossLayer(StreamLayer):
     """Self-attention, cross-attention and feed-forward, each behind a norm and each adding to the residual stream."""
 
     attention_norm: RMSNorm | LayerNorm
@@ -54,10 +55,6 @@ class PreNormCrossLayer:
     cross: CrossAttention
     mlp_norm: RMSNorm | LayerNorm
     mlp: FeedForward
-
-    def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
-        """All [T, H]. Adds `update` and what was attended to the stream in place; returns what is still to be added."""
-        return self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """All in which a row looks at others: → what cross-attention found [T, heads · head_dim]."""

@@ -15,6 +15,7 @@ from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import FeedForward
 from ratoon.layers.norm import HeadRMSNorm, LayerNorm, RMSNorm
 from ratoon.layers.rotary import Rotary
+from ratoon.models.base import StreamLayer
 
 Tensor = torch.Tensor
 
@@ -23,7 +24,7 @@ Tensor = torch.Tensor
 class SelfAttention:
     """Query, key and value; the norms of their heads and the rotation, where a family has them; attention.
 
-    `output`, the product that follows, is called by the layer: rows that nobody needs any more are dropped before it.
+    `output`, the product that follows, is called by the layer: rows that are not needed any more are dropped before it.
     """
 
     layer: AttentionLayer
@@ -46,17 +47,13 @@ class SelfAttention:
 
 
 @dataclass(slots=True, eq=False)
-class PreNormLayer:
+class PreNormLayer(StreamLayer):
     """Attention and feed-forward, each behind a norm and each adding to the residual stream."""
 
     attention_norm: RMSNorm | LayerNorm
     attention: SelfAttention
     mlp_norm: RMSNorm | LayerNorm
     mlp: FeedForward
-
-    def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
-        """All [T, H]. Adds `update` and its own attention to the stream in place; returns what is still to be added."""
-        return self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """The first half, in which rows look at each other: → [T, heads · head_dim]."""

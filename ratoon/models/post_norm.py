@@ -14,6 +14,7 @@ from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import StepContext
 from ratoon.layers.mlp import FeedForward
 from ratoon.layers.norm import LayerNorm
+from ratoon.models.base import StreamLayer
 from ratoon.models.cross import CrossAttention
 from ratoon.models.decoder import SelfAttention
 
@@ -21,17 +22,13 @@ Tensor = torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
-class PostNormLayer:
+class PostNormLayer(StreamLayer):
     """Attention and feed-forward, each added to the residual stream, which is then normed."""
 
     attention_norm: LayerNorm
     attention: SelfAttention
     mlp_norm: LayerNorm
     mlp: FeedForward
-
-    def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> None:
-        """[T, H] in place; `update` is None, as that of the layer before."""
-        self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """The first half, in which rows look at each other: → [T, heads · head_dim]."""
@@ -44,7 +41,7 @@ class PostNormLayer:
 
 
 @dataclass(slots=True, eq=False)
-class PostNormCrossLayer:
+class PostNormCrossLayer(StreamLayer):
     """The same with cross-attention between the two, its norm behind it too."""
 
     attention_norm: LayerNorm
@@ -53,10 +50,6 @@ class PostNormCrossLayer:
     cross: CrossAttention
     mlp_norm: LayerNorm
     mlp: FeedForward
-
-    def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> None:
-        """[T, H] in place; `update` is None, as that of the layer before."""
-        self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """All in which a row looks at others: → what cross-attention found [T, heads · head_dim]."""
