@@ -45,7 +45,7 @@ def take_all_memory(llm: LLM) -> None:
     pool = llm._client.core.scheduler.kv_cache.pool
     taken = pool.get_new_blocks(pool.num_free_blocks)
     before = llm.stats().num_preemptions
-    llm._step()
+    llm.engine.step()
     pool.free_blocks(taken)
     assert llm.stats().num_preemptions == before + 1, "no branch gave way"
 

@@ -31,7 +31,7 @@ def sentences(adjectives: slice, frames: tuple[str, ...]) -> tuple[list[str], to
 
 def last_token_states(llm: LLM, texts: list[str]) -> torch.Tensor:
     """[layers, texts, hidden]"""
-    outputs = llm.hidden_states(texts, HiddenStatesParams(positions=-1, layers=LAYERS))
+    outputs = llm.extract_hidden_states(texts, HiddenStatesParams(positions=-1, layers=LAYERS))
     return torch.stack([output.tensor[:, 0] for output in outputs], dim=1)
 
 

@@ -44,7 +44,7 @@ PROMPTS = {"the text alone": "{}", "asked to sum up": 'This sentence: "{}" means
 
 def embed(llm: LLM, texts: list[str]) -> torch.Tensor:
     """[texts, hidden], of length 1. What all texts have in common says nothing, so their mean is taken off."""
-    outputs = llm.hidden_states(texts, HiddenStatesParams(positions=-1))
+    outputs = llm.extract_hidden_states(texts, HiddenStatesParams(positions=-1))
     vectors = torch.stack([output.tensor[0, 0] for output in outputs])
     return torch.nn.functional.normalize(vectors - vectors.mean(0), dim=1)
 

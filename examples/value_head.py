@@ -60,7 +60,7 @@ def main() -> None:
     formulas = make_formulas(16 if parser.parse_args().quick else 60)
     everything = HiddenStatesParams(positions="all", layers=LAYERS)
     with LLM("smollm2-135m", kv_memory="256MiB") as llm:
-        outputs = llm.hidden_states(formulas, everything)
+        outputs = llm.extract_hidden_states(formulas, everything)
         params = SamplingParams(temperature=0, max_tokens=10, return_hidden_states=everything)
         answer = llm.generate("result = ((a + b) * (c", params)[0].hidden_states[0]  # of the only choice
         values = [open_brackets(llm, output) for output in [*outputs, answer]]

@@ -32,7 +32,7 @@ def state_calls(llm: Any, known: Known) -> Calls:
         times, rows, states = [], [], []
         for _ in range(repeats):
             begin = time.perf_counter()
-            output = llm.hidden_states(known.parent, params, progress=False)
+            output = llm.extract_hidden_states(known.parent, params, progress=False)
             times.append(time.perf_counter() - begin)
             rows.append(output.computed_tokens)
             states = output.tensor[0, 0].tolist()
@@ -44,7 +44,9 @@ def state_calls(llm: Any, known: Known) -> Calls:
 
         llm.reset_prefix_cache()
         begin = time.perf_counter()
-        output = llm.hidden_states(prompt, HiddenStatesParams(positions=positions, layers=layers), progress=False)
+        output = llm.extract_hidden_states(
+            prompt, HiddenStatesParams(positions=positions, layers=layers), progress=False
+        )
         seconds = time.perf_counter() - begin
         states = output.tensor[-1]  # [positions, hidden], behind the final norm
         return {

@@ -1,15 +1,12 @@
-"""What people pass to an LLM, brought into one form: one or many, params of either kind. Nothing here knows a model."""
+"""What people pass to an LLM, one or many, brought into one form. Nothing here knows a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import msgspec
-
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import RequestOutput
-from ratoon.core.params import BeamSearchParams, GenerationParams, RequestOutputKind, SamplingParams
 
 UseTqdm: TypeAlias = bool | Callable[..., Any] | None
 
@@ -35,6 +32,17 @@ def one_for_each(field: str, value: Any, count: int, default: Any) -> list[Any]:
     return [default if entry is None else entry for entry in value]
 
 
+def ids_for_each(request_id: Any, count: int, first: int) -> list[str]:
+    """The ids that were asked for, or numbers that go on from the first."""
+    if isinstance(request_id, str) and count > 1:
+        raise RequestError("request_id", f"{request_id!r} is one for {count} prompts", "a list, with one for each")
+    given = one_for_each("request_id", request_id, count, None)
+    ids = [str(first + index) if one is None else one for index, one in enumerate(given)]
+    if len({*map(str, ids)}) < count:
+        raise RequestError("request_id", "names two prompts", "an id of its own for each")
+    return ids
+
+
 def with_index(error: RequestError, index: int, field: str = "prompts") -> RequestError:
     """The same error, of one of many."""
     if error.field == field:
@@ -50,29 +58,6 @@ def in_conversation(error: RequestError, index: int) -> RequestError:
     return type(error)(field, error.problem, error.expected)
 
 
-def with_output_kind(params: Any, kind: RequestOutputKind) -> GenerationParams:
-    """A copy that asks for outputs of this kind. A beam search tells the best text anew where others tell what is new.
-    RequestError: these are no params."""
-    if isinstance(params, BeamSearchParams):
-        kind = RequestOutputKind.CUMULATIVE if kind == RequestOutputKind.DELTA else kind
-    elif not isinstance(params, SamplingParams):
-        problem = f"{params!r} is not SamplingParams"
-        raise RequestError("sampling_params", problem, "a SamplingParams or a BeamSearchParams")
-    return msgspec.structs.replace(params, output_kind=kind)
-
-
-def verify_beam_search_params(params: Any) -> None:
-    """RequestError for anything but BeamSearchParams, or a list of them."""
-    for one in params if is_sequence(params) else [params]:
-        if not isinstance(one, BeamSearchParams):
-            raise RequestError("params", f"{one!r} is not BeamSearchParams", "BeamSearchParams(beam_width=…)")
-
-
 def wants_progress(progress: bool, use_tqdm: UseTqdm) -> bool:
     """`use_tqdm` is the same in vLLM's words; a class of bars in its place asks for one."""
     return progress if use_tqdm is None else bool(use_tqdm)
-
-
-def refuse_lora(lora_request: Any) -> None:
-    if lora_request is not None:
-        raise RequestError("lora_request", "adapters are not supported", "leave it out")

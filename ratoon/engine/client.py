@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.config import EngineConfig, verify_engine_config
 from ratoon.core.errors import ConfigError
+from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
-from ratoon.core.stats import SchedulerStats
 from ratoon.engine.build import build_core, calm_thread_pools, describe
 from ratoon.engine.utilities import EngineUtilities
 from ratoon.models.source import ModelSource
@@ -48,15 +49,14 @@ class InprocClient:
     def call_utility(self, method: str, *arguments: Any) -> Any:
         return self._utilities.call(method, *arguments)
 
-    def reset_prefix_cache(self) -> bool:
-        return self.core.reset_prefix_cache()
-
-    def stats(self) -> SchedulerStats:
-        return self.core.stats()
-
     def describe(self) -> dict[str, Any]:
         """Resolved settings and memory figures, for people."""
         return describe(self.core)
+
+    def health(self) -> Health:
+        """A core in this process is as well as the process is."""
+        core = self.core
+        return Health([EngineHealth(0, EngineState.OK, os.getpid(), paused=core.paused, asleep=core.asleep)])
 
     def shutdown(self) -> None:
         self.core.shutdown()

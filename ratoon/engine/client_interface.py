@@ -9,25 +9,39 @@ from ratoon.core.messages import EngineReady
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
 
 
-class EngineClient(Protocol):
-    """For LLMEngine: one engine, one caller, who waits."""
+class RequestTaker(Protocol):
+    """What the front end needs of a client, whoever drives it. Nothing here waits."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a request over. RequestError if the engine can never serve it; from another process that comes back as
-        an output with `refusal` instead."""
+        """Hand a request over. RequestError if an engine in this process can never serve it; from another process that
+        comes back as an output with `refusal`. EngineDeadError once the engine is given up."""
 
     def abort_requests(self, request_ids: list[str]) -> None: ...
 
     def stop_requests(self, request_ids: list[str]) -> None:
         """Like an abort, for what a stop string ended here: what it asked to keep for continuations is kept."""
 
+
+class EngineClient(RequestTaker, Protocol):
+    """For LLMEngine: one engine, one caller, which waits."""
+
     def get_output(self) -> EngineCoreOutputs: ...
 
     def has_work(self) -> bool: ...
 
+    def call_utility(self, method: str, *arguments: Any) -> Any: ...
 
-class AsyncEngineClient(Protocol):
-    """For AsyncLLM: one or several engines, many callers on one event loop."""
+    def describe(self) -> dict[str, Any]:
+        """Resolved settings and memory figures, for people."""
+        ...
+
+    def health(self) -> Health: ...
+
+    def shutdown(self) -> None: ...
+
+
+class AsyncEngineClient(RequestTaker, Protocol):
+    """For AsyncLLMEngine: one or several engines, many callers on one event loop."""
 
     @property
     def ready(self) -> EngineReady:
@@ -36,15 +50,6 @@ class AsyncEngineClient(Protocol):
 
     async def start(self) -> None:
         """Start the engine processes and wait until they are ready. Raises what made one fail (ConfigError, …)."""
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a request over; never waits. What is wrong with it comes back as an output with `refusal`.
-        EngineDeadError once the engine is given up."""
-
-    def abort_requests(self, request_ids: list[str]) -> None: ...
-
-    def stop_requests(self, request_ids: list[str]) -> None:
-        """Like an abort, for what a stop string ended here: what it asked to keep for continuations is kept."""
 
     async def get_outputs(self) -> EngineCoreOutputs:
         """The next step's outputs, of whichever engine. EngineDeadError once the engine is given up."""

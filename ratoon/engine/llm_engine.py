@@ -1,136 +1,145 @@
-"""The synchronous engine: input processing, the engine core behind its client, output processing, in one step loop.
+"""The synchronous engine: the front end, driven one step at a time by the caller that waits.
 
-It serves one caller on one thread; only `abort_request` may be called from others. Lists of prompts, progress and chat
-templates are the API's.
+It serves one thread; only `abort_request` may be called from others. Lists of prompts and progress are the API's.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import suppress
+from typing import Any, TypeAlias
 
-from ratoon.core.errors import EngineError, RequestError
+from ratoon.core.errors import EngineError, RequestError, UnknownParentError
 from ratoon.core.params import GenerationParams
-from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.client_interface import EngineClient
-from ratoon.engine.hidden_states import Selection
+from ratoon.engine.front_end import FrontEnd, Key, Prepared
 from ratoon.engine.input_processor import InputProcessor
+from ratoon.engine.interrupts import interrupts_held_back
 from ratoon.engine.output_processor import OutputProcessor
-from ratoon.engine.prompts import Prompt, texts_of
+from ratoon.engine.prompts import Prompt
 from ratoon.engine.request_state import Output
-from ratoon.observe.throughput import ThroughputLog
+from ratoon.engine.torch_tensors import with_torch_tensors
+
+MAX_EXTRACTIONS = 256  # of a list, in the engine at a time: it turns away what is more than it can queue
+Inbox: TypeAlias = deque[Any]
 
 
-class LLMEngine:
+class LLMEngine(FrontEnd):
     def __init__(
-        self,
-        client: EngineClient,
-        input_processor: InputProcessor,
-        output_processor: OutputProcessor,
-        throughput: ThroughputLog | None = None,
+        self, client: EngineClient, input_processor: InputProcessor, output_processor: OutputProcessor, **parts: Any
     ) -> None:
+        super().__init__(client, input_processor, output_processor, **parts)
         self.client = client
-        self.input_processor = input_processor
-        self.output_processor = output_processor
-        self._throughput = throughput
-        self._lock = threading.Lock()  # the output processor belongs to who holds it
+        self._inboxes: dict[Key, Inbox] = {}  # of requests whose caller waits for them in `run` or `begin`
+        self._lock = threading.Lock()  # the output processor belongs to the thread that holds it
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: GenerationParams,
-        *,
-        priority: int = 0,
-        arrival_time: float | None = None,
-        cache_salt: str | None = None,
-    ) -> None:
-        """Check a request and hand it to the engine. RequestError: nothing of it is left behind."""
-        request = self.input_processor.process(
-            request_id, prompt, params, priority=priority, arrival_time=arrival_time, cache_salt=cache_salt
-        )
-        text, encoder_text = texts_of(prompt, request.encoder_input is not None)
-        self.submit(request, text, encoder_prompt=encoder_text)
+    def add_request(self, request_id: str, prompt: Prompt, params: GenerationParams, **options: Any) -> None:
+        """Check a request and hand it to the engine; `step` brings its outputs. RequestError: nothing of it is left."""
+        self.submit(self.prepare(request_id, prompt, params, **options))
 
-    def submit(
-        self,
-        request: EngineCoreRequest,
-        prompt: str | None,
-        selection: Selection | None = None,
-        encoder_prompt: str | None = None,
-    ) -> None:
-        """Hand over a request that was processed before. RequestError: the engine refused it. An engine in another
-        process refuses it later: a step then brings an output with `refusal`. `selection` comes with a request for
-        hidden states."""
+    def submit(self, prepared: Prepared, inbox: Inbox | None = None) -> None:
+        """Hand a request over. With an inbox, its outputs go there as well."""
         with self._lock:
             if self._throughput is not None and not self.has_unfinished_requests():
                 self._throughput.begin_work()
-            self.output_processor.add_request(request, prompt, selection, encoder_prompt)
-            try:
-                self.client.add_request(request)
-            except Exception as error:
-                self.output_processor.fail_request(request.external_id or request.request_id, error, request.owner)
-                raise
-
-    def refuse(
-        self,
-        request: EngineCoreRequest,
-        prompt: str | None,
-        selection: Selection | None = None,
-        encoder_prompt: str | None = None,
-        *,
-        error: RequestError,
-    ) -> Output:
-        """The output of a request that the engine did not take, as if a step had brought it."""
-        self.output_processor.add_request(request, prompt, selection, encoder_prompt)
-        output = self.output_processor.fail_request(request.external_id or request.request_id, error, request.owner)
-        assert output is not None
-        return output
+            self.hand_over(prepared)
+            if inbox is not None:
+                self._inboxes[prepared.key] = inbox
 
     def step(self) -> list[Output]:
-        """Run one step and return what it brought for callers: nothing while the engine is paused."""
+        """Run one step and return what it brought for callers: nothing while the engine is paused. Ctrl-C is held back
+        until its end."""
         if not self.client.has_work():
             if self.has_unfinished_requests():
                 raise EngineError("the engine has no work left, but requests wait for their end")
             return []
-        engine_outputs = self.client.get_output()
-        with self._lock:
-            outputs, stopped, extractions = self.output_processor.process_outputs(engine_outputs)
-            if stopped:
-                self.client.stop_requests(stopped)
-            outputs += self._extract(extractions)
-        if self._throughput is not None:
-            if engine_outputs.scheduler_stats is not None:
-                self._throughput.record_engine(engine_outputs.engine_index, engine_outputs.scheduler_stats)
-            self._throughput.write_when_due(idle=not self.has_unfinished_requests())
+        with interrupts_held_back():
+            engine_outputs = self.client.get_output()
+            with self._lock:
+                outputs = self.process_outputs(engine_outputs)
+            self.record_stats(engine_outputs)
+            if self._throughput is not None:
+                self._throughput.write_when_due(idle=not self.has_unfinished_requests())
+            self._hand_out(outputs)
         return outputs
 
-    def abort_request(self, request_ids: Iterable[str]) -> list[Output]:
-        """Take requests back, by the caller's ids; those that are unknown or finished are passed over. From any thread:
-        what the step under way brings for them is dropped."""
-        with self._lock:
-            outputs, aborted, extractions = self.output_processor.abort_requests(request_ids)
-            if aborted:
-                self.client.abort_requests(aborted)
-            return outputs + self._extract(extractions)
-
-    def _extract(self, extractions: list[EngineCoreRequest]) -> list[Output]:
-        """Have hidden states read that ended requests asked for."""
-        outputs: list[Output] = []
-        waiting = deque(extractions)
-        while waiting:
-            request = waiting.popleft()
-            try:
-                self.client.add_request(request)
-            except Exception as error:  # the answer has its text all the same
-                failed = self.output_processor.fail_extraction(request.request_id, error)
-                outputs += failed.outputs
-                waiting += failed.extractions
+    def abort_request(self, request_ids: Iterable[str], owner: str | None = None) -> list[Output]:
+        """Take requests back, by the caller's ids. From any thread: what the step under way brings for them is
+        dropped."""
+        with interrupts_held_back():
+            with self._lock:
+                outputs = self.end_requests(request_ids, owner)
+            self._hand_out(outputs)
         return outputs
 
-    def has_unfinished_requests(self) -> bool:
-        return self.output_processor.has_unfinished_requests()
+    def _hand_out(self, outputs: list[Output]) -> None:
+        """To the callers that wait: a stream may be open while another call runs."""
+        for output in outputs:
+            inbox = self._inboxes.get((output.owner, output.request_id))
+            if inbox is not None:
+                inbox.append(output)
 
-    def num_unfinished_requests(self) -> int:
-        return self.output_processor.num_unfinished_requests()
+    # ---- callers that wait ----
+
+    def wait_for_end(self, request_id: str, owner: str | None = None) -> None:
+        """Returns at once for a request that is not under way."""
+        while isinstance(request_id, str) and self.output_processor.is_running(request_id, owner):
+            self.step()
+
+    def run(self, requests: list[Prepared]) -> Generator[Any, None, None]:
+        """Hand requests over and yield their outputs (RequestOutput, EmbeddingOutput, HiddenStatesOutput) until all
+        have ended. Left early, it takes back the rest. A single one that the engine refuses raises."""
+        inbox: Inbox = deque()
+        waiting = deque(requests)
+        unfinished: set[Key] = set()  # in the engine
+        try:
+            while waiting or unfinished:
+                while waiting and (waiting[0].selection is None or len(unfinished) < MAX_EXTRACTIONS):
+                    unfinished.add(self._begin_one(waiting.popleft(), inbox))
+                if not inbox:
+                    self.step()
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finished:
+                        unfinished.discard((output.owner, output.request_id))
+                    if output.refusal is not None and len(requests) == 1:
+                        raise output.refusal
+                    with_torch_tensors(output)
+                    yield output
+        finally:
+            with interrupts_held_back():
+                for owner, request_id in unfinished:
+                    self.abort_request([request_id], owner)
+            for one in requests:
+                if self._inboxes.get(one.key) is inbox:
+                    del self._inboxes[one.key]
+
+    def _begin_one(self, prepared: Prepared, inbox: Inbox) -> Key:
+        try:
+            self.submit(prepared, inbox)
+        except RequestError as error:
+            inbox.append(self._refuse(prepared, error))
+        return prepared.key
+
+    def _refuse(self, prepared: Prepared, error: RequestError) -> Output:
+        """The output of a request that the engine did not take, as if a step had brought it."""
+        if self.output_processor.is_running(prepared.external_id, prepared.request.owner):
+            raise error  # the id is another request's
+        self.output_processor.add_request(*prepared)
+        output = self.output_processor.fail_request(prepared.external_id, error, prepared.request.owner)
+        assert output is not None
+        return output
+
+    def begin(self, prepared: Prepared, inbox: Inbox) -> str:
+        """Start a request on its own, whose one output goes to the inbox; its id. It ends with `end`."""
+        self._begin_one(prepared, inbox)
+        return prepared.external_id
+
+    def end(self, request_id: str) -> None:
+        """Take a request back, or forget it if it has ended."""
+        self.abort_request([request_id])
+        self._inboxes.pop((None, request_id), None)
+        with suppress(UnknownParentError):
+            self.output_processor.roots.remove(request_id)

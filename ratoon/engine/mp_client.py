@@ -11,7 +11,6 @@ import time
 from collections import deque
 from typing import Any
 
-import msgspec
 import zmq
 
 from ratoon.core.config import EngineConfig, verify_engine_config
@@ -19,7 +18,6 @@ from ratoon.core.errors import EngineAwayError, EngineDeadError
 from ratoon.core.health import Health
 from ratoon.core.messages import EngineMessageType, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
-from ratoon.core.stats import SchedulerStats
 from ratoon.engine.faults import error_of
 from ratoon.engine.ledger import Ledger
 from ratoon.engine.replica import Replica
@@ -100,12 +98,6 @@ class SyncMPClient:
         if result.fault is not None:
             raise error_of(result.fault)
         return result.result
-
-    def reset_prefix_cache(self) -> bool:
-        return bool(self.call_utility("reset_prefix_cache"))
-
-    def stats(self) -> SchedulerStats:
-        return msgspec.convert(self.call_utility("stats"), SchedulerStats)
 
     def describe(self) -> dict[str, Any]:
         """Resolved settings and memory figures, for people."""

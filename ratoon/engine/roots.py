@@ -42,6 +42,10 @@ class Root:
         """What the engine calls this choice."""
         return self.internal_id if choice == 0 else f"{self.internal_id}#{choice}"
 
+    @property
+    def branch_ids(self) -> list[str]:
+        return [self.branch_id(choice) for choice in range(len(self.choices))]
+
     def tokens(self, choice: int, at: int | None = None, field: str = "continuation_of") -> list[int]:
         """The choice's sequence, prompt and answer, up to `at` tokens of it. `field` is where the root was named."""
         if self.searching:

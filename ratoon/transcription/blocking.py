@@ -7,6 +7,7 @@ for it; files are decoded on threads meanwhile.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,9 @@ import numpy as np
 
 from ratoon.core.errors import EngineDeadError, RatoonError
 from ratoon.core.outputs import RequestOutput
-from ratoon.core.params import GenerationParams
+from ratoon.core.params import GenerationParams, RequestOutputKind
+from ratoon.engine.front_end import with_output_kind
+from ratoon.engine.llm_engine import LLMEngine
 from ratoon.transcription.audio import Audio, recording_name
 from ratoon.transcription.options import TranscriptionOptions
 from ratoon.transcription.results import Follow, Transcription, audio_progress
@@ -36,7 +39,7 @@ class SteppedEngine:
     """`Generate` for an engine that only runs while `step` is called."""
 
     begin: Callable[[Any, GenerationParams, Inbox], str]  # a prompt's request, whose output goes to the inbox; its id
-    step: Callable[[], None]
+    step: Callable[[], object]
     end: Callable[[str], None]  # take a request back, or forget it
     _waiting: dict[str, tuple[Inbox, asyncio.Future[RequestOutput]]] = field(default_factory=dict)
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,18 +94,29 @@ class SteppedEngine:
             self._asked.clear()
 
 
-def transcribe_recordings(
-    engine: SteppedEngine,
-    transcriber: Transcriber,
-    recordings: Sequence[Audio],
+def transcribe_blocking(
+    engine: LLMEngine,
+    make_transcriber: Callable[[SteppedEngine], Transcriber],
+    audio: Audio | list[Audio],
     options: TranscriptionOptions,
-    *,
     progress: bool,
-    single: bool,
-) -> list[Transcription]:
-    names = [recording_name(audio, index) for index, audio in enumerate(recordings)]
+) -> Transcription | list[Transcription]:
+    """One recording, or a list of them, with an engine that nothing else uses meanwhile."""
+    # Nothing continues the request of a window: its id only has to be another than those of other requests.
+    ids = (f"transcribe-{number}" for number in itertools.count())
+
+    def begin(prompt: Any, params: GenerationParams, inbox: Inbox) -> str:
+        params = with_output_kind(params, RequestOutputKind.FINAL_ONLY)
+        return engine.begin(engine.prepare(next(ids), prompt, params), inbox)
+
+    stepped = SteppedEngine(begin, engine.step, engine.end)
+    transcriber = make_transcriber(stepped)
+    single = not isinstance(audio, list)
+    recordings: Sequence[Any] = [audio] if single else audio
+    names = [recording_name(recording, index) for index, recording in enumerate(recordings)]
     with audio_progress(names, progress) as follow:
-        return run_blocking(lambda: engine.run(transcribe_many(transcriber, recordings, options, follow, single)))
+        found = run_blocking(lambda: stepped.run(transcribe_many(transcriber, recordings, options, follow, single)))
+    return found[0] if single else found
 
 
 async def transcribe_many(

@@ -59,7 +59,7 @@ def expected(folder: Path) -> Iterator[Callable[..., np.ndarray]]:
     with LLM(str(folder), **TINY_SETTINGS) as llm:
 
         def read(token_ids: list[int], **asked: Any) -> np.ndarray:
-            return llm.hidden_states(token_ids, HiddenStatesParams(**asked)).tensor.numpy()
+            return llm.extract_hidden_states(token_ids, HiddenStatesParams(**asked)).tensor.numpy()
 
         yield read
 

@@ -50,12 +50,12 @@ def all_ways(llm: LLM) -> list[HiddenStatesOutput]:
     """Everything that can be asked for, in one list."""
     found: list[HiddenStatesOutput] = []
     for asked in ASKED:
-        found += llm.hidden_states(PROMPTS, asked, progress=False)
+        found += llm.extract_hidden_states(PROMPTS, asked, progress=False)
         outputs = llm.generate(PROMPTS, sampled(n=2, return_hidden_states=asked), progress=False)
         search = BeamSearchParams(beam_width=3, n=2, max_tokens=5, ignore_eos=True, return_hidden_states=asked)
         outputs += llm.beam_search(PROMPTS[2], search, progress=False)
         found += [states for output in outputs for states in output.hidden_states]
-        found += llm.hidden_states(outputs, asked, choice=1, progress=False)
+        found += llm.extract_hidden_states(outputs, asked, choice=1, progress=False)
     return found
 
 
@@ -78,7 +78,7 @@ def test_the_last_token_of_a_text_costs_one_row():
         (states,) = output.hidden_states
         assert (states.computed_tokens, states.source, states.positions) == (1, "lease", [53])
         kept = llm.generate(PROMPTS[2], sampled(seed=8), retain_kv=60, progress=False)[0]
-        assert llm.hidden_states(kept, progress=False).computed_tokens == 1
+        assert llm.extract_hidden_states(kept, progress=False).computed_tokens == 1
         assert llm.stats().leases.num_active == 1, "the caller's lease goes on"
 
 
@@ -109,7 +109,7 @@ async def assert_nothing_left(llm: AsyncLLM, leased: Sequence[int] = (0, 0)) -> 
     for books, num_leased in zip(await llm._client.call_utility("check"), leased, strict=True):
         assert books["num_used_blocks"] == num_leased and books["num_requests"] == 0
     assert len(llm._client._ledger) == 0 and llm.num_unfinished_requests() == 0
-    assert not llm._handler.output_processor.has_unfinished_requests()
+    assert not llm._engine.output_processor.has_unfinished_requests()
 
 
 def test_with_several_replicas_states_are_read_where_the_text_was_made(runner, llm):
@@ -118,7 +118,7 @@ def test_with_several_replicas_states_are_read_where_the_text_was_made(runner, l
         outputs = await asyncio.gather(
             *(generate(llm, prompt, sampled(return_hidden_states=True)) for prompt in prompts)
         )
-        engines = {llm._handler.output_processor.find_root(output.request_id).engine for output in outputs}
+        engines = {llm._engine.output_processor.find_root(output.request_id).engine for output in outputs}
         assert engines == {0, 1}
         for prompt, output in zip(prompts, outputs):
             (states,) = output.hidden_states

@@ -119,7 +119,7 @@ def test_a_search_whose_steps_always_fail_fails_alone(
 
 def test_a_continuing_search_in_a_failed_step_inherits_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = start(llm, PROMPT, BEAMS, retain_kv=60)
-    expected = numbers_of(llm.continue_from(parent, [5], BEAMS))
+    expected = numbers_of(llm.generate_continuation(parent, [5], BEAMS))
     child = open_search(llm, "child", [5], BEAMS, parent)
     neighbour = llm.stream(*REQUESTS[1])
     next(child)

@@ -38,7 +38,7 @@ async def generate(llm: AsyncLLM, prompt: list[int], **changes: Any) -> RequestO
 
 
 async def kill_when_rows_have_come(llm: AsyncLLM) -> None:
-    processor = llm._handler.output_processor
+    processor = llm._engine.output_processor
     while not any(getattr(state.answer, "num_rows_run", 0) for state in processor._states.values()):
         await asyncio.sleep(0.005)
     os.kill(llm.health().engines[0].pid, signal.SIGKILL)
@@ -98,18 +98,18 @@ def test_a_sequence_that_kills_who_reads_it_is_given_up_and_its_text_is_delivere
 @pytest.mark.slow
 def test_a_caller_who_waits_gets_the_same_states_from_the_next_process():
     with LLM(model_name(), process=True, **IN_PARTS) as llm:
-        alone = llm.hidden_states(PROMPT, EVERYTHING, progress=False)
-        run = llm._run(llm._check_extractions(PROMPT, None, EVERYTHING, 0, "another salt")[0])
+        alone = llm.extract_hidden_states(PROMPT, EVERYTHING, progress=False)
+        run = llm.engine.run([llm.engine.prepare_extraction("again", PROMPT, EVERYTHING, cache_salt="another salt")])
         processor = llm.engine.output_processor
-        step = llm._step
+        step = llm.engine.step
 
         def step_and_kill() -> None:
             step()
             if any(getattr(state.answer, "num_rows_run", 0) for state in processor._states.values()):
-                llm._step = step
+                llm.engine.step = step
                 os.kill(llm._client.health().engines[0].pid, signal.SIGKILL)
 
-        llm._step = step_and_kill
+        llm.engine.step = step_and_kill
         (again,) = run
         assert llm._client.health().engines[0].num_restarts == 1
         assert_same(again, alone)

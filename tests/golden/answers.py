@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from ratoon import LLM, BeamSearchParams, RequestOutput, RequestOutputKind
-from ratoon.api.llm import Checked
 from ratoon.core.params import GenerationParams
+from ratoon.engine.front_end import Prepared
 
 Numbers = list[tuple[Any, ...]]  # everything that a caller can see of an answer, without times and cache figures
 
@@ -60,4 +60,4 @@ def open_search(
     else:
         root = llm.engine.output_processor.find_root(parent.request_id)
         request = processor.process_continuation(name, root, prompt, params, retain_kv=retain_kv)
-    return llm._run([Checked(request)])
+    return llm.engine.run([Prepared(request)])

@@ -11,6 +11,7 @@ from typing import Any
 from ratoon import LLM, RequestOutput, SamplingParams
 from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreRequest
+from ratoon.engine.front_end import Prepared
 from ratoon.engine.roots import Root
 from tests.golden.engines import scheduler_of
 
@@ -42,7 +43,7 @@ class Driver:
 
     def add(self, prompt: list[int], params: SamplingParams, **options: Any) -> str:
         request_id = self.new_id()
-        self.llm.engine.submit(self.llm.engine.input_processor.process(request_id, prompt, params, **options), None)
+        self.llm.engine.add_request(request_id, prompt, params, **options)
         return request_id
 
     def find(self, parent_id: str) -> Root:
@@ -53,11 +54,11 @@ class Driver:
         return processor.process_continuation(self.new_id(), root, suffix, params, **options)
 
     def submit(self, request: EngineCoreRequest) -> str:
-        self.llm.engine.submit(request, None)
+        self.llm.engine.submit(Prepared(request))
         assert request.external_id is not None
         return request.external_id
 
-    def continue_from(self, parent_id: str, suffix: list[int], params: SamplingParams, **options: Any) -> str:
+    def generate_continuation(self, parent_id: str, suffix: list[int], params: SamplingParams, **options: Any) -> str:
         return self.submit(self.continuation(self.find(parent_id), suffix, params, **options))
 
     def step(self) -> None:

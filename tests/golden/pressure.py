@@ -24,6 +24,6 @@ def step_without_free_memory(llm: LLM) -> int:
     """One engine step. How many had to give way."""
     before = llm.stats().num_preemptions
     with no_free_memory(llm):
-        llm._step()
+        llm.engine.step()
     scheduler_of(llm).check()
     return llm.stats().num_preemptions - before

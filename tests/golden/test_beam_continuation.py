@@ -45,7 +45,7 @@ def test_a_search_from_a_leased_parent_equals_that_of_the_whole_text_at_every_of
         for length in range(3, 3 + BLOCK_SIZE):
             parent = start(llm, random_token_ids(length, seed=length), SEEDED, retain_kv=60)
             before = num_computed(llm)
-            child = llm.continue_from(parent, SUFFIX, BEAMS)
+            child = llm.generate_continuation(parent, SUFFIX, BEAMS)
             # The suffix and the parent's last token; then, of every beam, each new token but the last.
             assert num_computed(llm) - before == len(SUFFIX) + 1 + WIDTH * (MAX_TOKENS - 1)
             assert source_of(child) == ("lease", len(whole(parent)) - 1)
@@ -57,7 +57,7 @@ def test_a_search_from_a_leased_parent_equals_that_of_the_whole_text_at_every_of
 def test_suffixes_of_any_length(suffix: list[int]) -> None:
     with engine(LLAMA) as llm:
         parent = start(llm, random_token_ids(20, seed=2), GREEDY, retain_kv=60)
-        child = llm.continue_from(parent, suffix, STOPPING)
+        child = llm.generate_continuation(parent, suffix, STOPPING)
         assert child.continuation is not None and child.continuation.computed_tokens == len(suffix) + 1
         assert numbers_of(child) == afresh(llm, whole(parent) + suffix, STOPPING)
 
@@ -67,7 +67,7 @@ def test_a_search_from_any_choice_and_any_place_of_its_parent() -> None:
     with engine(LLAMA, num_blocks=200) as llm:
         parent = start(llm, random_token_ids(20, seed=1), several, retain_kv=60)
         places = [(0, 29), (1, 29), (2, 29), (2, 1), (2, 15), (2, 16), (2, 17), (2, 20), (1, 25), (1, 28)]
-        children = [llm.continue_from(parent, SUFFIX, BEAMS, choice=choice, at=at) for choice, at in places]
+        children = [llm.generate_continuation(parent, SUFFIX, BEAMS, choice=choice, at=at) for choice, at in places]
         for (choice, at), child in zip(places, children):
             assert source_of(child) == ("lease", min(at, 28)), (choice, at)  # the 29th was never computed
             assert numbers_of(child) == afresh(llm, whole(parent, choice)[:at] + SUFFIX, BEAMS), (choice, at)
@@ -88,8 +88,8 @@ def test_a_search_from_a_running_parent_waits_for_it_or_forks_it() -> None:
         prompt = random_token_ids(14, seed=5)
         stream = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
         outputs = [next(stream) for _ in range(5)]
-        forked = llm.continue_from(outputs[0].request_id, SUFFIX, BEAMS, wait=False)
-        waited = llm.continue_from(outputs[0].request_id, SUFFIX, BEAMS)
+        forked = llm.generate_continuation(outputs[0].request_id, SUFFIX, BEAMS, wait=False)
+        waited = llm.generate_continuation(outputs[0].request_id, SUFFIX, BEAMS)
         outputs += stream
         text = [*prompt, *(token for output in outputs for token in output.outputs[0].token_ids)]
         assert source_of(forked)[0] == "lease"
@@ -103,12 +103,12 @@ def test_a_parent_that_is_gone_is_found_in_the_prefix_cache_or_computed_again() 
     prompt = random_token_ids(30, seed=1)
     with engine(LLAMA, num_blocks=200) as llm:
         parent = start(llm, prompt, GREEDY)
-        found = llm.continue_from(parent, SUFFIX, BEAMS)
+        found = llm.generate_continuation(parent, SUFFIX, BEAMS)
         assert llm.reset_prefix_cache()
-        gone = llm.continue_from(parent, SUFFIX, BEAMS)
+        gone = llm.generate_continuation(parent, SUFFIX, BEAMS)
         leased = start(llm, prompt, GREEDY, retain_kv=60)
         assert scheduler_of(llm).leases.evict_one()
-        evicted = llm.continue_from(leased, SUFFIX, BEAMS)
+        evicted = llm.generate_continuation(leased, SUFFIX, BEAMS)
         assert [*map(source_of, (found, gone, evicted))] == [
             ("prefix_cache", 32),
             ("recomputed", 0),

@@ -51,7 +51,7 @@ def check_children(llm: LLM, parent: RequestOutput, kinds: list[GenerationParams
     for choice in range(len(parent.outputs)):
         for params in kinds:
             before = num_computed(llm)
-            child = llm.continue_from(parent, SUFFIX, params, choice=choice)
+            child = llm.generate_continuation(parent, SUFFIX, params, choice=choice)
             assert child.continuation is not None
             num_rows = CHILD_WIDTH if params is BEAMS else 1
             num_behind_the_prompt = num_computed(llm) - before - child.continuation.computed_tokens
@@ -99,7 +99,7 @@ def test_a_search_of_a_search_of_a_search() -> None:
     with engine(LLAMA, num_blocks=300) as llm:
         generations = [start(llm, random_token_ids(13, seed=2), PARENT, retain_kv=60)]
         for choice in (1, 2, 3, 0):
-            child = llm.continue_from(generations[-1], SUFFIX, PARENT, choice=choice, retain_kv=60)
+            child = llm.generate_continuation(generations[-1], SUFFIX, PARENT, choice=choice, retain_kv=60)
             assert child.continuation is not None and child.continuation.source == "lease"
             assert child.continuation.computed_tokens == len(SUFFIX) + 1
             assert child.prompt_token_ids == whole(generations[-1], choice) + SUFFIX
@@ -112,7 +112,7 @@ def test_a_place_inside_a_text_that_a_search_found() -> None:
     with engine(LLAMA, num_blocks=300) as llm:
         parent = start(llm, random_token_ids(14, seed=3), BEAMS, retain_kv=60)
         children = {
-            (choice, at): llm.continue_from(parent, SUFFIX, BEAMS, choice=choice, at=at)
+            (choice, at): llm.generate_continuation(parent, SUFFIX, BEAMS, choice=choice, at=at)
             for choice in range(3)
             for at in range(13, 19)
         }
@@ -128,7 +128,7 @@ def test_without_a_lease_the_prompt_is_found_and_the_rest_is_computed_again() ->
         assert set(check_children(llm, parent, [SAMPLED])) <= {"prefix_cache", "recomputed"}
         parent = start(llm, random_token_ids(35, seed=1), PARENT)
         assert llm.reset_prefix_cache()
-        child = llm.continue_from(parent, SUFFIX, BEAMS, choice=2)
+        child = llm.generate_continuation(parent, SUFFIX, BEAMS, choice=2)
         assert child.continuation is not None and child.continuation.source == "recomputed"
         assert numbers_of(child) == afresh(llm, whole(parent, 2) + SUFFIX, BEAMS)
 
@@ -164,8 +164,8 @@ def test_a_running_search_can_only_be_waited_for() -> None:
         stream = llm.stream(random_token_ids(9, seed=5), PARENT)
         request_id = next(stream).request_id
         with pytest.raises(RequestError):
-            llm.continue_from(request_id, SUFFIX, BEAMS, wait=False)
-        waited = llm.continue_from(request_id, SUFFIX, BEAMS, choice=1)
+            llm.generate_continuation(request_id, SUFFIX, BEAMS, wait=False)
+        waited = llm.generate_continuation(request_id, SUFFIX, BEAMS, choice=1)
         *_, parent = stream
         assert waited.prompt_token_ids == whole(parent, 1) + SUFFIX
         assert numbers_of(waited) == afresh(llm, whole(parent, 1) + SUFFIX, BEAMS)
@@ -178,9 +178,9 @@ def test_a_search_that_was_taken_back_is_no_parent_and_leaves_no_lease() -> None
             next(stream)
         stream.close()
         with pytest.raises(UnknownParentError):
-            llm.continue_from("parent", SUFFIX, BEAMS)
+            llm.generate_continuation("parent", SUFFIX, BEAMS)
         while llm._client.has_work():
-            llm._step()
+            llm.engine.step()
         assert llm.stats().leases.num_active == 0
 
 

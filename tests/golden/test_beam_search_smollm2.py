@@ -84,7 +84,7 @@ def test_two_stages(llm: LLM, oracle: Any) -> None:
 
 def _continued(llm: LLM, parent: RequestOutput, choice: int, beams: BeamSearchParams) -> RequestOutput:
     before = num_computed(llm)
-    child = llm.continue_from(parent, " Then", beams, choice=choice, retain_kv=600)
+    child = llm.generate_continuation(parent, " Then", beams, choice=choice, retain_kv=600)
     suffix = llm.get_tokenizer().encode(" Then")
     assert child.prompt_token_ids == whole(parent, choice) + suffix
     assert child.continuation is not None and child.continuation.source == "lease"

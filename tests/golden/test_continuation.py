@@ -9,9 +9,9 @@ import signal
 import pytest
 
 from ratoon import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
-from ratoon.api.llm import Checked
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.params import RequestOutputKind
+from ratoon.engine.front_end import Prepared
 from tests.faults.processes import SETTINGS, model_name
 from tests.golden.engines import engine, scheduler_of
 from tests.golden.tiny_models import random_token_ids
@@ -52,7 +52,7 @@ def test_a_leased_continuation_equals_the_whole_text_at_every_offset(family, par
         for length in range(3, 12):
             (parent,) = llm.generate(random_token_ids(length, seed=length), params, retain_kv=60, progress=False)
             before = num_computed(llm)
-            child = llm.continue_from(parent, suffix, params)
+            child = llm.generate_continuation(parent, suffix, params)
             assert child.continuation.source == "lease"
             # The suffix and the parent's last token; then every new token but the last is computed.
             assert num_computed(llm) - before == len(suffix) + 1 + params.max_tokens - 1
@@ -66,9 +66,9 @@ def test_every_kind_of_parent(family):
     with engine(family, block_size=4, num_blocks=300) as llm:
         several = SamplingParams(temperature=1, seed=3, n=3, max_tokens=7, ignore_eos=True)
         (parent,) = llm.generate(random_token_ids(9, seed=1), several, retain_kv=60, progress=False)
-        children = [(llm.continue_from(parent, [5], GREEDY, choice=choice), choice) for choice in range(3)]
-        again = llm.continue_from(children[1][0], [9, 9], GREEDY)  # not leased: what is found is found
-        early = {at: llm.continue_from(parent, [5, 6], GREEDY, choice=2, at=at) for at in (1, 4, 9, 12, 15, 16)}
+        children = [(llm.generate_continuation(parent, [5], GREEDY, choice=choice), choice) for choice in range(3)]
+        again = llm.generate_continuation(children[1][0], [9, 9], GREEDY)  # not leased: what is found is found
+        early = {at: llm.generate_continuation(parent, [5, 6], GREEDY, choice=2, at=at) for at in (1, 4, 9, 12, 15, 16)}
         for child, choice in children:
             assert tokens_of(child) == afresh(llm, [*whole(parent, choice), 5], GREEDY)
         assert tokens_of(again) == afresh(llm, [*whole(children[1][0]), 9, 9], GREEDY)
@@ -79,10 +79,10 @@ def test_every_kind_of_parent(family):
 def test_a_parent_without_a_lease_is_found_in_whole_blocks_or_computed_again():
     with engine("llama with grouped heads", block_size=4) as llm:
         (parent,) = llm.generate(random_token_ids(10, seed=1), GREEDY, progress=False)
-        found = llm.continue_from(parent, [5], GREEDY)
+        found = llm.generate_continuation(parent, [5], GREEDY)
         assert (found.continuation.source, found.continuation.inherited_tokens) == ("prefix_cache", 12)
         llm.reset_prefix_cache()
-        gone = llm.continue_from(parent, [5], GREEDY)
+        gone = llm.generate_continuation(parent, [5], GREEDY)
         assert (gone.continuation.source, gone.continuation.inherited_tokens) == ("recomputed", 0)
         assert tokens_of(found) == tokens_of(gone) == afresh(llm, [*whole(parent), 5], GREEDY)
 
@@ -94,7 +94,7 @@ def test_a_parent_that_a_stop_string_ended_keeps_its_lease():
         stopping = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=[word])
         (parent,) = llm.generate(random_token_ids(6, seed=2), stopping, retain_kv=60, progress=False)
         assert parent.outputs[0].stop_reason == word
-        child = llm.continue_from(parent, [4], GREEDY)
+        child = llm.generate_continuation(parent, [4], GREEDY)
         assert child.continuation.source == "lease" and child.continuation.computed_tokens <= 2
         assert tokens_of(child) == afresh(llm, [*whole(parent), 4], GREEDY)
 
@@ -108,9 +108,9 @@ def test_a_running_parent_is_waited_for_or_forked():
             got += output.outputs[0].token_ids
             if len(got) >= 4:
                 break
-        forked = llm.continue_from(output.request_id, [8], GREEDY, wait=False)
+        forked = llm.generate_continuation(output.request_id, [8], GREEDY, wait=False)
         at_fork = len(forked.prompt_token_ids) - 1
-        waited = llm.continue_from(output.request_id, [8], GREEDY)
+        waited = llm.generate_continuation(output.request_id, [8], GREEDY)
         got += [token for rest in stream for token in rest.outputs[0].token_ids]
         prompt = random_token_ids(7, seed=5)
         assert len(waited.prompt_token_ids) == 7 + 12 + 1
@@ -125,11 +125,11 @@ def test_many_children_of_one_parent_run_together_beside_others():
         (parent,) = llm.generate(random_token_ids(13, seed=1), SEEDED, retain_kv=60, progress=False)
         processor, roots = llm.engine.input_processor, llm.engine.output_processor
         requests = [
-            Checked(processor.process_continuation(f"c{i}", roots.find_root(parent.request_id), [i], GREEDY))
+            Prepared(processor.process_continuation(f"c{i}", roots.find_root(parent.request_id), [i], GREEDY))
             for i in range(20)
         ]
-        requests.append(Checked(processor.process("other", random_token_ids(5, seed=9), GREEDY)))
-        outputs = {output.request_id: output for output in llm._run(requests) if output.finished}
+        requests.append(Prepared(processor.process("other", random_token_ids(5, seed=9), GREEDY)))
+        outputs = {output.request_id: output for output in llm.engine.run(requests) if output.finished}
         for i in range(20):
             assert tokens_of(outputs[f"c{i}"]) == afresh(llm, [*whole(parent), i], GREEDY)
         scheduler_of(llm).check()
@@ -138,8 +138,8 @@ def test_many_children_of_one_parent_run_together_beside_others():
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        ({"parent": "never"}, "continuation_of"),
-        ({"parent": 7}, "continuation_of"),
+        ({"parent_request_id": "never"}, "continuation_of"),
+        ({"parent_request_id": 7}, "continuation_of"),
         ({"at": 0}, "at"),
         ({"at": 17}, "at"),
         ({"at": True}, "at"),
@@ -156,7 +156,7 @@ def test_bad_input_is_named_and_leaves_nothing(arguments, field):
     with engine("llama with grouped heads") as llm:
         (parent,) = llm.generate(random_token_ids(10, seed=1), GREEDY, progress=False)
         with pytest.raises(RequestError) as refused:
-            llm.continue_from(**{"parent": parent, "sampling_params": GREEDY, **arguments})
+            llm.generate_continuation(**{"parent_request_id": parent, "sampling_params": GREEDY, **arguments})
         assert refused.value.field == field
         assert isinstance(refused.value, UnknownParentError) == (field == "continuation_of")
 
@@ -167,7 +167,7 @@ def test_what_failed_or_was_taken_back_is_no_parent():
         request_id = next(stream).request_id
         stream.close()
         with pytest.raises(UnknownParentError):
-            llm.continue_from(request_id, "", GREEDY)
+            llm.generate_continuation(request_id, "", GREEDY)
 
 
 # ---- in other processes ----
@@ -256,7 +256,7 @@ def test_settings_of_leases_are_checked(settings, field):
 def test_without_a_budget_there_are_no_leases_and_a_shorter_limit_holds():
     with engine("llama with grouped heads", block_size=4, lease_fraction=0.0, max_lease_seconds=10) as llm:
         (parent,) = llm.generate(random_token_ids(10, seed=1), GREEDY, retain_kv=5, progress=False)
-        assert llm.continue_from(parent, [5], GREEDY).continuation.source == "prefix_cache"
+        assert llm.generate_continuation(parent, [5], GREEDY).continuation.source == "prefix_cache"
         with pytest.raises(RequestError, match="at most 10"):
             llm.generate(random_token_ids(10, seed=1), GREEDY, retain_kv=11, progress=False)
 
@@ -267,13 +267,13 @@ def test_a_prompt_in_the_place_of_a_forgotten_parent_gives_what_the_continuation
     with engine("llama with grouped heads", block_size=4, num_blocks=200) as llm:
         (parent,) = llm.generate(random_token_ids(11, seed=5), params, retain_kv=60, progress=False)
         prompt = whole(parent) + suffix
-        child = llm.continue_from(parent, suffix, params, prompt=prompt)
+        child = llm.generate_continuation(parent, suffix, params, prompt=prompt)
         assert (child.continuation.source, child.continuation.fallback) == ("lease", False)
         llm.engine.output_processor.roots.remove(parent.request_id)
-        fallen_back = llm.continue_from(parent, suffix, params, prompt=prompt)
+        fallen_back = llm.generate_continuation(parent, suffix, params, prompt=prompt)
         assert tokens_of(fallen_back) == tokens_of(child) and fallen_back.prompt_token_ids == child.prompt_token_ids
         assert (fallen_back.continuation.source, fallen_back.continuation.fallback) == ("prefix_cache", True)
         assert fallen_back.continuation.inherited_tokens == len(prompt) // 4 * 4 - (4 if len(prompt) % 4 == 0 else 0)
         with pytest.raises(UnknownParentError):
-            llm.continue_from(parent, suffix, params)
+            llm.generate_continuation(parent, suffix, params)
         llm.reset_prefix_cache()

@@ -79,7 +79,7 @@ class TestTheParentIsFreedAlready:
             driver = Driver(llm)
             parent = driver.result(driver.add(random_token_ids(10, seed=1), params, retain_kv=60))
             free_it(driver)
-            child = driver.result(driver.continue_from(parent.request_id, [5], params))
+            child = driver.result(driver.generate_continuation(parent.request_id, [5], params))
             if counted_as is not None:
                 assert getattr(llm.stats().leases, counted_as) >= 1
             assert child.continuation.source == source
@@ -108,7 +108,7 @@ class TestTheParentStillRuns:
                     driver.step()
                 (branch,) = driver.scheduler.state.branches.values()
                 there, before = branch.num_computed_tokens, num_computed(llm)
-                child_id = driver.continue_from(parent_id, SUFFIX, params)
+                child_id = driver.generate_continuation(parent_id, SUFFIX, params)
                 child, parent = driver.result(child_id), driver.result(parent_id)
                 assert child.prompt_token_ids == [*prompt, *alone[: max(0, num_steps - 3)], *SUFFIX]
                 assert tokens_of(parent) == alone
@@ -126,7 +126,7 @@ class TestTheParentStillRuns:
             parent_id = driver.add(random_token_ids(9, seed=4), sampled(8))
             for _ in range(3):
                 driver.step()
-            child = driver.result(driver.continue_from(parent_id, SUFFIX, greedy(5)))
+            child = driver.result(driver.generate_continuation(parent_id, SUFFIX, greedy(5)))
             assert driver.is_finished(parent_id) and child.continuation.source == "prefix_cache"
             assert tokens_of(child) == driver.afresh(child.prompt_token_ids, greedy(5))
 
@@ -175,7 +175,7 @@ class TestBlocksAreEvictedUnderAContinuation:
             parent = driver.result(driver.add(random_token_ids(12, seed=1), greedy(6), retain_kv=60))
             grower_id = driver.add(random_token_ids(40, seed=2), sampled(50))
             driver.step()
-            child_id = driver.continue_from(parent.request_id, SUFFIX, greedy(6))
+            child_id = driver.generate_continuation(parent.request_id, SUFFIX, greedy(6))
             child, grower = driver.result(child_id), driver.result(grower_id)
             assert llm.stats().leases.evicted == 1 and child.continuation.source == "recomputed"
             assert tokens_of(child) == driver.afresh([*whole(parent), *SUFFIX], greedy(6))
@@ -193,7 +193,7 @@ class TestBlocksAreEvictedUnderAContinuation:
                 grower_id = driver.add(random_token_ids(length, seed=2), greedy(20))
                 while not driver.find(grower_id).choices[0]:
                     driver.step()
-                child_id = driver.continue_from(parent.request_id, suffix, params)
+                child_id = driver.generate_continuation(parent.request_id, suffix, params)
                 while not driver.is_finished(child_id):
                     driver.step()
                     lost_with |= {
@@ -220,7 +220,7 @@ class TestBlocksAreEvictedUnderAContinuation:
             ]
             others = {driver.add(random_token_ids(20, seed=seed), sampled(20)): seed for seed in (30, 31)}
             children = {
-                driver.continue_from(parent.request_id, [token, *SUFFIX], sampled(16), retain_kv=60): parent
+                driver.generate_continuation(parent.request_id, [token, *SUFFIX], sampled(16), retain_kv=60): parent
                 for parent in parents
                 for token in (1, 2)
             }
@@ -245,11 +245,11 @@ class TestTheTableOfEndedRequestsOverflows:
             driver = Driver(llm)
             llm.engine.output_processor.roots = RootTable(max_roots=3)
             parent = driver.result(driver.add(random_token_ids(10, seed=1), sampled(6), retain_kv=retain_kv))
-            continued = driver.result(driver.continue_from(parent.request_id, [5], greedy(6)))
+            continued = driver.result(driver.generate_continuation(parent.request_id, [5], greedy(6)))
             for seed in (2, 3):
                 driver.result(driver.add(random_token_ids(5, seed=seed), greedy(2)))
             with pytest.raises(UnknownParentError) as refused:
-                llm.continue_from(parent, [5], greedy(6))
+                llm.generate_continuation(parent, [5], greedy(6))
             assert refused.value.field == "continuation_of"
             again = driver.result(driver.add([*whole(parent), 5], greedy(6)))
             assert again.num_cached_tokens == 16
@@ -262,7 +262,7 @@ class TestTheTableOfEndedRequestsOverflows:
             llm.engine.output_processor.roots = RootTable(max_roots=3)
             first, second = (driver.result(driver.add(random_token_ids(5, seed=seed), greedy(2))) for seed in range(2))
             for suffix in range(4):  # each is a root itself, when it has ended
-                driver.result(driver.continue_from(first.request_id, [suffix], greedy(2)))
+                driver.result(driver.generate_continuation(first.request_id, [suffix], greedy(2)))
             with pytest.raises(UnknownParentError):
                 driver.find(second.request_id)
 

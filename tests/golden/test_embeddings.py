@@ -14,6 +14,7 @@ from ratoon.api.llm import LLM
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
 from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.engine.front_end import Prepared
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.step_draft import StepDraft
@@ -175,7 +176,7 @@ def mixed(
     requests += [process.process(f"answer {index}", prompt, params) for index, prompt in enumerate(generated)]
     received: dict[str, Any] = {}
     for request in requests:
-        llm.engine.submit(request, None)
+        llm.engine.submit(Prepared(request))
         received |= {output.request_id: output for output in llm.engine.step()}
     while llm.engine.has_unfinished_requests():
         received |= {output.request_id: output for output in llm.engine.step()}

@@ -133,12 +133,12 @@ def test_answers_are_continued_and_read_out() -> None:
     family, tokens = "bart", INPUTS[2]
     with engine(family) as llm:
         (parent,) = llm.generate([list(tokens)], greedy(), retain_kv=60, progress=False)
-        child = llm.continue_from(parent, [9, 4], greedy())
+        child = llm.generate_continuation(parent, [9, 4], greedy())
         whole = [START, *tokens_of([parent])[0], 9, 4]
         assert child.prompt_token_ids == whole and child.encoder_prompt_token_ids == tokens
         assert tokens_of([child])[0] == by_transformers(family, SOURCES[2], whole)
         assert llm.stats().num_encoder_runs == 1
-        states = llm.hidden_states(child, HiddenStatesParams(side="encoder", positions="all", layers="norm"))
+        states = llm.extract_hidden_states(child, HiddenStatesParams(side="encoder", positions="all", layers="norm"))
         assert llm.reset_prefix_cache()
     expected = encoder_states(family, SOURCES[2])[0].numpy()
     np.testing.assert_allclose(np.asarray(states.tensor)[0], expected, atol=TOLERANCE, rtol=0)

@@ -103,7 +103,9 @@ def test_hidden_states_of_every_layer_and_position_are_those_of_transformers() -
     with torch.inference_mode():
         expected = tiny().oracle(torch.tensor([prompt]), output_hidden_states=True).hidden_states
     with engine() as llm:
-        found = llm.hidden_states(prompt, HiddenStatesParams(positions=[0, 3, -1], layers=[0, 1, 2, 3]), progress=False)
+        found = llm.extract_hidden_states(
+            prompt, HiddenStatesParams(positions=[0, 3, -1], layers=[0, 1, 2, 3]), progress=False
+        )
     assert found.error is None
     rows = torch.stack([states[0, [0, 3, -1]] for states in expected])
     np.testing.assert_allclose(found.tensor, rows, atol=TOLERANCE, rtol=0)

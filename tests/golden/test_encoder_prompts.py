@@ -60,7 +60,7 @@ def test_single_prompts_pairs_and_continuations_say_what_transformers_says(famil
     with open_llm(tiny, tmp_path) as llm:
         prompts = [prompt, {"encoder_prompt": prompt, "decoder_prompt": [9, 8]}]
         alone, pair = llm.generate(prompts, params, progress=False)
-        child = llm.continue_from(pair, [7, 6], params)
+        child = llm.generate_continuation(pair, [7, 6], params)
         assert llm.stats().num_encoder_runs == 1
     assert alone.prompt_token_ids == [START] and pair.prompt_token_ids == [START, 9, 8]
     for output in (alone, pair, child):
@@ -77,7 +77,7 @@ def test_states_of_both_sides_are_those_of_transformers(family: str, tmp_path: P
             num_layers = len(expected) - 1
             layers = [*range(num_layers), "norm"]  # the last of transformers' has passed the final norm
             some = HiddenStatesParams(side=side, positions=[-1, [0, 3]], layers=layers)
-            found = llm.hidden_states(pair, some, progress=False)
+            found = llm.extract_hidden_states(pair, some, progress=False)
             for states, wanted in zip(found.tensor, expected, strict=True):
                 rows = wanted[[len(wanted) - 1, 0, 1, 2]]
                 torch.testing.assert_close(states, rows, atol=TOLERANCE, rtol=0)
@@ -86,7 +86,7 @@ def test_states_of_both_sides_are_those_of_transformers(family: str, tmp_path: P
 def test_where_every_token_sees_all_states_do_not_depend_on_what_was_asked_for(tmp_path: Path) -> None:
     tiny = tiny_bert()
     with open_llm(tiny, tmp_path) as llm:
-        found = llm.hidden_states(IDS, HiddenStatesParams(positions=[2, 0], layers="all"), progress=False)
+        found = llm.extract_hidden_states(IDS, HiddenStatesParams(positions=[2, 0], layers="all"), progress=False)
         with pytest.raises(RequestError, match="model: has no decoder"):
             llm.generate(IDS)
     with torch.inference_mode():

@@ -168,7 +168,7 @@ def test_choices_and_continuations_see_the_whole_text() -> None:
         free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=3)
         ruled = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, n=3, no_repeat_ngram_size=2)
         (parent,) = llm.generate([prompt], free, progress=False)
-        child = llm.continue_from(parent, [], ruled)
+        child = llm.generate_continuation(parent, [], ruled)
     whole = [*prompt, *parent.outputs[0].token_ids]
     settings = {"max_new_tokens": 6, "no_repeat_ngram_size": 2, "eos_token_id": None}
     (their,) = by_transformers(oracle, whole, **settings)

@@ -37,14 +37,14 @@ def test_all_states_of_prompts_and_of_what_was_generated_behind_them(family: str
     with engine(family) as llm:
         everything = slice(None)
         entries = [*range(num_layers(family)), num_layers(family) + 1]  # transformers' own, the last behind the norm
-        for prompt, found in zip(PROMPTS, llm.hidden_states(PROMPTS, EVERYTHING, progress=False), strict=True):
+        for prompt, found in zip(PROMPTS, llm.extract_hidden_states(PROMPTS, EVERYTHING, progress=False), strict=True):
             assert_right(found.tensor, family, prompt, entries, everything)
             assert found.token_ids == prompt
         outputs = llm.generate(PROMPTS, params, retain_kv=60, progress=False)
-        for output, found in zip(outputs, llm.hidden_states(outputs, EVERYTHING, progress=False), strict=True):
+        for output, found in zip(outputs, llm.extract_hidden_states(outputs, EVERYTHING, progress=False), strict=True):
             assert_right(found.tensor, family, whole(output), entries, everything)
             assert found.token_ids == whole(output)
-        for output, found in zip(outputs, llm.hidden_states(outputs, progress=False), strict=True):
+        for output, found in zip(outputs, llm.extract_hidden_states(outputs, progress=False), strict=True):
             assert_right(found.tensor, family, whole(output), entries[-1:], [-1])
             assert found.computed_tokens == 1
         llm.reset_prefix_cache()
@@ -54,7 +54,7 @@ def test_rows_and_layers_come_in_the_order_in_which_they_were_asked_for() -> Non
     prompt = PROMPTS[3]
     params = HiddenStatesParams(positions=[-1, 3, [7, 10], 3, -40], layers=["norm", 0, "pre_norm", -1])
     with engine(LLAMA) as llm:
-        found = llm.hidden_states(prompt, params, progress=False)
+        found = llm.extract_hidden_states(prompt, params, progress=False)
     assert found.positions == [39, 3, 7, 8, 9, 3, 0]
     assert_right(found.tensor, LLAMA, prompt, [4, 0, 3, 4], found.positions)
 

@@ -174,5 +174,5 @@ def test_a_continuation_has_a_first_token_of_its_own() -> None:
         text = [*prompt, *parent.outputs[0].token_ids]
         [next_token] = oracle_tokens(FAMILY, text, 1)
         fields: dict[str, Any] = {"suppressed_first_token_ids": [next_token]}
-        output = llm.continue_from(parent, [], greedy(MAX_TOKENS, **fields))
+        output = llm.generate_continuation(parent, [], greedy(MAX_TOKENS, **fields))
     assert list(output.outputs[0].token_ids) == greedy_by_transformers(text, fields)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ratoon.api.commands.demo_prompts import DEMO_PROMPTS, DemoPrompt
-from ratoon.api.interrupts import interrupts_held_back
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
 
 if TYPE_CHECKING:
@@ -80,9 +79,8 @@ def answer_all(llm: LLM, display: Display) -> tuple[list[Answer], float]:
         for prompt in [prompt for prompt in unsent if prompt.after is None or answers[prompt.after].num_tokens]:
             unsent.remove(prompt)
             submit(llm, prompt)
-        with interrupts_held_back():
-            for output in llm.engine.step():
-                answers[output.request_id].take(output)  # type: ignore[arg-type]  # nobody asked for vectors
+        for output in llm.engine.step():
+            answers[output.request_id].take(output)  # type: ignore[arg-type]  # nobody asked for vectors
         display.show(list(answers.values()), time.monotonic() - begin)
     return list(answers.values()), time.monotonic() - begin
 

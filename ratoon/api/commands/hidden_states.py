@@ -102,7 +102,7 @@ def find_prompt(args: argparse.Namespace) -> str | None:
 
 def read_here(args: argparse.Namespace, text: str, params: HiddenStatesParams) -> None:
     with open_llm(args) as llm:
-        output = llm.hidden_states(text, params)
+        output = llm.extract_hidden_states(text, params)
         if output.error is not None:
             raise EngineError(output.error)
         if args.output is None:

@@ -10,12 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ratoon.api.interrupts import interrupts_held_back
 from ratoon.api.llm import LLM
 from ratoon.core.errors import EngineError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import GenerationParams
-from ratoon.core.request import EngineCoreRequest
+from ratoon.engine.front_end import Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,9 @@ class StageRunner:
         for send in sends:
             request_id = f"stage-{next(self._ids)}"
             answers[request_id] = TimedAnswer()
-            engine.submit(self._request(request_id, send), None)
+            engine.submit(self._prepare(request_id, send))
         while engine.has_unfinished_requests():
-            with interrupts_held_back():
-                outputs = engine.step()
+            outputs = engine.step()
             now = time.perf_counter() - begin
             for output in outputs:
                 assert isinstance(output, RequestOutput), "nobody asked for vectors"
@@ -65,11 +63,9 @@ class StageRunner:
                 answers[output.request_id].last = output
         return list(answers.values())
 
-    def _request(self, request_id: str, send: Send) -> EngineCoreRequest:
+    def _prepare(self, request_id: str, send: Send) -> Prepared:
         engine = self._llm.engine
         if send.parent is None:
-            return engine.input_processor.process(request_id, send.token_ids, send.params, retain_kv=send.retain_kv)
+            return engine.prepare(request_id, send.token_ids, send.params, retain_kv=send.retain_kv)
         root = engine.output_processor.find_root(send.parent.request_id)
-        return engine.input_processor.process_continuation(
-            request_id, root, send.token_ids, send.params, retain_kv=send.retain_kv
-        )
+        return engine.prepare_continuation(request_id, root, send.token_ids, send.params, retain_kv=send.retain_kv)

@@ -44,9 +44,9 @@ def test_one_bad_pair_among_many_is_named(encoder_decoder):
 def test_an_answer_can_be_continued_and_its_encoder_states_read(encoder_decoder):
     llm = LLM("fake")
     (parent,) = llm.generate("ab", SamplingParams(max_tokens=4))
-    child = llm.continue_from(parent, "w", SamplingParams(max_tokens=4))
+    child = llm.generate_continuation(parent, "w", SamplingParams(max_tokens=4))
     assert child.encoder_prompt_token_ids == [97, 98]
-    states = llm.hidden_states(child, HiddenStatesParams(side="encoder", positions="all"))
+    states = llm.extract_hidden_states(child, HiddenStatesParams(side="encoder", positions="all"))
     assert states.token_ids == [97, 98]
 
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from ratoon.api.llm import LLM
-from ratoon.core.errors import ConfigError, RequestError, UnknownParentError
+from ratoon.core.errors import ConfigError, EngineError, RequestError, UnknownParentError
 from ratoon.core.outputs import Continuation
 from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -216,8 +216,9 @@ def test_a_closed_llm_says_so_and_gives_the_engine_back(client):
     with LLM("fake") as llm:
         llm.generate("ab")
     assert client.closed
-    with pytest.raises(RequestError, match="closed"):
-        llm.generate("ab")
+    for call in (lambda: llm.generate("ab"), lambda: llm.stream("ab"), lambda: llm.stats(), lambda: llm.list_roots()):
+        with pytest.raises(EngineError, match="the engine is shut down"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_the_kind_of_output_is_the_callers_own_to_get_wrong(searching):
 def test_a_beam_search_can_be_continued_and_can_continue(searching, client):
     params = BeamSearchParams(beam_width=4, n=2, max_tokens=9)
     (parent,) = searching.beam_search("a", params)
-    child = searching.continue_from(parent, "!", params, choice=1)
+    child = searching.generate_continuation(parent, "!", params, choice=1)
     assert bytes(client.added[-1].prompt_token_ids[:4] + client.added[-1].prompt_token_ids[-1:]) == b"aayz!"
     assert client.added[-1].continuation_of == f"{client.added[0].request_id}#1"
     assert found([child])[0][0].endswith("xyz")
@@ -309,21 +310,21 @@ def test_a_beam_search_under_way_is_waited_for_and_not_forked(searching):
     stream = searching.stream("a", BeamSearchParams(beam_width=4, max_tokens=9))
     first = next(stream)
     with pytest.raises(RequestError, match="wait for its end"):
-        searching.continue_from(first, wait=False)
-    child = searching.continue_from(first, "", SamplingParams(max_tokens=1))
+        searching.generate_continuation(first, wait=False)
+    child = searching.generate_continuation(first, "", SamplingParams(max_tokens=1))
     assert child.prompt_token_ids == [*b"aaxyz", 256]
     assert [output.finished for output in stream][-1]
 
 
 def test_a_prompt_stands_in_for_a_forgotten_parent(llm, client):
     (parent,) = llm.generate("abc", SamplingParams(max_tokens=3))
-    known = llm.continue_from(parent, "!", SamplingParams(max_tokens=1), prompt="ignored")
+    known = llm.generate_continuation(parent, "!", SamplingParams(max_tokens=1), prompt="ignored")
     assert bytes(known.prompt_token_ids) == b"abccba!" and not (known.continuation and known.continuation.fallback)
-    child = llm.continue_from("gone", "!", SamplingParams(max_tokens=3), prompt="abc", cache_salt="s")
+    child = llm.generate_continuation("gone", "!", SamplingParams(max_tokens=3), prompt="abc", cache_salt="s")
     assert (child.outputs[0].text, child.prompt, client.added[-1].cache_salt) == ("cba", "abc", "s")
     assert child.continuation == Continuation("gone", 0, 3, "recomputed", fallback=True)
     with pytest.raises(UnknownParentError):
-        llm.continue_from("gone", "!")
+        llm.generate_continuation("gone", "!")
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), None, {"beam_width": 4}, [BeamSearchParams(beam_width=1), None]])

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.api.llm import LLM, MAX_EXTRACTIONS
-from ratoon.core.errors import QueueFullError, RequestError, TooLargeError, UnknownParentError
+from ratoon.api.llm import LLM
+from ratoon.core.errors import EngineError, QueueFullError, RequestError, TooLargeError, UnknownParentError
 from ratoon.core.outputs import HiddenStatesOutput
 from ratoon.core.params import HiddenStatesParams, SamplingParams
+from ratoon.engine.llm_engine import MAX_EXTRACTIONS
 from tests.unit.engine.fakes import FakeClient, hidden_state
 
 LAST = SamplingParams(max_tokens=20)
@@ -22,7 +23,7 @@ def llm(client) -> LLM:
 
 
 def states_of(llm: LLM, *arguments: Any, **options: Any) -> Any:
-    return llm.hidden_states(*arguments, progress=False, **options)
+    return llm.extract_hidden_states(*arguments, progress=False, **options)
 
 
 def test_one_source_gives_one_output_and_a_list_gives_a_list(llm):
@@ -59,12 +60,12 @@ def test_a_stream_that_is_open_is_read_as_far_as_it_has_come(llm):
 @pytest.mark.parametrize(
     ("arguments", "options", "field"),
     [
-        ([], {}, "source"),
-        (["abc"], {"original_request_id": "0"}, "source"),
+        ([], {}, "prompt"),
+        (["abc"], {"original_request_id": "0"}, "prompt"),
         (["abc", HiddenStatesParams(positions=3)], {}, "positions"),
-        ([["abc", "a"], HiddenStatesParams(positions=1)], {}, "source[1].positions"),
+        ([["abc", "a"], HiddenStatesParams(positions=1)], {}, "prompts[1].positions"),
         ([["abc", "a"], [HiddenStatesParams()]], {}, "params"),
-        ([["abc", "a"], [HiddenStatesParams(), "all"]], {}, "source[1].params"),
+        ([["abc", "a"], [HiddenStatesParams(), "all"]], {}, "prompts[1].params"),
         ([], {"original_request_id": ["7"]}, "original_request_id[0]"),
         ([], {"original_request_id": "7"}, "original_request_id"),
         ([["abc"]], {"choice": [0, 1]}, "choice"),
@@ -80,11 +81,11 @@ def test_errors_keep_their_class_in_a_list(client):
     llm = LLM("fake", max_hidden_states_bytes=100)
     with pytest.raises(TooLargeError) as large:
         states_of(llm, ["a", "abcdefgh"], HiddenStatesParams(positions="all"))
-    assert large.value.field == "source[1].positions"
+    assert large.value.field == "prompts[1].positions"
     with pytest.raises(UnknownParentError):
         states_of(llm, original_request_id=["7"])
     llm.close()
-    with pytest.raises(RequestError, match="is closed"):
+    with pytest.raises(EngineError, match="is shut down"):
         states_of(llm, "a")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.errors import RequestError
+from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import (
     EngineCoreOutput,
@@ -222,6 +224,7 @@ class FakeClient:
         self._requests: dict[str, EngineCoreRequest] = {}
         self._given: dict[tuple[str, int], int] = {}
         self._refused: list[EngineCoreOutput] = []
+        self.calls: list[tuple[Any, ...]] = []  # of utilities
         self._extracted: dict[str, int] = {}  # rows of extractions that are given, by id
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -303,11 +306,13 @@ class FakeClient:
     def has_work(self) -> bool:
         return bool(self._left or self._refused or self._extracted)
 
-    def reset_prefix_cache(self) -> bool:
-        return not self._left
+    def call_utility(self, method: str, *arguments: Any) -> Any:
+        self.calls.append((method, *arguments))
+        results = {"reset_prefix_cache": not self._left, "stats": msgspec.to_builtins(SchedulerStats())}
+        return results.get(method)
 
-    def stats(self) -> SchedulerStats:
-        return SchedulerStats()
+    def health(self) -> Health:
+        return Health([EngineHealth(0, EngineState.OK)])
 
     def describe(self) -> dict:
         names = ("device", "dtype", "num_threads", "weight_bytes", "kv_bytes", "kv_bytes_per_token", "kv_groups")

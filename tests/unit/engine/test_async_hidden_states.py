@@ -19,7 +19,6 @@ from ratoon.core.errors import (
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreOutput, FinishReason
-from ratoon.engine import async_llm
 from ratoon.engine.async_llm import AsyncLLM
 from tests.unit.engine.fakes import hidden_state
 from tests.unit.engine.fakes_async import FakeAsyncClient, FakeSource, fake_source, on_event_loop
@@ -53,7 +52,7 @@ async def turns(count: int = 20) -> None:
 
 def assert_nothing_left(llm: AsyncLLM) -> None:
     assert llm.num_unfinished_requests() == 0
-    assert llm._handler is None or not llm._handler.output_processor.has_unfinished_requests()
+    assert llm._engine is None or not llm._engine.output_processor.has_unfinished_requests()
 
 
 @on_event_loop
@@ -112,7 +111,7 @@ async def test_what_is_refused_is_raised_as_what_it_is():
 
 @on_event_loop
 async def test_a_deadline_passes_even_if_the_engine_says_nothing(monkeypatch):
-    monkeypatch.setattr(async_llm, "DEADLINE_GRACE", 0.0)
+    monkeypatch.setattr("ratoon.engine.async_llm_engine.DEADLINE_GRACE", 0.0)
     client = FakeAsyncClient(by_hand=True)
     async with make(client) as llm:
         with pytest.raises(DeadlineError, match=r"its 0\.01 s are over"):

@@ -14,6 +14,7 @@ from ratoon.core.params import BeamSearchParams, HiddenStatesParams, SamplingPar
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.wire import WireTensor
 from ratoon.engine.async_llm import AsyncLLM
+from ratoon.engine.front_end import Prepared
 from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.ledger import Ledger
 from ratoon.engine.llm_engine import LLMEngine
@@ -53,7 +54,7 @@ def make(config: Any = None, client: FakeClient | None = None, **options: Any) -
 
 
 def run(engine: LLMEngine, request: EngineCoreRequest, *others: Any) -> Any:
-    engine.submit(request, *others)
+    engine.submit(Prepared(request, *others))
     last = None
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -105,7 +106,7 @@ def test_models_without_an_encoder_have_no_encoder_prompt():
 def test_a_refused_request_shows_both_prompts():
     engine = make()
     request = engine.input_processor.process("r", PAIR, SamplingParams())
-    output = engine.refuse(request, "x", None, "ab", error=RequestError("prompt", "no", "yes"))
+    output = engine._refuse(Prepared(request, "x", None, "ab"), RequestError("prompt", "no", "yes"))
     assert (output.prompt, output.encoder_prompt, output.encoder_prompt_token_ids) == ("x", "ab", FRAMED)
 
 

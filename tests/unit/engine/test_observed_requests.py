@@ -38,7 +38,7 @@ def spans(monkeypatch) -> InMemorySpanExporter:
     """What engines that are built in the test send to their collector."""
     exporter = InMemorySpanExporter()
     make = make_tracer
-    monkeypatch.setattr("ratoon.engine.async_llm.make_tracer", lambda url, model: make(url, model, exporter))
+    monkeypatch.setattr("ratoon.engine.base_llm.make_tracer", lambda url, model: make(url, model, exporter))
     return exporter
 
 
@@ -109,7 +109,7 @@ async def test_an_aborted_request_has_its_span(spans):
 
 @pytest.mark.parametrize("disabled", [False, True])
 def test_the_throughput_of_an_async_engine_is_in_the_log(monkeypatch, caplog, disabled):
-    monkeypatch.setattr("ratoon.engine.output_handler.INTERVAL", 0.05)
+    monkeypatch.setattr("ratoon.engine.async_llm_engine.INTERVAL", 0.05)
     caplog.set_level(logging.INFO, "ratoon.observe.throughput")
 
     @on_event_loop
@@ -133,7 +133,7 @@ def test_the_throughput_of_an_engine_without_a_loop_is_in_the_log(caplog):
     client = FakeClient()
     tokenizer = byte_tokenizer()
     processor = OutputProcessor(tokenizer, throughput=log)
-    engine = LLMEngine(client, InputProcessor(model_config(), tokenizer), processor, log)
+    engine = LLMEngine(client, InputProcessor(model_config(), tokenizer), processor, throughput=log)
     engine.add_request("a", "abcdefgh", SamplingParams(max_tokens=8))
     engine.step()
     while engine.has_unfinished_requests():

@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 def expected(folder):
     """All states of a sequence, [3 layers, tokens, 32], by the shortest way."""
     with LLM(str(folder), **TINY_SETTINGS) as llm:
-        yield lambda token_ids: llm.hidden_states(list(token_ids), EVERYTHING).tensor.numpy()
+        yield lambda token_ids: llm.extract_hidden_states(list(token_ids), EVERYTHING).tensor.numpy()
 
 
 @asynccontextmanager

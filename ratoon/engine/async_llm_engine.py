@@ -1,33 +1,35 @@
-"""Requests under way in the engine, the callers who wait for them, and the task that brings what the engine sends.
+"""The asynchronous engine: the front end, driven by a task on an event loop, for many callers at once.
 
-One for each AsyncLLM, on its event loop. How outputs are made is the OutputProcessor's, and how a caller waits the
-OutputCollector's; this connects them, and sees to it that nothing of a request is left when it or its caller goes.
+How outputs are made is the OutputProcessor's, and how a caller waits the OutputCollector's; this connects them, and
+sees to it that nothing of a request is left when it or its caller goes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from typing import TYPE_CHECKING, TypeAlias
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
-from ratoon.core.errors import EngineDeadError, EngineError
+from ratoon.core.errors import DeadlineError, EngineDeadError, EngineError, RequestError
+from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from ratoon.core.stats import SchedulerStats
+from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs
+from ratoon.engine.answers import arrange_beside
 from ratoon.engine.client_interface import AsyncEngineClient
-from ratoon.engine.hidden_states import Selection
+from ratoon.engine.front_end import FrontEnd, Key, Prepared
+from ratoon.engine.input_processor import InputProcessor
+from ratoon.engine.long_inputs import takes_long
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.request_state import Output
 from ratoon.observe.logging import get_logger
 from ratoon.observe.throughput import INTERVAL, ThroughputLog
 
-if TYPE_CHECKING:
-    from ratoon.observe.metrics import EngineMetrics
-
-Key: TypeAlias = tuple[str | None, str]  # whose request it is, and how he calls it
+DRAIN_POLL = 0.02  # seconds
+DEADLINE_GRACE = 0.5  # seconds that an engine has to say that a deadline is over
 SLICE = 128  # outputs that are handled before others on the event loop have their turn,
 SLICE_TOKENS = 512  # or so many tokens: the texts that a beam search found come all at once
 BYTES_LIKE_A_TOKEN = 2**13  # of hidden states, that take as long as a token
@@ -35,55 +37,118 @@ BYTES_LIKE_A_TOKEN = 2**13  # of hidden states, that take as long as a token
 logger = get_logger(__name__)
 
 
-class OutputHandler:
+class AsyncLLMEngine(FrontEnd):
     def __init__(
         self,
         client: AsyncEngineClient,
+        input_processor: InputProcessor,
         output_processor: OutputProcessor,
-        metrics: EngineMetrics | None,
-        throughput: ThroughputLog | None = None,
+        **parts: Any,
     ) -> None:
+        super().__init__(client, input_processor, output_processor, **parts)
         self.dead: EngineDeadError | None = None  # why nothing will be answered any more
         self.collectors: dict[Key, OutputCollector] = {}  # as long as a request is unfinished
-        self.output_processor = output_processor  # has the same requests
+        self.stopped = False  # all of it has ended
+        self.client = client
         self._waiting_for_ends: dict[Key, list[asyncio.Future[None]]] = {}
-        self._client = client
-        self._metrics = metrics
-        self._throughput = throughput
         self._tasks = [asyncio.create_task(self._run(), name="output handler")]
-        if throughput is not None:
-            self._tasks.append(asyncio.create_task(self._write_throughput(throughput), name="throughput log"))
+        if self._throughput is not None:
+            self._tasks.append(asyncio.create_task(self._write_throughput(self._throughput), name="throughput log"))
 
-    async def stop(self) -> None:
+    async def shutdown(self, drain_until: Callable[[], float]) -> None:
+        """Wait for requests under way until that time, which may change meanwhile; abort the rest, and end."""
+        self.ended = True
+        while self.collectors and time.monotonic() < drain_until():
+            await asyncio.sleep(DRAIN_POLL)
+        for owner, external_id in list(self.collectors):
+            self.abort([external_id], owner)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.client.shutdown()
+        self.stopped = True
+
+    def verify_running(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(*self.dead.args)
+        super().verify_running()
 
     # ---- callers ----
 
-    def submit(
+    async def answer(
+        self, prepare: Callable[..., Prepared], request_id: str | None, options: Any, **read: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Begin a request, and yield what comes for it until it has ended or its caller leaves."""
+        prepared, collector = await self.begin(prepare, request_id, options, **read)
+        try:
+            finished = False
+            while not finished:
+                output = await collector.get()
+                assert isinstance(output, RequestOutput)
+                if output.refusal is not None:
+                    raise output.refusal
+                finished = output.finished
+                if output.hidden_states is not None:
+                    await arrange_beside(output)
+                yield output
+        finally:
+            self.release(prepared, collector)
+
+    async def answer_once(
         self,
-        request: EngineCoreRequest,
-        prompt: str | None,
-        selection: Selection | None = None,
-        encoder_prompt: str | None = None,
-    ) -> OutputCollector:
+        prepare: Callable[..., Prepared],
+        request_id: str | None,
+        options: Any,
+        deadline: float | None = None,
+        **read: Any,
+    ) -> Any:
+        """The same for a request that has one output, if all goes well. The engine keeps the deadline; it is kept here
+        as well, for an engine that is being started again."""
+        prepared, collector = await self.begin(prepare, request_id, options, **read)
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline + DEADLINE_GRACE):
+                output = await collector.get()
+        except TimeoutError:
+            raise DeadlineError("deadline", f"its {deadline:g} s are over", "more time") from None
+        finally:
+            self.release(prepared, collector)
+        if output.refusal is not None:
+            raise output.refusal
+        if output.error is not None:
+            raise EngineError(output.error)
+        await arrange_beside(output)
+        return output
+
+    async def begin(
+        self, prepare: Callable[..., Prepared], request_id: str | None, options: Any, **read: Any
+    ) -> tuple[Prepared, OutputCollector]:
+        """Check a request and hand it over. `read`: what takes long to check if it is long. Whatever is raised, nothing
+        of the request is left behind."""
+        # An id that can't be guessed, where none was given: an id is all that it takes to abort a request.
+        request_id = secrets.token_hex(16) if request_id is None else request_id
+        arrived = options.get("arrival_time")
+        options = {**options, "arrival_time": time.monotonic() if arrived is None else arrived}
+        ready = partial(prepare, self, request_id, **options)
+        try:
+            prepared = await asyncio.to_thread(ready) if takes_long(**read) else ready()
+            self.verify_running()  # much may have happened in a thread
+            return prepared, self.submit(prepared)
+        except RequestError:
+            self.count_refused()
+            raise
+
+    def submit(self, prepared: Prepared) -> OutputCollector:
         """Hand a request over. Whatever is raised, nothing of it is left behind."""
+        request = prepared.request
         has_text = request.pooling_params is None and request.extraction is None
         collector = OutputCollector(request.sampling_params.output_kind if has_text else RequestOutputKind.FINAL_ONLY)
-        self.output_processor.add_request(request, prompt, selection, encoder_prompt)
-        owner, external_id = key = _key(request)
-        try:
-            self._client.add_request(request)
-        except Exception as error:
-            self.output_processor.fail_request(external_id, error, owner)
-            raise
-        self.collectors[key] = collector
+        self.hand_over(prepared)
+        self.collectors[prepared.key] = collector
         return collector
 
-    def release(self, request: EngineCoreRequest, collector: OutputCollector) -> None:
+    def release(self, prepared: Prepared, collector: OutputCollector) -> None:
         """The caller is gone. A request that has not ended is aborted; another one may have its id by now."""
-        owner, external_id = key = _key(request)
+        owner, external_id = key = prepared.key
         if self.collectors.get(key) is collector:
             del self.collectors[key]
             self.abort([external_id], owner)
@@ -104,25 +169,15 @@ class OutputHandler:
 
     def abort(self, external_ids: Iterable[str], owner: str | None = None) -> None:
         """End requests. Those who wait for them get a last output."""
-        outputs, aborted, extractions = self.output_processor.abort_requests(external_ids, owner)
-        self._deliver(outputs)
-        if aborted:
-            with suppress(EngineDeadError):  # what is dead has nothing left to abort
-                self._client.abort_requests(aborted)
-        self._extract(extractions)
-
-    def abort_all(self) -> None:
-        for owner, external_id in list(self.collectors):
-            self.abort([external_id], owner)
+        self._deliver(self.end_requests(external_ids, owner))
 
     # ---- what comes back ----
 
     async def _run(self) -> None:
         try:
             while True:
-                outputs = await self._client.get_outputs()
-                if outputs.scheduler_stats is not None:
-                    self._record_stats(outputs.engine_index, outputs.scheduler_stats)
+                outputs = await self.client.get_outputs()
+                self.record_stats(outputs)
                 for part in _slices(outputs.outputs):
                     self._handle(part, outputs)
                     await asyncio.sleep(0)  # callers take what they got, new requests come in
@@ -132,12 +187,6 @@ class OutputHandler:
             logger.exception("the output handler failed")
             self._die(EngineDeadError(f"the output handler failed: {type(error).__name__}: {error}"))
 
-    def _record_stats(self, engine_index: int, stats: SchedulerStats) -> None:
-        if self._metrics is not None:
-            self._metrics.record_engine(engine_index, stats)
-        if self._throughput is not None:
-            self._throughput.record_engine(engine_index, stats)
-
     @staticmethod
     async def _write_throughput(throughput: ThroughputLog) -> None:
         while True:
@@ -146,24 +195,7 @@ class OutputHandler:
 
     def _handle(self, outputs: list[EngineCoreOutput], step: EngineCoreOutputs) -> None:
         part = EngineCoreOutputs(outputs, timestamp=step.timestamp, engine_index=step.engine_index)
-        results, stopped, extractions = self.output_processor.process_outputs(part)
-        self._deliver(results)
-        if stopped:
-            with suppress(EngineDeadError):  # what is dead has nothing left to stop
-                self._client.stop_requests(stopped)
-        self._extract(extractions)
-
-    def _extract(self, extractions: list[EngineCoreRequest]) -> None:
-        """Have hidden states read that ended requests asked for."""
-        waiting = deque(extractions)
-        while waiting:
-            request = waiting.popleft()
-            try:
-                self._client.add_request(request)
-            except Exception as error:  # the answer has its text all the same
-                failed = self.output_processor.fail_extraction(request.request_id, error)
-                self._deliver(failed.outputs)
-                waiting += failed.extractions
+        self._deliver(self.process_outputs(part))
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -191,10 +223,6 @@ class OutputHandler:
                 collector.put(output)  # its text was done, and only its hidden states are missing
             else:
                 collector.fail(EngineDeadError(*error.args))  # one for each: they get a traceback of their own
-
-
-def _key(request: EngineCoreRequest) -> Key:
-    return request.owner, request.request_id if request.external_id is None else request.external_id
 
 
 def _slices(outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:

@@ -1,0 +1,171 @@
+"""Lists of prompts to lists of requests, for an LLM: params, priorities and ids are one for all, or one for each.
+
+Every entry is checked before the first is started, and an error names the entry by its index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ratoon.api.arguments import (
+    UseTqdm,
+    ids_for_each,
+    in_conversation,
+    is_many,
+    is_sequence,
+    one_for_each,
+    wants_progress,
+    with_index,
+)
+from ratoon.core.errors import RequestError
+from ratoon.core.params import BeamSearchParams, HiddenStatesParams, PoolingParams, RequestOutputKind, SamplingParams
+from ratoon.engine.front_end import Prepared, with_output_kind
+from ratoon.engine.llm_engine import LLMEngine
+from ratoon.engine.prompts import Prompt, Suffix
+from ratoon.engine.request_options import ChatOptions, ExtractionOptions, GenerationOptions, PoolingOptions
+from ratoon.engine.roots import Root
+
+Ids: TypeAlias = str | Sequence[str] | None  # None: numbers, counted from 0
+
+
+class BatchOptions(GenerationOptions, total=False):
+    progress: bool  # a bar on a terminal
+    use_tqdm: UseTqdm  # the same in vLLM's words
+
+
+class BatchChatOptions(ChatOptions, total=False):
+    progress: bool
+    use_tqdm: UseTqdm
+
+
+class BatchPoolingOptions(PoolingOptions, total=False):
+    progress: bool
+    use_tqdm: UseTqdm
+
+
+class BatchExtractionOptions(ExtractionOptions, total=False):
+    progress: bool
+
+
+def split_progress(options: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Whether a bar is wanted, and the other options."""
+    left = dict(options)
+    return wants_progress(left.pop("progress", True), left.pop("use_tqdm", None)), left
+
+
+def chat_prompts(render: Callable[..., Any], messages: Any, variables: Mapping[str, Any]) -> Any:
+    """One conversation as a prompt, or of several each."""
+    if not is_sequence(messages):
+        raise RequestError("messages", f"{type(messages).__name__} is not a list", "a list of messages")
+    if not messages or not is_sequence(messages[0]):
+        return render(messages, **variables)
+    prompts = []
+    for index, conversation in enumerate(messages):
+        try:
+            prompts.append(render(conversation, **variables))
+        except RequestError as error:
+            raise in_conversation(error, index) from None
+    return prompts
+
+
+class Batches:
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._num_requests = 0  # that got a number as their id
+
+    def generations(
+        self, prompts: Any, params: Any, request_id: Ids, kind: RequestOutputKind, options: dict[str, Any]
+    ) -> list[Prepared]:
+        engine = self._engine
+        # What is told as it comes only grows, and the best text of a search may become another one.
+        default = engine.default_params if kind == RequestOutputKind.DELTA else engine.get_default_params()
+        if params is None or isinstance(params, (SamplingParams, BeamSearchParams)):
+            # Shared by all: no prompt's index belongs to the error.
+            engine.input_processor.verify_params(with_output_kind(params or default, kind))
+
+        def prepare(one_id: str, prompt: Prompt, one_params: Any, priority: int) -> Prepared:
+            return engine.prepare(one_id, prompt, with_output_kind(one_params, kind), priority=priority, **options)
+
+        return self._of_prompts(prompts, "sampling_params", params, default, request_id, options, prepare)
+
+    def poolings(self, prompts: Any, params: Any, request_id: Ids, options: dict[str, Any]) -> list[Prepared]:
+        engine = self._engine
+        if params is None or isinstance(params, PoolingParams):
+            engine.input_processor.verify_pooling_params(params or PoolingParams())
+
+        def prepare(one_id: str, prompt: Prompt, one_params: Any, priority: int) -> Prepared:
+            return engine.prepare_pooling(one_id, prompt, one_params, priority=priority, **options)
+
+        return self._of_prompts(prompts, "pooling_params", params, PoolingParams(), request_id, options, prepare)
+
+    def extractions(
+        self, prompts: Any, params: Any, request_id: Ids, options: dict[str, Any]
+    ) -> tuple[list[Prepared], bool]:
+        """And whether it is one alone."""
+        engine, owner = self._engine, options.get("owner")
+        originals, choices = options.pop("original_request_id", None), options.pop("choice", 0)
+        if originals is None or prompts is not None:
+            field, asked, single = "prompts", prompts, not is_many(prompts)
+        else:
+            field, asked, single = "original_request_id", originals, not is_sequence(originals)
+
+        def prepare(one_id: str, one: Any, one_params: Any, choice: Any) -> Prepared:
+            prompt, original = (one, originals) if field == "prompts" else (None, one)
+            source = engine.find_source(prompt, original, owner)
+            return engine.prepare_extraction(one_id, source, one_params, choice=choice, **options)
+
+        sources = [asked] if single else list(asked)
+        params_of_each = one_for_each("params", params, len(sources), HiddenStatesParams())
+        choice_of_each = one_for_each("choice", choices, len(sources), 0)
+        return self._each(field, sources, single, request_id, (params_of_each, choice_of_each), prepare), single
+
+    def continuation(
+        self, parent: Root | str, suffix: Suffix, params: Any, request_id: str | None, options: dict[str, Any]
+    ) -> list[Prepared]:
+        params = self._engine.get_default_params() if params is None else params
+        params = with_output_kind(params, RequestOutputKind.FINAL_ONLY)
+
+        def prepare(one_id: str, one: Root | str) -> Prepared:
+            return self._engine.prepare_continuation(one_id, one, suffix, params, **options)
+
+        return self._each("parent_request_id", [parent], True, request_id, (), prepare)
+
+    def _of_prompts(
+        self,
+        prompts: Any,
+        params_field: str,
+        params: Any,
+        default: Any,
+        request_id: Ids,
+        options: dict[str, Any],
+        prepare: Callable[..., Prepared],
+    ) -> list[Prepared]:
+        single = not is_many(prompts)
+        items = [prompts] if single else list(prompts)
+        params_of_each = one_for_each(params_field, params, len(items), default)
+        priority_of_each = one_for_each("priority", options.pop("priority", None), len(items), 0)
+        # Of no one prompt: it is a matter of the engine's settings.
+        self._engine.verify_placement(any(priority_of_each), options.get("data_parallel_rank"))
+        return self._each("prompts", items, single, request_id, (params_of_each, priority_of_each), prepare)
+
+    def _each(
+        self,
+        field: str,
+        items: list[Any],
+        single: bool,
+        request_id: Ids,
+        further: tuple[list[Any], ...],  # arguments of each
+        prepare: Callable[..., Prepared],
+    ) -> list[Prepared]:
+        self._engine.verify_running()
+        ids = ids_for_each(request_id, len(items), self._num_requests)
+        prepared = []
+        for index, arguments in enumerate(zip(ids, items, *further)):
+            try:
+                prepared.append(prepare(*arguments))
+            except RequestError as error:
+                self._engine.count_refused()
+                raise error if single else with_index(error, index, field) from None
+        self._num_requests += len(prepared)
+        return prepared

@@ -1,0 +1,216 @@
+"""What LLM and AsyncLLM have in common: settings, the model as the front end knows it, and questions about both.
+
+How requests are waited for is the classes' own: one steps the engine, the other is told by an event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from ratoon.core.errors import EngineError, RequestError
+from ratoon.core.health import EngineHealth, EngineState, Health
+from ratoon.core.params import BeamSearchParams, GenerationParams, SamplingParams
+from ratoon.core.settings import configure
+from ratoon.engine.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
+from ratoon.engine.front_end import FrontEnd
+from ratoon.engine.hidden_states_budget import HiddenStatesBudget
+from ratoon.engine.input_processor import InputProcessor
+from ratoon.engine.output_processor import OutputProcessor
+from ratoon.engine.roots import Root
+from ratoon.observe.startup import StartupTimer
+from ratoon.observe.throughput import ThroughputLog
+from ratoon.observe.tracing import make_tracer
+
+if TYPE_CHECKING:
+    from ratoon.models.source import ModelSource
+    from ratoon.models.tokenizer import Tokenizer
+    from ratoon.observe.metrics import EngineMetrics
+
+Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
+Engine = TypeVar("Engine", bound=FrontEnd)
+
+
+class BaseLLM:
+    source: ModelSource
+
+    def __init__(
+        self,
+        model: str,
+        settings: Mapping[str, Any],
+        metrics: EngineMetrics | None,
+        startup_timer: StartupTimer | None,
+    ) -> None:
+        """Checks the settings (ConfigError), and loads nothing."""
+        self.front_end_config, self.config = configure(model, settings)
+        self.metrics = metrics
+        self.startup_timer = startup_timer if startup_timer is not None else StartupTimer()
+        endpoint = self.front_end_config.otlp_traces_endpoint
+        self.tracer = None if endpoint is None else make_tracer(endpoint, model)
+        self.hidden_states_budget = HiddenStatesBudget(self.front_end_config.max_total_hidden_states_bytes)
+        self._throughput = None if self.front_end_config.disable_log_stats else ThroughputLog()
+        self._tokenizer: Tokenizer | None = None
+        self._client: Any = None
+        self._engine: Any = None  # once it runs
+        self._ended = False
+
+    def _load_model(self, timer: StartupTimer) -> None:
+        """All that the front end knows of the model. Weights, and torch with them, are the engine's."""
+        from ratoon.models.source import resolve_model
+
+        with timer.phase("find model"):
+            self.source = resolve_model(self.config.model, self.config.hf_overrides)
+        if not self.front_end_config.skip_tokenizer:
+            with timer.phase("load tokenizer"):
+                self._tokenizer = self.source.load_tokenizer()
+
+    def _wire(
+        self,
+        kind: type[Engine],
+        client: Any,
+        description: dict[str, Any],
+        max_model_len: int | None = None,
+        block_size: int | None = None,
+    ) -> Engine:
+        """Connect a client whose engine is ready with input and output processing."""
+        source = self.source
+        self.config = self.config.with_(max_model_len=max_model_len or self.config.max_model_len)
+        self._description = description
+        warn_of_ignored_keys(source.name, source.ignored_generation_keys)
+        input_processor = InputProcessor(
+            source.config,
+            self._tokenizer,
+            source.generation_defaults,
+            self.config.max_model_len,
+            self.config.max_logprobs,
+            self.front_end_config.seed,
+            kv_capacity=description.get("kv_capacity_tokens"),
+            block_size=block_size or self.config.cache.block_size,
+            max_lease_seconds=self.config.cache.max_lease_seconds,
+            max_hidden_states_bytes=self.config.max_hidden_states_bytes,
+            pooling=source.pooling,
+        )
+        output_processor = OutputProcessor(
+            self._tokenizer,
+            metrics=self.metrics,
+            selector=input_processor.selector,
+            max_roots=self.config.max_roots,
+            budget=self.hidden_states_budget,
+            tracer=self.tracer,
+            throughput=self._throughput,
+        )
+        if self.tracer is not None:
+            self.tracer.model_name = source.name
+        if self.metrics is not None:
+            self.metrics.watch(client.health)
+        return kind(
+            client,
+            input_processor,
+            output_processor,
+            default_params=default_sampling_params(source.generation_defaults),
+            default_search=default_beam_search_params(source.generation_defaults),
+            policy=self.config.scheduler.policy,
+            num_engines=self.front_end_config.num_replicas,
+            budget=self.hidden_states_budget,
+            metrics=self.metrics,
+            tracer=self.tracer,
+            throughput=self._throughput,
+        )
+
+    def _running(self) -> Any:
+        """The engine, if it takes requests, or an error that says why there is none."""
+        if self._engine is None:
+            raise EngineError("the engine is shut down" if self._ended else "the engine is not started")
+        self._engine.verify_running()
+        return self._engine
+
+    # ---- the model ----
+
+    def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> dict[str, Any]:
+        """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, **template_variables)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("tokenizer", "was not loaded", "start the engine without skip_tokenizer")
+        return self._tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer is not None and self.source.chat_template is not None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        eos_token_ids: tuple[int, ...] = self._engine.input_processor.eos_token_ids
+        return eos_token_ids
+
+    def verify_generates(self) -> None:
+        """RequestError: the model is for vectors alone."""
+        self._engine.input_processor.verify_generates()
+
+    def get_default_params(self) -> GenerationParams:
+        """What a request without params uses: the model's generation defaults over ours. BeamSearchParams where the
+        model's files ask for a beam search."""
+        params: GenerationParams = self._engine.get_default_params()
+        return params
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The same for a request that samples, and for `stream`, which does not search by itself."""
+        params: SamplingParams = self._engine.default_params.clone()
+        return params
+
+    def get_default_beam_search_params(self) -> BeamSearchParams | None:
+        """The same for a beam search; None where the model's files ask for none."""
+        params: BeamSearchParams | None = self._engine.default_search
+        return None if params is None else params.clone()
+
+    # ---- the engine ----
+
+    def describe(self) -> dict[str, Any]:
+        """The resolved settings and the memory figures; of several engines, those of the first."""
+        return dict(self._description)
+
+    def health(self) -> Health:
+        if self._client is None:
+            num_engines = self.front_end_config.num_replicas
+            return Health([EngineHealth(index, EngineState.STARTING) for index in range(num_engines)])
+        health: Health = self._client.health()
+        return health
+
+    def num_unfinished_requests(self) -> int:
+        return 0 if self._engine is None else self._engine.num_unfinished_requests()
+
+    def list_roots(self, owner: str | None = None) -> list[Root]:
+        """This owner's ended requests that can be continued, the newest first."""
+        roots: list[Root] = self._running().output_processor.roots.list(owner)
+        return roots
+
+    # ---- control. Of AsyncLLM these are to be awaited, and results are lists, one entry for each engine ----
+
+    def pause(self) -> Any:
+        """No further step until `resume`: requests under way keep their places and their memory, and new ones queue up.
+        From any thread; a call of an LLM that waits for outputs waits on, so only another thread can resume it."""
+        return self._call("pause")
+
+    def resume(self) -> Any:
+        return self._call("resume")
+
+    def start_profile(self) -> Any:
+        return self._call("start_profile")
+
+    def stop_profile(self) -> Any:
+        """The path of the trace."""
+        return self._call("stop_profile")
+
+    def sleep(self, level: int = 1) -> Any:
+        """Give memory back while nothing is asked: the KV cache (1), the weights as well (2)."""
+        return self._call("sleep", level)
+
+    def wake_up(self) -> Any:
+        return self._call("wake_up")
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._running().client.call_utility(method, *arguments)
