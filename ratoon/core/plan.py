@@ -86,7 +86,6 @@ class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     block_ids: BlockIds = ()  # what stands there and behind, of every beam
     num_candidates: int = 0  # 0: the beams are not up to date yet
     scores: list[float] = []  # of the beams; they count in the choice of candidates
-    held_back: list[int] = []  # tokens that are impossible now, besides those that the trunk's params rule out
 
     @property
     def num_beams(self) -> int:

@@ -51,7 +51,7 @@ def choose_candidates(
     for step in steps:
         start = len(scores)
         scores += step.scores
-        searches.append(SearchRows(start, len(scores), step.num_candidates, step.held_back))
+        searches.append(SearchRows(start, len(scores), step.num_candidates))
         of_beams = beam_rows.rules_of(step.req_id)
         rules += [row_rules.active() for row_rules in of_beams] if of_beams else [()] * len(step.scores)
     weighed = [row for row, of_row in enumerate(rules) if any(rule.stage.changes_values for rule in of_row)]

@@ -6,7 +6,7 @@ and a search's result does not depend on the searches beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ratoon.layers.sampling import CHUNK, chunk_maxima
 
 Tensor = torch.Tensor
+Edit = Callable[[Tensor], None]  # changes logits in place
 
 MAX_COPIED = 1 << 22  # elements of the logits that are copied at a time
 
@@ -24,7 +25,6 @@ class SearchRows(NamedTuple):
     start: int
     stop: int
     num_candidates: int
-    held_back: Collection[int] = ()  # tokens that count as impossible; the others keep their probabilities
 
 
 class Candidates(NamedTuple):
@@ -51,33 +51,27 @@ class _Offsets(NamedTuple):
         return (logits - self.peak[:, None]).sub_(self.log_sum[:, None]).add_(self.scores[:, None])
 
 
-def best_candidates(
-    logits: Tensor, scores: Tensor, num_candidates: int, held_back: Collection[int] = ()
-) -> Candidates | None:
+def best_candidates(logits: Tensor, scores: Tensor, num_candidates: int, edit: Edit | None = None) -> Candidates | None:
     """The same for one search whose beams are all rows."""
-    return best_candidates_of_searches(logits, scores, [SearchRows(0, len(logits), num_candidates, held_back)])[0]
+    return best_candidates_of_searches(logits, scores, [SearchRows(0, len(logits), num_candidates)], edit)[0]
 
 
 def best_candidates_of_searches(
-    logits: Tensor,  # [R, V] float32; tokens held back become -inf in it
+    logits: Tensor,  # [R, V] float32
     scores: Tensor,  # [R] float32, of the beams
     searches: Sequence[SearchRows],
-    edit: Callable[[Tensor], None] | None = None,  # changes more of them, in place
+    edit: Edit | None = None,
     logprob_rows: Sequence[int] = (),  # rows in which `edit` finds log-probabilities, not logits
 ) -> list[Candidates | None]:
     """For each search the best of all its beams' continuations: `num_candidates` of them, or all there are.
 
-    What is held back or edited does not change the probabilities of other tokens.
+    `edit` does not change the probabilities of tokens that it leaves alone.
     None for a search with a row of NaN or infinite logits, or with no token left.
     """
     offsets = _Offsets(*_normalizers(logits), scores)
     sound = (offsets.peak.isfinite() & offsets.log_sum.isfinite()).tolist()
     if logprob_rows:
         _to_logprobs(logits, offsets, torch.tensor(logprob_rows, device=logits.device))
-    for search in searches:
-        if search.held_back:
-            columns = torch.tensor(sorted(search.held_back), device=logits.device)
-            logits[search.start : search.stop].index_fill_(1, columns, -torch.inf)
     if edit is not None:
         edit(logits)
     maxima = offsets.apply(chunk_maxima(logits))  # [R, C]

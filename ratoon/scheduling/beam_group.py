@@ -123,7 +123,6 @@ class BeamGroup(Task):
 
     def _with_candidates(self, step: BeamStep) -> BeamStep:
         step.num_candidates = self.search.num_candidates
-        step.held_back = sorted(self.search.held_back_token_ids)
         return step
 
     # ---- results ----

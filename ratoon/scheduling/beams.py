@@ -89,11 +89,6 @@ class BeamSearch:
         """How many candidates a step needs: among so many, `beam_width` do not end with a stop token."""
         return self._params.beam_width * (1 + len(self._stop_tokens))
 
-    @property
-    def held_back_token_ids(self) -> frozenset[int]:
-        """The tokens whose log-probability in this step is -inf, because of min_tokens. Others keep theirs."""
-        return self._stop_tokens if self._num_tokens < self._params.min_tokens else frozenset()
-
     def advance(self, scores: Sequence[float], beams: Sequence[int], tokens: Sequence[int]) -> BeamMoves:
         """Take the best candidates of a step, best first: candidate i is token `tokens[i]` behind running beam
         `beams[i]`, and `scores[i]` the sum of log-probabilities of both. There are `num_candidates`, or all there are.

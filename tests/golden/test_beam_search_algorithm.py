@@ -4,6 +4,7 @@ forward passes of a tiny model."""
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ def model() -> TinyModel:
     return tiny_model(FAMILY)
 
 
+def forbid(logits: torch.Tensor, token_ids: list[int]) -> None:
+    logits[:, token_ids] = -torch.inf
+
+
 @torch.inference_mode()
 def search(prompt: list[int], params: BeamSearchParams) -> list[Hypothesis]:
     assert params.max_tokens is not None
@@ -41,8 +46,9 @@ def search(prompt: list[int], params: BeamSearchParams) -> list[Hypothesis]:
     beams = [prompt]
     while not beam_search.done:
         logits = model().oracle(torch.tensor(beams), use_cache=False).logits[:, -1].clone()
+        held_back = params.all_stop_token_ids or [] if beam_search.num_tokens < params.min_tokens else []
         found = best_candidates(
-            logits, torch.tensor(beam_search.scores), beam_search.num_candidates, beam_search.held_back_token_ids
+            logits, torch.tensor(beam_search.scores), beam_search.num_candidates, partial(forbid, token_ids=held_back)
         )
         assert found is not None
         moves = beam_search.advance(*(column.tolist() for column in found))

@@ -142,7 +142,9 @@ def requests(draw: st.DrawFn, index: int, traits: tuple[str, ...], has_encoder: 
     if pooling is not None:
         params = SamplingParams(max_tokens=1, detokenize=False)
     elif beams is not None:
-        params = SamplingParams(n=beams.n, max_tokens=beams.max_tokens)
+        params = SamplingParams(
+            n=beams.n, max_tokens=beams.max_tokens, min_tokens=beams.min_tokens, all_stop_token_ids=stops
+        )
     return EngineCoreRequest(
         f"r{index}",
         prompt,

@@ -9,7 +9,7 @@ from array import array
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.outputs import BeamCandidates, LogprobsLists
-from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
+from ratoon.core.params import BeamSearchParams, GenerationParams, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
 from ratoon.scheduling.beams import BeamSearch, Hypothesis
@@ -55,14 +55,19 @@ def reference_tokens(request: EngineCoreRequest, seed: int, max_total_tokens: in
     return output
 
 
+def held_back(params: GenerationParams, num_tokens: int) -> list[int]:
+    """The stop tokens, until there are `min_tokens`."""
+    return (params.all_stop_token_ids or []) if num_tokens < params.min_tokens else []
+
+
 def best_candidates(
-    prefixes: list[int], scores: list[float], num_candidates: int, held_back: list[int], vocabulary: int
+    prefixes: list[int], scores: list[float], num_candidates: int, forbidden: list[int], vocabulary: int
 ) -> BeamCandidates:
     """Of beams with these prefixes: what a model would say that finds some tokens equally good."""
     found = []
     for beam, (prefix, score) in enumerate(zip(prefixes, scores)):
         for token in range(vocabulary):
-            logprob = float("-inf") if token in held_back else -(hash((prefix, token, 7)) % 40) / 8
+            logprob = float("-inf") if token in forbidden else -(hash((prefix, token, 7)) % 40) / 8
             found.append((score + logprob, beam, token))
     found.sort(key=lambda candidate: (-candidate[0], candidate[1:]))
     best = found[:num_candidates]
@@ -77,7 +82,7 @@ def reference_texts(
     prefixes = prefixes_of(request.prompt_token_ids, request.encoder_input)[-1:]
     while not search.done:
         found = best_candidates(
-            prefixes, search.scores, search.num_candidates, sorted(search.held_back_token_ids), vocabulary
+            prefixes, search.scores, search.num_candidates, held_back(params, search.num_tokens), vocabulary
         )
         moves = search.advance(found.scores, found.beams, found.token_ids)
         prefixes = [extend_prefix(prefixes[parent], token) for parent, token in zip(moves.parents, moves.tokens)]

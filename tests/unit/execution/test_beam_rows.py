@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
+from ratoon.core.params import SamplingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, BeamStep, BlockCopy, SchedulerOutput
 from tests.golden.tiny_models import TinyModel
 from tests.unit.execution.test_model_runner import (
@@ -165,12 +166,13 @@ def test_a_search_beside_sampled_branches_and_another_search_changes_nothing_for
     assert_candidates(output.candidates["t"], oracle_candidates(LLAMA, [OTHER], [0.0], 3))
 
 
-def test_tokens_that_are_held_back_are_no_candidates() -> None:
+def test_tokens_that_rules_forbid_are_no_candidates() -> None:
     driver = Driver()
     best = begin(driver, 3).candidates["s"].token_ids
     again = Driver()
-    step = BeamStep("s", num_candidates=3, scores=[0.0], held_back=[best[0], best[2]])
-    output = again.step(new=[again.new("s", PROMPT, 1)], sampled=[], beam_steps=[step])
+    new = again.new("s", PROMPT, 1)
+    new.sampling_params = SamplingParams(temperature=0.0, min_tokens=1, all_stop_token_ids=[best[0], best[2]])
+    output = again.step(new=[new], sampled=[], beam_steps=[BeamStep("s", num_candidates=3, scores=[0.0])])
     tokens = output.candidates["s"].token_ids
     assert tokens[0] == best[1] and not {best[0], best[2]} & set(tokens)
 

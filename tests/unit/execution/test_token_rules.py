@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -70,6 +71,8 @@ def random_rules(chance: random.Random, weighed: bool = True) -> dict[str, Any]:
         fields["bad_words_ids"] += [[token, chance.randrange(60)] for token in chance.sample(range(60), 40)]
     if chance.random() < 0.4:
         fields |= {"forced_eos_token_id": chance.choice([[END], [END, 31]]), "max_tokens": chance.choice([1, 2, 3, 6])}
+    if chance.random() < 0.3:
+        fields |= {"min_tokens": chance.choice([1, 2, 5]), "all_stop_token_ids": [END, 4]}
     if weighed and "timestamps" not in fields and chance.random() < 0.5:  # which transformers applies behind penalties
         fields["repetition_penalty"] = chance.choice([0.7, 1.3])
         if "forced_eos_token_id" not in fields:
@@ -91,6 +94,11 @@ def oracle(fields: dict[str, Any], num_prompt_tokens: int) -> LogitsProcessorLis
         processors.append(EncoderNoRepeatNGramLogitsProcessor(fields["encoder_no_repeat_ngram_size"], source))
     if "bad_words_ids" in fields:
         processors.append(NoBadWordsLogitsProcessor(fields["bad_words_ids"]))
+    if "min_tokens" in fields:
+        ends = fields["all_stop_token_ids"]
+        processors.append(
+            MinNewTokensLengthLogitsProcessor(num_prompt_tokens, fields["min_tokens"], ends, device="cpu")
+        )
     if "suppressed_first_token_ids" in fields:
         tokens = fields["suppressed_first_token_ids"]
         processors.append(SuppressTokensAtBeginLogitsProcessor(tokens, num_prompt_tokens))
@@ -273,7 +281,7 @@ class Search:
         self.parents = [0] * len(self.texts)
         self.new_tokens = [token for text in self.texts for token in text]
 
-    def step(self, held_back: list[int]) -> BeamStep:
+    def step(self) -> BeamStep:
         num_tokens = len(self.texts[0])
         return BeamStep(
             self.name,
@@ -284,7 +292,6 @@ class Search:
             num_restored_tokens=self.num_restored,
             num_candidates=8,
             scores=[-self.chance.random() for _ in self.texts],
-            held_back=held_back,
         )
 
     @property
@@ -295,7 +302,6 @@ class Search:
 
     def expected(self, step: BeamStep, logits: Tensor) -> list[tuple[float, int, int]]:
         scores = torch.log_softmax(logits, -1)
-        scores[:, step.held_back] = -torch.inf
         scores = oracle(self.fields, len(PROMPT))(torch.tensor([[*PROMPT, *text] for text in self.texts]), scores)
         sums = scores + torch.tensor(step.scores)[:, None]
         values, places = sums.flatten().sort(descending=True, stable=True)
@@ -339,7 +345,7 @@ def test_beams_keep_the_rules_that_transformers_keeps(seed):
     for search in searches:
         side.add_trunk(search)
     for _ in range(8):
-        steps = [search.step(chance.choice([[], [END]])) for search in searches]
+        steps = [search.step() for search in searches]
         logits = random_logits(chance, sum(len(step.scores) for step in steps))
         output = side.candidates(steps, logits.clone())
         start = 0
@@ -363,11 +369,11 @@ def test_a_search_that_takes_the_name_of_another_has_its_own_rules():
     first = Search(chance, "s", {"timestamps": timestamp_rules(), "suppressed_token_ids": [3]})
     side.add_trunk(first)
     for _ in range(2):
-        side.candidates([first.step([])], random_logits(chance, len(first.texts)))
+        side.candidates([first.step()], random_logits(chance, len(first.texts)))
         first.fork()
     side.drop(first)
     second = Search(chance, "s", {"suppressed_first_token_ids": [4]})
     side.add_trunk(second)
-    step, logits = second.step([]), random_logits(chance, 1)
+    step, logits = second.step(), random_logits(chance, 1)
     found = side.candidates([step], logits.clone()).candidates["s"]
     assert list(zip(found.scores, found.beams, found.token_ids)) == second.expected(step, logits)

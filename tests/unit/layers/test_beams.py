@@ -29,6 +29,13 @@ def plain_choice(logits: Tensor, scores: Tensor, num_candidates: int, held_back:
     return Candidates(values[:num_candidates], places // logits.shape[1], places % logits.shape[1])
 
 
+def forbidding(rows: slice, token_ids: list[int]) -> beams.Edit:
+    def edit(logits: Tensor) -> None:
+        logits[rows, token_ids] = -torch.inf
+
+    return edit
+
+
 def assert_same(found: Candidates | None, expected: Candidates) -> None:
     assert found is not None
     for ours, theirs in zip(found, expected):
@@ -80,25 +87,49 @@ def test_tokens_held_back_are_impossible_and_the_others_keep_their_probabilities
     logits, scores = random_logits(3, 600), random_scores(3)
     held_back = logits.amax(dim=0).topk(5).indices.tolist()
     expected = plain_choice(logits, scores, 12, held_back)
-    found = best_candidates(logits, scores, 12, frozenset(held_back))
+    found = best_candidates(logits, scores, 12, forbidding(slice(None), held_back))
     assert_same(found, expected)
     assert not set(held_back) & set(found.tokens.tolist())
 
 
+def test_an_edit_finds_log_probabilities_where_it_asks_for_them():
+    logits, scores = random_logits(5, 600), random_scores(5)
+    expected = best_candidates(logits.clone(), scores, 12)
+    seen = []
+    searches = [SearchRows(0, 5, 12)]
+    [found] = best_candidates_of_searches(
+        logits.clone(), scores, searches, lambda edited: seen.append(edited.clone()), logprob_rows=[1, 4]
+    )
+    assert_same(found, expected)  # to the bit
+    assert torch.equal(seen[0][[0, 2, 3]], logits[[0, 2, 3]])
+    assert torch.equal(seen[0][[1, 4]], torch.log_softmax(logits, -1)[[1, 4]])
+    [halved] = best_candidates_of_searches(
+        logits.clone(), scores, searches, lambda edited: edited.mul_(0.5), logprob_rows=range(5)
+    )
+    values = (torch.log_softmax(logits, -1) * 0.5 + scores[:, None]).flatten().sort(descending=True).values
+    assert torch.equal(halved.scores, values[:12])
+
+
 def test_impossible_tokens_come_last_when_there_are_no_others():
-    found = best_candidates(torch.zeros(2, 3), torch.zeros(2), 6, held_back=[1])
+    found = best_candidates(torch.zeros(2, 3), torch.zeros(2), 6, forbidding(slice(None), [1]))
     assert found.tokens.tolist() == [0, 2, 0, 2, 1, 1]
     assert found.scores.isinf().tolist() == [False] * 4 + [True] * 2
 
 
 def test_several_searches_in_one_step_get_what_each_would_get_alone():
     logits, scores = random_logits(29, 700), random_scores(29)
-    searches = [SearchRows(0, 1, 40), SearchRows(1, 17, 32, [3, 5]), SearchRows(17, 20, 9), SearchRows(20, 29, 18, [0])]
+    searches = [SearchRows(0, 1, 40), SearchRows(1, 17, 32), SearchRows(17, 20, 9), SearchRows(20, 29, 18)]
     alone = [
-        best_candidates(logits[start:stop].clone(), scores[start:stop], count, held_back)
-        for start, stop, count, held_back in searches
+        best_candidates(
+            logits[start:stop].clone(),
+            scores[start:stop],
+            count,
+            forbidding(slice(None), [3, 5]) if start == 1 else None,
+        )
+        for start, stop, count in searches
     ]
-    for found, expected in zip(best_candidates_of_searches(logits, scores, searches), alone, strict=True):
+    together = best_candidates_of_searches(logits, scores, searches, forbidding(slice(1, 17), [3, 5]))
+    for found, expected in zip(together, alone, strict=True):
         assert expected is not None
         assert_same(found, expected)
 

@@ -164,14 +164,6 @@ def test_of_equal_texts_the_earlier_stays():
     assert texts(search) == [([8], -1, STOP), ([4, 8], -1, STOP)]
 
 
-def test_stop_tokens_are_held_back_until_the_least_length():
-    search = beam_search(1, min_tokens=2, stop=[8, 9])
-    for _ in range(2):
-        assert search.held_back_token_ids == {8, 9}
-        advance(search, (-1, 0, 4), (-2, 0, 5), (-math.inf, 0, 8))
-    assert not search.held_back_token_ids
-
-
 def test_impossible_candidates_are_no_beams_and_no_texts():
     search = beam_search(4, max_tokens=2)
     moves = advance(search, (-1, 0, 4), (-2, 0, 5), (-math.inf, 0, EOS), (-math.inf, 0, 7))
