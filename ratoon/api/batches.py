@@ -8,17 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ratoon.api.arguments import (
-    UseTqdm,
-    ids_for_each,
-    in_conversation,
-    is_many,
-    is_sequence,
-    one_for_each,
-    wants_progress,
-    with_index,
-)
 from ratoon.core.errors import RequestError
+from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, HiddenStatesParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.engine.front_end import Prepared, with_output_kind
 from ratoon.engine.llm_engine import LLMEngine
@@ -26,6 +17,7 @@ from ratoon.engine.prompts import Prompt, Suffix
 from ratoon.engine.request_options import ChatOptions, ExtractionOptions, GenerationOptions, PoolingOptions
 from ratoon.engine.roots import Root
 
+UseTqdm: TypeAlias = bool | Callable[..., Any] | None
 Ids: TypeAlias = str | Sequence[str] | None  # None: numbers, counted from 0
 
 
@@ -49,9 +41,10 @@ class BatchExtractionOptions(ExtractionOptions, total=False):
 
 
 def split_progress(options: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Whether a bar is wanted, and the other options."""
+    """Whether a bar is wanted, and the other options. vLLM's name counts; a class of bars in its place asks for one."""
     left = dict(options)
-    return wants_progress(left.pop("progress", True), left.pop("use_tqdm", None)), left
+    progress, use_tqdm = left.pop("progress", True), left.pop("use_tqdm", None)
+    return progress if use_tqdm is None else bool(use_tqdm), left
 
 
 def chat_prompts(render: Callable[..., Any], messages: Any, variables: Mapping[str, Any]) -> Any:
@@ -169,3 +162,50 @@ class Batches:
                 raise error if single else with_index(error, index, field) from None
         self._num_requests += len(prepared)
         return prepared
+
+
+def is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def is_many(prompts: Any) -> bool:
+    """A list of prompts, or of outputs, and not one prompt that is a list of token ids. An empty list is no prompts."""
+    if not is_sequence(prompts):
+        return False
+    return not prompts or isinstance(prompts[0], (str, Mapping, RequestOutput)) or is_sequence(prompts[0])
+
+
+def one_for_each(field: str, value: Any, count: int, default: Any) -> list[Any]:
+    if value is None:
+        return [default] * count
+    if not is_sequence(value):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(field, f"has {len(value)} entries for {count} prompts", "one for all, or one for each")
+    return [default if entry is None else entry for entry in value]
+
+
+def ids_for_each(request_id: Any, count: int, first: int) -> list[str]:
+    """The ids that were asked for, or numbers that go on from the first."""
+    if isinstance(request_id, str) and count > 1:
+        raise RequestError("request_id", f"{request_id!r} is one for {count} prompts", "a list, with one for each")
+    given = one_for_each("request_id", request_id, count, None)
+    ids = [str(first + index) if one is None else one for index, one in enumerate(given)]
+    if len({*map(str, ids)}) < count:
+        raise RequestError("request_id", "names two prompts", "an id of its own for each")
+    return ids
+
+
+def with_index(error: RequestError, index: int, field: str = "prompts") -> RequestError:
+    """The same error, of one of many."""
+    if error.field == field:
+        return type(error)(f"{field}[{index}]", error.problem, error.expected)
+    return error.inside(f"{field}[{index}]")
+
+
+def in_conversation(error: RequestError, index: int) -> RequestError:
+    """The same error, of one of many conversations: `messages[2][0].role`."""
+    if not error.field.startswith("messages"):
+        return error
+    field = f"messages[{index}]" + error.field.removeprefix("messages")
+    return type(error)(field, error.problem, error.expected)

@@ -124,6 +124,14 @@ class BaseLLM:
         self._engine.verify_running()
         return self._engine
 
+    @property
+    def _front_end(self) -> FrontEnd:
+        """For questions that an engine answers after its end as well."""
+        if self._engine is None:
+            raise EngineError("the engine is not started")
+        engine: FrontEnd = self._engine
+        return engine
+
     # ---- the model ----
 
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> dict[str, Any]:
@@ -144,28 +152,25 @@ class BaseLLM:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
-        eos_token_ids: tuple[int, ...] = self._engine.input_processor.eos_token_ids
-        return eos_token_ids
+        return self._front_end.input_processor.eos_token_ids
 
     def verify_generates(self) -> None:
         """RequestError: the model is for vectors alone."""
-        self._engine.input_processor.verify_generates()
+        self._front_end.input_processor.verify_generates()
 
     def get_default_params(self) -> GenerationParams:
         """What a request without params uses: the model's generation defaults over ours. BeamSearchParams where the
         model's files ask for a beam search."""
-        params: GenerationParams = self._engine.get_default_params()
-        return params
+        return self._front_end.get_default_params()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The same for a request that samples, and for `stream`, which does not search by itself."""
-        params: SamplingParams = self._engine.default_params.clone()
-        return params
+        return self._front_end.default_params.clone()
 
     def get_default_beam_search_params(self) -> BeamSearchParams | None:
         """The same for a beam search; None where the model's files ask for none."""
-        params: BeamSearchParams | None = self._engine.default_search
-        return None if params is None else params.clone()
+        search = self._front_end.default_search
+        return None if search is None else search.clone()
 
     # ---- the engine ----
 
@@ -185,8 +190,8 @@ class BaseLLM:
 
     def list_roots(self, owner: str | None = None) -> list[Root]:
         """This owner's ended requests that can be continued, the newest first."""
-        roots: list[Root] = self._running().output_processor.roots.list(owner)
-        return roots
+        self._running()
+        return self._front_end.output_processor.roots.list(owner)
 
     # ---- control. Of AsyncLLM these are to be awaited, and results are lists, one entry for each engine ----
 
