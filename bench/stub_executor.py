@@ -59,9 +59,7 @@ class StubExecutor:
             self._starts.pop(request_id, None)
             self._lengths.pop(request_id, None)
         for new in plan.scheduled_new_reqs:
-            self._starts.setdefault(
-                new.req_id, stub_start(new.sampling_params.seed, new.req_id)
-            )  # unless it was forked
+            self._starts.setdefault(new.req_id, stub_start(new.params.seed, new.req_id))  # unless it was forked
             self._lengths[new.req_id] = len(new.token_ids)
         self._plan = plan
 

@@ -59,7 +59,7 @@ class ParamsMeta(type(msgspec.Struct)):  # type: ignore[misc]
             return super().__call__(*args, **fields)
 
 
-class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False):
+class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="sampling"):
     """How to choose tokens and when to stop. Field meanings follow OpenAI's and vLLM's."""
 
     n: int = 1
@@ -152,7 +152,9 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
         _require_list("stop_token_ids", self.stop_token_ids, int, MAX_LOGIT_BIAS)
 
 
-class BeamSearchParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False):
+class BeamSearchParams(
+    msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="beam_search"
+):
     """How to search for the most probable texts. Field meanings follow those of transformers' beam search.
 
     A finished text counts with the sum of its log-probabilities, divided by (its length ** length_penalty).
@@ -273,7 +275,7 @@ class TimestampRules(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
             _require_int("max_initial_index", self.max_initial_index, 0, 2**31 - 1)
 
 
-class PoolingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False):
+class PoolingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="pooling"):
     """How the hidden states of a prompt become one vector."""
 
     # last, first: the state of that token; mean: over all tokens. None: the way the model was made for, which the front

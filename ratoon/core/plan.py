@@ -24,7 +24,7 @@ from __future__ import annotations
 import msgspec
 
 from ratoon.core.encoder import EncoderInput
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 
 MAX_CAPTURE_SPANS = 64  # in a step, over all captures: the runner lays each out as a row
 
@@ -38,11 +38,11 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     req_id: str  # the branch's id
     token_ids: list[int]  # prompt and, for forks and resumed branches, the output so far
     num_prompt_tokens: int
-    sampling_params: SamplingParams
+    # How it is sampled; of a search's trunk, whose beams are; or the vector that is read out at the end of the prompt
+    params: SamplingParams | BeamSearchParams | PoolingParams
     seed: int  # of this branch's own random stream
     block_ids: BlockIds
     num_computed_tokens: int
-    pooling_params: PoolingParams | None = None  # set: never sampled; its vector is read out at the end of the prompt
     cross_block_ids: list[int] = []  # what cross-attention reads; many branches may name the same
     num_encoder_positions: int = 0
     encoder_token_ids: list[int] = []  # what the encoder read, where a rule over tokens looks at it

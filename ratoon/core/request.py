@@ -6,13 +6,14 @@ Wire types: msgspec structs without references to anything that lives on one sid
 from __future__ import annotations
 
 import enum
+from typing import TypeAlias
 
 import msgspec
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
-from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
+from ratoon.core.params import BeamSearchParams, GenerationParams, PoolingParams, SamplingParams
 from ratoon.core.stats import SchedulerStats
 from ratoon.core.wire import WireTensor
 
@@ -47,8 +48,9 @@ class ResumedChoice(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     finished: bool = False
 
 
-class Extraction(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Which hidden states of a sequence to read out. Everything is a number of its own: no negatives, no ranges."""
+class Extraction(msgspec.Struct, omit_defaults=True, gc=False, tag="extraction"):
+    """Which hidden states of the prompt to read out; its last token is the last that is asked for. Everything is a
+    number of its own: no negatives, no ranges."""
 
     positions: list[int]  # rising, each once
     layers: list[int]  # that the rows have passed: 0 is the embeddings; one more than there are, the final norm
@@ -57,6 +59,10 @@ class Extraction(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     # Of the encoder's states, not the decoder's: positions are those of the encoder input, which is run for it
     of_encoder: bool = False
     ends_lease: bool = False  # what is kept of the sequence it reads was kept for it alone, and ends with it
+
+
+# What a request asks for, and so its kind: generation, beam search, one vector, hidden states
+RequestParams: TypeAlias = SamplingParams | BeamSearchParams | PoolingParams | Extraction
 
 
 class EngineCoreEventType(enum.IntEnum):
@@ -84,7 +90,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
     request_id: str  # internal id: the caller's id and eight random characters
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
+    params: RequestParams
     eos_token_id: int | None = None
     arrival_time: float = 0.0
     priority: int = 0  # lower goes first
@@ -93,13 +99,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     data_parallel_rank: int | None = None
     client_index: int = 0
     external_id: str | None = None
-    pooling_params: PoolingParams | None = None  # set: the answer is one vector, and nothing is sampled
-    # Set: its choices are the best texts that a beam search finds. `sampling_params` then only says how many there are,
-    # how they are told, and which tokens are impossible: nothing is sampled.
-    beam_params: BeamSearchParams | None = None
-    # Set: the answer is hidden states of the prompt, whose last token is the last that is asked for, and nothing is
-    # sampled. It waits in a queue of its own.
-    extraction: Extraction | None = None
     # Of an encoder-decoder model: what its encoder reads. The prompt is then the decoder's.
     encoder_input: EncoderInput | None = None
     # Set: the prompt begins with the tokens of this branch, which has ended or still runs, and ends with these tokens.
@@ -112,6 +111,16 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     # Set: go on from these tokens, one entry for each choice. They are not sent again.
     resumed: list[ResumedChoice] | None = None
     trace_headers: dict[str, str] | None = None  # W3C trace context of the caller; set, perhaps empty: it is traced
+
+    @property
+    def generation_params(self) -> GenerationParams | None:
+        """Of a request whose answer is text."""
+        return self.params if isinstance(self.params, (SamplingParams, BeamSearchParams)) else None
+
+    @property
+    def num_choices(self) -> int:
+        params = self.generation_params
+        return 1 if params is None else params.n
 
 
 class InheritedFrom(enum.IntEnum):

@@ -139,9 +139,8 @@ class AsyncLLMEngine(FrontEnd):
 
     def submit(self, prepared: Prepared) -> OutputCollector:
         """Hand a request over. Whatever is raised, nothing of it is left behind."""
-        request = prepared.request
-        has_text = request.pooling_params is None and request.extraction is None
-        collector = OutputCollector(request.sampling_params.output_kind if has_text else RequestOutputKind.FINAL_ONLY)
+        params = prepared.request.generation_params
+        collector = OutputCollector(RequestOutputKind.FINAL_ONLY if params is None else params.output_kind)
         self.hand_over(prepared)
         self.collectors[prepared.key] = collector
         return collector

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ratoon.core.request import EngineCoreRequest
+from ratoon.core.request import EngineCoreRequest, Extraction
 
 MAX_REMEMBERED = 1 << 16  # pieces of prompts
 TOKENS_TO_COME = 64  # what a request is worth in prompt tokens for as long as it generates
@@ -94,6 +94,6 @@ class LoadBalancer:
 
 
 def _work_behind_prompt(request: EngineCoreRequest) -> int:
-    if request.extraction is not None:
-        return len(request.extraction.positions)
-    return TOKENS_TO_COME if request.pooling_params is None else 0
+    if isinstance(request.params, Extraction):
+        return len(request.params.positions)
+    return 0 if request.generation_params is None else TOKENS_TO_COME

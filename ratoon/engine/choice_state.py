@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ratoon.core.outputs import CompletionOutput
+from ratoon.core.params import BeamSearchParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.engine.detokenizer import Detokenizer, make_detokenizer
 from ratoon.engine.logprobs import SampleLogprobsCollector
@@ -79,11 +80,13 @@ class ChoiceState:
 
 
 def make_choices(request: EngineCoreRequest, tokenizer: Any | None) -> list[ChoiceState]:
-    params = request.sampling_params
-    if request.pooling_params is not None or request.extraction is not None:
+    params = request.generation_params
+    if params is None:
         return [ChoiceState(0, Detokenizer())]
     make = partial(make_detokenizer, tokenizer, request.prompt_token_ids, params)
-    if request.beam_params is not None:  # which may have thousands: a choice's detokenizer is made with its first text
+    if isinstance(
+        params, BeamSearchParams
+    ):  # which may have thousands: a choice's detokenizer is made with its first text
         return [ChoiceState(index, Detokenizer(), make_detokenizer=make) for index in range(params.n)]
     return [
         ChoiceState(index, make(), None if params.logprobs is None else SampleLogprobsCollector(tokenizer))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import GenerationParams, SamplingParams
 
 REPLACEMENT = "\ufffd"  # what bytes decode to that are no character, or not a whole one yet
 CONTEXT_TOKENS = 6  # of the prompt: enough to decide how the text of the first new token begins
@@ -20,7 +20,7 @@ LONGEST_STALL = 16  # tokens without a whole character at their end, before what
 Decode = Callable[[list[int]], str]
 
 
-def make_detokenizer(tokenizer: Any | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
+def make_detokenizer(tokenizer: Any | None, prompt_token_ids: Sequence[int], params: GenerationParams) -> Detokenizer:
     """The right form: none, fast (the tokenizer has a `tokenizers` backend) or slow."""
     if tokenizer is None or not params.detokenize:
         return Detokenizer()
@@ -53,10 +53,12 @@ class Detokenizer:
 class TextDetokenizer(Detokenizer):
     """What the fast and the slow form share. They differ in how a token becomes text (`_decode_token`)."""
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: GenerationParams) -> None:
         super().__init__()
-        self._stop_strings = StopStrings(params.stop or [], params.include_stop_str_in_output)
-        self._include_stop = params.include_stop_str_in_output
+        stop, self._include_stop = [], False  # a search knows no stop strings
+        if isinstance(params, SamplingParams):
+            stop, self._include_stop = params.stop or [], params.include_stop_str_in_output
+        self._stop_strings = StopStrings(stop, self._include_stop)
         self._min_tokens = params.min_tokens
         self._num_chars_delivered = 0
         special_ids = frozenset(tokenizer.special_token_ids)
@@ -131,7 +133,7 @@ class FastDetokenizer(TextDetokenizer):
     the end, go on after text that contradicts what was already let out, and bound the wait for a whole character.
     """
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: GenerationParams) -> None:
         super().__init__(tokenizer, prompt_token_ids, params)
         self._backend = tokenizer.backend
         self._stream: DecodeStream | None = DecodeStream(

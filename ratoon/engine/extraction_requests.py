@@ -7,7 +7,7 @@ token sees all others, the selector asks for the last one in any case.
 from __future__ import annotations
 
 from ratoon.core.encoder import EncoderInput
-from ratoon.core.params import ENCODER, HiddenStatesParams, SamplingParams
+from ratoon.core.params import ENCODER, HiddenStatesParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.prompt_processor import ModelInput
@@ -71,7 +71,6 @@ def _request(
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids if extraction.of_encoder else token_ids[: extraction.positions[-1] + 1],
-        sampling_params=SamplingParams(max_tokens=1, detokenize=False),  # the field is not optional
-        extraction=extraction,
+        params=extraction,
         encoder_input=encoder_input,
     )

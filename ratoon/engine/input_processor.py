@@ -21,7 +21,6 @@ from ratoon.core.params import (
     GenerationParams,
     HiddenStatesParams,
     PoolingParams,
-    SamplingParams,
 )
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.extraction_requests import extract_from_prompt, extract_from_root
@@ -116,13 +115,12 @@ class InputProcessor:
         self._verify_retention(retain_kv)
         self.verify_params(params)
         token_ids, encoder_input, num_forced = self._prompts.process(prompt, num_places=1)  # for the first new token
-        sampling_params, beam_params = self._params.complete(params, len(token_ids), encoder_input, num_forced)
+        params = self._params.complete(params, len(token_ids), encoder_input, num_forced)
         return EngineCoreRequest(
             request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=token_ids,
             encoder_input=encoder_input,
-            sampling_params=sampling_params,
-            beam_params=beam_params,
+            params=params,
             eos_token_id=self.eos_token_ids[0] if self.eos_token_ids else None,
             arrival_time=arrival_time,
             priority=priority,
@@ -162,13 +160,12 @@ class InputProcessor:
                 "a shorter suffix, or an earlier place in the parent (`at`)",
             )
         num_prompt_tokens = len(inherited) + len(suffix_ids)
-        sampling_params, beam_params = self._params.complete(params, num_prompt_tokens, parent.encoder_input)
+        params = self._params.complete(params, num_prompt_tokens, parent.encoder_input)
         return EngineCoreRequest(
             request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=inherited + suffix_ids,
             encoder_input=parent.encoder_input,
-            sampling_params=sampling_params,
-            beam_params=beam_params,
+            params=params,
             eos_token_id=self.eos_token_ids[0] if self.eos_token_ids else None,
             arrival_time=arrival_time,
             priority=priority,
@@ -212,13 +209,12 @@ class InputProcessor:
         return EngineCoreRequest(
             request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=token_ids,
-            sampling_params=SamplingParams(max_tokens=1, detokenize=False),  # the field is not optional
+            params=with_pooling(pooling_params, self._pooling),
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,
             external_id=request_id,
             owner=owner,
-            pooling_params=with_pooling(pooling_params, self._pooling),
         )
 
     def process_extraction(

@@ -16,11 +16,13 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ratoon.core.params import SamplingParams
 from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
+    Extraction,
     FinishReason,
     ResumedChoice,
 )
@@ -35,7 +37,7 @@ class Entry:
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
-        self.choices = [ResumedChoice([]) for _ in range(request.sampling_params.n)]
+        self.choices = [ResumedChoice([]) for _ in range(request.num_choices)]
         self.engine: int | None = None  # None: it waits to be handed over
         self.progressed = False  # has got something from the engine that it is in
         self.strikes = 0
@@ -47,12 +49,12 @@ class Entry:
     @property
     def begun(self) -> bool:
         """Are there tokens that must not change any more?"""
-        return self.request.beam_params is None and any(choice.token_ids for choice in self.choices)
+        return isinstance(self.request.params, SamplingParams) and any(choice.token_ids for choice in self.choices)
 
     @property
     def kind(self) -> EngineCoreRequestType:
         """What the message is that hands it over."""
-        is_extraction = self.request.extraction is not None
+        is_extraction = isinstance(self.request.params, Extraction)
         return EngineCoreRequestType.HIDDEN_STATES_EXTRACT if is_extraction else EngineCoreRequestType.ADD
 
     def current_request(self) -> EngineCoreRequest:

@@ -100,7 +100,8 @@ class OutputProcessor:
         state = make_request_state(request, prompt, self._tokenizer, selection, encoder_prompt)
         if self.is_running(state.external_id, state.owner):
             raise RequestError("request_id", f"{state.external_id!r} is in use", "an id that no unfinished request has")
-        if request.sampling_params.return_hidden_states is not None and request.retain_kv is None:
+        params = state.params
+        if params is not None and params.return_hidden_states is not None and request.retain_kv is None:
             request.retain_kv = READING_LEASE
         self._internal_ids[state.owner, state.external_id] = state.request_id
         self._states[state.request_id] = state
@@ -233,8 +234,8 @@ class OutputProcessor:
 
     def _begin_reading(self, state: RequestState, now: float) -> bool:
         """Have the hidden states read that a request asked for, of each choice. False: there is nothing to wait for."""
-        params = state.params.return_hidden_states
-        if params is None or state.answer is not None or not state.ended_well:
+        params = None if state.params is None else state.params.return_hidden_states
+        if params is None or not state.ended_well:
             return False
         assert self._selector is not None
         reading, root = Reading(), state.snapshot()
@@ -311,8 +312,8 @@ class OutputProcessor:
 
 def _not_there(state: RequestState, error: RequestError) -> HiddenStatesOutput:
     """What was asked for turned out not to exist."""
+    assert state.params is not None and state.params.return_hidden_states is not None
     params = state.params.return_hidden_states
-    assert params is not None
     return HiddenStatesOutput(
         state.external_id, None, params.dtype, [], [], [], error=str(error), refusal=error, owner=state.owner
     )

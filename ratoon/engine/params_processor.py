@@ -32,8 +32,6 @@ TOKEN_LISTS = (
     "stop_token_ids", "suppressed_token_ids", "suppressed_first_token_ids", "forced_eos_token_id", "allowed_token_ids",
     "logit_bias",
 )  # fmt: skip
-# Fields that a beam search has in common with sampling, its rules over logits among them.
-SHARED_NAMES = tuple(name for name in BeamSearchParams.__struct_fields__ if name in SamplingParams.__struct_fields__)
 SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
 
 
@@ -151,9 +149,8 @@ class ParamsProcessor:
         num_prompt_tokens: int,
         encoder_input: EncoderInput | None = None,
         num_forced_tokens: int = 0,  # at the prompt's end, that the model's files put there
-    ) -> tuple[SamplingParams, BeamSearchParams | None]:
-        """Params that were verified, with every default filled in, as a request carries them: of a beam search both,
-        of which the first only says how many choices there are, how they are told, and which tokens are impossible."""
+    ) -> GenerationParams:
+        """Params that were verified, with every default filled in, as a request carries them."""
         params = params.clone()
         self._complete_lengths(params, num_prompt_tokens, encoder_input)
         assert params.max_tokens is not None
@@ -167,18 +164,13 @@ class ParamsProcessor:
         self._own_rules.complete(params)
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
-        if isinstance(params, SamplingParams):
-            self._complete_sampling(params)
-            return params, None
-        params.num_forced_tokens = num_forced_tokens
-        shared = {name: getattr(params, name) for name in SHARED_NAMES}
-        return SamplingParams(temperature=0.0, seed=0, **shared), params
-
-    def _complete_sampling(self, params: SamplingParams) -> None:
-        # Always set: a request that is preempted, or replayed from a record, draws the same numbers again.
-        if params.seed is None:
-            params.seed = self._random.getrandbits(SEED_BITS)
-        params.eos_token_ids = list(self.eos_token_ids)
+        if isinstance(params, BeamSearchParams):
+            params.num_forced_tokens = num_forced_tokens
+        else:
+            params.eos_token_ids = list(self.eos_token_ids)
+            # Always set: a request that is preempted, or replayed from a record, draws the same numbers again.
+            params.seed = self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed
+        return params
 
     def _complete_lengths(
         self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None

@@ -17,12 +17,13 @@ from ratoon.core.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.core.params import BeamSearchParams, GenerationParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,
+    Extraction,
     FinishReason,
     InheritedFrom,
 )
@@ -50,7 +51,7 @@ class RequestState:
     external_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: GenerationParams | None  # None: there is an `answer`
     metrics: RequestMetrics
     choices: list[ChoiceState]
     prompt_logprobs: PromptLogprobsCollector | None
@@ -83,6 +84,10 @@ class RequestState:
     @property
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def output_kind(self) -> RequestOutputKind:
+        return RequestOutputKind.FINAL_ONLY if self.params is None else self.params.output_kind
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -137,6 +142,7 @@ class RequestState:
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
         if output.replaces:
+            assert self.params is not None
             choice.replace_tokens(output, self.params.all_stop_token_ids or ())
             num_new = len(output.new_token_ids) if output.finished else 0  # before, they may still be taken back
         else:
@@ -195,7 +201,7 @@ class RequestState:
         """What the caller gets for what changed, if there is something to give."""
         if self.answer is not None:
             return self.answer.output(self) if finished else None
-        kind = self.params.output_kind
+        kind = self.output_kind
         if not self.changed or (kind == RequestOutputKind.FINAL_ONLY and not finished):
             self.changed.clear()
             return None
@@ -214,7 +220,7 @@ class RequestState:
                 choice.finish_reason = FinishReason.ERROR
         if self.answer is not None:
             return self.answer.output(self)  # no more than the error
-        delta = self.params.output_kind == RequestOutputKind.DELTA
+        delta = self.output_kind == RequestOutputKind.DELTA
         outputs = [
             CompletionOutput(
                 index=choice.index,
@@ -287,10 +293,13 @@ def make_request_state(
     encoder_prompt: str | None = None,
 ) -> RequestState:
     """`selection` is what an extraction was made from; the prompts are texts, for reading."""
-    params = request.sampling_params
+    params = request.generation_params
+    prompt_logprobs = None
+    if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+        prompt_logprobs = PromptLogprobsCollector(tokenizer)
     answer: Answer | None = None
-    if request.pooling_params is not None:
-        answer = VectorAnswer(request.pooling_params)
+    if isinstance(request.params, PoolingParams):
+        answer = VectorAnswer(request.params)
     elif selection is not None:
         answer = HiddenStatesAnswer(selection, _sequence_read(request))
     return RequestState(
@@ -301,11 +310,11 @@ def make_request_state(
         params=params,
         metrics=RequestMetrics(arrival_time=request.arrival_time),
         choices=make_choices(request, tokenizer),
-        prompt_logprobs=None if params.prompt_logprobs is None else PromptLogprobsCollector(tokenizer),
+        prompt_logprobs=prompt_logprobs,
         encoder_prompt=encoder_prompt,
         encoder_input=request.encoder_input,
         answer=answer,
-        beam_search=request.beam_params is not None,
+        beam_search=isinstance(params, BeamSearchParams),
         owner=request.owner,
         leased=request.retain_kv is not None,
         cache_salt=request.cache_salt,
@@ -318,7 +327,7 @@ def make_request_state(
 
 def _sequence_read(request: EngineCoreRequest) -> list[int]:
     """The tokens that an extraction's positions count in. Audio has none."""
-    if request.extraction is None or not request.extraction.of_encoder:
+    if not isinstance(request.params, Extraction) or not request.params.of_encoder:
         return request.prompt_token_ids
     assert request.encoder_input is not None
     return request.encoder_input.token_ids or []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ratoon.core.params import SamplingParams
 from ratoon.engine.request_state import RequestState
 from ratoon.observe.tracing import RequestTrace
 
@@ -26,12 +27,13 @@ def trace_of(state: RequestState) -> RequestTrace:
 
 def _params_of(state: RequestState) -> dict[str, Any]:
     params = state.params
+    assert params is not None
     attributes: dict[str, Any] = {
         "gen_ai.request.n": params.n,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.usage.num_sequences": len(state.choices),
     }
-    if not state.beam_search:  # which draws nothing
+    if isinstance(params, SamplingParams):  # a search draws nothing
         attributes["gen_ai.request.temperature"] = params.temperature
         attributes["gen_ai.request.top_p"] = params.top_p
     if state.continuation is not None:

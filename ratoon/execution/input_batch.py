@@ -56,7 +56,7 @@ class InputBatch:
         self.num_prompt[row] = new.num_prompt_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.seeds[row] = new.seed
-        self.params[row] = new.sampling_params
+        self.params[row] = new.params if isinstance(new.params, SamplingParams) else None
         self.append_blocks(row, new.block_ids)
         self.set_cross_table(row, new.cross_block_ids, new.num_encoder_positions)
         return row

@@ -15,6 +15,7 @@ import torch
 from ratoon.attention.interface import AttentionBackend
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
 from ratoon.execution.beam_candidates import CandidatesReader
 from ratoon.execution.beam_rows import BeamRows
@@ -176,10 +177,11 @@ class ModelRunner:
         new_ids = set()
         for new in plan.scheduled_new_reqs:
             row = self.input_batch.add(new)
-            prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
-            self.sampling_rows.add(row, new.sampling_params, new.seed, prompt, output, new.encoder_token_ids)
-            if new.pooling_params is not None:
+            if isinstance(new.params, PoolingParams):
                 self.pooling.add(new)
+            else:
+                prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
+                self.sampling_rows.add(row, new.params, new.seed, prompt, output, new.encoder_token_ids)
             new_ids.add(new.req_id)
         new_ids.update(step.req_id for step in plan.beam_steps if step.num_tokens)
         new_ids.update(capture.req_id for capture in plan.captures)

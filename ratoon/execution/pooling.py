@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.params import PoolingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.core.wire import WireTensor
 from ratoon.execution.readers import StepLayout
@@ -48,8 +49,8 @@ class PoolingBranches:
         return len(self._branches)
 
     def add(self, new: NewRequestData) -> None:
-        assert new.pooling_params is not None
-        kind = new.pooling_params.pooling
+        assert isinstance(new.params, PoolingParams)
+        kind = new.params.pooling
         if kind in ("mean", "first") and new.num_computed_tokens:
             raise ValueError(
                 f"the vector of branch {new.req_id!r} needs its first {new.num_computed_tokens} rows, which are missing"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import GenerationParams, SamplingParams
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules
 from ratoon.execution.rules.build import rules_of
 from ratoon.layers import sampling
@@ -45,7 +45,7 @@ class SamplingRows:
     def add(
         self,
         slot: int,
-        params: SamplingParams,
+        params: GenerationParams,
         seed: int,
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int],
@@ -53,18 +53,23 @@ class SamplingRows:
     ) -> None:
         """Take a branch in. `output_token_ids` is what it generated before: a resumed branch goes on where it was."""
         self._grow(slot + 1)
+        self.num_outputs[slot] = len(output_token_ids)
+        self.needs[slot] = Needs.NOTHING
+        if isinstance(params, SamplingParams):  # the trunk of a search is not sampled, and has rules alone
+            self._set_numbers(slot, params, seed)
+        rules = rules_of(params, prompt_token_ids, encoder_token_ids).after_all(output_token_ids)
+        if rules.reads:
+            self.needs[slot] |= np.uint16(Needs.TOKENS)
+        self._set_rules(np.array([slot]), [rules])
+
+    def _set_numbers(self, slot: int, params: SamplingParams, seed: int) -> None:
         self.needs[slot] = _needs_of(params)
         self.seeds[slot] = sampling.seed_to_uint64(seed)
-        self.num_outputs[slot] = len(output_token_ids)
         self.temperature[slot] = params.temperature
         self.top_k[slot] = max(params.top_k, 0)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        rules = rules_of(params, prompt_token_ids, encoder_token_ids).after_all(output_token_ids)
-        if rules.reads:
-            self.needs[slot] |= np.uint16(Needs.TOKENS)
-        self._set_rules(np.array([slot]), [rules])
 
     def remove(self, slot: int) -> None:
         self.needs[slot] = Needs.NOTHING

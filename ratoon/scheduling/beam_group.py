@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ratoon.core.outputs import BeamCandidates
-from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from ratoon.core.params import BeamSearchParams, RequestOutputKind
 from ratoon.core.plan import BeamStep, BlockIds, SchedulerOutput
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
@@ -30,6 +30,7 @@ class BeamGroup(Task):
         "_num_unwritten_tokens",
         "_retained",
         "_tails",
+        "params",
         "search",
         "trunk",
         "wants_snapshots",
@@ -38,8 +39,8 @@ class BeamGroup(Task):
 
     leases_branches = False  # but the texts that it ends with
 
-    def __init__(self, trunk: Branch, rules: SamplingParams, params: BeamSearchParams, max_new_tokens: int) -> None:
-        super().__init__(rules)
+    def __init__(self, trunk: Branch, params: BeamSearchParams, max_new_tokens: int) -> None:
+        self.params = params
         self.trunk = trunk
         self.search = BeamSearch(params, max_new_tokens)
         self.width = params.beam_width
@@ -55,6 +56,13 @@ class BeamGroup(Task):
         self._kept: dict[int, KeptTail] = {}  # by the number of the finished text
 
     # ---- steps ----
+
+    @property
+    def reads_encoder_tokens(self) -> bool:
+        return bool(self.params.encoder_no_repeat_ngram_size)
+
+    def params_for(self, choice: int) -> BeamSearchParams:
+        return self.params
 
     @property
     def num_beams(self) -> int:

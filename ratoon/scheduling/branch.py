@@ -84,13 +84,6 @@ class Request:
         self.finished_choices: set[int] = set()
         self.branches: list[Branch] = [Branch(self, 0, list(request.prompt_token_ids), extra_keys_of(request))]
 
-    @property
-    def encoder_tokens_for_rules(self) -> list[int]:
-        """The encoder's tokens, if the runner needs them to know which are impossible."""
-        if self.encoder_input is None or not self.task.params.encoder_no_repeat_ngram_size:
-            return []
-        return self.encoder_input.token_ids or []
-
     def fork_branch(self, choice: int) -> Branch:
         """A further choice at the end of the prompt, without memory yet."""
         root = self.branches[0]
@@ -147,19 +140,20 @@ class Branch(TokenSequence):
 
     def as_new_request(self, block_ids: BlockIds) -> NewRequestData:
         """All of it, for a runner that does not know it."""
-        request = self.request
+        request, encoder_token_ids = self.request, None
+        if request.encoder_input is not None and request.task.reads_encoder_tokens:
+            encoder_token_ids = request.encoder_input.token_ids
         return NewRequestData(
             req_id=self.branch_id,
             token_ids=self.token_ids.copy(),
             num_prompt_tokens=request.num_prompt_tokens,
-            sampling_params=request.task.params_for(self.choice),
+            params=request.task.params_for(self.choice),
             seed=self.seed,
             block_ids=block_ids,
             num_computed_tokens=self.num_computed_tokens,
-            pooling_params=request.task.pooling_params,
             cross_block_ids=[] if self.cross is None else self.cross.block_ids,
             num_encoder_positions=0 if self.cross is None else self.cross.num_positions,
-            encoder_token_ids=request.encoder_tokens_for_rules,
+            encoder_token_ids=encoder_token_ids or [],
         )
 
 

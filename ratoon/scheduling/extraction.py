@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from ratoon.core.errors import QueueFullError
-from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockIds, CaptureStep, EncoderStep
 from ratoon.core.request import Extraction
 from ratoon.core.shares import has_room
@@ -30,8 +29,7 @@ class ExtractionTask(Task):
 
     __slots__ = ("branch", "deadline", "extraction", "num_captured", "num_passed_by", "num_rows_run", "queue")
 
-    def __init__(self, branch: Branch, params: SamplingParams, extraction: Extraction, queue: ExtractionQueue) -> None:
-        super().__init__(params)
+    def __init__(self, branch: Branch, extraction: Extraction, queue: ExtractionQueue) -> None:
         self.queue = queue
         self.branch = branch
         self.extraction = extraction

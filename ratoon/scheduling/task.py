@@ -6,7 +6,7 @@ becomes of the results, is its kind's to say.
 
 from __future__ import annotations
 
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.memory.kv_cache_manager import KVCacheManager
 
@@ -14,13 +14,9 @@ from ratoon.memory.kv_cache_manager import KVCacheManager
 class Task:
     """What is said here holds for a task that has nothing but branches."""
 
-    __slots__ = ("params",)
+    __slots__ = ()
 
     leases_branches = True  # `retain_kv` keeps the memory of its branches
-    pooling_params: PoolingParams | None = None
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.params = params
 
     @property
     def needs_every_prompt_row(self) -> bool:
@@ -37,9 +33,14 @@ class Task:
         """Was the memory that it reads kept for it alone?"""
         return False
 
-    def params_for(self, choice: int) -> SamplingParams:
+    @property
+    def reads_encoder_tokens(self) -> bool:
+        """Does the runner need the encoder's tokens to know which are impossible?"""
+        return False
+
+    def params_for(self, choice: int) -> SamplingParams | BeamSearchParams | PoolingParams:
         """What the runner needs to know of a branch that it gets in full."""
-        return self.params
+        raise NotImplementedError
 
     def complete(self, plan: SchedulerOutput, branch_id: str) -> None:
         """All tokens of this branch are computed with this plan: say in it what the last row is for."""

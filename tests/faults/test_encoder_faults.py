@@ -218,9 +218,8 @@ def texts(tiny: TinyModel, sources: list[Source]) -> list[list[int]]:
 
 def ask_states(driver: Driver, request_id: str, source: Source, of_encoder: bool) -> None:
     prompt = decoder_prompt(30)
-    request = EngineCoreRequest(request_id, prompt, SamplingParams(max_tokens=1), encoder_input=source.for_engine())
-    request.extraction = Extraction([0, 7, 19] if of_encoder else [0, 7, 29], [0, 1, 3], of_encoder=of_encoder)
-    driver.add(request)
+    asked = Extraction([0, 7, 19] if of_encoder else [0, 7, 29], [0, 1, 3], of_encoder=of_encoder)
+    driver.add(EngineCoreRequest(request_id, prompt, asked, encoder_input=source.for_engine()))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

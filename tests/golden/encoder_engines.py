@@ -273,14 +273,7 @@ class Driver(CoreDriver):
         **rest: Any,
     ) -> None:
         """Add a request, as the front end would send it."""
-        beams = None
-        if isinstance(params, BeamSearchParams):
-            beams, params = params, SamplingParams(n=params.n, max_tokens=params.max_tokens)
-        self.add(
-            EngineCoreRequest(
-                request_id, list(prompt), params, beam_params=beams, encoder_input=source.for_engine(), **rest
-            )
-        )
+        self.add(EngineCoreRequest(request_id, list(prompt), params, encoder_input=source.for_engine(), **rest))
 
     def step(self) -> None:
         for output in self.core.step().outputs:

@@ -125,8 +125,8 @@ class CoreDriver:
 
     def add(self, request: EngineCoreRequest) -> None:
         self.core.add_request(request)
-        self._asked[request.request_id] = request.extraction
-        for choice in range(request.sampling_params.n):
+        self._asked[request.request_id] = request.params if isinstance(request.params, Extraction) else None
+        for choice in range(request.num_choices):
             self.answers[request.request_id, choice] = Answer()
 
     def step(self) -> None:
@@ -183,8 +183,7 @@ def extraction_of(
     return EngineCoreRequest(
         request_id,
         list(token_ids[: positions[-1] + 1]),
-        SamplingParams(max_tokens=1, detokenize=False),
-        extraction=Extraction(list(positions), list(layers), dtype, deadline),
+        Extraction(list(positions), list(layers), dtype, deadline),
         continuation_of=parent,
         continuation_token_ids=None if parent is None else [],
         **rest,

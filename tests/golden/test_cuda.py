@@ -63,17 +63,16 @@ def searches(tiny, device):
     """Beam searches of several widths beside sampled requests, and one that continues what was leased."""
     core = core_of(tiny, device)
     for index, length in enumerate(LENGTHS):
-        params = SamplingParams(temperature=0.0, max_tokens=12, n=1 + index)
-        beams = BeamSearchParams(beam_width=2 + index, n=1 + index, max_tokens=12) if index % 2 else None
-        request = EngineCoreRequest(str(index), random_token_ids(length, seed=index), params, beam_params=beams)
+        sampled = SamplingParams(temperature=0.0, max_tokens=12, n=1 + index)
+        params = BeamSearchParams(beam_width=2 + index, n=1 + index, max_tokens=12) if index % 2 else sampled
+        request = EngineCoreRequest(str(index), random_token_ids(length, seed=index), params)
         core.add_request(msgspec.structs.replace(request, retain_kv=60.0))
     texts = run_to_the_end(core)
     for parent in ("2", "3#1"):  # a sampled one, and a beam's text
         request_id, _, choice = parent.partition("#")
         tokens = random_token_ids(LENGTHS[int(request_id)], seed=int(request_id)) + texts[request_id, int(choice or 0)]
-        params = SamplingParams(n=4, max_tokens=3)
         beams = BeamSearchParams(beam_width=4, n=4, max_tokens=3)
-        child = EngineCoreRequest(f"after {parent}", [*tokens, 7, 8], params, beam_params=beams)
+        child = EngineCoreRequest(f"after {parent}", [*tokens, 7, 8], beams)
         core.add_request(msgspec.structs.replace(child, continuation_of=parent, continuation_token_ids=[7, 8]))
     return texts | run_to_the_end(core)
 
@@ -105,8 +104,7 @@ def states(tiny, device):
     layers = list(range(tiny.config.num_layers + 2))
     core.add_request(EngineCoreRequest("beside", random_token_ids(20, seed=2), SamplingParams(max_tokens=9, seed=0)))
     for name, parent, positions in (("prompt", None, range(40)), ("root", "leased", [0, 7, 8, 41])):
-        request = EngineCoreRequest(name, tokens[: positions[-1] + 1], SamplingParams(max_tokens=1))
-        request.extraction = Extraction(list(positions), layers)
+        request = EngineCoreRequest(name, tokens[: positions[-1] + 1], Extraction(list(positions), layers))
         request.continuation_of = parent
         core.add_request(request)
     parts = {"prompt": [], "root": []}
@@ -141,12 +139,13 @@ def texts_over_encoders(family, device, num_blocks, **cache):
     )
     core = EngineCore(config, UniProcExecutor(config, tiny.config, tiny.source, StartupTimer()))
     for index, length in enumerate((3, 33, 17, 33, 30)):
-        beams = BeamSearchParams(beam_width=3, n=2, max_tokens=10, ignore_eos=True) if index == 4 else None
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        if index == 4:
+            params = BeamSearchParams(beam_width=3, n=2, max_tokens=10, ignore_eos=True)
         request = EngineCoreRequest(
             str(index),
             encoder_engines.decoder_prompt(2 + 9 * index),
-            SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, n=1 if beams is None else 2),
-            beam_params=beams,
+            params,
             encoder_input=encoder_engines.source_of(family, length).for_engine(),
         )
         core.add_request(request)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import PoolingParams
 from ratoon.core.request import EngineCoreRequest, Extraction, FinishReason
 from tests.golden.encoder_engines import (
     FAMILIES,
@@ -66,10 +66,7 @@ def ask_encoder_states(
     driver: Driver, request_id: str, source: Source, positions: Sequence[int], layers: list[int], **rest: Any
 ) -> None:
     extraction = Extraction(list(positions), layers, of_encoder=True)
-    params = SamplingParams(max_tokens=1, detokenize=False)
-    driver.add(
-        EngineCoreRequest(request_id, [START], params, extraction=extraction, encoder_input=source.for_engine(), **rest)
-    )
+    driver.add(EngineCoreRequest(request_id, [START], extraction, encoder_input=source.for_engine(), **rest))
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray, what: str) -> None:
@@ -245,9 +242,8 @@ def test_vectors_of_bert_are_those_of_transformers(settings: dict[str, Any], bac
     with core_of(bert(), attention_backend=backend, **({"max_num_batched_tokens": 500} | settings)) as driver:
         for number, prompt in enumerate(BERT_PROMPTS):
             for kind in ("mean", "last"):
-                params = SamplingParams(max_tokens=1, detokenize=False)
                 pooling = PoolingParams(pooling=kind)
-                driver.add(EngineCoreRequest(f"{kind} {number}", prompt, params, pooling_params=pooling))
+                driver.add(EngineCoreRequest(f"{kind} {number}", prompt, pooling))
         driver.run()
         for number in range(len(BERT_PROMPTS)):
             expected = bert_states(number)[-1]
@@ -265,8 +261,7 @@ def test_hidden_states_of_bert_are_those_of_transformers(settings: dict[str, Any
                 request = extraction_of(f"{name} {number}", prompt, positions, layers)
                 request.prompt_token_ids = list(prompt)
                 driver.add(request)
-            params = SamplingParams(max_tokens=1, detokenize=False)
-            driver.add(EngineCoreRequest(str(number), prompt, params, pooling_params=PoolingParams(pooling="mean")))
+            driver.add(EngineCoreRequest(str(number), prompt, PoolingParams(pooling="mean")))
         driver.run()
         for number in range(len(BERT_PROMPTS)):
             expected = bert_states(number)
@@ -280,8 +275,7 @@ def test_vectors_of_bert_are_the_same_bits_in_any_batch() -> None:
     def vectors(**settings: Any) -> list[bytes | None]:
         with core_of(bert(), **settings) as driver:
             for number, prompt in enumerate(BERT_PROMPTS):
-                params = SamplingParams(max_tokens=1, detokenize=False)
-                driver.add(EngineCoreRequest(str(number), prompt, params, pooling_params=PoolingParams(pooling="mean")))
+                driver.add(EngineCoreRequest(str(number), prompt, PoolingParams(pooling="mean")))
             driver.run()
             return [driver[str(number)].pooled for number in range(len(BERT_PROMPTS))]
 

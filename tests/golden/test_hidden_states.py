@@ -326,10 +326,9 @@ def test_every_choice_of_several_has_its_own_states(family: str, leased: bool) -
 @pytest.mark.parametrize("leased", [True, False], ids=["leased", "not leased"])
 def test_every_text_of_a_beam_search_has_its_own_states(family: str, leased: bool) -> None:
     beams = BeamSearchParams(beam_width=4, n=3, max_tokens=9, all_stop_token_ids=[])
-    params = SamplingParams(n=3, max_tokens=9)
     with engine(family) as llm:
         driver = CoreDriver(llm)
-        driver.add(EngineCoreRequest("g", list(PROMPT), params, beam_params=beams, **(LEASE if leased else {})))
+        driver.add(EngineCoreRequest("g", list(PROMPT), beams, **(LEASE if leased else {})))
         driver.run()
         check_choices(driver, family, leased)
         llm.reset_prefix_cache()

@@ -49,30 +49,33 @@ def params(seed: int, **changes: Any) -> SamplingParams:
 
 def searching(prompt: list[int], width: int, **changes: Any) -> dict[str, Any]:
     beams = BeamSearchParams(beam_width=width, n=2, max_tokens=7, all_stop_token_ids=[], **changes)
-    return {"prompt_token_ids": prompt, "sampling_params": SamplingParams(n=2, max_tokens=7), "beam_params": beams}
+    return {"prompt_token_ids": prompt, "params": beams}
 
 
 # What else there is to do: the fields of requests, which get names as they come.
 OTHERS: list[dict[str, Any]] = [
-    {"prompt_token_ids": TEXTS[4], "sampling_params": params(0, temperature=0.0)},
-    {"prompt_token_ids": TEXTS[6], "sampling_params": params(1)},
-    {"prompt_token_ids": TEXTS[7], "sampling_params": params(2, n=3, top_p=0.9)},
-    {"prompt_token_ids": TEXTS[9], "sampling_params": params(3, frequency_penalty=0.5, max_tokens=30)},
-    {"prompt_token_ids": TEXTS[2], "sampling_params": params(4, max_tokens=40), "retain_kv": 60.0},
-    {"prompt_token_ids": TEXTS[8], "sampling_params": params(5, n=2, max_tokens=20), "retain_kv": 60.0},
+    {"prompt_token_ids": TEXTS[4], "params": params(0, temperature=0.0)},
+    {"prompt_token_ids": TEXTS[6], "params": params(1)},
+    {"prompt_token_ids": TEXTS[7], "params": params(2, n=3, top_p=0.9)},
+    {"prompt_token_ids": TEXTS[9], "params": params(3, frequency_penalty=0.5, max_tokens=30)},
+    {"prompt_token_ids": TEXTS[2], "params": params(4, max_tokens=40), "retain_kv": 60.0},
+    {"prompt_token_ids": TEXTS[8], "params": params(5, n=2, max_tokens=20), "retain_kv": 60.0},
     searching(TEXTS[3], 3),
     searching(TEXTS[8], 4),
     *(
         {
             "prompt_token_ids": TEXTS[text],
-            "sampling_params": SamplingParams(max_tokens=1, detokenize=False),
-            "pooling_params": PoolingParams(pooling=kind),
+            "params": PoolingParams(pooling=kind),
         }
         for text, kind in ((5, "mean"), (10, "last"))
     ),
 ]
 
 Numbers = list[Any]
+
+
+def num_choices_of(fields: dict[str, Any]) -> int:
+    return EngineCoreRequest("", **fields).num_choices
 
 
 def numbers_of(driver: CoreDriver, request_id: str, num_choices: int) -> Numbers:
@@ -92,7 +95,7 @@ def others_alone(family: str) -> list[Numbers]:
             assert llm.reset_prefix_cache()
             driver.add(EngineCoreRequest(str(number), **fields))
             driver.run()
-            found.append(numbers_of(driver, str(number), fields["sampling_params"].n))
+            found.append(numbers_of(driver, str(number), num_choices_of(fields)))
         llm.reset_prefix_cache()
     return found
 
@@ -136,7 +139,7 @@ class Mix:
         if parents and self.random.random() < 0.5:
             parent = self.random.choice(parents)
             fields = OTHERS[self.others[parent]]
-            choice = self.random.randrange(fields["sampling_params"].n)
+            choice = self.random.randrange(num_choices_of(fields))
             sequence = [*fields["prompt_token_ids"], *self.driver.answers[parent, choice].token_ids]
             self.ask(sequence, parent if choice == 0 else f"{parent}#{choice}")
         else:
@@ -161,7 +164,7 @@ class Mix:
             assert np.array_equal(self.driver[name].states, rounded(expected, dtype)), (name, positions, layers, dtype)
         alone = others_alone(self.family)
         for name, number in self.others.items():
-            assert numbers_of(self.driver, name, OTHERS[number]["sampling_params"].n) == alone[number], name
+            assert numbers_of(self.driver, name, num_choices_of(OTHERS[number])) == alone[number], name
 
 
 # ---- mixed up? ----

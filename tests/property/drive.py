@@ -12,8 +12,9 @@ from hypothesis import event
 from ratoon.core.config import CacheConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction, FinishReason, ResumedChoice
 from ratoon.core.wire import WireTensor
 from ratoon.scheduling.branch import branch_id_of
 from ratoon.scheduling.scheduler import Scheduler
@@ -61,11 +62,11 @@ class Drive:
         """All is lost but what callers have received: a new engine goes on from there."""
         self.start()
         for request in self.accepted.values():
-            choices = [self.received[request.request_id, choice] for choice in range(request.sampling_params.n)]
+            choices = [self.received[request.request_id, choice] for choice in range(request.num_choices)]
             if all(received.finish is not None for received in choices):
                 continue
             choices[0].rows.clear()  # hidden states come from the beginning again
-            if request.beam_params is None and any(received.tokens for received in choices):
+            if isinstance(request.params, SamplingParams) and any(received.tokens for received in choices):
                 event("resumed")
                 resumed = [ResumedChoice(received.tokens.copy(), received.finish is not None) for received in choices]
                 request = msgspec.structs.replace(request, resumed=resumed)
@@ -112,16 +113,16 @@ class Drive:
 
     def arrive_child(self, name: str, child: Child) -> None:
         parent = self.accepted.get(f"r{child.parent}")
-        if parent is None or parent.pooling_params is not None or child.choice >= parent.sampling_params.n:
+        if parent is None or parent.generation_params is None or child.choice >= parent.num_choices:
             return
         received = self.received[parent.request_id, child.choice]
         if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
             return
-        if parent.beam_params is not None and received.finish is None:
+        if isinstance(parent.params, BeamSearchParams) and received.finish is None:
             return
         tokens = parent.prompt_token_ids + received.tokens
         tokens = tokens[: max(1, len(tokens) - child.num_left_out)]
-        kind = "a beam search" if parent.beam_params is not None else "a parent"
+        kind = "a beam search" if isinstance(parent.params, BeamSearchParams) else "a parent"
         event(f"continuation of {kind} that " + ("runs" if received.finish is None else "has ended"))
         self.arrive(
             EngineCoreRequest(
@@ -143,12 +144,12 @@ class Drive:
             self.arrive(reading.request(name, reading.prompt, reading.salt, reading.encoder_input, None))
             return
         parent = self.accepted.get(f"r{reading.parent}")
-        if parent is None or reading.choice >= parent.sampling_params.n:
+        if parent is None or reading.choice >= parent.num_choices:
             return
         received = self.received[parent.request_id, reading.choice]
         tokens = [
             *parent.prompt_token_ids,
-            *([] if parent.beam_params and received.finish is None else received.tokens),
+            *([] if isinstance(parent.params, BeamSearchParams) and received.finish is None else received.tokens),
         ]
         event("extraction of a parent that " + ("runs" if received.finish is None else "has ended"))
         branch_id = branch_id_of(parent.request_id, reading.choice)
@@ -233,7 +234,7 @@ class Drive:
             assert received.finish is None, "an output after the end"
             request = self.accepted[output.request_id]
             # One token is always computed, except where nothing is generated behind it.
-            most_cached = len(request.prompt_token_ids) - (request.extraction is None)
+            most_cached = len(request.prompt_token_ids) - (not isinstance(request.params, Extraction))
             assert output.num_cached_tokens <= most_cached
             received.tokens = output.new_token_ids if output.replaces else received.tokens + output.new_token_ids
             received.score = output.score

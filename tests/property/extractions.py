@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from ratoon.core.encoder import EncoderInput
-from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
 from tests.property.choices import among, number
@@ -51,10 +50,9 @@ class Reading:
         return EngineCoreRequest(
             name,
             token_ids if of_encoder else token_ids[: positions[-1] + 1],
-            SamplingParams(max_tokens=1, detokenize=False),
+            Extraction(positions, self.layers, self.dtype, self.deadline, of_encoder),
             arrival_time=100.0 + self.step,
             cache_salt=salt,
-            extraction=Extraction(positions, self.layers, self.dtype, self.deadline, of_encoder),
             encoder_input=encoder_input,
             continuation_of=None if of_encoder else parent,
             continuation_token_ids=None if of_encoder or parent is None else [],

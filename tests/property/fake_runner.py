@@ -168,7 +168,8 @@ class FakeRunner:
         row = self._row_of(new.req_id, new)
         row.extend(new.token_ids)
         row.num_prompt_tokens, row.num_computed_tokens = new.num_prompt_tokens, new.num_computed_tokens
-        row.params, row.seed, row.pooling = new.sampling_params, new.seed, new.pooling_params
+        row.params, row.seed = new.params, new.seed
+        row.pooling = new.params if isinstance(new.params, PoolingParams) else None
         is_mean = row.pooling is not None and row.pooling.pooling == "mean"
         assert not is_mean or row.num_computed_tokens == 0, f"the first rows of {new.req_id} are missing in its mean"
         self.rows[new.req_id] = row
@@ -391,7 +392,7 @@ class FakeRunner:
         return tokens
 
     def _prompt_logprobs(self, row: Row, count: int) -> PromptLogprobsChunk | None:
-        if row.params.prompt_logprobs is None:
+        if not isinstance(row.params, SamplingParams) or row.params.prompt_logprobs is None:
             return None
         # The row at position p says how probable the prompt token at p + 1 was.
         start = row.num_computed_tokens + 1

@@ -138,22 +138,17 @@ def requests(draw: st.DrawFn, index: int, traits: tuple[str, ...], has_encoder: 
     pooling = draw(among(*[None] * (18 if is_long else 4), "last", "mean"))
     likely_search = [True, True, False] if "searching" in traits else [True] + [False] * (9 if is_long else 2)
     is_search = pooling is None and draw(among(*likely_search))
-    beams = draw(beam_params(tuple(stops), is_long)) if is_search else None
     if pooling is not None:
-        params = SamplingParams(max_tokens=1, detokenize=False)
-    elif beams is not None:
-        params = SamplingParams(
-            n=beams.n, max_tokens=beams.max_tokens, min_tokens=beams.min_tokens, all_stop_token_ids=stops
-        )
+        params = PoolingParams(pooling=pooling)
+    elif is_search:
+        params = draw(beam_params(tuple(stops), is_long))
     return EngineCoreRequest(
         f"r{index}",
         prompt,
         params,
-        beam_params=beams,
         arrival_time=float(index),
         priority=draw(number(0, 2)),
         cache_salt=draw(among(None, None, "a", "b")),
-        pooling_params=None if pooling is None else PoolingParams(pooling=pooling),
         encoder_input=draw(INPUT) if has_encoder else None,
         retain_kv=draw(among(1000.0, 1000.0, 4.0, None)),
     )

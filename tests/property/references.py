@@ -43,7 +43,7 @@ def next_token(prefix: int, seed: int, num_output_tokens: int, params: SamplingP
 
 def reference_tokens(request: EngineCoreRequest, seed: int, max_total_tokens: int, vocabulary: int) -> list[int]:
     """What one choice must come to, computed alone."""
-    prompt, params = request.prompt_token_ids, request.sampling_params
+    prompt, params = request.prompt_token_ids, request.params
     prefix = prefixes_of(prompt, request.encoder_input)[-1]
     output: list[int] = []
     while len(prompt) + len(output) < max_total_tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import event
 
-from ratoon.core.params import BeamSearchParams
+from ratoon.core.params import BeamSearchParams, PoolingParams
 from ratoon.core.request import EngineCoreRequest, Extraction, FinishReason
 from ratoon.scheduling.branch import branch_seed
 from tests.property.drive import Drive, Received
@@ -15,16 +15,16 @@ from tests.property.references import reference_states, reference_texts, referen
 
 def check_results(drive: Drive) -> None:
     for request in drive.accepted.values():
-        if request.extraction is not None:
-            check_states(request, request.extraction, drive.received[request.request_id, 0])
+        if isinstance(request.params, Extraction):
+            check_states(request, request.params, drive.received[request.request_id, 0])
             continue
-        if request.pooling_params is not None:
+        if isinstance(request.params, PoolingParams):
             check_vector(request, drive.received[request.request_id, 0])
             continue
-        if request.beam_params is not None:
-            check_texts(request, request.beam_params, drive)
+        if isinstance(request.params, BeamSearchParams):
+            check_texts(request, request.params, drive)
             continue
-        for choice in range(request.sampling_params.n):
+        for choice in range(request.params.n):
             check_choice(request, choice, drive.received[request.request_id, choice], drive.load.max_model_len)
     drive.encoder.check_end()
     drive.scheduler.leases.end_all()
@@ -35,7 +35,7 @@ def check_results(drive: Drive) -> None:
 
 
 def check_choice(request: EngineCoreRequest, choice: int, received: Received, max_model_len: int) -> None:
-    params = request.sampling_params
+    params = request.params
     prompt = request.prompt_token_ids
     max_total = min(len(prompt) + (params.max_tokens or max_model_len), max_model_len)
     seed = branch_seed(params.seed, request.request_id, choice)
@@ -71,9 +71,9 @@ def check_vector(request: EngineCoreRequest, received: Received) -> None:
     if received.finish in (FinishReason.ABORT, FinishReason.ERROR):
         assert received.pooled is None
         return
-    event(f"pooled: {request.pooling_params.pooling}")
+    event(f"pooled: {request.params.pooling}")
     assert received.finish == FinishReason.STOP
-    assert received.pooled == reference_vector(request, request.pooling_params)
+    assert received.pooled == reference_vector(request, request.params)
 
 
 def check_states(request: EngineCoreRequest, extraction: Extraction, received: Received) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import GenerationParams, SamplingParams
 from ratoon.execution.rules.allowed_ids import AllowedIds
 from ratoon.execution.rules.bad_words import BadWords
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules
@@ -21,7 +21,7 @@ from ratoon.execution.rules.timestamps import Timestamps
 
 
 def rules_of(
-    params: SamplingParams, prompt_token_ids: Sequence[int], encoder_token_ids: Sequence[int] = ()
+    params: GenerationParams, prompt_token_ids: Sequence[int], encoder_token_ids: Sequence[int] = ()
 ) -> RowRules:
     """A model without an encoder has no encoder tokens; its prompt stands for them."""
     rules: list[LogitsRule] = []
@@ -36,7 +36,9 @@ def rules_of(
         rules.append(BadWords.behind(params.bad_words_token_ids))
     if params.bad_words_ids:
         rules.append(BadWords.behind(params.bad_words_ids, prompt_token_ids))
-    ends = {*(params.eos_token_ids or ()), *(params.stop_token_ids or ()), *(params.all_stop_token_ids or ())}
+    ends = {*(params.stop_token_ids or ()), *(params.all_stop_token_ids or ())}
+    if isinstance(params, SamplingParams):
+        ends.update(params.eos_token_ids or ())
     if params.min_tokens > 0 and ends:
         rules.append(MinTokens(_sorted_ids(ends), params.min_tokens))
     if params.suppressed_first_token_ids:

@@ -13,7 +13,7 @@ from ratoon.core.errors import DeadlineError, RequestError
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import MAX_CAPTURE_SPANS, CaptureStep, EncoderStep, SchedulerOutput
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction, FinishReason
 from ratoon.scheduling.beginnings import Admission, Beginnings
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.extraction import AGED_SHARE, ExtractionQueue, ExtractionTask, Span
@@ -65,6 +65,7 @@ class PlannedReading:
 
 
 class ExtractionKind(RequestKind):
+    params_type = Extraction
     task_type = ExtractionTask
     plans_rows = True
     generates = False
@@ -78,13 +79,9 @@ class ExtractionKind(RequestKind):
 
     # ---- requests come in ----
 
-    @staticmethod
-    def serves(request: EngineCoreRequest) -> bool:
-        return request.extraction is not None
-
     def verify_own(self, request: EngineCoreRequest) -> None:
-        extraction, num_prompt_tokens = request.extraction, len(request.prompt_token_ids)
-        assert extraction is not None
+        extraction, num_prompt_tokens = request.params, len(request.prompt_token_ids)
+        assert isinstance(extraction, Extraction)
         positions = extraction.positions
         if not positions or positions != sorted(set(positions)) or positions[0] < 0:
             raise RequestError("positions", "are not rising numbers from 0 on", "at least one position, each once")
@@ -98,15 +95,11 @@ class ExtractionKind(RequestKind):
             raise RequestError("positions", last, "the prompt's last token, and no prompt behind it")
         if not extraction.layers:
             raise RequestError("layers", "is empty", "at least one layer")
-        others = (request.pooling_params, request.beam_params, request.resumed)
-        if any(other is not None for other in others) or request.sampling_params.n != 1:
-            problem = "has no meaning beside generation, beams or a vector"
-            raise RequestError("extraction", problem, "a request of its own")
 
     def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
-        assert request.extraction is not None
+        assert isinstance(request.params, Extraction)
         opened = Request(request, sequence_number, self.max_total_tokens(request))
-        opened.task = ExtractionTask(opened.branches[0], request.sampling_params, request.extraction, self.queue)
+        opened.task = ExtractionTask(opened.branches[0], request.params, self.queue)
         return opened
 
     def enqueue(self, request: Request) -> None:

@@ -24,6 +24,7 @@ class GenerationTask(Task):
     __slots__ = (
         "forked",
         "next_prompt_logprob",
+        "params",
         "params_without_prompt",
         "prompt_logprobs",
         "request",
@@ -32,7 +33,7 @@ class GenerationTask(Task):
 
     def __init__(self, request: Request, params: SamplingParams, with_prompt_logprobs: set[str]) -> None:
         """`with_prompt_logprobs`: the ids of all requests that have some, so that others are not asked."""
-        super().__init__(params)
+        self.params = params
         self.request = request
         self.with_prompt_logprobs = with_prompt_logprobs
         self.forked = params.n == 1  # nothing to fork
@@ -49,6 +50,10 @@ class GenerationTask(Task):
     def needs_every_prompt_row(self) -> bool:
         """Are there prompt rows whose log-probabilities were asked for and are not computed yet?"""
         return self.params.prompt_logprobs is not None and self.next_prompt_logprob < self.request.num_prompt_tokens
+
+    @property
+    def reads_encoder_tokens(self) -> bool:
+        return bool(self.params.encoder_no_repeat_ngram_size)
 
     def params_for(self, choice: int) -> SamplingParams:
         """Prompt log-probabilities only where they are still wanted."""
@@ -104,7 +109,9 @@ class GenerationTask(Task):
 
 
 class GenerationKind(RequestKind):
+    params_type = SamplingParams
     task_type = GenerationTask
+    resumes = True
 
     def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
         super().__init__(state, beginnings, preemption)
@@ -115,7 +122,7 @@ class GenerationKind(RequestKind):
     def verify_own(self, request: EngineCoreRequest) -> None:
         if request.resumed is None:
             return
-        num_choices = request.sampling_params.n
+        num_choices = request.num_choices
         if len(request.resumed) != num_choices:
             problem = f"has {len(request.resumed)} entries for {num_choices} choices"
             raise RequestError("resumed", problem, "one for each")
@@ -130,10 +137,10 @@ class GenerationKind(RequestKind):
                 raise RequestError(field, f"has {count} tokens and is not finished", f"fewer than {room}")
 
     def max_new_tokens(self, request: EngineCoreRequest) -> int | None:
-        return request.sampling_params.max_tokens
+        return _params_of(request).max_tokens
 
     def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
-        params = request.sampling_params
+        params = _params_of(request)
         opened = Request(
             request,
             sequence_number,
@@ -237,6 +244,11 @@ class GenerationKind(RequestKind):
         return self._state.fail_requests(missing, "the runner returned no token")
 
 
+def _params_of(request: EngineCoreRequest) -> SamplingParams:
+    assert isinstance(request.params, SamplingParams)
+    return request.params
+
+
 def _task_of(branch: Branch) -> GenerationTask:
     task = branch.request.task
     assert isinstance(task, GenerationTask)
@@ -260,7 +272,7 @@ def check_stop(branch: Branch, token_ids: list[int]) -> tuple[int, FinishReason 
     named is reported. A stop token before `min_tokens` is an ordinary token; the sampler should not have chosen it. One
     that was forced because there is room for no other is the end of the room.
     """
-    params = branch.request.task.params
+    params = _task_of(branch).params
     num_output_tokens = branch.num_output_tokens
     room = branch.max_total_tokens - branch.num_tokens
     for count, token in enumerate(token_ids, start=1):

@@ -7,8 +7,9 @@ task. What is said here holds for requests that are planned as branches in the c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ratoon.core.errors import RequestError
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest
@@ -29,9 +30,11 @@ from ratoon.scheduling.task import Task
 
 
 class RequestKind:
+    params_type: ClassVar[type[Any]]  # what a request of this kind asks for
     task_type: ClassVar[type[Task]]
     plans_rows: ClassVar[bool] = False  # it has more to plan than the tokens of branches in the common queues
     generates: ClassVar[bool] = True  # tokens behind the prompt
+    resumes: ClassVar[bool] = False  # it goes on behind tokens that another engine had given
 
     def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
         self._state = state
@@ -40,16 +43,13 @@ class RequestKind:
 
     # ---- requests come in ----
 
-    @staticmethod
-    def serves(request: EngineCoreRequest) -> bool:
-        """Is the request of this kind?"""
-        return True
-
     def verify(self, request: EngineCoreRequest) -> None:
         """Raise RequestError for a request that could never run to its end."""
         state = self._state
         verify_prompt(request, state.config, state.kv_cache.max_model_len, self.generates)
         verify_encoder_input(request, state.kv_cache)
+        if request.resumed is not None and not self.resumes:
+            raise RequestError("resumed", "has no meaning but for sampled tokens", "None: it starts again")
         self.verify_own(request)
         verify_continuation(request)
         self.verify_memory(request)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ratoon.core.errors import RequestError
 from ratoon.core.outputs import ModelRunnerOutput
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import PoolingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.scheduling.branch import Branch, Request
@@ -13,52 +12,41 @@ from ratoon.scheduling.task import Task
 
 
 class PoolingTask(Task):
-    __slots__ = ("pooling_params",)
+    __slots__ = ("params",)
 
-    pooling_params: PoolingParams
-
-    def __init__(self, params: SamplingParams, pooling_params: PoolingParams) -> None:
-        super().__init__(params)
-        self.pooling_params = pooling_params
+    def __init__(self, params: PoolingParams) -> None:
+        self.params = params
 
     @property
     def needs_every_prompt_row(self) -> bool:
         """A mean is over all its rows."""
-        return self.pooling_params.pooling in ("mean", "first")
+        return self.params.pooling in ("mean", "first")
 
     @property
     def can_be_swapped(self) -> bool:
         """Of a mean the runner keeps more than blocks, which is lost when it gives way."""
         return not self.needs_every_prompt_row
 
+    def params_for(self, choice: int) -> PoolingParams:
+        return self.params
+
     def complete(self, plan: SchedulerOutput, branch_id: str) -> None:
         plan.pooled_req_ids.append(branch_id)
 
 
 class PoolingKind(RequestKind):
+    params_type = PoolingParams
     task_type = PoolingTask
     generates = False
 
-    @staticmethod
-    def serves(request: EngineCoreRequest) -> bool:
-        return request.pooling_params is not None
-
     def verify_own(self, request: EngineCoreRequest) -> None:
-        """A prompt has one vector: what belongs to generated tokens has no meaning beside it."""
-        assert request.pooling_params is not None
-        request.pooling_params.verify()
-        params = request.sampling_params
-        if params.n != 1:
-            raise RequestError("n", f"is {params.n}, and a prompt has one vector", "1")
-        if params.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs", "are not computed while a prompt is pooled", "None")
-        if request.resumed is not None:
-            raise RequestError("resumed", "has no meaning for a vector", "None: it is computed anew")
+        assert isinstance(request.params, PoolingParams)
+        request.params.verify()
 
     def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
-        assert request.pooling_params is not None
+        assert isinstance(request.params, PoolingParams)
         opened = Request(request, sequence_number, self.max_total_tokens(request))
-        opened.task = PoolingTask(request.sampling_params, request.pooling_params)
+        opened.task = PoolingTask(request.params)
         return opened
 
     def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:

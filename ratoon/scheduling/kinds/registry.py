@@ -21,13 +21,14 @@ class Kinds:
     def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
         self.all = [kind(state, beginnings, preemption) for kind in KINDS]
         self.with_rows = [kind for kind in self.all if kind.plans_rows]
+        self._by_params = {kind.params_type: kind for kind in self.all}
         self._by_task = {kind.task_type: kind for kind in self.all}
 
     def of(self, request: Request) -> RequestKind:
         return self._by_task[type(request.task)]
 
     def of_new(self, request: EngineCoreRequest) -> RequestKind:
-        return next(kind for kind in reversed(self.all) if kind.serves(request))
+        return self._by_params[type(request.params)]
 
     def queued(self) -> tuple[set[Branch], set[Branch]]:
         """For checks: what runs and what waits in queues of the kinds' own."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.params import BeamSearchParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.memory.kv_cache_manager import KVCacheManager
@@ -50,29 +51,15 @@ class PlannedBeams:
 
 
 class SearchKind(RequestKind):
+    params_type = BeamSearchParams
     task_type = BeamGroup
     plans_rows = True
 
     # ---- requests come in ----
 
-    @staticmethod
-    def serves(request: EngineCoreRequest) -> bool:
-        return request.beam_params is not None
-
     def verify_own(self, request: EngineCoreRequest) -> None:
-        params = request.beam_params
-        assert params is not None
+        params = _params_of(request)
         params.verify()
-        if params.n != request.sampling_params.n:
-            raise RequestError(
-                "n", f"is {params.n} of beam_params, {request.sampling_params.n} of sampling_params", "one n"
-            )
-        if request.pooling_params is not None:
-            raise RequestError("beam_params", "have no meaning for a vector", "None")
-        if request.sampling_params.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs", "are not computed for a beam search", "None")
-        if request.resumed is not None:
-            raise RequestError("resumed", "has no meaning for a beam search", "None: it starts again")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             limit = getattr(self._state.config, name)
             if params.beam_width > limit:
@@ -84,8 +71,7 @@ class SearchKind(RequestKind):
 
     def verify_memory(self, request: EngineCoreRequest) -> None:
         """The prompt once, and behind it all beams at their full length."""
-        params, kv_cache = request.beam_params, self._state.kv_cache
-        assert params is not None
+        params, kv_cache = _params_of(request), self._state.kv_cache
         num_usable = kv_cache.num_usable_blocks - verify_cross_memory(request, kv_cache)
         num_prompt_tokens = len(request.prompt_token_ids)
         prompt = kv_cache.required_blocks(num_prompt_tokens, self._state.max_step_tokens)
@@ -106,17 +92,15 @@ class SearchKind(RequestKind):
         raise RequestError("beam_width", numbers, expected)
 
     def max_new_tokens(self, request: EngineCoreRequest) -> int | None:
-        assert request.beam_params is not None
-        return request.beam_params.max_tokens
+        return _params_of(request).max_tokens
 
     def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
-        params, max_total_tokens = request.beam_params, self.max_total_tokens(request)
-        assert params is not None
+        params, max_total_tokens = _params_of(request), self.max_total_tokens(request)
         opened = Request(request, sequence_number, max_total_tokens, num_choices=params.n)
         (trunk,) = opened.branches
         trunk.num_rows = params.beam_width
         max_new = max_total_tokens - opened.num_prompt_tokens
-        opened.task = BeamGroup(trunk, request.sampling_params, params, max_new)
+        opened.task = BeamGroup(trunk, params, max_new)
         return opened
 
     def enqueue(self, request: Request) -> None:
@@ -227,6 +211,11 @@ class SearchKind(RequestKind):
     def _groups(self) -> list[BeamGroup]:
         tasks = (trunk.request.task for trunk in self._state.all_or_none.values())
         return [task for task in tasks if isinstance(task, BeamGroup)]
+
+
+def _params_of(request: EngineCoreRequest) -> BeamSearchParams:
+    assert isinstance(request.params, BeamSearchParams)
+    return request.params
 
 
 def _group_of(trunk: Branch) -> BeamGroup:

@@ -14,6 +14,7 @@ from ratoon.api.commands.serve import say_what_is_waited_for
 from ratoon.api.server.settings import ServerSettings
 from ratoon.cli import main
 from ratoon.core.errors import EngineError, ModelError, RequestError
+from ratoon.core.params import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +65,11 @@ def test_complete_sends_an_answer_that_was_begun(capsys):
 
 def test_generate_takes_what_the_model_recommends_and_what_was_given(client, source):
     main(["generate", "fake", "ab", "--raw", "--top-k", "7", "--stop", "x", "--stop", "y", "--seed", "3"])
-    params = client.added[0].sampling_params
+    params = client.added[0].params
     assert (params.temperature, params.top_k, params.stop, params.seed) == (0.5, 7, ["x", "y"], 3)
     source.generation_defaults = {}
     main(["generate", "fake", "ab", "--raw"])
-    assert client.added[1].sampling_params.is_greedy
+    assert client.added[1].params.is_greedy
 
 
 def test_generate_reads_standard_input(client, monkeypatch, capsys):
@@ -110,7 +111,7 @@ def test_generate_searches_with_beams_and_prints_texts_with_their_scores(client,
     options = ["--raw", "--beam-width", "4", "--max-tokens", "9", "--early-stopping", "true", "--length-penalty", "0"]
     assert main(["generate", "fake", "abc", *options, "-n", "2", "--temperature", "0", "--seed", "3"]) == 0
     assert capsys.readouterr().out == "--- choice 0, score -0.5000\nxyz\n--- choice 1, score -0.8333\nyz\n"
-    params = client.added[0].beam_params
+    params = client.added[0].params
     assert (params.beam_width, params.n, params.early_stopping, params.length_penalty) == (4, 2, True, 0.0)
     assert main(["generate", "fake", "abc", *options]) == 0
     assert capsys.readouterr().out == "xyz\n"
@@ -148,7 +149,7 @@ def test_what_contradicts_a_beam_search_is_refused_by_its_name(client, capsys, w
 def test_penalties_go_with_a_beam_search(client):
     words = ["--presence-penalty", "1", "--frequency-penalty", "0.5", "--repetition-penalty", "1.2"]
     assert main(["generate", "fake", "hi", "--raw", "--beam-width", "4", *words]) == 0
-    params = client.added[-1].beam_params
+    params = client.added[-1].params
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.0, 0.5, 1.2)
 
 
@@ -442,10 +443,10 @@ def test_serve_says_what_it_waits_for_when_it_is_asked_to_end(count, said, capsy
 def test_generate_searches_where_the_model_s_files_say_so_and_nothing_is_said_against_it(client, source):
     source.generation_defaults = {"num_beams": 3, "length_penalty": 2.0, "max_new_tokens": 7}
     main(["generate", "fake", "ab", "--raw", "--no-repeat-ngram-size", "2"])
-    search = client.added[0].beam_params
+    search = client.added[0].params
     assert (search.beam_width, search.length_penalty, search.max_tokens) == (3, 2.0, 7)
     assert search.no_repeat_ngram_size == 2
     main(["generate", "fake", "ab", "--raw", "--temperature", "0", "--max-tokens", "9", "--forced-eos-token-id", "5"])
-    assert client.added[1].beam_params is None
-    params = client.added[1].sampling_params
+    assert isinstance(client.added[1].params, SamplingParams)
+    params = client.added[1].params
     assert (params.max_tokens, params.forced_eos_token_id) == (9, [5])

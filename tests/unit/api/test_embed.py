@@ -75,13 +75,13 @@ def test_without_params_vectors_are_whole_and_have_length_one(llm, engine):
         isinstance(output, EmbeddingOutput) and output.prompt == "aabb" and output.prompt_token_ids == [97, 97, 98, 98]
     )
     np.testing.assert_allclose(output.embedding, [0.5**0.5] * 2 + [0] * 6, rtol=1e-6)
-    assert engine.added[0].pooling_params == PoolingParams(pooling="last") and engine.added[0].sampling_params.n == 1
+    assert engine.added[0].params == PoolingParams(pooling="last")
 
 
 def test_params_are_one_for_all_or_one_for_each(llm, engine):
     one, two = PoolingParams(pooling="mean", dimensions=1), PoolingParams(pooling="last", dimensions=2)
     assert [len(vector) for vector in shown(llm, ["a", "b"], [one, two])] == [1, 2]
-    assert [request.pooling_params for request in engine.added] == [one, two]
+    assert [request.params for request in engine.added] == [one, two]
     with pytest.raises(RequestError, match="pooling_params"):
         llm.embed(["a", "b"], [one])
 
@@ -127,7 +127,7 @@ def test_the_command_prints_one_object_a_text(engine, capsys):
     assert main(["embed", "fake", "aab", "c", "--no-normalize", "--dimensions", "3", "--pooling", "mean"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [{"index": 0, "embedding": [2.0, 1.0, 0.0]}, {"index": 1, "embedding": [0.0, 0.0, 1.0]}]
-    assert [request.pooling_params.pooling for request in engine.added] == ["mean", "mean"]
+    assert [request.params.pooling for request in engine.added] == ["mean", "mean"]
 
 
 def test_numbers_are_printed_with_the_digits_that_float32_has(engine, capsys):

@@ -73,7 +73,7 @@ def test_a_chats_salt_reaches_the_engine(llm, client):
 
 def test_without_params_the_models_defaults_are_used(llm, client):
     llm.generate("ab")
-    assert client.added[0].sampling_params.temperature == 0.5
+    assert client.added[0].params.temperature == 0.5
     assert llm.get_default_sampling_params().temperature == 0.5
 
 

@@ -20,7 +20,7 @@ def test_bench_reports_speed_of_what_was_asked(client, capsys, kind, count):
     measured = client.added[3:]  # the first round warms up
     assert len(measured) == 6
     assert all(len(request.prompt_token_ids) == 10 for request in measured)
-    assert all(request.sampling_params.all_stop_token_ids == [] for request in measured)
+    assert all(request.params.all_stop_token_ids == [] for request in measured)
     assert len({tuple(request.prompt_token_ids) for request in client.added}) == 9
 
 

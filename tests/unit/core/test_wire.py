@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from ratoon.core.messages import Fault, Heartbeat, UtilityCall, UtilityResult
 from ratoon.core.outputs import LogprobsLists
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    Extraction,
     FinishReason,
     ResumedChoice,
 )
@@ -39,9 +40,11 @@ def there_and_back(message):
             [7],
             SamplingParams(n=2),
             cache_salt="tenant",
-            pooling_params=PoolingParams(pooling="mean"),
             resumed=[ResumedChoice([1, 2]), ResumedChoice([3], finished=True)],
         ),
+        EngineCoreRequest("r-3", [7], BeamSearchParams(beam_width=4, all_stop_token_ids=[2])),
+        EngineCoreRequest("r-4", [7], PoolingParams(pooling="mean")),
+        EngineCoreRequest("r-5", [7, 8], Extraction([0, 1], [2], deadline=1.0)),
         EngineCoreOutputs(
             [
                 EngineCoreOutput("r-1", [5], 1, FinishReason.STOP, 5, LogprobsLists([[5]], [[-0.5]], [1])),

@@ -12,11 +12,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
-from ratoon.core.params import RequestOutputKind
+from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    Extraction,
     FinishReason,
     InheritedFrom,
 )
@@ -181,7 +182,7 @@ def hidden_rows(request: EngineCoreRequest, first_row: int, num_rows: int) -> En
     """The next rows of an extraction, and with the last of them its end."""
     import numpy  # the front end does without it until somebody asks for hidden states
 
-    extraction = request.extraction
+    extraction = request.params
     positions = extraction.positions[first_row : first_row + num_rows]
     rows = [[hidden_state(position, layer) for position in positions] for layer in extraction.layers]
     is_last = first_row + len(positions) == len(extraction.positions)
@@ -236,10 +237,10 @@ class FakeClient:
             raise error
         self.added.append(request)
         self._requests[request.request_id] = request
-        if request.extraction is not None:
+        if isinstance(request.params, Extraction):
             self._extracted[request.request_id] = 0
             return
-        for choice in range(request.sampling_params.n):
+        for choice in range(request.num_choices):
             self._left[request.request_id, choice] = list(self.script(request, choice))
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -262,10 +263,10 @@ class FakeClient:
             if outputs[-1].finished:
                 del self._extracted[request_id]
         for request_id in {key[0] for key in self._left}:
-            if self._requests[request_id].beam_params is not None:
+            if isinstance(self._requests[request_id].params, BeamSearchParams):
                 outputs += self._search(self._requests[request_id])
-        for key in [key for key in self._left if self._requests[key[0]].beam_params is None]:
-            params = self._requests[key[0]].sampling_params
+        for key in [key for key in self._left if isinstance(self._requests[key[0]].params, SamplingParams)]:
+            params = self._requests[key[0]].params
             token = self._left[key].pop(0)
             given = self._given[key] = self._given.get(key, 0) + 1
             reason = stop = None
@@ -289,7 +290,7 @@ class FakeClient:
         return EngineCoreOutputs(outputs=outputs)
 
     def _search(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
-        params, request_id = request.beam_params, request.request_id
+        params, request_id = request.params, request.request_id
         texts = [self._left[request_id, choice][: params.max_tokens] for choice in range(params.n)]
         step = self._given[request_id, 0] = self._given.get((request_id, 0), 0) + 1
         if step < max(map(len, texts)):

@@ -18,7 +18,7 @@ from ratoon.core.errors import (
 )
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import HiddenStatesParams, RequestOutputKind, SamplingParams
-from ratoon.core.request import EngineCoreOutput, FinishReason
+from ratoon.core.request import EngineCoreOutput, Extraction, FinishReason
 from ratoon.engine.async_llm import AsyncLLM
 from tests.unit.engine.fakes import hidden_state
 from tests.unit.engine.fakes_async import FakeAsyncClient, FakeSource, fake_source, on_event_loop
@@ -182,7 +182,7 @@ async def test_a_caller_who_leaves_while_states_are_read_ends_the_reading():
         client.step(4)  # the text ends, its states are not there
         await turns()
         extraction = client.core.added[1]
-        assert extraction.extraction is not None and not task.done()
+        assert isinstance(extraction.params, Extraction) and not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert client.core.aborted == [extraction.request_id]
@@ -192,7 +192,9 @@ async def test_a_caller_who_leaves_while_states_are_read_ends_the_reading():
 @on_event_loop
 async def test_a_text_whose_states_are_refused_is_delivered():
     client = FakeAsyncClient()
-    client.core.refuse = lambda request: None if request.extraction is None else QueueFullError("hidden_states", "full")
+    client.core.refuse = lambda request: (
+        None if not isinstance(request.params, Extraction) else QueueFullError("hidden_states", "full")
+    )
     async with make(client) as llm:
         (output,) = await collect(llm, "abc", with_states(output_kind=RequestOutputKind.FINAL_ONLY))
         assert output.outputs[0].text == "cba" and isinstance(output.hidden_states[0].refusal, QueueFullError)
@@ -222,7 +224,7 @@ async def test_a_text_that_was_done_is_delivered_when_the_engine_is_gone_for_goo
 @on_event_loop
 async def test_a_text_whose_states_no_dead_engine_takes_is_delivered():
     client = FakeAsyncClient()
-    client.core.refuse = lambda request: None if request.extraction is None else EngineDeadError("gone")
+    client.core.refuse = lambda request: None if not isinstance(request.params, Extraction) else EngineDeadError("gone")
     async with make(client) as llm:
         (output,) = await collect(llm, "abc", with_states(output_kind=RequestOutputKind.FINAL_ONLY))
         assert output.outputs[0].text == "cba" and output.hidden_states[0].error == "gone"

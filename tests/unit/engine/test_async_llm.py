@@ -111,7 +111,7 @@ async def test_params_that_are_left_out_are_the_models_defaults():
     client = FakeAsyncClient()
     async with make(client) as llm:
         await collect(llm.generate("abc"))
-        assert client.core.added[0].sampling_params.temperature == 0.5
+        assert client.core.added[0].params.temperature == 0.5
         assert llm.get_default_sampling_params().temperature == 0.5
 
 

@@ -101,13 +101,13 @@ def test_memory_is_bounded():
 def test_what_generates_nothing_counts_with_the_rows_that_it_runs():
     two = balancer(1)
     asked = request("x", [*range(40)])
-    asked.extraction = Extraction([39], [1])
+    asked.params = Extraction([39], [1])
     two.choose(asked, [0])
     assert two.loads[0].num_tokens == 41
     two.ended("x")
     two.choose(asked, [0])
     assert two.loads[0].num_tokens == 1, "the engine has the rest of its sequence now"
     pooled = request("p", [*range(100, 110)])
-    pooled.pooling_params = PoolingParams()
+    pooled.params = PoolingParams()
     two.choose(pooled, [0])
     assert two.loads[0].num_tokens == 11

@@ -32,10 +32,10 @@ def streamed(**fields) -> BeamSearchParams:
 # ---- requests ----
 
 
-def test_a_request_carries_the_search_and_an_envelope_that_samples_nothing():
+def test_a_request_carries_the_search_with_all_that_was_left_open():
     asked = beams(n=3, max_tokens=9, min_tokens=2, stop_token_ids=[7], length_penalty=2.0, skip_special_tokens=False)
     request = processor().process("r", "hi", asked)
-    assert request.beam_params == beams(
+    assert request.params == beams(
         n=3,
         max_tokens=9,
         min_tokens=2,
@@ -44,41 +44,34 @@ def test_a_request_carries_the_search_and_an_envelope_that_samples_nothing():
         skip_special_tokens=False,
         all_stop_token_ids=[7, END],
     )
-    envelope = request.sampling_params
-    assert (envelope.n, envelope.max_tokens, envelope.min_tokens) == (3, 9, 2)
-    assert (envelope.all_stop_token_ids, envelope.skip_special_tokens) == ([7, END], False)
-    assert envelope.output_kind == RequestOutputKind.FINAL_ONLY
+    assert request.num_choices == 3
     assert asked.all_stop_token_ids is None, "the caller's own are left alone"
-
-
-def test_a_sampled_request_has_no_search():
-    assert processor().process("r", "hi", SamplingParams()).beam_params is None
 
 
 def test_a_continuation_may_be_a_search():
     parent = Root("p", "p-internal", [*b"ab"], [[*b"c"], [*b"d"]])
     request = processor().process_continuation("r", parent, "ef", beams(max_tokens=None), choice=1)
     assert bytes(request.prompt_token_ids) == b"abdef"
-    assert request.beam_params.max_tokens == request.sampling_params.max_tokens == MAX_MODEL_LEN - 5
+    assert request.params.max_tokens == MAX_MODEL_LEN - 5
 
 
 def test_a_search_without_a_limit_takes_what_the_kv_cache_has_for_all_its_beams():
     # 40 blocks of 4 tokens, 2 of them for the prompt; 38 for 4 beams are 9 each, from the second block on.
     request = processor(kv_capacity=160, block_size=4).process("r", "five!", beams(max_tokens=None))
-    assert request.beam_params.max_tokens == 9 * 4 - 1
+    assert request.params.max_tokens == 9 * 4 - 1
     tight = processor(kv_capacity=8, block_size=4).process("r", "five!", beams(max_tokens=None))
-    assert tight.beam_params.max_tokens == 1, "whether that fits is the engine's to say"
+    assert tight.params.max_tokens == 1, "whether that fits is the engine's to say"
 
 
 def test_room_and_min_tokens_are_those_of_any_request():
-    assert processor().process("r", "hi", beams(max_tokens=500)).beam_params.max_tokens == MAX_MODEL_LEN - 2
+    assert processor().process("r", "hi", beams(max_tokens=500)).params.max_tokens == MAX_MODEL_LEN - 2
     with pytest.raises(RequestError, match="min_tokens"):
         processor().process("r", "hi", beams(max_tokens=None, min_tokens=63))
 
 
 def test_ignore_eos_leaves_the_callers_stop_tokens():
     request = processor().process("r", "hi", beams(ignore_eos=True, stop_token_ids=[9]))
-    assert request.beam_params.all_stop_token_ids == [9]
+    assert request.params.all_stop_token_ids == [9]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ SUMMARY = {
 
 def completed(params: Any, defaults: dict[str, Any] | None = None, prompt: str = "hello") -> SamplingParams:
     processor = InputProcessor(model_config(max_position=200), byte_tokenizer(), defaults or {})
-    return processor.process("r", prompt, params).sampling_params
+    return processor.process("r", prompt, params).params
 
 
 def test_files_that_ask_for_beams_make_a_request_without_params_a_search():

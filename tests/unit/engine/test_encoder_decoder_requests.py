@@ -206,9 +206,9 @@ def extract(source: Any, params: HiddenStatesParams, engine: LLMEngine | None = 
 
 def test_states_of_the_encoder_count_its_positions_and_layers():
     request, selection = extract("ab", HiddenStatesParams(side="encoder", positions=[-1, 0], layers=["pre_norm", -1]))
-    assert request.extraction.of_encoder
-    assert request.extraction.positions == [0, 3] and selection.positions == [3, 0]
-    assert request.extraction.layers == [ENCODER_LAYERS, ENCODER_LAYERS + 1]
+    assert request.params.of_encoder
+    assert request.params.positions == [0, 3] and selection.positions == [3, 0]
+    assert request.params.layers == [ENCODER_LAYERS, ENCODER_LAYERS + 1]
     assert request.encoder_input == tokens_for_encoder(FRAMED)
     assert request.prompt_token_ids == DECODER_START
 
@@ -233,7 +233,7 @@ def test_states_of_audio_have_no_tokens():
 def test_states_of_the_decoder_read_the_pair():
     engine = make()
     request, selection = extract(PAIR, HiddenStatesParams(positions=[0, 1]), engine)
-    assert not request.extraction.of_encoder
+    assert not request.params.of_encoder
     assert request.prompt_token_ids == DECODER_START and request.encoder_input == tokens_for_encoder(FRAMED)
     assert run(engine, request, None, selection).token_ids == DECODER_START
 
@@ -243,7 +243,7 @@ def test_an_ended_request_has_states_on_both_sides():
     generate(engine, "r", PAIR)
     root = engine.output_processor.find_original("r")
     request, _ = extract(root, OF_ENCODER, engine)
-    assert request.extraction.of_encoder and request.encoder_input == root.encoder_input
+    assert request.params.of_encoder and request.encoder_input == root.encoder_input
     assert request.continuation_of is None  # nothing of the encoder's states is kept
     assert request.prompt_token_ids == [*DECODER_START, 120]
     request, _ = extract(root, HiddenStatesParams(), engine)
@@ -313,7 +313,7 @@ def test_where_every_token_sees_all_the_whole_prompt_is_run_and_only_what_was_as
     engine = make(model_config(causal=False))
     request, selection = extract("ab", HiddenStatesParams(positions=[1, 0]), engine)
     assert request.prompt_token_ids == FRAMED
-    assert request.extraction.positions == [0, 1, 3]
+    assert request.params.positions == [0, 1, 3]
     output = run(engine, request, None, selection)
     assert (output.positions, output.token_ids) == ([1, 0], [97, OTHER])
     assert output.tensor[0].tolist() == [hidden_state(1, 4), hidden_state(0, 4)]

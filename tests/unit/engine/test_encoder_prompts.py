@@ -112,7 +112,7 @@ def test_the_default_follows_the_models_config(changes, expected):
 def test_max_tokens_is_what_fits_behind_the_decoders_prompt():
     open_end = SamplingParams(max_tokens=None)
     request = processor().process("r", {"encoder_prompt": [1] * 30, "decoder_prompt": [2] * 5}, open_end)
-    assert request.sampling_params.max_tokens == MAX_MODEL_LEN - 6
+    assert request.params.max_tokens == MAX_MODEL_LEN - 6
 
 
 def test_what_the_encoder_reads_survives_the_way_to_another_process():

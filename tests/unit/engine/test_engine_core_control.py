@@ -165,7 +165,7 @@ def test_a_deadline_counts_from_the_arrival_and_not_from_the_last_step() -> None
         core.step()
         now = 100.0  # the engine had nothing to do meanwhile
         asked = request("a")
-        asked.extraction = Extraction([5], [1], deadline=5.0)
+        asked.params = Extraction([5], [1], deadline=5.0)
         core.add_request(asked)
         assert core.seconds_to_expiry() == 5.0
         core.abort_requests(["a"])

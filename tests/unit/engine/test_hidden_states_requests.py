@@ -43,9 +43,9 @@ def test_an_extraction_of_a_prompt_ends_with_the_last_position_asked_for():
     assert bytes(request.prompt_token_ids) == b"abcd", "what lies behind changes nothing before it"
     assert request.external_id == "x" and request.request_id.startswith("x-") and request.arrival_time == 7.0
     assert (request.cache_salt, request.owner, request.continuation_of) == ("s", "me", None)
-    assert request.extraction is selection.extraction
-    assert (request.extraction.positions, request.extraction.layers) == ([1, 3], [0, 4])
-    assert (request.extraction.dtype, request.extraction.deadline) == ("float16", 2.0)
+    assert request.params is selection.extraction
+    assert (request.params.positions, request.params.layers) == ([1, 3], [0, 4])
+    assert (request.params.dtype, request.params.deadline) == ("float16", 2.0)
     assert (selection.positions, selection.layers) == ([3, 1], ["norm", 0])
 
 
@@ -54,9 +54,9 @@ def test_an_extraction_of_an_earlier_request_reads_the_choice_that_it_names():
     assert request.prompt_token_ids == [1, 2, 3, 6, 7, 8] and selection.positions == [5]
     assert (request.continuation_of, request.continuation_token_ids) == ("r-12345678#1", [])
     assert (request.cache_salt, request.owner, request.preferred_rank) == ("salt", "me", 1)
-    assert not request.extraction.ends_lease, "the caller asked for that lease, and it is his"
+    assert not request.params.ends_lease, "the caller asked for that lease, and it is his"
     output, _ = input_processor().process_extraction("x", ROOT, HiddenStatesParams(scope="output", positions="all"))
-    assert output.extraction.positions == [3, 4]
+    assert output.params.positions == [3, 4]
 
 
 def test_the_prompt_may_fill_the_whole_length():
@@ -134,7 +134,7 @@ def test_true_asks_for_the_last_token_and_callers_params_stay_as_they_were():
     )
     mine = SamplingParams(return_hidden_states=HiddenStatesParams(positions=range(2)), max_tokens=4)
     request = input_processor().process("r", "abc", mine)
-    assert request.sampling_params.return_hidden_states.positions == [0, 1], "it travels"
+    assert request.params.return_hidden_states.positions == [0, 1], "it travels"
     assert mine.return_hidden_states.positions == range(2)
 
 
@@ -168,7 +168,7 @@ def test_the_states_are_asked_for_when_the_text_has_ended_and_come_with_its_last
     assert run.generate("y") == [], "the last output waits"
     assert run.outputs.is_running("r") and run.outputs.has_unfinished_requests()
     (request,) = run.extractions
-    assert bytes(request.prompt_token_ids) == b"abcxy" and request.extraction.positions == [4]
+    assert bytes(request.prompt_token_ids) == b"abcxy" and request.params.positions == [4]
     assert (request.continuation_of, request.preferred_rank) == (run.request.request_id, 1)
     (last,) = run.read()
     assert isinstance(last, RequestOutput) and last.finished and last.error is None
@@ -186,13 +186,13 @@ def test_memory_is_kept_until_it_was_read_and_not_longer():
     run = Generation(asked)
     assert run.request.retain_kv == READING_LEASE
     run.generate()
-    assert run.extractions[0].extraction.ends_lease
+    assert run.extractions[0].params.ends_lease
     run.read()
     assert not run.outputs.find_root("r").leased, "the caller has asked for no lease"
     own = Generation(asked, retain_kv=5.0)
     assert own.request.retain_kv == 5.0
     own.generate()
-    assert not own.extractions[0].extraction.ends_lease
+    assert not own.extractions[0].params.ends_lease
     own.read()
     assert own.outputs.find_root("r").leased
 

@@ -43,43 +43,43 @@ def test_internal_ids_carry_the_callers_id_and_eight_random_characters():
 def test_the_callers_params_are_left_as_they_were():
     params = SamplingParams(max_tokens=None)
     request = processor().process("r", "hi", params)
-    assert request.sampling_params is not params
+    assert request.params is not params
     assert params == SamplingParams(max_tokens=None)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 18), (5, 5), (1000, 18)])
 def test_max_tokens_is_what_fits_behind_the_prompt(asked, given):
     request = processor(max_model_len=20).process("r", "hi", SamplingParams(max_tokens=asked))
-    assert request.sampling_params.max_tokens == given
+    assert request.params.max_tokens == given
 
 
 def test_a_seed_is_always_set_and_follows_from_the_engines_seed():
     first, again, other = processor(seed=1), processor(seed=1), processor(seed=2)
-    drawn = [first.process("r", "hi", SamplingParams()).sampling_params.seed for _ in range(2)]
+    drawn = [first.process("r", "hi", SamplingParams()).params.seed for _ in range(2)]
     assert drawn[0] != drawn[1]
-    assert again.process("r", "hi", SamplingParams()).sampling_params.seed == drawn[0]
-    assert other.process("r", "hi", SamplingParams()).sampling_params.seed != drawn[0]
-    assert first.process("r", "hi", SamplingParams(seed=7)).sampling_params.seed == 7
+    assert again.process("r", "hi", SamplingParams()).params.seed == drawn[0]
+    assert other.process("r", "hi", SamplingParams()).params.seed != drawn[0]
+    assert first.process("r", "hi", SamplingParams(seed=7)).params.seed == 7
 
 
 def test_all_sources_of_eos_tokens_are_heard():
     config = model_config(eos_token_ids=(1,))
     made = processor(config=config, defaults={"eos_token_ids": (2, 1)})
     request = made.process("r", "hi", SamplingParams(stop_token_ids=[9]))
-    assert request.sampling_params.eos_token_ids == [1, 2, END]
-    assert request.sampling_params.all_stop_token_ids == [9, 1, 2, END]
+    assert request.params.eos_token_ids == [1, 2, END]
+    assert request.params.all_stop_token_ids == [9, 1, 2, END]
     assert request.eos_token_id == 1
 
 
 def test_ignore_eos_leaves_only_the_callers_stop_tokens():
     request = processor().process("r", "hi", SamplingParams(ignore_eos=True, stop_token_ids=[9]))
-    assert request.sampling_params.all_stop_token_ids == [9]
-    assert request.sampling_params.eos_token_ids == [END]
+    assert request.params.all_stop_token_ids == [9]
+    assert request.params.eos_token_ids == [END]
 
 
 def test_bad_words_become_tokens_with_and_without_a_leading_space():
     request = processor().process("r", "hi", SamplingParams(bad_words=["ab", " ab"]))
-    assert request.sampling_params.bad_words_token_ids == [[97, 98], [32, 97, 98]]
+    assert request.params.bad_words_token_ids == [[97, 98], [32, 97, 98]]
 
 
 BAD_PROMPTS = [
@@ -114,7 +114,7 @@ def test_bad_prompts_are_refused_with_field_and_value(prompt, field, part):
 
 
 def test_a_prompt_of_one_token_less_than_the_limit_is_taken():
-    assert processor(max_model_len=20).process("r", [1] * 19, SamplingParams()).sampling_params.max_tokens == 1
+    assert processor(max_model_len=20).process("r", [1] * 19, SamplingParams()).params.max_tokens == 1
 
 
 BAD_PARAMS = [
@@ -205,11 +205,11 @@ def test_a_tokenizer_that_knows_more_than_the_model_fails_only_the_prompts_that_
 
 def test_a_pooling_request_generates_nothing_and_may_fill_the_whole_length():
     request = processor().process_pooling("r", "x" * 20, PoolingParams(pooling="mean"), priority=3, cache_salt="s")
-    assert request.pooling_params == PoolingParams(pooling="mean")
+    assert request.params == PoolingParams(pooling="mean")
     assert len(request.prompt_token_ids) == 20
     assert (request.external_id, request.priority, request.cache_salt) == ("r", 3, "s")
     assert request.request_id.startswith("r-") and len(request.request_id) == 10
-    assert (request.sampling_params.n, request.sampling_params.detokenize) == (1, False)
+    assert request.num_choices == 1
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_the_way_to_make_a_vector_is_the_model_s_unless_the_caller_has_one(causa
     model = processor(config=replace(model_config(), causal=causal), pooling=declared)
     for asked in (None, "last", "mean"):
         request = model.process_pooling("r", "x", PoolingParams(pooling=asked, dimensions=3))
-        assert request.pooling_params == PoolingParams(pooling=asked or expected, dimensions=3)
+        assert request.params == PoolingParams(pooling=asked or expected, dimensions=3)
 
 
 def test_a_pooling_request_arrives_before_it_is_tokenised():
@@ -255,11 +255,11 @@ def test_an_open_end_is_as_far_away_as_model_and_memory_allow() -> None:
         request = processor(max_model_len=64, kv_capacity=kv_capacity).process(
             "r", [1] * 10, SamplingParams(max_tokens=None)
         )
-        return request.sampling_params.max_tokens
+        return request.params.max_tokens
 
     assert (longest(None), longest(100), longest(30), longest(5)) == (54, 54, 20, 1)
     asked = processor(max_model_len=64, kv_capacity=30).process("r", [1] * 10, SamplingParams(max_tokens=40))
-    assert asked.sampling_params.max_tokens == 40  # what was asked for is not cut in silence
+    assert asked.params.max_tokens == 40  # what was asked for is not cut in silence
 
 
 class NeverTokenises:

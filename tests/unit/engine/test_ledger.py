@@ -56,7 +56,7 @@ def test_a_request_that_had_begun_goes_on_behind_its_tokens():
     (entry,) = ledger.ready_to_go()
     resumed = entry.current_request()
     assert [choice.token_ids for choice in resumed.resumed] == [[7, 8]]
-    assert resumed.prompt_token_ids == [1, 2, 3] and resumed.sampling_params == entry.request.sampling_params
+    assert resumed.prompt_token_ids == [1, 2, 3] and resumed.params == entry.request.params
 
 
 def test_a_request_without_a_token_is_sent_as_it_was():
@@ -199,7 +199,7 @@ def test_giving_up_ends_every_choice_that_is_open():
 
 def search(name: str, n: int = 2) -> EngineCoreRequest:
     beam_params = BeamSearchParams(beam_width=4, n=n, max_tokens=8)
-    return EngineCoreRequest(name, [1, 2, 3], SamplingParams(n=n, max_tokens=8), beam_params=beam_params)
+    return EngineCoreRequest(name, [1, 2, 3], beam_params)
 
 
 def found(name: str, *token_ids: int, choice: int = 0, reason: FinishReason | None = None) -> EngineCoreOutput:
@@ -255,7 +255,7 @@ def rows(name: str, first_row: int, reason: FinishReason | None = None) -> Engin
 
 def ledger_with_extraction() -> Ledger:
     ledger = ledger_with("a")
-    asked = EngineCoreRequest("x", [1, 2, 3], SamplingParams(max_tokens=1), extraction=Extraction([0, 2], [1]))
+    asked = EngineCoreRequest("x", [1, 2, 3], Extraction([0, 2], [1]))
     ledger.add(asked)
     return ledger
 
@@ -279,7 +279,7 @@ def test_an_extraction_begins_again_and_is_no_suspect_once_a_part_has_come():
 
 def test_an_extraction_that_kills_every_engine_is_given_up():
     ledger = Ledger()
-    ledger.add(EngineCoreRequest("x", [1], SamplingParams(max_tokens=1), extraction=Extraction([0], [1])))
+    ledger.add(EngineCoreRequest("x", [1], Extraction([0], [1])))
     for _ in range(MAX_STRIKES):
         assert hand_over(ledger) == ["x"]
         failed = ledger.engine_died(0)

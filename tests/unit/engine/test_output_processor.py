@@ -37,7 +37,7 @@ def make(params: SamplingParams, clock: Clock | None = None, prompt: str = "p") 
     request = EngineCoreRequest(
         request_id="r-internal",
         prompt_token_ids=list(prompt.encode()),
-        sampling_params=params,
+        params=params,
         external_id="r",
     )
     processor.add_request(request, prompt)
@@ -284,9 +284,7 @@ def test_a_request_whose_last_text_can_not_be_made_still_ends():
 
 def make_pooling(params: PoolingParams) -> OutputProcessor:
     processor = OutputProcessor(TOKENIZER, Clock())
-    request = EngineCoreRequest(
-        "r-internal", [112], SamplingParams(max_tokens=1), external_id="r", pooling_params=params
-    )
+    request = EngineCoreRequest("r-internal", [112], params, external_id="r")
     processor.add_request(request, "p")
     return processor
 
@@ -366,7 +364,7 @@ def test_owners_may_call_their_requests_the_same_and_hear_nothing_of_each_other(
 
 def test_a_vector_has_an_owner_too():
     processor = OutputProcessor(TOKENIZER)
-    request = EngineCoreRequest("i", [1], SamplingParams(), pooling_params=PoolingParams(), external_id="r", owner="me")
+    request = EngineCoreRequest("i", [1], PoolingParams(), external_id="r", owner="me")
     processor.add_request(request, None)
     (result,), *_ = processor.abort_requests(["r"], "me")
     assert isinstance(result, EmbeddingOutput) and result.owner == "me"

@@ -26,25 +26,12 @@ def rules(first_token_id: int) -> TimestampRules:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_s_own_are_filled_in_where_the_caller_names_none(kind):
     of_model = processor(suppressed_token_ids=(3, 4), suppressed_first_token_ids=(5,))
-    for params in of_model.complete(kind(), 8):
-        if params is not None:
-            assert (params.suppressed_token_ids, params.suppressed_first_token_ids) == ([3, 4], [5])
-    for params in of_model.complete(kind(suppressed_token_ids=[], suppressed_first_token_ids=[9]), 8):
-        if params is not None:
-            assert (params.suppressed_token_ids, params.suppressed_first_token_ids) == ([], [9])
-    params, _ = processor().complete(kind(), 8)
+    params = of_model.complete(kind(), 8)
+    assert (params.suppressed_token_ids, params.suppressed_first_token_ids) == ([3, 4], [5])
+    params = of_model.complete(kind(suppressed_token_ids=[], suppressed_first_token_ids=[9]), 8)
+    assert (params.suppressed_token_ids, params.suppressed_first_token_ids) == ([], [9])
+    params = processor().complete(kind(), 8)
     assert params.suppressed_token_ids is params.suppressed_first_token_ids is None
-
-
-def test_the_envelope_of_a_search_carries_its_rules():
-    asked = BeamSearchParams(
-        beam_width=4, suppressed_token_ids=[1], suppressed_first_token_ids=[2], timestamps=rules(10)
-    )
-    envelope, search = processor().complete(asked, 8)
-    assert search is not None
-    for params in (envelope, search):
-        assert (params.suppressed_token_ids, params.suppressed_first_token_ids) == ([1], [2])
-        assert params.timestamps == rules(10)
 
 
 @pytest.mark.parametrize("kind", KINDS)

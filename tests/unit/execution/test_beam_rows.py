@@ -171,7 +171,7 @@ def test_tokens_that_rules_forbid_are_no_candidates() -> None:
     best = begin(driver, 3).candidates["s"].token_ids
     again = Driver()
     new = again.new("s", PROMPT, 1)
-    new.sampling_params = SamplingParams(temperature=0.0, min_tokens=1, all_stop_token_ids=[best[0], best[2]])
+    new.params = SamplingParams(temperature=0.0, min_tokens=1, all_stop_token_ids=[best[0], best[2]])
     output = again.step(new=[new], sampled=[], beam_steps=[BeamStep("s", num_candidates=3, scores=[0.0])])
     tokens = output.candidates["s"].token_ids
     assert tokens[0] == best[1] and not {best[0], best[2]} & set(tokens)

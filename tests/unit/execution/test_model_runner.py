@@ -73,7 +73,7 @@ class Driver:
             req_id=req_id,
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids) if num_prompt is None else num_prompt,
-            sampling_params=params,
+            params=params,
             seed=seed,
             block_ids=tuple([block + 10 * group for block in blocks] for group in range(len(self.groups))),
             num_computed_tokens=computed,

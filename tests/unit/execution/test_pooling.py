@@ -33,7 +33,7 @@ def pooled_branch(
     driver: Driver, req_id: str, token_ids: list[int], first_block: int, kind: str, **rest: Any
 ) -> NewRequestData:
     new = driver.new(req_id, token_ids, first_block, **rest)
-    new.pooling_params = PoolingParams(pooling=kind)
+    new.params = PoolingParams(pooling=kind)
     return new
 
 

@@ -9,7 +9,7 @@ from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.encoder import EncoderInput, tokens_for_encoder
 from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
-from ratoon.core.params import BeamSearchParams, SamplingParams
+from ratoon.core.params import BeamSearchParams
 from ratoon.core.plan import BeamStep, NewRequestData, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
@@ -59,7 +59,7 @@ def encoded(
     request.encoder_input = own
     request.retain_kv = retain_kv
     if width is not None:
-        request.beam_params = BeamSearchParams(beam_width=width, n=1, max_tokens=request.sampling_params.max_tokens)
+        request.params = BeamSearchParams(beam_width=width, n=1, max_tokens=request.params.max_tokens)
     return request
 
 
@@ -81,8 +81,7 @@ def states_request(
 ) -> EngineCoreRequest:
     """For states of the encoder."""
     request = encoded(request_id, 2, encoder_input)
-    request.sampling_params = SamplingParams(max_tokens=1, detokenize=False)
-    request.extraction = Extraction(positions, [0, 3], "bfloat16", deadline, of_encoder=True)
+    request.params = Extraction(positions, [0, 3], "bfloat16", deadline, of_encoder=True)
     return request
 
 

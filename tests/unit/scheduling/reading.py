@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 
 from ratoon.core.outputs import ModelRunnerOutput
-from ratoon.core.params import SamplingParams
 from ratoon.core.plan import CaptureStep, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
@@ -34,8 +33,7 @@ def extraction_request(
     request = request_of(request_id, tokens, **rest)
     numbers = list(range(len(request.prompt_token_ids)) if positions is None else positions)
     request.prompt_token_ids = request.prompt_token_ids[: numbers[-1] + 1]
-    request.sampling_params = SamplingParams(max_tokens=1, detokenize=False)
-    request.extraction = Extraction(numbers, list(layers), deadline=deadline)
+    request.params = Extraction(numbers, list(layers), deadline=deadline)
     if parent is not None:
         request.continuation_of, request.continuation_token_ids = parent, []
     return request

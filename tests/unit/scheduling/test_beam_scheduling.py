@@ -8,7 +8,7 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
-from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from ratoon.core.plan import BeamStep, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, InheritedFrom, ResumedChoice
 from ratoon.scheduling.scheduler import Scheduler
@@ -25,8 +25,7 @@ def search_of(request_id: str, prompt: int, *, width: int = 2, retain_kv: float 
     return EngineCoreRequest(
         request_id,
         [1000 + number for number in range(prompt)],
-        SamplingParams(n=beams.n, max_tokens=beams.max_tokens, stop_token_ids=beams.stop_token_ids),
-        beam_params=beams,
+        beams,
         retain_kv=retain_kv,
     )
 
@@ -328,19 +327,10 @@ def test_what_can_never_run_is_refused_with_the_field(
     assert not scheduler.has_requests()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("resumed", [ResumedChoice([1])]),
-        ("pooling_params", PoolingParams()),
-        ("sampling_params", SamplingParams(n=2)),
-        ("sampling_params", SamplingParams(prompt_logprobs=1)),
-    ],
-)
-def test_what_has_no_meaning_beside_beams_is_refused(field: str, value: Any) -> None:
+def test_a_search_starts_again_and_is_not_resumed() -> None:
     request = search_of("s", 4)
-    setattr(request, field, value)
-    with pytest.raises(RequestError):
+    request.resumed = [ResumedChoice([1])]
+    with pytest.raises(RequestError, match="resumed"):
         scheduler_of().add_request(request)
 
 

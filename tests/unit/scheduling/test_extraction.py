@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratoon.core.errors import DeadlineError, QueueFullError, RequestError
-from ratoon.core.params import BeamSearchParams, PoolingParams
+from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS
 from ratoon.core.request import EngineCoreRequest, FinishReason, InheritedFrom, ResumedChoice
 from ratoon.scheduling import extraction as extraction_module
@@ -72,8 +72,7 @@ def test_a_lease_that_was_kept_for_a_reader_ends_with_it_however_it_ends(end: st
     scheduler = scheduler_of()
     tokens = lease(scheduler)
     request = extraction_request("x", tokens, [23], parent="g", deadline=5.0)
-    assert request.extraction is not None
-    request.extraction.ends_lease = True
+    request.params.ends_lease = True
     scheduler.add_request(request)
     assert scheduler.leases.find("g") is not None
     if end == "read":
@@ -165,7 +164,7 @@ def test_extractions_run_in_the_step_of_tokens_vectors_and_beams() -> None:
     add(scheduler, "a", 4)
     add(scheduler, "c", 6, n=2)
     pooled = request_of("p", 5)
-    pooled.pooling_params = PoolingParams()
+    pooled.params = PoolingParams()
     scheduler.add_request(pooled)
     read(scheduler, "x", PROMPT, [20])
     read(scheduler, "y", 7)
@@ -337,7 +336,7 @@ def test_a_full_queue_refuses_and_keeps_nothing_of_it(monkeypatch: pytest.Monkey
 )
 def test_positions_must_be_rising_numbers(positions: list[int], field: str) -> None:
     request = extraction_request("x", 5)
-    request.extraction.positions = positions
+    request.params.positions = positions
     request.prompt_token_ids = request.prompt_token_ids[: (positions or [4])[-1] + 1]
     refuse(request, field)
 
@@ -350,17 +349,9 @@ def test_the_prompt_must_end_with_the_last_position() -> None:
 
 def test_what_has_no_meaning_for_an_extraction_is_refused() -> None:
     refuse(extraction_request("x", 5, layers=[]), "layers")
-    several = extraction_request("x", 5)
-    several.sampling_params.n = 2
-    refuse(several, "extraction")
-    for name, value in {
-        "pooling_params": PoolingParams(),
-        "beam_params": BeamSearchParams(beam_width=2, max_tokens=3),
-        "resumed": [ResumedChoice([1])],
-    }.items():
-        request = extraction_request("x", 5)
-        setattr(request, name, value)
-        refuse(request, "extraction")
+    resumed = extraction_request("x", 5)
+    resumed.resumed = [ResumedChoice([1])]
+    refuse(resumed, "resumed")
 
 
 def refuse(request: EngineCoreRequest, field: str) -> None:

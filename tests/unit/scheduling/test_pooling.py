@@ -8,7 +8,7 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import ModelRunnerOutput
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import PoolingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
 from ratoon.core.wire import WireTensor
@@ -29,8 +29,7 @@ def pooling_request(
     request_id: str, prompt: int | list[int], pooling: str = "last", **rest: object
 ) -> EngineCoreRequest:
     request = request_of(request_id, prompt, **rest)
-    request.sampling_params = SamplingParams(max_tokens=1, detokenize=False)
-    request.pooling_params = PoolingParams(pooling=pooling)
+    request.params = PoolingParams(pooling=pooling)
     return request
 
 
@@ -58,7 +57,7 @@ def test_a_prompt_ends_with_its_vector_and_is_never_sampled(kind: str) -> None:
     add_pooling(scheduler, "a", 9, kind)
     plan, outputs = pooled_step(scheduler)
     assert plan.pooled_req_ids == ["a"] and plan.sampled_req_ids == [] and plan.fanout == {}
-    assert plan.scheduled_new_reqs[0].pooling_params == PoolingParams(pooling=kind)
+    assert plan.scheduled_new_reqs[0].params == PoolingParams(pooling=kind)
     output = outputs["a"]
     assert (output.finish_reason, output.pooled, output.new_token_ids) == (FinishReason.STOP, VECTOR, [])
     assert not scheduler.has_unfinished_requests() and scheduler.kv_cache.usage == 0.0
@@ -200,17 +199,13 @@ def test_a_pooled_prompt_may_fill_the_whole_pool() -> None:
     assert outputs["a"].pooled == VECTOR
 
 
-@pytest.mark.parametrize("field", ["n", "prompt_logprobs", "resumed", "pooling"])
+@pytest.mark.parametrize("field", ["resumed", "pooling"])
 def test_what_has_no_meaning_for_a_vector_is_refused(field: str) -> None:
     request = pooling_request("a", 4)
-    if field == "n":
-        request.sampling_params.n = 2
-    elif field == "prompt_logprobs":
-        request.sampling_params.prompt_logprobs = 1
-    elif field == "resumed":
+    if field == "resumed":
         request.resumed = [ResumedChoice([1])]
     else:
-        request.pooling_params = PoolingParams(pooling="middle")
+        request.params = PoolingParams(pooling="middle")
     scheduler = scheduler_of()
     with pytest.raises(RequestError) as caught:
         scheduler.add_request(request)

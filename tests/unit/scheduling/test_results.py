@@ -145,13 +145,13 @@ def test_the_runner_is_not_asked_again_for_prompt_logprobs_that_are_there() -> N
     scheduler = scheduler_of()
     add(scheduler, "a", 5, prompt_logprobs=2, n=2)
     plan = scheduler.schedule()
-    assert plan.scheduled_new_reqs[0].sampling_params.prompt_logprobs == 2
+    assert plan.scheduled_new_reqs[0].params.prompt_logprobs == 2
     result = answer_of(plan)
     result.prompt_logprobs["a"] = PromptLogprobsChunk(1, rows_of(1, 2, 3, 4))
     scheduler.update_from_output(plan, result)
     plan, _ = step(scheduler)
     (child,) = plan.scheduled_new_reqs
-    assert child.sampling_params.prompt_logprobs is None
+    assert child.params.prompt_logprobs is None
 
 
 # ---- failures ----

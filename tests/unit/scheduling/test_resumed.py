@@ -140,7 +140,7 @@ def test_prompt_logprobs_are_not_computed_again() -> None:
     step(scheduler)
     resume(scheduler, [1], [2], prompt_logprobs=0)
     plan, _ = step(scheduler)
-    assert [new.sampling_params.prompt_logprobs for new in plan.scheduled_new_reqs] == [None, None]
+    assert [new.params.prompt_logprobs for new in plan.scheduled_new_reqs] == [None, None]
     assert plan.num_scheduled_tokens == {"a": 2, "a#1": 2}
 
 
@@ -188,7 +188,7 @@ def test_the_ids_of_all_choices_are_in_use_until_the_end() -> None:
 )
 def test_what_no_engine_can_have_given_is_refused(choices: list[list[int] | ResumedChoice], field: str) -> None:
     request = resumed_request(*choices, max_tokens=4)
-    request.sampling_params.n = 2
+    request.params.n = 2
     scheduler = scheduler_of()
     with pytest.raises(RequestError) as caught:
         scheduler.add_request(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import PoolingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.encoding import (
@@ -108,7 +108,7 @@ def test_choices_of_a_request_come_back_each_with_its_own_tokens() -> None:
 def test_a_prompt_goes_on_where_it_was_and_its_logprobs_come_each_once() -> None:
     scheduler = encoder_scheduler(8, 10, cross=None, policy=PRIORITY, max_prefill_chunk=8, caching=False)
     request = request_of("a", 24, max_tokens=1, priority=9)
-    request.sampling_params.prompt_logprobs = 0
+    request.params.prompt_logprobs = 0
     scheduler.add_request(request)
     step(scheduler)
     add(scheduler, "b", 4, max_tokens=4, priority=0)
@@ -257,8 +257,7 @@ def test_a_mean_needs_every_row_again_and_a_last_state_does_not(kind: str) -> No
     """The runner drops the sum of the rows together with the branch."""
     scheduler = encoder_scheduler(8, 10, cross=None, policy=PRIORITY, max_prefill_chunk=8, caching=False)
     request = request_of("a", 24, priority=9)
-    request.sampling_params = SamplingParams(max_tokens=1, detokenize=False)
-    request.pooling_params = PoolingParams(pooling=kind)
+    request.params = PoolingParams(pooling=kind)
     scheduler.add_request(request)
     step(scheduler)
     add(scheduler, "b", 4, max_tokens=4, priority=0)

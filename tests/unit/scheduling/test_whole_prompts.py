@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratoon.core.params import PoolingParams, SamplingParams
+from ratoon.core.params import PoolingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.encoding import finish, step
@@ -23,15 +23,14 @@ def whole(num_blocks: int = 100, max_num_batched_tokens: int = 20) -> Scheduler:
 
 def vector_request(request_id: str, length: int) -> EngineCoreRequest:
     request = request_of(request_id, length)
-    request.sampling_params = SamplingParams(max_tokens=1, detokenize=False)
-    request.pooling_params = PoolingParams(pooling="mean")
+    request.params = PoolingParams(pooling="mean")
     return request
 
 
 def reader(request_id: str, length: int, positions: list[int]) -> EngineCoreRequest:
     """The prompt goes on behind the last position that is asked for: what lies there counts."""
     request = extraction_request(request_id, length)
-    request.extraction.positions = positions
+    request.params.positions = positions
     return request
 
 

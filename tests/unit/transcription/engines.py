@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratoon.core.outputs import LogprobsLists
+from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
 from tests.unit.engine.fakes import FakeClient
 from tests.unit.engine.fakes_async import FakeSource
@@ -36,6 +37,10 @@ def speech_source(**changes: object) -> FakeSource:
     return FakeSource(**(fields | changes))
 
 
+def allowed_of(request: EngineCoreRequest) -> list[int] | None:
+    return request.params.allowed_token_ids if isinstance(request.params, SamplingParams) else None
+
+
 class SpeechClient(FakeClient):
     """Says one text after the other, or what a function makes of the request; questions have their usual answers."""
 
@@ -48,10 +53,10 @@ class SpeechClient(FakeClient):
 
     @property
     def windows(self) -> list[EngineCoreRequest]:
-        return [request for request in self.added if not request.sampling_params.allowed_token_ids]
+        return [request for request in self.added if not allowed_of(request)]
 
     def answer(self, request: EngineCoreRequest, choice: int) -> list[int]:
-        allowed = request.sampling_params.allowed_token_ids
+        allowed = allowed_of(request)
         if allowed:
             return [NO_SPEECH] if allowed == [NO_SPEECH] else [ENGLISH]
         self._num_told += 1
@@ -62,7 +67,7 @@ class SpeechClient(FakeClient):
         outputs = super().get_output()
         for output in outputs.outputs:
             request = self._requests.get(output.request_id)
-            if request is None or request.beam_params is not None or request.sampling_params.logprobs is None:
+            if request is None or isinstance(request.params, BeamSearchParams) or request.params.logprobs is None:
                 continue
             tokens = output.new_token_ids
             logprobs = [math.log(self.no_speech_prob) if token == NO_SPEECH else self.logprob for token in tokens]

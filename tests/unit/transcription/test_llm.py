@@ -58,7 +58,7 @@ def test_one_recording_is_one_transcription(llm, client):
     assert window.prompt_token_ids == [START, ENGLISH, TRANSCRIBE]
     assert window.encoder_input.features.shape == (80, 3000)
     assert window.encoder_input.num_positions == 1500
-    assert window.sampling_params.timestamps is not None
+    assert window.params.timestamps is not None
     assert llm.engine.num_unfinished_requests() == 0
 
 
@@ -108,11 +108,11 @@ def test_options_reach_the_engine(llm, client):
     assert found.language == "de"
     (window,) = client.windows
     assert window.prompt_token_ids[:7] == [PREVIOUS, *b" Names"]
-    assert window.sampling_params.temperature == 0.3
-    assert window.sampling_params.timestamps is None
-    assert window.beam_params is None
+    assert window.params.temperature == 0.3
+    assert window.params.timestamps is None
+    assert isinstance(window.params, SamplingParams)
     llm.transcribe(TONE, beam_size=4, condition_on_previous_text=True)
-    assert client.windows[-1].beam_params.beam_width == 4
+    assert client.windows[-1].params.beam_width == 4
     with pytest.raises(RequestError, match="beam_size"):
         llm.transcribe(TONE, beam_size=0)
     with pytest.raises(TypeError, match="beans"):
@@ -147,9 +147,7 @@ def test_windows_are_not_kept_to_be_continued(llm):
 
 
 def test_a_stream_that_is_open_gets_its_own_outputs(llm, client):
-    client.texts = lambda request: (
-        " one two three four" if request.sampling_params.timestamps is None else "<0.00> x<1.00>"
-    )
+    client.texts = lambda request: " one two three four" if request.params.timestamps is None else "<0.00> x<1.00>"
     features = np.zeros((80, 3000), np.float32)
     prompt = {"encoder_prompt": {"features": features}, "decoder_prompt": {"prompt_token_ids": [START]}}
     stream = llm.stream(prompt, SamplingParams(max_tokens=100))

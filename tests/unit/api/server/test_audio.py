@@ -141,11 +141,11 @@ async def test_fields_reach_the_engine():
         assert (await transcribe(client, **fields)).status == 200
         (window,) = client.engine.core.windows
         assert window.prompt_token_ids == [PREVIOUS, *b" Names", START, GERMAN, TRANSCRIBE]
-        assert window.sampling_params.temperature == 0.5
+        assert window.params.temperature == 0.5
         assert window.cache_salt == "mine"
         assert window.external_id.startswith("trsc-mine-")
         assert (await transcribe(client, beam_size=3, temperature="")).status == 200
-        assert client.engine.core.windows[-1].beam_params.beam_width == 3
+        assert client.engine.core.windows[-1].params.beam_width == 3
 
 
 @on_event_loop
@@ -153,7 +153,7 @@ async def test_a_temperature_of_zero_may_rise_and_any_other_is_kept():
     async with speaking() as client:
         client.engine.core.logprob = -3.0
         await transcribe(client, temperature=0)
-        assert [window.sampling_params.temperature for window in client.engine.core.windows] == [
+        assert [window.params.temperature for window in client.engine.core.windows] == [
             0,
             0.2,
             0.4,
@@ -163,7 +163,7 @@ async def test_a_temperature_of_zero_may_rise_and_any_other_is_kept():
         ]
         client.engine.core.added.clear()
         await transcribe(client, temperature=0.3)
-        assert [window.sampling_params.temperature for window in client.engine.core.windows] == [0.3]
+        assert [window.params.temperature for window in client.engine.core.windows] == [0.3]
 
 
 # ---- streams ----

@@ -23,7 +23,8 @@ PROMPT = "a prompt that fills more than one block of the cache"
 
 
 def beam_params(client: Client) -> BeamSearchParams:
-    return client.engine.core.added[-1].beam_params
+    params = client.engine.core.added[-1].params
+    return params if isinstance(params, BeamSearchParams) else None
 
 
 # ---- what is asked ----
@@ -242,7 +243,7 @@ async def test_a_stream_tells_the_best_so_far_and_its_texts_add_up():
         *events, last = (await opened.answer()).events()
         for event in events:
             Completion.model_validate(event)
-        assert client.engine.core.added[0].sampling_params.output_kind == RequestOutputKind.CUMULATIVE
+        assert client.engine.core.added[0].params.output_kind == RequestOutputKind.CUMULATIVE
         assert best_texts(events) == ["n", "ye", "no"]
         searching = [choice for event in events for choice in event["choices"] if "best_so_far" in choice]
         assert all((one["text"], one["finish_reason"], one["score"]) == ("", None, -0.5) for one in searching)
@@ -425,7 +426,7 @@ async def test_rules_over_tokens_reach_the_engine(search):
     rules = {"no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 3, "bad_words_ids": [[5, 6]]}
     async with scripted(say("yes")) as client:
         assert (await client.complete(prompt="p", forced_eos_token_id=7, **rules, **search)).status == 200
-        params = client.engine.core.added[0].sampling_params
+        params = client.engine.core.added[0].params
         assert {name: getattr(params, name) for name in rules} == rules and params.forced_eos_token_id == [7]
         for name, value in {
             "no_repeat_ngram_size": 1000,

@@ -62,9 +62,9 @@ async def test_without_a_limit_an_answer_may_fill_the_models_length():
     async with scripted(say("x")) as client:
         await client.chat("abc")
         request = client.engine.core.added[0]
-        assert request.sampling_params.max_tokens == MAX_MODEL_LEN - len(request.prompt_token_ids)
+        assert request.params.max_tokens == MAX_MODEL_LEN - len(request.prompt_token_ids)
         await client.chat("abc", max_tokens=3, max_completion_tokens=5)
-        assert client.engine.core.added[1].sampling_params.max_tokens == 5
+        assert client.engine.core.added[1].params.max_tokens == 5
 
 
 @on_event_loop

@@ -186,9 +186,9 @@ async def test_every_sampling_field_reaches_the_engine():
         answer = await client.complete(prompt="x", **fields, logit_bias={"7": 1}, priority=4, cache_salt="s")
         assert answer.status == 200, answer.body
         (request,) = client.engine.core.added
-    given = {name: getattr(request.sampling_params, name) for name in fields}
+    given = {name: getattr(request.params, name) for name in fields}
     assert given == fields
-    assert request.sampling_params.logit_bias == {7: 1.0}
+    assert request.params.logit_bias == {7: 1.0}
     assert (request.priority, request.cache_salt) == (4, "s")
 
 
@@ -196,7 +196,7 @@ async def test_every_sampling_field_reaches_the_engine():
 async def test_what_is_left_out_or_null_has_the_models_default():
     async with scripted(say("a"), defaults={"temperature": 0.25, "top_k": 3, "max_new_tokens": 100}) as client:
         await client.complete(prompt="x", temperature=None, stop=None, stream=None)
-        params = client.engine.core.added[0].sampling_params
+        params = client.engine.core.added[0].params
         assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 3, 100)
 
 
