@@ -246,9 +246,9 @@ def test_a_paused_engine_keeps_requests_and_goes_on(in_process):
 def test_another_thread_pauses_resumes_and_aborts_what_a_call_waits_for(request, where):
     llm = request.getfixturevalue(where)
     long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    first, second = str(llm._num_requests), str(llm._num_requests + 1)
+    first, second = "first", "second"
     got: list[RequestOutput] = []
-    reader = threading.Thread(target=lambda: got.extend(llm.stream(PROMPTS[:2], long)))
+    reader = threading.Thread(target=lambda: got.extend(llm.stream(PROMPTS[:2], long, [first, second])))
     llm.pause()
     reader.start()
     wait_until(lambda: llm.engine.num_unfinished_requests() == 2, 30, "the call to begin")
