@@ -14,6 +14,7 @@ from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, group_layers
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
+from ratoon.distributed.executor import ThreadedExecutor
 from ratoon.execution.worker import WorkerFacts
 from ratoon.layers.weights import TensorSource
 from ratoon.observe.startup import StartupTimer
@@ -33,8 +34,9 @@ def stub_start(seed: int | None, request_id: str) -> int:
     return zlib.crc32(request_id.encode()) if seed is None else seed
 
 
-class StubExecutor:
+class StubExecutor(ThreadedExecutor):
     def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
+        super().__init__()
         block_size = config.cache.block_size
         spec = FullAttentionSpec(block_size, model.num_kv_heads, model.head_dim, "float32")
         groups = group_layers([spec] * model.num_layers)
@@ -63,7 +65,7 @@ class StubExecutor:
             self._lengths[new.req_id] = len(new.token_ids)
         self._plan = plan
 
-    def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
+    def sample_tokens(self) -> ModelRunnerOutput:
         if self._step_seconds and not self._plan.is_empty:
             time.sleep(self._step_seconds)
         result = ModelRunnerOutput()
@@ -85,5 +87,3 @@ class StubExecutor:
     def sleep(self, level: int) -> None: ...
 
     def wake_up(self) -> None: ...
-
-    def shutdown(self) -> None: ...

@@ -163,6 +163,9 @@ class SchedulerConfig:
     max_prefill_chunk: int | None = setting(
         None, "most tokens of one prompt in a step; default: the token budget", at_least(1)
     )
+    max_steps_in_flight: int = setting(
+        2, "steps that are planned before the result of the first is known; 1: the device waits for plans", at_least(1)
+    )
     max_num_encoder_tokens: int = setting(
         16384, "budget of a step for encoder inputs; one that is longer runs alone", at_least(1)
     )

@@ -69,6 +69,10 @@ class EngineError(RatoonError):
     """The engine failed while it carried out a step; the requests of that step get this."""
 
 
+class StepSkippedError(EngineError):
+    """A step was not carried out, because one before it failed."""
+
+
 class EngineAwayError(EngineError):
     """The engine process died and is being started again: ask later."""
 

@@ -13,6 +13,10 @@ Order in which the runner carries a plan out:
   6. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row;
   7. choose the candidates of `beam_steps`, and read out the vectors of `pooled_req_ids` and the rows of `captures`.
 
+A step may be planned before the tokens of the one before it are known. The runner appends the token that it samples to
+the branch's row itself, so that a plan names positions, not tokens: `num_computed_tokens` of a known branch may be the
+position of a token that only the runner has.
+
 A beam search has one branch, its trunk, which computes the prompt like any other. Behind it the runner keeps a row for
 each beam, under the trunk's id: beams are known by their number, and a step says which beam of the last one each comes
 from. A search that comes back from the host with its beams has its trunk in `scheduled_new_reqs`, for the sake of its
@@ -121,6 +125,7 @@ class EncoderStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    step: int = 0  # numbers rise; a plan may be made before the results of those before it are known
     scheduled_new_reqs: list[NewRequestData] = []
     scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = {}  # in batch order
@@ -151,3 +156,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     def is_empty(self) -> bool:
         """Nothing to run; there may still be rows to drop."""
         return self.total_num_scheduled_tokens == 0 and not self.encoder_steps
+
+    @property
+    def is_void(self) -> bool:
+        """Nothing at all to tell the runner."""
+        told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.swapped_out
+        return self.is_empty and not told and not self.swapped_in

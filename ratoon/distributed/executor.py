@@ -1,28 +1,52 @@
-"""How a plan reaches the workers. Here: one worker, in this process."""
+"""How plans reach the workers, and results come back: steps in flight. Here: one worker, in this process.
+
+A plan is handed over and carried out while the caller goes on; when its result is wanted is the caller's to say.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 from ratoon.core.config import EngineConfig, ModelConfig
-from ratoon.core.errors import ConfigError
+from ratoon.core.errors import ConfigError, StepSkippedError
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.worker import Worker, WorkerFacts
 from ratoon.layers.weights import TensorSource
 from ratoon.observe.startup import StartupTimer
 
+Result = TypeVar("Result")
+
+
+class StepHandle(Protocol):
+    """A step that is under way, or waits for those before it."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for its end. Raises what the step raised, or StepSkippedError."""
+        ...
+
 
 class Executor(Protocol):
-    """Two phases, as the runner has them. `execute_model` may return before the device is done."""
+    """Takes plans and carries them out in order."""
 
     facts: WorkerFacts
 
-    def execute_model(self, plan: SchedulerOutput) -> None: ...
+    def submit(self, plan: SchedulerOutput) -> StepHandle:
+        """Take a plan, and return at once. A step behind one that failed is not carried out: what it builds on is not
+        there. Its handle raises StepSkippedError."""
+        ...
 
-    def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput: ...
+    def recover(self) -> None:
+        """The caller has heard of a failed step, and of those that were skipped: what it submits now is carried out."""
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function where steps run, when those in flight are done."""
+        ...
 
     def sleep(self, level: int) -> None:
         """Give memory back: the KV cache, and from level 2 on the weights. Nothing is executed until `wake_up`."""
@@ -47,8 +71,48 @@ def executor_class(name: str) -> ExecutorClass:
     return found
 
 
-class UniProcExecutor:
+class ThreadedExecutor:
+    """Steps run one after another on a thread of their own. A subclass says what a step is, in two phases."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
+        self._failed = False  # a step; the others are skipped until the caller knows
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        """Launch the forward pass; may return before the device is done."""
+        raise NotImplementedError
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        raise NotImplementedError
+
+    def submit(self, plan: SchedulerOutput) -> StepHandle:
+        return self._thread.submit(self._run_step, plan)
+
+    def _run_step(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        if self._failed:
+            raise StepSkippedError(f"step {plan.step} was not carried out: one before it failed")
+        try:
+            self.execute_model(plan)
+            return self.sample_tokens()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def recover(self) -> None:
+        self._failed = False
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        return self._thread.submit(function).result()
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()
+
+
+class UniProcExecutor(ThreadedExecutor):
+    """One worker, in this process."""
+
     def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
+        super().__init__()
         self._worker = Worker(config, model, tensors, timer)
         self.facts = self._worker.facts
 
@@ -60,14 +124,15 @@ class UniProcExecutor:
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._worker.execute_model(plan)
 
-    def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
-        return self._worker.sample_tokens(grammar)
+    def sample_tokens(self) -> ModelRunnerOutput:
+        return self._worker.sample_tokens()
 
     def sleep(self, level: int) -> None:
-        self._worker.sleep(level)
+        self.call(lambda: self._worker.sleep(level))
 
     def wake_up(self) -> None:
-        self._worker.wake_up()
+        self.call(self._worker.wake_up)
 
     def shutdown(self) -> None:
+        super().shutdown()
         del self._worker

@@ -1,6 +1,10 @@
-"""EngineCore: the loop of schedule, execute, sample, update. It knows tokens, not text.
+"""EngineCore: the loop of schedule, submit, wait, update. It knows tokens, not text.
 
-One thread runs it. Requests may be aborted from any thread: what arrives during a step takes effect before the step's
+Steps are objects in flight: the core plans up to `max_steps_in_flight` of them, hands each plan to the executor, and
+takes results in the same order. With one, every step ends before the next is planned; with two, the next is planned
+and results are handed on while the device works.
+
+One thread runs it. Requests may be aborted from any thread: what arrives while a step runs takes effect before its
 outputs go out.
 """
 
@@ -10,17 +14,20 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import RequestError
+from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.core.stats import SchedulerStats
 from ratoon.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from ratoon.distributed.executor import Executor
+    from ratoon.distributed.executor import Executor, StepHandle
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +39,8 @@ class EngineCore:
         facts = executor.facts
         self.scheduler = Scheduler(config.scheduler, config.cache, facts.kv_config, facts.max_model_len)
         self._clock = clock
+        self._max_in_flight = config.scheduler.max_steps_in_flight
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()  # the oldest first
         self._pending: list[EngineCoreOutput] = []  # outputs that no step brought: aborts
         self._aborts: queue.SimpleQueue[tuple[list[str], bool]] = queue.SimpleQueue()  # ids, and whether to keep leases
         self._step_lock = threading.Lock()  # held while a step runs: the scheduler then belongs to its thread
@@ -75,44 +84,74 @@ class EngineCore:
         return outputs
 
     def has_work(self) -> bool:
-        return bool(self._pending) or self.scheduler.has_requests()
+        return bool(self._pending) or bool(self._in_flight) or self.scheduler.has_requests()
 
     @property
     def can_step(self) -> bool:
-        """Is there something to do, and is it wanted now? Ends of requests are told in a pause, too."""
-        return bool(self._pending) or (self.scheduler.has_requests() and not self.paused and not self.asleep)
+        """Is there something to do, and is it wanted now? Steps in flight and ends of requests are told in a pause,
+        too."""
+        return bool(self._pending) or bool(self._in_flight) or (self.scheduler.has_requests() and self._may_plan)
+
+    @property
+    def _may_plan(self) -> bool:
+        return not self.paused and not self.asleep
 
     def step(self) -> EngineCoreOutputs:
-        """One turn. While the engine is paused or asleep nothing is planned: aborts and deadlines are all that comes
-        out. An exception while executing fails the request that it belongs to, and the engine goes on: if there are
-        several in the step, each is tried alone to find out."""
+        """One turn: plan what there is room for, and take the result of the oldest step in flight.
+
+        While the engine is paused or asleep nothing is planned: results of what is in flight, aborts and deadlines are
+        all that comes out. An exception while executing fails the request that it belongs to, and the engine goes on:
+        if there are several in the step, each is tried alone to find out.
+        """
         with self._step_lock:
             self._take_aborts()
             self.expire_leases()
             outputs = self._take_pending()
-            if self.scheduler.has_requests() and not self.paused and not self.asleep:
-                outputs += self._run_step()
+            self._fill_queue()
+            if self._in_flight:
+                outputs += self._finish_oldest()
         if not self._aborts.empty():  # came while the lock was still held
             self._take_aborts_between_steps()
         return EngineCoreOutputs(outputs, self.scheduler.stats(), self.scheduler.state.now)
 
-    def _run_step(self) -> list[EngineCoreOutput]:
-        plan = self.scheduler.schedule()
+    def _fill_queue(self) -> None:
+        while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests() and self._may_plan:
+            if not self.scheduler.can_plan:
+                return
+            plan = self.scheduler.schedule()
+            if plan.is_void:  # what there is to do needs the result of a step in flight first
+                return
+            self._in_flight.append((plan, self.executor.submit(plan)))
+
+    def _finish_oldest(self) -> list[EngineCoreOutput]:
+        plan, handle = self._in_flight[0]
         try:
-            self.executor.execute_model(plan)
-            result = self.executor.sample_tokens(None)
+            result = handle.result()
         except Exception as error:
             logger.exception("a step failed")
-            self.scheduler.say_again(plan)
-            outputs = []
-            if not self.scheduler.try_apart(plan):
-                message = f"{type(error).__name__}: {error}"
-                outputs = self.scheduler.fail_requests(plan.req_ids, message)
+            outputs = self._isolate(plan, error)
             # Behind the failure: what a failed step may have spoilt must not be released as if it were good.
             self._take_aborts()
             return outputs + self._take_pending()
+        self._in_flight.popleft()
+        self.scheduler.step_done(plan, self._clock())
         self._take_aborts()
-        return self._take_pending() + self.scheduler.update_from_output(plan, result, self._clock())
+        return self._take_pending() + self.scheduler.update_from_output(plan, result)
+
+    def _isolate(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
+        """A step raised. Those behind it were skipped: their requests are planned anew. Those in it give their memory
+        back, and each is tried alone; one that was alone already is at fault."""
+        self._drain()
+        self.executor.recover()
+        return self.scheduler.step_failed(plan, f"{type(error).__name__}: {error}")
+
+    def _drain(self) -> None:
+        """Wait for what is in flight, and drop its results."""
+        while self._in_flight:
+            _, handle = self._in_flight[0]
+            with suppress(Exception):
+                handle.result()
+            self._in_flight.popleft()
 
     def expire_leases(self) -> None:
         self._pending += self.scheduler.tick(self._clock())
@@ -157,8 +196,11 @@ class EngineCore:
             return
         if self.scheduler.has_unfinished_requests():
             raise RequestError("sleep", "requests are under way", "wait for their end, or abort them")
-        if self.scheduler.has_requests():
-            self._pending += self._run_step()  # rows of ended requests that the runner should still drop
+        while self._in_flight:
+            self._pending += self._finish_oldest()
+        if self.scheduler.has_requests():  # rows of ended requests that the runner should still drop
+            self._in_flight.append((plan := self.scheduler.schedule(), self.executor.submit(plan)))
+            self._pending += self._finish_oldest()
         if not self.scheduler.reset_prefix_cache():
             raise RequestError("sleep", "blocks of the KV cache are held", "wait for what holds them")
         self.executor.sleep(level)

@@ -8,52 +8,86 @@ from __future__ import annotations
 import cProfile
 import itertools
 import os
+import pstats
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ratoon.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ratoon.distributed.executor import Executor
 
 VARIABLE = "RATOON_PROFILE_DIR"
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
 
 
-class StepProfiler:
-    """Profiles the thread that calls it: the one that runs the steps."""
+class FunctionProfile:
+    """Function timings of the caller's thread, which plans steps, and of the one that carries them out."""
 
-    def __init__(self, device: str) -> None:
-        self._on_gpu = device.startswith("cuda")
-        self._active: Any = None
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._profiles = [cProfile.Profile()]
+
+    def start(self) -> None:
+        self._profiles[0].enable()
+        steps = cProfile.Profile()
+        try:
+            self._executor.call(steps.enable)
+            self._profiles.append(steps)
+        except ValueError:  # from Python 3.12 on there is one profile for all threads
+            pass
+
+    def stop(self) -> None:
+        for profile in self._profiles[1:]:
+            self._executor.call(profile.disable)
+        self._profiles[0].disable()
+
+    def write(self, path: Path) -> None:
+        pstats.Stats(*self._profiles).dump_stats(path)
+
+
+class KernelTrace:
+    """A trace of everything that the process has the GPU do."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._profile = torch.profiler.profile(with_stack=True)
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def stop(self) -> None:
+        self._profile.stop()
+
+    def write(self, path: Path) -> None:
+        self._profile.export_chrome_trace(str(path))
+
+
+class StepProfiler:
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._on_gpu = executor.facts.device.startswith("cuda")
+        self._active: FunctionProfile | KernelTrace | None = None
         self._numbers = itertools.count(1)
         self._folder: Path | None = None  # of our own, where the environment names none
 
     def start(self) -> None:
         if self._active is not None:
             raise RequestError("profile", "is under way", "stop it first")
-        if self._on_gpu:
-            import torch
-
-            self._active = torch.profiler.profile(with_stack=True)
-            self._active.start()
-        else:
-            self._active = cProfile.Profile()
-            self._active.enable()
+        self._active = KernelTrace() if self._on_gpu else FunctionProfile(self._executor)
+        self._active.start()
 
     def stop(self) -> str:
         """Where the profile was written: a Chrome trace (.json) or function timings for pstats (.prof)."""
         if self._active is None:
             raise RequestError("profile", "is not under way", "start it first")
         profile, self._active = self._active, None
-        if self._on_gpu:
-            profile.stop()
-        else:
-            profile.disable()
+        profile.stop()
         path = self._make_file(".json" if self._on_gpu else ".prof")
-        if self._on_gpu:
-            profile.export_chrome_trace(str(path))
-        else:
-            profile.dump_stats(path)
+        profile.write(path)
         path.chmod(PRIVATE_FILE)  # a writer may have put another file in its place
         return str(path)
 

@@ -20,7 +20,7 @@ from ratoon.engine.profiling import StepProfiler
 class EngineUtilities:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._profiler = StepProfiler(core.executor.facts.device)
+        self._profiler = StepProfiler(core.executor)
         self._table: dict[str, Callable[..., Any]] = {
             "pause": core.pause,
             "resume": core.resume,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import torch
 
@@ -13,18 +15,54 @@ def indices_on(device: torch.device, indices: list[int]) -> torch.Tensor:
 
 
 class StepBuffer:
-    """`array` and the host tensor share memory. On a CPU the device tensor is the host tensor; elsewhere it is a copy
-    that `to_device` brings up to date without waiting (the host side is pinned)."""
+    """`array` and a host tensor share memory. On a CPU the device tensor is the host tensor; elsewhere it is a copy
+    that `to_device` brings up to date without waiting (the host side is pinned). There are two host sides then, and
+    steps write to them in turn: a copy that is still under way reads the other one."""
 
-    __slots__ = ("_device", "_host", "array")
+    __slots__ = ("_device", "_host", "_other", "array")
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self._device = self._host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        on_cpu, pinned = device.type == "cpu", device.type == "cuda"
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+        self._other = self._host if on_cpu else torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+        self._device = self._host if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
         self.array: np.ndarray = self._host.numpy()
+
+    def turn(self) -> None:
+        """A new step writes to the side that the last one did not."""
+        if self._other is not self._host:
+            self._host, self._other = self._other, self._host
+            self.array = self._host.numpy()
 
     def to_device(self, count: int) -> torch.Tensor:
         """The first `count` entries, on the device."""
         if self._device is not self._host:
             self._device[:count].copy_(self._host[:count], non_blocking=True)
         return self._device[:count]
+
+
+class StepBuffers:
+    """The buffers of all inputs of a step. `turn` before a step writes to them, `copied` behind its last copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._all: list[StepBuffer] = []
+        # When the copies of the last step, and of the one before it, have been made
+        self._copied: deque[torch.cuda.Event] = deque(maxlen=2)
+
+    def make(self, *shape: int, dtype: torch.dtype) -> StepBuffer:
+        buffer = StepBuffer(shape, dtype, self._device)
+        self._all.append(buffer)
+        return buffer
+
+    def turn(self) -> None:
+        if len(self._copied) == 2:
+            self._copied[0].synchronize()  # of the step that wrote to the side which is written to now
+        for buffer in self._all:
+            buffer.turn()
+
+    def copied(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._copied.append(event)

@@ -201,12 +201,12 @@ class ModelRunner:
                 self.beam_rows.apply(step)
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
-        """Choose a token for every branch that the plan names. `grammar` is the place for structured output's masks."""
+    def sample_tokens(self) -> ModelRunnerOutput:
+        """Choose a token for every branch that the plan names."""
         executed, self._executed = self._executed, None
-        if executed is None:
-            return ModelRunnerOutput()
         output = ModelRunnerOutput()
+        if executed is None:
+            return output
         for capture in executed.captures:
             capture.give(output)
         read_all(executed.readers, executed.states, output)

@@ -13,7 +13,7 @@ import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.kv import NULL_BLOCK
-from ratoon.execution.buffers import StepBuffer
+from ratoon.execution.buffers import StepBuffers
 from ratoon.execution.input_batch import InputBatch
 
 
@@ -31,18 +31,17 @@ class StepInputs:
 class InputPreparation:
     def __init__(self, rows: InputBatch, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
         self.rows = rows
-        self.input_ids = StepBuffer((max_num_tokens,), torch.int64, device)
-        self.positions = StepBuffer((max_num_tokens,), torch.int64, device)
-        self.query_start_loc = StepBuffer((max_num_reqs + 1,), torch.int32, device)
-        self.seq_lens = StepBuffer((max_num_reqs,), torch.int32, device)
+        self._buffers = buffers = StepBuffers(device)
+        self.input_ids = buffers.make(max_num_tokens, dtype=torch.int64)
+        self.positions = buffers.make(max_num_tokens, dtype=torch.int64)
+        self.query_start_loc = buffers.make(max_num_reqs + 1, dtype=torch.int32)
+        self.seq_lens = buffers.make(max_num_reqs, dtype=torch.int32)
         num_groups = len(rows.block_tables)
-        self.slot_mappings = [StepBuffer((max_num_tokens,), torch.int64, device) for _ in range(num_groups)]
-        self.block_tables = [
-            StepBuffer((max_num_reqs, rows.max_blocks), torch.int32, device) for _ in range(num_groups)
-        ]
+        self.slot_mappings = [buffers.make(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)]
+        self.block_tables = [buffers.make(max_num_reqs, rows.max_blocks, dtype=torch.int32) for _ in range(num_groups)]
         if rows.cross_tables is not None:
-            self.encoder_lens = StepBuffer((max_num_reqs,), torch.int32, device)
-            self.cross_tables = StepBuffer((max_num_reqs, rows.cross_tables.shape[1]), torch.int32, device)
+            self.encoder_lens = buffers.make(max_num_reqs, dtype=torch.int32)
+            self.cross_tables = buffers.make(max_num_reqs, rows.cross_tables.shape[1], dtype=torch.int32)
             self.nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
 
     def prepare(
@@ -50,6 +49,7 @@ class InputPreparation:
     ) -> StepInputs:
         """`batch_rows` [R]: the row of each scheduled branch; `num_scheduled` [R]: its tokens in this step (≥ 1);
         `unwritten` [R] bool: whose keys and values are not written, but go to the null block, which nobody reads."""
+        self._buffers.turn()
         rows = self.rows
         num_reqs = len(batch_rows)
         cu_num_tokens = np.cumsum(num_scheduled)
@@ -74,7 +74,9 @@ class InputPreparation:
                 self.slot_mappings[group].array[:total][np.repeat(unwritten, num_scheduled)] = NULL_BLOCK
             groups.append(self._group_inputs(group, batch_rows, total, max_query_len, max_seq_len))
         cross = None if rows.cross_tables is None else self._cross_inputs(batch_rows, max_query_len)
-        return StepInputs(self.input_ids.to_device(total), device_positions, groups, cu_num_tokens, cross)
+        input_ids = self.input_ids.to_device(total)
+        self._buffers.copied()
+        return StepInputs(input_ids, device_positions, groups, cu_num_tokens, cross)
 
     def _map_slots(self, group: int, req_indices: np.ndarray, positions: np.ndarray, total: int) -> None:
         """Where each token's keys and values go: block · block_size + offset."""

@@ -105,8 +105,8 @@ class Worker:
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)
 
-    def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
-        return self.runner.sample_tokens(grammar)
+    def sample_tokens(self) -> ModelRunnerOutput:
+        return self.runner.sample_tokens()
 
     def sleep(self, level: int) -> None:
         """Level 1 gives the KV cache's memory back, level 2 the weights' too."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.kv import KVCacheConfig
-from ratoon.core.plan import BlockCopy, BlockIds, BlockSwap
+from ratoon.core.plan import BlockCopy, BlockIds, BlockSwap, SchedulerOutput
 from ratoon.core.stats import PrefixCacheStats
 from ratoon.memory.block_pool import Block, BlockPool
 from ratoon.memory.cross_tables import CrossTable, CrossTables
@@ -43,6 +43,7 @@ class KVCacheManager:
         self.has_host_pool = kv_config.num_host_blocks > 0
         self.pool = BlockPool(kv_config.num_blocks, enable_caching, len(kv_config.all_groups))
         self.prefix_cache_stats = PrefixCacheStats()
+        self._given_back: list[Block] = []
         self._hasher = BlockHasher(self.block_size)
         self._host = HostPool(kv_config.num_host_blocks)
         self._transfers = Transfers(self.pool, self._host)
@@ -188,8 +189,9 @@ class KVCacheManager:
             self._copy_on_write(branch, group, place)
         appended = tuple([self._append_blocks(table, num_missing) for table in tables])
         branch.write_limit = (num_held + num_missing) * block_size
-        if num_real // block_size > branch.num_registered_blocks:
-            self._register_full_blocks(branch, num_real // block_size)
+        num_known = num_real if num_real < branch.num_tokens else branch.num_tokens  # a pending token has no hash
+        if num_known // block_size > branch.num_registered_blocks:
+            self._register_full_blocks(branch, num_known // block_size)
         return appended
 
     def fork(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
@@ -239,6 +241,34 @@ class KVCacheManager:
         branch.num_registered_blocks = 0
         branch.write_limit = 0
 
+    def take_back(self, branch: TokenSequence, num_tokens: int) -> None:
+        """The last `num_tokens` of what counts as computed will not be kept: blocks that hold nothing else go back."""
+        branch.num_computed_tokens -= num_tokens
+        num_kept = -(-branch.num_computed_tokens // self.block_size)
+        num_full = branch.num_computed_tokens // self.block_size
+        for table in branch.block_tables:
+            for block in table[num_full : branch.num_registered_blocks]:  # were offered ahead of the step
+                self.pool.uncache(block)
+            self.pool.free_blocks(reversed(table[num_kept:]))
+            del table[num_kept:]
+        branch.num_registered_blocks = min(branch.num_registered_blocks, num_full)
+        branch.write_limit = 0
+
+    def distrust_writes(self, plan: SchedulerOutput) -> None:
+        """A plan was not carried out, or failed midway: what it should have written is not found again, even where the
+        sequence that it was for is gone. What a plan computes of tokens is not registered for such a sequence."""
+        written = [copy.dst for copy in plan.block_copies]
+        written += [block_id for _, block_id in plan.swapped_in]
+        written += [block_id for step in plan.encoder_steps for block_id in step.block_ids]
+        self.distrust(self.pool.blocks[block_id] for block_id in written)
+        if self.has_host_pool:
+            self.distrust_swaps(plan.swapped_out)
+
+    def distrust(self, blocks: Iterable[Block]) -> None:
+        """What these blocks hold is not found again. What holds them keeps them."""
+        for block in blocks:
+            self.pool.uncache(block)
+
     def detach(self, branch: TokenSequence) -> TokenSequence:
         """What an ended sequence holds, as one of its own that nobody writes to. The branch holds nothing then."""
         self._swap.forget(branch)  # one that waited holds nothing that can be kept
@@ -260,7 +290,7 @@ class KVCacheManager:
         two do not begin alike, or where the parent no longer holds what its window has passed. `num_left` of the
         child's tokens are not inherited: somebody has to compute the state to sample from.
         """
-        count = min(num_tokens, parent.num_computed_tokens, child.num_tokens - num_left)
+        count = min(num_tokens, parent.num_computed_tokens, parent.num_tokens, child.num_tokens - num_left)
         if count <= 0 or not parent.extra_keys.agree(child.extra_keys, count):
             return 0
         if parent.token_ids[:count] != child.token_ids[:count]:
@@ -423,8 +453,15 @@ class KVCacheManager:
         null = self.pool.null_block
         return sum(block.ref_cnt == 0 and block is not null for blocks in blocks_by_group for block in blocks)
 
+    def take_given_back(self) -> list[Block]:
+        """The blocks that sequences which go on have given back since the last call, because no token reads them."""
+        blocks, self._given_back = self._given_back, []
+        return blocks
+
     def _give_back(self, tables: list[list[Block]], places: list[TablePlace]) -> None:
-        self.pool.free_blocks([tables[group][place] for group, place in places])
+        blocks = [tables[group][place] for group, place in places]
+        self.pool.free_blocks(blocks)
+        self._given_back += blocks
         for group, place in places:
             tables[group][place] = self.pool.null_block
 

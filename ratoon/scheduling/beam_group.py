@@ -135,12 +135,6 @@ class BeamGroup(Task):
 
     # ---- results ----
 
-    def awaits(self, step: BeamStep) -> bool:
-        """Do the results of this step belong to it? They may be those of an earlier request with the same id."""
-        if self.search.num_tokens == 0:
-            return step.num_tokens == 0
-        return self._tails is not None and self._tails.num_computed_tokens == step.num_computed_tokens + step.num_tokens
-
     def advance(self, kv_cache: KVCacheManager, found: BeamCandidates) -> None:
         """Take candidates in: beams end, fork and give their memory back."""
         if self._tails is None:

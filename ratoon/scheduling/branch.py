@@ -16,6 +16,7 @@ from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.task import Task
 
+NEVER = 1 << 62  # a step that does not come
 _MASK_64 = (1 << 64) - 1
 
 
@@ -98,11 +99,14 @@ class Branch(TokenSequence):
 
     __slots__ = (
         "choice",
+        "first_step",
         "known_to_runner",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_pending",
         "num_rows",
         "order",
+        "plans_ahead",
         "request",
         "request_id",
         "seed",
@@ -118,6 +122,11 @@ class Branch(TokenSequence):
         self.status = BranchStatus.WAITING
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache when it first ran
         self.known_to_runner = False  # the runner has a row for it
+        # Tokens that steps in flight will bring, and that the runner feeds to the next step itself: they count as
+        # tokens to compute, and their values are not known here.
+        self.num_pending = 0
+        self.plans_ahead = False  # True: a token that is sampled is pending; else the next step waits for its result
+        self.first_step = NEVER  # of this run of it: results of earlier steps belong to another branch of its name
         self.num_rows = 1  # that it takes on the runner; a search needs one for each beam
         # Copies of the request's, one attribute away: these are read for every branch in every step.
         self.request_id = request.request_id

@@ -17,7 +17,7 @@ class EventLog:
         # By request id, of requests that have been scheduled: that they were queued is told then, not before. So there
         # is nothing here to look through while requests wait, or get their tokens.
         self._untold: dict[str, list[EngineCoreEvent]] = {}
-        self._chunks: list[EngineCoreEvent] = []  # of the step that runs
+        self._chunks: list[tuple[int, EngineCoreEvent]] = []  # of steps in flight, by their numbers
 
     def __bool__(self) -> bool:
         return bool(self._untold)
@@ -32,16 +32,17 @@ class EventLog:
     def preempted(self, branch: Branch, now: float) -> None:
         self._note(branch.request, EngineCoreEvent(EngineCoreEventType.PREEMPTED, now, choice=branch.choice))
 
-    def chunk(self, branch: Branch, num_tokens: int, now: float) -> None:
-        """Part of a prompt is in the step that begins now."""
+    def chunk(self, branch: Branch, num_tokens: int, step: int, now: float) -> None:
+        """Part of a prompt is in the step that is planned now."""
         event = EngineCoreEvent(EngineCoreEventType.PREFILL_CHUNK, now, 0.0, num_tokens, branch.choice)
         self._note(branch.request, event)
-        self._chunks.append(event)
+        self._chunks.append((step, event))
 
-    def step_done(self, now: float) -> None:
-        for event in self._chunks:
-            event.seconds = max(0.0, now - event.timestamp)
-        self._chunks.clear()
+    def step_done(self, step: int, now: float) -> None:
+        for number, event in self._chunks:
+            if number <= step:
+                event.seconds = max(0.0, now - event.timestamp)
+        self._chunks = [(number, event) for number, event in self._chunks if number > step]
 
     def _note(self, request: Request, event: EngineCoreEvent) -> None:
         events = self._untold.setdefault(request.request_id, [])

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from ratoon.core.errors import QueueFullError
-from ratoon.core.plan import BlockIds, CaptureStep, EncoderStep
+from ratoon.core.plan import BlockIds, CaptureStep, EncoderStep, SchedulerOutput
 from ratoon.core.request import Extraction
 from ratoon.core.shares import has_room
 from ratoon.scheduling.branch import Branch, BranchStatus
@@ -27,13 +27,23 @@ AGED_SHARE = 8  # one part in so many of a step's tokens is then its own
 class ExtractionTask(Task):
     """One extraction: positions rising, the first `num_captured` of them done."""
 
-    __slots__ = ("branch", "deadline", "extraction", "num_captured", "num_passed_by", "num_rows_run", "queue")
+    __slots__ = (
+        "branch",
+        "deadline",
+        "extraction",
+        "is_in_flight",
+        "num_captured",
+        "num_passed_by",
+        "num_rows_run",
+        "queue",
+    )
 
     def __init__(self, branch: Branch, extraction: Extraction, queue: ExtractionQueue) -> None:
         self.queue = queue
         self.branch = branch
         self.extraction = extraction
         self.deadline: float | None = None  # on the scheduler's clock
+        self.is_in_flight = False  # a step of it runs: which rows are next is known when it has ended
         self.num_captured = 0
         self.num_passed_by = 0  # times that others came first since it last gave something
         self.num_rows_run = 0
@@ -91,6 +101,7 @@ class ExtractionTask(Task):
                 captured.append(len(tokens) + positions[index] - first)
                 index += 1
             tokens += self.branch.token_ids[first : first + count]
+        self.is_in_flight = True
         return CaptureStep(
             req_id=self.branch.branch_id,
             token_ids=tokens,
@@ -107,12 +118,14 @@ class ExtractionTask(Task):
         """All of it at once: an encoder input is never divided."""
         encoder_input, extraction = self.branch.request.encoder_input, self.extraction
         assert encoder_input is not None
+        self.is_in_flight = True
         return EncoderStep(
             self.branch.branch_id, encoder_input, [], extraction.positions, extraction.layers, extraction.dtype
         )
 
     def confirm(self, step: CaptureStep | EncoderStep) -> None:
         """The step's rows were run, and those it named were read out."""
+        self.is_in_flight = False
         self.num_captured += len(step.captured)
         if isinstance(step, EncoderStep):
             self.num_rows_run += step.encoder_input.num_positions
@@ -121,7 +134,12 @@ class ExtractionTask(Task):
         if step.captured:
             self.num_passed_by = 0
 
+    def num_written_tokens(self, plan: SchedulerOutput, branch_id: str) -> int:
+        spans = [span for capture in plan.captures if capture.req_id == branch_id for span in capture.spans]
+        return sum(count for _, count, is_written in spans if is_written)
+
     def set_back(self) -> None:
+        self.is_in_flight = False
         if self.branch.status == BranchStatus.RUNNING:
             self.queue.set_back(self)
 

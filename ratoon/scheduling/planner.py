@@ -31,6 +31,8 @@ class StepPlanner:
 
     def plan(self) -> SchedulerOutput:
         """Running branches first, then waiting ones, then the plan."""
+        if self._state.may_take_memory:
+            self._state.wants_quiet = False
         step = StepDraft(self._state.config.max_num_batched_tokens, self._state.config.max_num_encoder_tokens)
         if self._state.quarantined:
             self._schedule_alone(step, next(iter(self._state.quarantined.values())))
@@ -65,7 +67,7 @@ class StepPlanner:
         for branch in self._state.running.copy():  # preemption changes the list
             if budget <= 0:
                 break
-            num_tokens = branch.num_tokens
+            num_tokens = branch.num_tokens + branch.num_pending
             gap = num_tokens - branch.num_computed_tokens
             if gap == 1 and num_tokens <= branch.write_limit:
                 take_in_place(branch)
@@ -192,7 +194,12 @@ class StepPlanner:
                 return admission
             spared = self._state.spared_owners(branch)
             num_at_most = self._state.kv_cache.num_free_blocks + leases.num_reclaimable_blocks(spared)
-            if num_at_most < self._num_wanted_blocks(branch) or not leases.evict_one(spared):
+            if num_at_most < self._num_wanted_blocks(branch):
+                return Admission.NO_MEMORY
+            if not self._state.may_take_memory:
+                self._state.wants_quiet = self._state.wants_quiet or len(leases) > 0
+                return Admission.NO_MEMORY
+            if not leases.evict_one(spared):
                 return Admission.NO_MEMORY
 
     def _num_wanted_blocks(self, branch: Branch) -> int:
@@ -244,6 +251,7 @@ class StepPlanner:
                 self._state.kv_cache.count_lookup(branch.num_tokens, num_hit_tokens)
             self._beginnings.note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING
+        branch.first_step = self._state.next_step
         branch.num_computed_tokens = num_hit_tokens
         self._state.events.scheduled(branch, self._state.now)
         step.add(branch, num_new_tokens, appended)
@@ -273,6 +281,7 @@ class StepPlanner:
             [None] * len(in_place),
         )
         plan = SchedulerOutput(
+            self._state.next_step,
             scheduled_cached_reqs=known,
             num_scheduled_tokens=dict.fromkeys(known.req_ids, 1),
             total_num_scheduled_tokens=self._state.config.max_num_batched_tokens - step.budget,
@@ -284,6 +293,8 @@ class StepPlanner:
         self._state.finished_rows = []
         for branch in in_place:
             branch.num_computed_tokens += 1
+            if branch.plans_ahead and branch.num_tokens + branch.num_pending + 1 < branch.max_total_tokens:
+                branch.num_pending += 1  # as in _expect_token
         for branch, num_new_tokens, appended in step.allocated:
             self._write_down(plan, branch, num_new_tokens, appended)
         if self._state.kv_cache.has_cross_group:
@@ -293,8 +304,13 @@ class StepPlanner:
         self.num_encoder_runs += len(plan.encoder_steps)
         if self._state.kv_cache.has_host_pool:
             plan.swapped_out, plan.swapped_in = self._state.kv_cache.take_swaps()
-        self.num_steps += 1
         self.num_scheduled_tokens = plan.total_num_scheduled_tokens
+        if self._state.kv_cache.gives_blocks_back:
+            self._state.note_given_back()
+        if not plan.is_void:
+            self.num_steps += 1
+            self._state.next_step += 1
+            self._state.in_flight.append(plan)
         return plan
 
     def _write_encoder_steps(self, plan: SchedulerOutput) -> None:
@@ -314,9 +330,17 @@ class StepPlanner:
             plan.scheduled_new_reqs.append(branch.as_new_request(self._state.kv_cache.block_ids(branch)))
             branch.known_to_runner = True
         if branch.request.traced and (num_new_tokens > 1 or branch.num_computed_tokens < branch.num_prompt_tokens):
-            self._state.events.chunk(branch, num_new_tokens, self._state.now)
+            self._state.events.chunk(branch, num_new_tokens, plan.step, self._state.now)
         branch.num_computed_tokens += num_new_tokens
         if branch.num_computed_tokens < branch.num_tokens:
             branch.write_limit = 0  # the end of a prompt must come through here, for it may fork
         else:
             branch.request.task.complete(plan, branch_id)
+            if branch.plans_ahead and branch_id not in plan.fanout:  # choices come into being with the result
+                self._expect_token(branch)
+
+    def _expect_token(self, branch: Branch) -> None:
+        """A branch is sampled in this step, and may be in the next one before its token is known, unless that token is
+        its last."""
+        if branch.num_tokens + branch.num_pending + 1 < branch.max_total_tokens:
+            branch.num_pending += 1

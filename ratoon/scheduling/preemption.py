@@ -19,8 +19,11 @@ class Preemption:
     def make_room(self, step: StepDraft, branch: Branch) -> Branch | None:
         """A branch is short of memory: what has ended gives way before what runs, what stands back for generation
         before generation, and of that the last in the order, which is returned; where several owners compete, the last
-        of the one that holds most."""
+        of the one that holds most. With steps in flight nothing gives way, and the branch is left out of this one."""
         state = self._state
+        if not state.may_take_memory:
+            state.wants_quiet = True
+            return branch
         if state.leases.evict_one(state.spared_owners(branch)) or any(give_way() for give_way in self.first_to_go):
             return None
         tried = next(iter(state.quarantined.values()), None)  # others give way to it, whatever their order
@@ -48,6 +51,9 @@ class Preemption:
         than its share, the last gives way. False: there is none."""
         victim = self._state.find_one_beyond_its_share(branch, running)
         if victim is None:
+            return False
+        if not self._state.may_take_memory:
+            self._state.wants_quiet = True
             return False
         self.preempt(step, victim)
         step.gave_way.add(victim)

@@ -96,37 +96,47 @@ class Scheduler:
         """
         return self.state.fail_requests(ids, message)
 
-    def try_apart(self, plan: SchedulerOutput) -> bool:
-        """A step raised, and nobody knows whose fault it was. Its requests give their memory back, and each runs alone
-        until it has got a token: the one at fault then fails alone, and the others go on. Nothing that the step may
-        have spoilt is found again. False: there is only one request in it, so it is known whose fault it was.
+    def step_failed(self, plan: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
+        """The oldest step in flight raised, and those behind it were not carried out. Call it before anything else is
+        done with the scheduler.
 
-        Call it before anything else is done with the scheduler, as with `fail_requests`.
+        A request that was alone in the step was at fault, and fails. Of several it is not known: they give their memory
+        back, and each runs alone until it has got something; the one at fault then fails alone, and the others go on.
+        Requests of the skipped steps are planned anew. What the step may have spoilt is not found again.
         """
-        requests = self.state.find_requests(plan.req_ids)
-        if len(requests) == 1:
-            return False
-        for kind in self.kinds.all:
-            kind.unfork(plan)
-        branches = [self.state.branches[branch_id] for branch_id in plan.req_ids if branch_id in self.state.branches]
-        for branch in branches:
-            if branch.known_to_runner:
-                self.state.finished_rows.append(branch.branch_id)
-            self.state.set_back(branch, trusted=False)
-            self.state.events.preempted(branch, self.state.now)
-        self.state.running = [branch for branch in self.state.running if branch.status == BranchStatus.RUNNING]
-        for branch in sorted(branches, key=self.state.order, reverse=True):
-            self.kinds.of(branch.request).enqueue_again(branch)
-        self.state.quarantined.update((request.request_id, request) for request in requests)
-        return True
+        state = self.state
+        assert state.in_flight and state.in_flight[0] is plan, "the oldest step in flight fails first"
+        failed = state.steps_failed()
+        still_there = self._still_there(plan)
+        suspects = state.find_requests(still_there)
+        outputs = []
+        if len(suspects) == 1 and len(still_there) == len(plan.req_ids):
+            outputs = state.fail_requests([suspects[0].request_id], message)
+        else:
+            state.quarantined.update((request.request_id, request) for request in suspects)
+        self._plan_anew(failed)
+        return outputs
 
-    def say_again(self, plan: SchedulerOutput) -> None:
-        """A step raised, perhaps before the runner heard who had left: it is told with the next plan. Nor is it known
-        whether blocks had come to the host."""
-        self.state.events.step_done(self.state.now)
-        self.state.finished_rows += plan.finished_req_ids + plan.preempted_req_ids
-        if plan.swapped_out:
-            self.kv_cache.distrust_swaps(plan.swapped_out)
+    def _still_there(self, plan: SchedulerOutput) -> list[str]:
+        """The branches of a plan that have not ended since. An id may be in use again."""
+        branches = self.state.branches
+        return [name for name in plan.req_ids if name in branches and branches[name].first_step <= plan.step]
+
+    def _plan_anew(self, failed: list[SchedulerOutput]) -> None:
+        """The branches of these plans lose their memory, and wait before all that came later."""
+        state = self.state
+        found = {name: state.branches[name] for plan in failed for name in self._still_there(plan)}
+        for plan in failed:
+            for kind in self.kinds.all:
+                kind.unfork(plan)
+        for branch in found.values():
+            if branch.known_to_runner:
+                state.finished_rows.append(branch.branch_id)
+            state.set_back(branch, trusted=False)
+            state.events.preempted(branch, state.now)
+        state.running = [branch for branch in state.running if branch.status == BranchStatus.RUNNING]
+        for branch in sorted(found.values(), key=state.order, reverse=True):
+            self.kinds.of(branch.request).enqueue_again(branch)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.state.requests)
@@ -149,17 +159,28 @@ class Scheduler:
     # ---- one step ----
 
     def schedule(self) -> SchedulerOutput:
-        """Plan a step."""
+        """Plan a step, which may be before the results of earlier ones are known. Plans are carried out in order; one
+        that is void need not be."""
         return self.planner.plan()
+
+    @property
+    def can_plan(self) -> bool:
+        """False: the next plan has to wait until no step is in flight, because something must give its memory up, or
+        because a request runs alone until it has got something."""
+        return not self.state.in_flight or not (self.state.wants_quiet or self.state.quarantined)
+
+    def step_done(self, plan: SchedulerOutput, now: float | None = None) -> None:
+        """A plan has been carried out, at this time, which unless given is the last that was told: what it computed is
+        there. What it sampled is told by `update_from_output`; requests may be aborted in between."""
+        if now is not None:
+            self.state.now = now
+        self.state.step_done(plan.step)
 
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float | None = None
     ) -> list[EngineCoreOutput]:
-        """Take in the results of a plan, at this time, which unless given is the last that was told. Results for
-        branches that ended while the step ran are dropped."""
-        if now is not None:
-            self.state.now = now
-        self.state.events.step_done(self.state.now)
+        """Take in the results of a plan. Results for branches that ended while the step ran are dropped."""
+        self.step_done(plan, now)
         return self.results.take(plan, output)
 
     # ---- figures and checks ----

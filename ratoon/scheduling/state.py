@@ -10,12 +10,14 @@ from collections.abc import Collection, Iterable
 from ratoon.core.config import SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import RequestError
 from ratoon.core.messages import Fault
+from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, FinishReason, InheritedFrom
+from ratoon.memory.block_pool import Block
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.admission import max_step_tokens
-from ratoon.scheduling.branch import Branch, BranchStatus, Request
+from ratoon.scheduling.branch import NEVER, Branch, BranchStatus, Request
 from ratoon.scheduling.events import EventLog
 from ratoon.scheduling.queues import FairQueue, sort_key_for
 from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
@@ -40,6 +42,13 @@ class SchedulerState:
         self.inherited: dict[str, InheritedFrom] = {}  # of continuations that have no token yet: said with their first
         self.finished_rows: list[str] = []  # for the next plan
         self.events = EventLog()
+        self.in_flight: list[SchedulerOutput] = []  # plans whose results are not known, the oldest first
+        self.next_step = 1  # number of the next plan
+        # A plan left a branch out for which others must give way: that waits until nothing is in flight.
+        self.wants_quiet = False
+        # What branches in flight held and do not any more, because they ended or have passed it, with the number of the
+        # last step that may touch it
+        self.left_in_flight: list[tuple[int, list[Block]]] = []
         self._reserved_ids: set[str] = set()  # branch ids of unfinished requests, those not forked yet included
 
     def verify_ids(self, request: Request) -> None:
@@ -59,6 +68,55 @@ class SchedulerState:
                 self.branches[branch.branch_id] = branch
         if request.continuation_of is not None:
             self.leases.await_continuation(request.continuation_of, request.request_id)
+
+    @property
+    def may_take_memory(self) -> bool:
+        """May what holds memory lose it to a branch that needs some? Not while steps are in flight: their results may
+        make it unnecessary, and tokens that they bring belong to branches that run."""
+        return not self.in_flight
+
+    def land(self, branch: Branch) -> bool:
+        """A branch ends: what steps in flight compute of it does not count, nor what they sample. False: the first step
+        of this run of it is among them, so that nothing that it holds is sure to be there."""
+        flying = [plan for plan in self.in_flight if plan.step >= branch.first_step]
+        if not flying:
+            return True
+        held = [block for table in branch.block_tables for block in table]
+        if branch.cross is not None:
+            held += branch.cross.blocks
+        self.left_in_flight.append((flying[-1].step, held))
+        num_tokens = sum(branch.request.task.num_written_tokens(plan, branch.branch_id) for plan in flying)
+        if num_tokens:
+            self.kv_cache.take_back(branch, num_tokens)
+        branch.num_pending = 0
+        return flying[0].step > branch.first_step
+
+    def note_given_back(self) -> None:
+        """A plan was made: what branches gave back for it may be read or written by the steps before."""
+        blocks = self.kv_cache.take_given_back()
+        if blocks and self.in_flight:
+            self.left_in_flight.append((self.in_flight[-1].step, blocks))
+
+    def step_done(self, step: int) -> None:
+        """A step was carried out."""
+        self.in_flight = [plan for plan in self.in_flight if plan.step > step]
+        if self.left_in_flight:
+            self.left_in_flight = [left for left in self.left_in_flight if left[0] > step]
+        self.events.step_done(step, self.now)
+
+    def steps_failed(self) -> list[SchedulerOutput]:
+        """The oldest step in flight failed, and those behind it were not carried out: they are returned. What they
+        should have written, or may have spoilt, is not found again; what the runner should have heard, it is told with
+        the next plan."""
+        failed, self.in_flight = self.in_flight, []
+        left, self.left_in_flight = self.left_in_flight, []
+        self.events.step_done(failed[-1].step, self.now)
+        for plan in failed:
+            self.finished_rows += plan.finished_req_ids + plan.preempted_req_ids
+            self.kv_cache.distrust_writes(plan)
+        for _, blocks in left:
+            self.kv_cache.distrust(blocks)
+        return failed
 
     def has_rows_for(self, branch: Branch) -> bool:
         """Are there as many rows as it takes? While rows run all or none, there are no more of them than tokens in a
@@ -168,6 +226,8 @@ class SchedulerState:
             self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
+        branch.num_pending = 0
+        branch.first_step = NEVER
 
     def _swap_out(self, branch: Branch) -> bool:
         task = branch.request.task
@@ -191,7 +251,8 @@ class SchedulerState:
         for branch in branches:
             request = branch.request
             request.task.release()
-            retain_kv = request.retain_kv if keep and request.task.leases_branches else None
+            is_there = self.land(branch)
+            retain_kv = request.retain_kv if keep and is_there and request.task.leases_branches else None
             if retain_kv is None or not self.leases.grant(branch, self.now + retain_kv, request.owner):
                 self.kv_cache.free(branch, trusted)
             branch.status = BranchStatus.FINISHED
@@ -244,6 +305,11 @@ class SchedulerState:
             assert branch.num_computed_tokens == 0, f"{branch.branch_id} waits with computed tokens"
         for branch in self.branches.values():
             assert branch.num_tokens == len(branch.token_ids), f"{branch.branch_id}: miscounted tokens"
-            assert branch.num_computed_tokens <= branch.num_tokens, f"{branch.branch_id}: more computed than there is"
+            assert branch.num_computed_tokens <= branch.num_tokens + branch.num_pending, (
+                f"{branch.branch_id}: more computed than there is"
+            )
+            assert branch.num_registered_blocks * self.kv_cache.block_size <= branch.num_tokens, (
+                f"{branch.branch_id}: unknown tokens were hashed"
+            )
             assert branch.num_tokens <= branch.max_total_tokens, f"{branch.branch_id} is longer than it may be"
             assert self.requests.get(branch.request_id) is branch.request, f"{branch.branch_id} has no request"

@@ -46,6 +46,10 @@ class Task:
         """All tokens of this branch are computed with this plan: say in it what the last row is for."""
         raise NotImplementedError
 
+    def num_written_tokens(self, plan: SchedulerOutput, branch_id: str) -> int:
+        """Tokens of this branch whose keys and values a plan writes."""
+        return plan.num_scheduled_tokens.get(branch_id, 0)
+
     def num_blocks_to_come(self, kv_cache: KVCacheManager) -> int:
         """What it needs beside its branch's tokens as soon as these are computed."""
         return 0

@@ -32,6 +32,10 @@ REQUESTS: list[tuple[list[int], GenerationParams]] = [
     (PROMPT, BEAMS),
     (random_token_ids(20, seed=2), SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=9, ignore_eos=True)),
     (random_token_ids(17, seed=3), BeamSearchParams(beam_width=3, n=2, max_tokens=9, ignore_eos=True)),
+    # One that is alone in a failed step is at fault; with two in flight, beams and forks wait for results where others
+    # do not: so there are two others.
+    (random_token_ids(11, seed=4), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)),
+    (random_token_ids(9, seed=5), SamplingParams(temperature=0.8, seed=1, max_tokens=9, ignore_eos=True)),
 ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ratoon import LLM, RequestOutput, SamplingParams
 from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreRequest
+from ratoon.engine.core import EngineCore
 from ratoon.engine.front_end import Prepared
 from ratoon.engine.roots import Root
 from tests.golden.engines import scheduler_of
@@ -25,6 +26,16 @@ def sampled(count: int, **changes: Any) -> SamplingParams:
 
 def greedy(count: int, **changes: Any) -> SamplingParams:
     return sampled(count, temperature=0, **changes)
+
+
+def overwrite(core: EngineCore, blocks: list[int]) -> None:
+    """Behind the steps in flight, which may still read or write them."""
+
+    def write() -> None:
+        for tensor in core.executor._worker.runner.kv._tensors:  # type: ignore[attr-defined]
+            tensor[blocks] = GARBAGE
+
+    core.executor.call(write)
 
 
 class Driver:
@@ -102,5 +113,4 @@ class Driver:
     def _overwrite_unheld_memory(self) -> None:
         blocks = self.scheduler.kv_cache.pool.blocks[1:]
         unheld = [block.block_id for block in blocks if block.ref_cnt == 0 and block.block_hash is None]
-        for tensor in self.llm._client.core.executor._worker.runner.kv._tensors:
-            tensor[unheld] = GARBAGE
+        overwrite(self.llm._client.core, unheld)

@@ -298,8 +298,13 @@ class Driver(CoreDriver):
         awaited = set(kv_cache._transfers._saved.values())
         blocks = [block for block in kv_cache.pool.blocks[1:] if block.ref_cnt == 0 and block.block_hash is None]
         unheld = {block.block_id for block in blocks} - awaited
-        self._overwrite(self.runner.kv._tensors, unheld, self._overwritten)
-        self._overwrite(self.runner.kv._host_tensors, set(kv_cache._host._free), self._overwritten_on_host)
+        free_on_host = set(kv_cache._host._free)
+
+        def write() -> None:
+            self._overwrite(self.runner.kv._tensors, unheld, self._overwritten)
+            self._overwrite(self.runner.kv._host_tensors, free_on_host, self._overwritten_on_host)
+
+        self.core.executor.call(write)  # behind the steps in flight, which may still read or write them
 
     def _overwrite(self, tensors: list[Tensor], unheld: set[int], overwritten: set[int]) -> None:
         new = sorted(unheld - overwritten)

@@ -18,7 +18,7 @@ from ratoon.api.llm import LLM
 from ratoon.core.outputs import LogprobsLists
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction, FinishReason, InheritedFrom
-from tests.golden.driver import GARBAGE
+from tests.golden.driver import overwrite
 from tests.golden.engines import tiny_model
 
 TOLERANCE = 1e-4
@@ -138,8 +138,7 @@ class CoreDriver:
     def _overwrite_unheld_memory(self) -> None:
         blocks = self.core.scheduler.kv_cache.pool.blocks[1:]
         unheld = [block.block_id for block in blocks if block.ref_cnt == 0 and block.block_hash is None]
-        for tensor in self.core.executor._worker.runner.kv._tensors:
-            tensor[unheld] = GARBAGE
+        overwrite(self.core, unheld)
 
     def run(self) -> None:
         while self.core.has_work():

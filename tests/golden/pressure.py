@@ -21,9 +21,11 @@ def no_free_memory(llm: LLM) -> Iterator[None]:
 
 
 def step_without_free_memory(llm: LLM) -> int:
-    """One engine step. How many had to give way."""
+    """An engine step; where one is in flight, two: nothing gives way before its result is there. How many had to."""
     before = llm.stats().num_preemptions
     with no_free_memory(llm):
-        llm.engine.step()
+        for _ in range(llm._client.core.config.scheduler.max_steps_in_flight):
+            if llm.stats().num_preemptions == before:
+                llm.engine.step()
     scheduler_of(llm).check()
     return llm.stats().num_preemptions - before

@@ -98,7 +98,7 @@ class TestTheParentStillRuns:
     def test_it_is_forked_now_after_any_of_its_steps(self, family):
         """In the middle of its prompt, behind it, and at every offset in a block; neither disturbs the other."""
         prompt, params, parent_params = random_token_ids(11, seed=4), greedy(5), sampled(12)
-        with engine(family, block_size=BLOCK_SIZE, num_blocks=64, max_prefill_chunk=3) as llm:
+        with engine(family, block_size=BLOCK_SIZE, num_blocks=64, max_prefill_chunk=3, max_steps_in_flight=1) as llm:
             driver = Driver(llm)
             alone = driver.afresh(prompt, parent_params)
             for num_steps in range(15):
@@ -186,7 +186,7 @@ class TestBlocksAreEvictedUnderAContinuation:
         """An older request grows into its memory, sooner or later: during its prefill, or while it decodes."""
         suffix, params = random_token_ids(16, seed=90), sampled(8, n=num_choices)
         lost_with: set[int] = set()  # how many tokens it had when it lost its memory
-        with engine(LLAMA, block_size=BLOCK_SIZE, num_blocks=24, max_prefill_chunk=3) as llm:
+        with engine(LLAMA, block_size=BLOCK_SIZE, num_blocks=24, max_prefill_chunk=3, max_steps_in_flight=1) as llm:
             driver = Driver(llm)
             for length in range(42, 60, 3):
                 parent = driver.result(driver.add(random_token_ids(10, seed=length), greedy(6), retain_kv=60))
@@ -286,7 +286,7 @@ class TestAnotherAdapterSaltOrOwner:
     def test_blocks_of_another_adapter_or_salt_are_not_inherited(self, parent_ends):
         """Whatever a request claims, the engine looks at its adapter and salt. Where they agree, all is inherited."""
         prompt, params = random_token_ids(10, seed=1), greedy(4)
-        with engine(LLAMA, block_size=BLOCK_SIZE) as llm:
+        with engine(LLAMA, block_size=BLOCK_SIZE, max_steps_in_flight=1) as llm:
             driver = Driver(llm)
             for parent_tags, child_tags in itertools.product(TAGS, TAGS):
                 driver.forget_unheld_memory()

@@ -142,7 +142,7 @@ def test_the_middle_of_a_parent_can_be_continued() -> None:
 def test_a_parent_that_still_runs_is_continued_beside_it() -> None:
     family = "bart"
     source, prompt = source_of(family, 50), decoder_prompt(20)
-    with core_of(family) as driver:
+    with core_of(family, max_steps_in_flight=1) as driver:  # so that it is known what the parent has computed
         driver.ask("parent", source, prompt, greedy(20))
         for _ in range(8):
             driver.step()

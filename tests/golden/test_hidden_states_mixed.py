@@ -339,7 +339,7 @@ def test_the_last_token_is_written_into_a_copy_of_one_block(family: str) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_running_parent_goes_on_in_blocks_that_nobody_else_writes(family: str) -> None:
     fields = OTHERS[4]
-    with engine(family) as llm:
+    with engine(family, max_steps_in_flight=1) as llm:  # so that it is known what each step may write
         driver = CoreDriver(llm)
         driver.add(EngineCoreRequest("g", **fields))
         asked = {}

@@ -158,7 +158,7 @@ def test_beams_that_lose_their_memory_keep_the_rules(num_tokens: int) -> None:
 
 def test_a_branch_that_loses_its_memory_keeps_the_rules() -> None:
     prompt, fields = random_token_ids(15, seed=1), {"timestamps": TIMESTAMPS}
-    with engine(FAMILY) as llm:
+    with engine(FAMILY, max_steps_in_flight=1) as llm:  # so that the next step needs a block
         stream = llm.stream(prompt, greedy(MAX_TOKENS, **fields))
         outputs = [next(stream) for _ in range(2)]
         assert step_without_free_memory(llm)

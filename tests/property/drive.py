@@ -55,6 +55,7 @@ class Drive:
             load.max_model_len,
         )
         self.runner = FakeRunner(load.kv, self.accepted, VOCABULARY, load.burst)
+        self.in_flight: list[tuple[SchedulerOutput, SchedulerOutput, bool]] = []  # plan, as decoded, is one quarantined
         self.swaps = SwapWatch(self.scheduler)
         self.encoder = EncoderWatch(self.scheduler, self.accepted, load.scheduler.max_num_encoder_tokens)
 
@@ -91,7 +92,7 @@ class Drive:
             for request in self.load.arrivals.get(step, []):
                 self.arrive(request)
             self.take(self.scheduler.abort_requests(self.load.aborts.get(step, [])))
-            if step > last_arrival and not self.scheduler.has_requests():
+            if step > last_arrival and not self.scheduler.has_requests() and not self.in_flight:
                 return
             self.step(step)
             self.scheduler.check()
@@ -155,24 +156,44 @@ class Drive:
         branch_id = branch_id_of(parent.request_id, reading.choice)
         self.arrive(reading.request(name, tokens, parent.cache_salt, parent.encoder_input, branch_id))
 
+    def plan_steps(self) -> None:
+        """As many as may be in flight."""
+        while len(self.in_flight) < self.load.scheduler.max_steps_in_flight and self.scheduler.can_plan:
+            quarantined = bool(self.scheduler.state.quarantined)  # then others give way to the one that is tried
+            self.swaps.before_plan()
+            plan = self.scheduler.schedule()
+            self.scheduler.check()
+            self.swaps.after_plan(plan)
+            self.encoder.after_plan(plan)
+            decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)
+            assert decoded == plan
+            self.check_limits(plan)
+            if plan.is_void:
+                return
+            if self.in_flight:
+                event("planned ahead")
+            self.in_flight.append((plan, decoded, quarantined))
+
     def step(self, step: int) -> None:
-        quarantined = bool(self.scheduler.state.quarantined)  # then others give way to the one that is tried
-        self.swaps.before_plan()
-        plan = self.scheduler.schedule()
-        self.scheduler.check()
-        self.swaps.after_plan(plan)
-        self.encoder.after_plan(plan)
-        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)
-        assert decoded == plan
-        self.check_limits(plan)
+        self.plan_steps()
+        if not self.in_flight:
+            return
+        plan, decoded, quarantined = self.in_flight.pop(0)
         if step in self.load.raising_steps:
             self.runner.fail(decoded, self.held_elsewhere(plan), self.load.raises_late)
-            self.scheduler.say_again(plan)
-            if not (self.load.apart and plan.req_ids and self.scheduler.try_apart(plan)):
-                self.take(self.scheduler.fail_requests(plan.req_ids, "the device is on fire"))
+            for _, skipped, _ in self.in_flight:
+                event("skipped")
+                self.runner.fail(skipped, set(), begun=False)
+            self.in_flight.clear()
+            self.take(self.scheduler.step_failed(plan, "the device is on fire"))
+            self.encoder.look_for_losses()
             return
         result = self.runner.execute(decoded)
-        self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
+        if self.load.aborts_before_done:
+            self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
+        else:
+            self.scheduler.step_done(plan)
+            self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
         if step in self.load.bad_rows and (result.req_ids or self.other_values(result)):
             self.drop_row(result)
         self.take(self.scheduler.update_from_output(plan, result))
@@ -225,7 +246,7 @@ class Drive:
         assert sum(len(capture.spans) for capture in plan.captures) <= MAX_CAPTURE_SPANS
         for capture in plan.captures:
             assert 0 < len(capture.token_ids) <= self.scheduler.state.max_step_tokens
-        if plan.is_empty:
+        if plan.is_empty and not self.in_flight:
             assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
 
     def take(self, outputs: list[EngineCoreOutput]) -> None:

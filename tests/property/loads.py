@@ -74,7 +74,7 @@ class Load:
     readings: list[Reading]
     lease_fraction: float
     ended_leases: dict[int, list[str]]
-    apart: bool  # are the requests of a step that raises tried one by one?
+    aborts_before_done: bool  # are those aborted before it is known that the step has ended well, or behind that?
     raises_late: bool  # has a step that raises done its work, or nothing of it?
     owners: list[str | None]  # of requests, by their numbers, around the list; a continuation has its parent's
 
@@ -203,11 +203,13 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     ids = [request.request_id for request in all_requests] + [f"x{number}" for number in range(len(all_readings))]
     some_steps = _some_steps(tuple(ids))
     max_model_len = draw(number(16, 40))
+    burst = draw(among(1, 1, 3))  # how many tokens a step brings is then known with its result
     return Load(
         SchedulerConfig(
             max_num_batched_tokens=draw(BUDGET),
             max_num_seqs=draw(number(4, 12) if "searching" in traits or swapping else number(1, 8)),
             max_prefill_chunk=draw(number_or_none(1, 9)),
+            max_steps_in_flight=draw(among(1, 2, 2, 3)) if burst == 1 else 1,
             max_num_encoder_tokens=draw(among(3, 8, 14, 1000)),
             policy=draw(POLICY),
             enable_chunked_prefill=draw(among(True, True, False)),
@@ -215,7 +217,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         draw(kv_configs(max_model_len, shares, has_encoder, host_shares)),
         caching=draw(among(True, True, True, False)),
         max_model_len=max_model_len,
-        burst=draw(among(1, 1, 3)),
+        burst=burst,
         arrivals=arrivals,
         aborts=draw(some_steps),
         mid_step_aborts=draw(some_steps),
@@ -226,7 +228,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         readings=all_readings,
         lease_fraction=draw(among(0.5, 1.0) if rooted else among(0.0, 0.3, 0.5, 1.0)),
         ended_leases=draw(some_steps),
-        apart=draw(BOOLEAN),
+        aborts_before_done=draw(BOOLEAN),
         raises_late=draw(BOOLEAN),
         owners=draw(st.lists(st.sampled_from(OWNERS), min_size=2, max_size=5)) if "owned" in traits else [None],
     )

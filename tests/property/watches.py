@@ -92,7 +92,13 @@ class EncoderWatch:
                 self._num_reads += 1
             else:
                 self._runs[request.cache_salt, step.encoder_input.content_hash] += 1
+        self.look_for_losses()
+
+    def look_for_losses(self) -> None:
+        """Behind a failed step, too: what is lost with it may be named again, in the same block, by the next plan."""
         memory = self._scheduler.kv_cache
+        if not memory.has_cross_group:
+            return
         cached = memory.pool.cached_blocks(memory.num_groups)  # the cross group comes behind the others
         names = {name: block.block_id for name, block in cached.items()}
         self._is_complete = self._is_complete and self._names.items() <= names.items()

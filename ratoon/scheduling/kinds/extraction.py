@@ -42,7 +42,7 @@ class PlannedCapture:
     def write(self, plan: SchedulerOutput) -> None:
         state, branch = self.state, self.task.branch
         if branch.request.traced:
-            state.events.chunk(branch, self.num_tokens, state.now)
+            state.events.chunk(branch, self.num_tokens, plan.step, state.now)
         plan.captures.append(self.task.take_step(self.spans, state.kv_cache.block_ids(branch)))
         branch.num_computed_tokens += sum(count for _, count, is_written in self.spans if is_written)
         if state.shares.contended:
@@ -119,7 +119,7 @@ class ExtractionKind(RequestKind):
     def plan_early(self, step: StepDraft) -> bool:
         """One that was passed by too often has its share before all that wait."""
         aged = self.queue.aged
-        if aged is None:
+        if aged is None or aged.is_in_flight:
             return True
         takes_all = self._state.config.whole_prompts or not self._state.waiting
         return self._extract(step, aged, step.budget if takes_all else self._share_of_aged)
@@ -130,12 +130,14 @@ class ExtractionKind(RequestKind):
             return
         planned = {planned.branch for planned in _planned(step)}
         for task in list(self.queue):
-            if task.branch not in planned and not self._extract(step, task, step.budget):
+            if task.is_in_flight or task.branch in planned:
+                continue
+            if not self._extract(step, task, step.budget):
                 return
 
     def close(self, step: StepDraft) -> None:
         first = self.queue.first
-        if first is not None and not _planned(step):
+        if first is not None and not first.is_in_flight and not _planned(step):
             first.num_passed_by += 1
 
     def stand_back(self, request: Request) -> None:
@@ -197,6 +199,7 @@ class ExtractionKind(RequestKind):
             return False
         if branch.status != BranchStatus.RUNNING:
             branch.status = BranchStatus.RUNNING
+            branch.first_step = self._state.next_step
             self.queue.begin(task)
             self._state.events.scheduled(branch, self._state.now)
         step.encoder_lengths.append(encoder_input.num_positions)
@@ -227,12 +230,16 @@ class ExtractionKind(RequestKind):
             branch.num_cached_tokens = branch.num_computed_tokens
             self._beginnings.note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING
+        branch.first_step = state.next_step
         self.queue.begin(task)
         return True
 
     def _make_room(self, step: StepDraft, task: ExtractionTask) -> bool:
         """Those that began later give way, so that the first always gets on; leases do where it has waited for long or
-        is alone."""
+        is alone. With steps in flight nothing does."""
+        if not self._state.may_take_memory:
+            self._state.wants_quiet = True
+            return False
         running = self.queue.running
         last = running[-1] if running else task
         is_planned = any(planned.task is last for planned in _planned(step))
@@ -253,7 +260,7 @@ class ExtractionKind(RequestKind):
         for capture in captures:
             branch = self._state.branches.get(capture.req_id)
             task = None if branch is None else branch.request.task
-            if branch is None or not isinstance(task, ExtractionTask) or branch.status != BranchStatus.RUNNING:
+            if branch is None or not isinstance(task, ExtractionTask) or branch.first_step > plan.step:
                 continue
             states = output.hidden_states.get(capture.req_id)
             if states is None and capture.captured:

@@ -152,6 +152,8 @@ class GenerationKind(RequestKind):
         opened.task = task = GenerationTask(opened, params, self._with_prompt_logprobs)
         if request.resumed is not None:
             task.resume(request.resumed)
+        for branch in opened.branches:
+            branch.plans_ahead = self._state.config.max_steps_in_flight > 1
         return opened
 
     # ---- results ----
@@ -161,11 +163,12 @@ class GenerationKind(RequestKind):
         children = []
         for root_id in plan.fanout:
             root = self._state.branches.get(root_id)
-            if root is None or root.num_computed_tokens != root.num_tokens:
+            if root is None or root.first_step > plan.step:
                 continue
             request = root.request
             for choice in range(1, request.num_choices):
                 child = request.fork_branch(choice)
+                child.first_step, child.plans_ahead = plan.step, root.plans_ahead
                 self._state.kv_cache.fork(root, child, request.num_prompt_tokens)
                 self._state.branches[child.branch_id] = child
                 children.append(child)
@@ -173,22 +176,23 @@ class GenerationKind(RequestKind):
 
     def unfork(self, plan: SchedulerOutput) -> None:
         for branch_id in plan.fanout:
-            if branch_id in self._state.branches:
-                _task_of(self._state.branches[branch_id]).forked = False
+            root = self._state.branches.get(branch_id)
+            if root is not None and root.first_step <= plan.step:
+                _task_of(root).forked = False
 
     def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         outputs: list[EngineCoreOutput] = []
         for branch_id, chunk in output.prompt_logprobs.items():
             branch = self._state.branches.get(branch_id)
-            if branch is not None and branch.choice == 0:
+            if branch is not None and branch.choice == 0 and branch.first_step <= plan.step:
                 _task_of(branch).keep_prompt_logprobs(chunk)
-        self._take_tokens(output, outputs)
+        self._take_tokens(plan.step, output, outputs)
         num_expected = len(plan.sampled_req_ids) + sum(map(len, plan.fanout.values()))
         if len(output.req_ids) < num_expected or not all(output.sampled_token_ids):
             outputs += self._fail_unanswered(plan, output)
         return outputs
 
-    def _take_tokens(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
+    def _take_tokens(self, step: int, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
         # The other loop that runs for every branch in every step.
         find_branch = self._state.branches.get
         give = outputs.append
@@ -196,11 +200,11 @@ class GenerationKind(RequestKind):
         finished: list[Branch] = []
         for branch_id, token_ids in zip(output.req_ids, output.sampled_token_ids):
             branch = find_branch(branch_id)
-            if branch is None:
-                continue
+            if branch is None or branch.first_step > step:
+                continue  # it was aborted; its id may be in use again
             num_tokens = branch.num_tokens
-            if branch.num_computed_tokens != num_tokens:
-                continue  # a result from before it was aborted and its id used again
+            if branch.num_pending:
+                branch.num_pending -= 1
             finish_reason = stop_reason = None
             logprobs = all_logprobs.get(branch_id) if all_logprobs else None
             if (

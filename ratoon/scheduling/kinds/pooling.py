@@ -58,7 +58,7 @@ class PoolingKind(RequestKind):
         missing: list[str] = []
         for branch_id in plan.pooled_req_ids:
             branch = self._state.branches.get(branch_id)
-            if branch is None or branch.num_computed_tokens != branch.num_tokens:
+            if branch is None or branch.first_step > plan.step:
                 continue  # it failed or was aborted; its id may be in use again
             vector = output.pooled.get(branch_id)
             if vector is None:

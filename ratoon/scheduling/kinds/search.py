@@ -115,7 +115,7 @@ class SearchKind(RequestKind):
         rows than that while any search runs. Beams that have to catch up take what the others leave."""
         if not self._state.all_or_none:
             return
-        ready = [group for group in self._groups() if group.is_ready(self._state.kv_cache)]
+        ready = [group for group in self._groups() if group.is_ready(self._state.kv_cache) and group.gap]
         held_back = sum(group.num_beams for group in ready)
         for group in ready:
             held_back -= group.num_beams
@@ -138,7 +138,7 @@ class SearchKind(RequestKind):
         if trunk.status != BranchStatus.RUNNING or trunk.num_computed_tokens < trunk.num_tokens:
             return False
         group = _group_of(trunk)
-        if group.is_ready(self._state.kv_cache):
+        if group.is_ready(self._state.kv_cache) and group.gap:
             self._plan_beams(step, group, step.budget)
         return True
 
@@ -153,6 +153,7 @@ class SearchKind(RequestKind):
             return Admission.NO_MEMORY
         self._state.running.append(branch)
         branch.status = BranchStatus.RUNNING
+        branch.first_step = self._state.next_step
         self._state.events.scheduled(branch, self._state.now)
         self._plan_beams(step, group, step.budget)  # in memory that it has come with
         return Admission.ADMITTED
@@ -167,7 +168,7 @@ class SearchKind(RequestKind):
         for beam_step in plan.beam_steps:
             trunk = self._state.all_or_none.get(beam_step.req_id)
             group = None if trunk is None else _group_of(trunk)
-            if group is None or not beam_step.num_candidates or not group.awaits(beam_step):
+            if group is None or not beam_step.num_candidates or group.trunk.first_step > plan.step:
                 continue
             candidates = output.candidates.get(beam_step.req_id)
             if candidates is None:

@@ -17,6 +17,7 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.distributed.executor import ThreadedExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.execution.worker import WorkerFacts
 
@@ -24,10 +25,11 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 
 
-class FakeExecutor:
+class FakeExecutor(ThreadedExecutor):
     """Every branch gets its number of tokens so far as its next token. Holds plans against the rows that it knows."""
 
     def __init__(self, num_blocks: int) -> None:
+        super().__init__()
         spec = FullAttentionSpec(BLOCK_SIZE, 1, 8, "float32")
         kv = KVCacheConfig(num_blocks, BLOCK_SIZE, (KVCacheGroup(spec, (0,)),))
         self.facts = WorkerFacts(kv, MAX_MODEL_LEN, "cpu", "float32", "fake", [], 1, 0, 0)
@@ -50,7 +52,7 @@ class FakeExecutor:
         assert set(plan.num_scheduled_tokens) <= set(self.rows)
         self.before_forward(plan)
 
-    def sample_tokens(self, grammar: object | None = None) -> ModelRunnerOutput:
+    def sample_tokens(self) -> ModelRunnerOutput:
         plan = self.plans[-1]
         self.before_sampling(plan)
         result = ModelRunnerOutput()
@@ -63,14 +65,17 @@ class FakeExecutor:
         return result
 
     def shutdown(self) -> None:
+        super().shutdown()
         self.closed = True
 
 
 @contextmanager
 def make_core(num_blocks: int = 33, **scheduler: Any) -> Iterator[tuple[EngineCore, FakeExecutor]]:
-    """Afterwards everything must have gone back, on both sides."""
+    """Afterwards everything must have gone back, on both sides. Unless told otherwise, each step ends before the next
+    is planned: then it is known which request is in which."""
     executor = FakeExecutor(num_blocks)
-    core = EngineCore(EngineConfig("fake", cache=CacheConfig(), scheduler=SchedulerConfig(**scheduler)), executor)
+    config = SchedulerConfig(**({"max_steps_in_flight": 1} | scheduler))
+    core = EngineCore(EngineConfig("fake", cache=CacheConfig(), scheduler=config), executor)
     yield core, executor
     run(core)
     assert not core.has_work()

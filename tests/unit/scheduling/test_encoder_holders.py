@@ -79,7 +79,7 @@ def test_requests_that_are_tried_apart_run_their_encoder_inputs_again() -> None:
     add_encoded(scheduler, "a", 5, document(6), max_tokens=2)
     add_encoded(scheduler, "b", 5, 3, max_tokens=2)
     plan = scheduler.schedule()
-    assert scheduler.try_apart(plan)
+    assert scheduler.step_failed(plan, "no luck") == []
     scheduler.check()
     assert held_blocks(scheduler) == 0
     assert [list(encoder_blocks(step(scheduler)[0])) for _ in range(2)] == [["a"], ["b"]]

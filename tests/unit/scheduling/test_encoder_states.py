@@ -113,7 +113,7 @@ def test_after_a_step_that_failed_it_runs_again_alone() -> None:
     add_encoded(scheduler, "a", 4, 6, max_tokens=1)
     scheduler.add_request(states_request("x", document(6), [5]))
     plan = scheduler.schedule()
-    assert scheduler.try_apart(plan)
+    assert scheduler.step_failed(plan, "no luck") == []
     scheduler.check()
     plans = finish(scheduler)
     assert [plan.req_ids for plan in plans] == [["a"], ["x"]]

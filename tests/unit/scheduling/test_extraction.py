@@ -283,7 +283,7 @@ def test_the_requests_of_a_step_that_failed_are_tried_apart_and_rows_are_not_rea
     _, outputs = step(scheduler)
     assert outputs["x"].first_row == 0 and outputs["y"].finished
     plan = scheduler.schedule()  # fails
-    assert scheduler.try_apart(plan)
+    assert scheduler.step_failed(plan, "no luck") == []
     scheduler.check()
     assert set(scheduler.state.quarantined) == {"a", "x"}
     plan, outputs = step(scheduler)
@@ -303,7 +303,7 @@ def test_others_give_way_to_an_extraction_on_trial() -> None:
     add(scheduler, "a", 8, max_tokens=1)
     plan = scheduler.schedule()
     assert plan.req_ids == ["a", "tried"]
-    assert scheduler.try_apart(plan)
+    assert scheduler.step_failed(plan, "no luck") == []
     received = {}
     for _ in range(20):
         plan, outputs = step(scheduler)

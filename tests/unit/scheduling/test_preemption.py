@@ -165,7 +165,7 @@ def test_others_give_way_to_a_request_on_trial_however_late_it_came() -> None:
     add(scheduler, "b", 16, max_tokens=2)
     plan = scheduler.schedule()
     assert plan.num_scheduled_tokens == {"a": 1, "b": 4}
-    assert scheduler.try_apart(plan)  # the step failed
+    assert scheduler.step_failed(plan, "no luck") == []  # the step failed
     for _ in range(30):
         plan, _ = step(scheduler)
         assert not plan.is_empty or not scheduler.has_unfinished_requests()

@@ -216,7 +216,7 @@ def test_a_search_that_ends_or_is_lost_on_the_host_leaves_nothing_there(end: str
     elif end == "failed":
         scheduler.fail_requests(["s"], "it broke")
     else:
-        scheduler.say_again(plan)
+        scheduler.kv_cache.distrust_swaps(plan.swapped_out)
     scheduler.check()
     assert scheduler.kv_cache.num_free_host_blocks == 50
     if end == "failed step":
@@ -230,8 +230,7 @@ def test_a_search_that_came_back_with_a_failed_step_is_computed_again() -> None:
     while not (plan := scheduler.schedule()).swapped_in:
         scheduler.update_from_output(plan, answer_to(plan))
     assert new_ids(plan) == ["d", "s"]
-    scheduler.say_again(plan)
-    assert scheduler.try_apart(plan)
+    assert scheduler.step_failed(plan, "no luck") == []
     scheduler.check()
     assert new_of(until_back(scheduler, "s"), "s").num_computed_tokens == 0
     finish(scheduler)
@@ -304,8 +303,7 @@ def test_what_a_failed_step_should_have_brought_to_the_host_is_computed_again() 
     step(scheduler)
     plan = scheduler.schedule()
     assert plan.preempted_req_ids == ["c"] and plan.swapped_out
-    scheduler.say_again(plan)
-    assert scheduler.try_apart(plan)
+    assert scheduler.step_failed(plan, "no luck") == []
     scheduler.check()
     assert not scheduler.kv_cache.is_swapped(scheduler.state.branches["c"])
     assert scheduler.kv_cache.num_free_host_blocks == 10
@@ -322,8 +320,7 @@ def test_who_came_back_with_a_failed_step_is_computed_again() -> None:
     while not (plan := scheduler.schedule()).swapped_in:
         scheduler.update_from_output(plan, answer_to(plan))
     assert new_ids(plan) == ["c", "d"]
-    scheduler.say_again(plan)
-    assert scheduler.try_apart(plan)
+    assert scheduler.step_failed(plan, "no luck") == []
     scheduler.check()
     plan, _ = step(scheduler)
     assert new_of(plan, "c").num_computed_tokens == 0 and plan.num_scheduled_tokens == {"c": 9}
