@@ -72,6 +72,9 @@ class SamplingRows:
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
 
     def remove(self, slot: int) -> None:
+        """The slot's branch is gone. One that is not sampled, which has a vector, was never added."""
+        if slot >= len(self.rules):
+            return
         self.needs[slot] = Needs.NOTHING
         self.rules[slot] = NO_RULES
         self.active_rules[slot] = ()

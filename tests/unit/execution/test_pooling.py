@@ -204,3 +204,13 @@ def test_sums_are_added_up_in_the_order_of_the_tokens() -> None:
     in_parts = add_rows(add_rows(add_rows(None, rows[:1]), rows[1:3]), rows[3:])
     assert whole_sum.dtype == torch.float64
     assert whole_sum.tolist() == in_parts.tolist() == [3.0] * 33
+
+
+def test_a_vector_in_a_row_beyond_all_that_are_sampled_leaves_without_trace() -> None:
+    """Rows that read hidden states may hold the first ones, and a pooling branch is never added to the sampled."""
+    driver = Driver()
+    driver.runner.input_batch._free_rows = [driver.runner.input_batch._free_rows[0]]  # the last row alone
+    output = driver.step(new=[pooled_branch(driver, "p", PROMPT, 1, "last")], sampled=[], pooled_req_ids=["p"])
+    assert "p" in output.pooled
+    driver.step(finished_req_ids=["p"])
+    assert "p" not in driver.runner.input_batch.row_of
