@@ -220,5 +220,4 @@ class RequestOutput:
     # Of an encoder-decoder model; `prompt` and `prompt_token_ids` are then the decoder's. Audio has no tokens.
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
-    kv_transfer_params: dict[str, object] | None = field(default=None)
     owner: str | None = None  # whose it is: ids are an owner's own

@@ -231,28 +231,6 @@ class BeamSearchParams(
 GenerationParams: TypeAlias = SamplingParams | BeamSearchParams
 
 
-def plans_ahead(params: SamplingParams) -> bool:
-    """True when sampling a branch's next token needs no knowledge of its previous sampled token on the host: the branch
-    has no rule that looks at tokens. Such a branch can be planned before its last token is known.
-
-    Rules that only count tokens (min_tokens, suppressed_first_token_ids, forced_eos_token_id) and those that are the
-    same at every step (logit_bias, allowed_token_ids, suppressed_token_ids, bad words of one token) allow it. It says
-    nothing of stop tokens and stop strings, which are found behind sampling, nor of beams, whose trunk samples nothing.
-    Equal to `not needs_token_on_host` of the branch's rules (execution/rules), which a test holds.
-    """
-    words = [*(params.bad_words_token_ids or ()), *(params.bad_words_ids or ())]
-    looks_at_tokens = (
-        params.repetition_penalty != 1.0,
-        params.frequency_penalty != 0.0,
-        params.presence_penalty != 0.0,
-        params.no_repeat_ngram_size,
-        (params.encoder_no_repeat_ngram_size or 0) > 1,
-        any(len(word) > 1 for word in words),
-        params.timestamps is not None,
-    )
-    return not any(looks_at_tokens)
-
-
 class TimestampRules(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, frozen=True, gc=False):
     """Whisper's rules for texts with timestamps, each of which is a token of its own, from `first_token_id` on.
 

@@ -138,12 +138,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     block_copies: list[BlockCopy] = []
     finished_req_ids: list[str] = []
     preempted_req_ids: list[str] = []
-    num_common_prefix_blocks: list[int] = []  # by group; for attention that shares a prefix
-    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     encoder_steps: list[EncoderStep] = []
     swapped_out: list[BlockSwap] = []  # device block → host block
     swapped_in: list[BlockSwap] = []  # host block → device block
-    has_structured_output_requests: bool = False
 
     @property
     def req_ids(self) -> list[str]:

@@ -97,7 +97,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     cache_salt: str | None = None  # requests with different salts never share cached blocks
     adapter: str | None = None  # adapters (LoRA) tag the cache in the same way
     data_parallel_rank: int | None = None
-    client_index: int = 0
     external_id: str | None = None
     # Of an encoder-decoder model: what its encoder reads. The prompt is then the decoder's.
     encoder_input: EncoderInput | None = None

@@ -163,10 +163,6 @@ class EngineProcess:
         if self.num_bad_messages in (1, 10, 100) or self.num_bad_messages % 1000 == 0:
             logger.warning("%d messages of engine %d were ignored: %s", self.num_bad_messages, self.index, reason)
 
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll()
-
     def kill(self) -> None:
         self._process.kill()
 

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 class SampledTokens:
     """One token for each row, still on the device, and what else the rows asked for.
 
-    The first question about values (to_list, bad_rows, logprobs_lists) copies everything to the host, in one go.
+    The first question about values (to_numpy, bad_rows, logprobs_lists) copies everything to the host, in one go.
     """
 
     def __init__(
@@ -45,10 +45,6 @@ class SampledTokens:
         """Rows without a token: NaN or infinite logits, or every token forbidden."""
         num_rows = len(self.token_ids)
         return np.flatnonzero(self._on_host()[num_rows : 2 * num_rows]).tolist()
-
-    def to_list(self) -> list[int]:
-        """The token ids."""
-        return self.to_numpy().tolist()
 
     def to_numpy(self) -> np.ndarray:
         """The token ids, [R] int64."""

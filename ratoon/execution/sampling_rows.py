@@ -79,12 +79,9 @@ class SamplingRows:
         self.rules[slot] = NO_RULES
         self.active_rules[slot] = ()
 
-    def append_token(self, slot: int, token_id: int) -> None:
-        self.append_tokens(np.array([slot]), np.array([token_id]))
-
     def append_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """One new output token for each of these slots. No slot comes twice. A token that is not known on the host yet
-        may be any number, in a slot whose rules do not need it there (`plans_ahead`)."""
+        may be any number, in a slot whose rules do not need it there."""
         self.num_outputs[slots] += 1
         changing = np.flatnonzero(self.needs[slots] & int(Needs.TOKENS))
         if len(changing):

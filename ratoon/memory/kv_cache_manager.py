@@ -139,23 +139,20 @@ class KVCacheManager:
         num_new_tokens: int,
         new_computed_blocks: GroupBlocks | None = None,
         num_new_computed_tokens: int = 0,
-        num_lookahead_tokens: int = 0,
     ) -> BlockIds | None:
         """Make room for the tokens of a step. Returns the ids appended to each table, or None (and nothing changed).
 
-            |  computed  |  new computed  |     new     |  lookahead  |
-            | in the     | prefix hit:    | written in this step      |
-            | tables     | taken by       | real tokens | guesses:    |
-            |            | reference      |             | not hashed  |
-                                          ^ num_computed              ^ num_slots
+            |  computed  |  new computed  |         new          |
+            | in the     | prefix hit:    | written in this step |
+            | tables     | by reference   |                      |
+                                          ^ num_computed         ^ num_total
 
         A written block that someone else holds, or that can be found by its hash, is replaced by a copy of its own.
         """
         block_size = self.block_size
         num_computed = branch.num_computed_tokens + num_new_computed_tokens
-        num_real = num_computed + num_new_tokens
-        num_slots = min(num_real + num_lookahead_tokens, self.max_model_len) if num_lookahead_tokens else num_real
-        num_blocks = -(-num_slots // block_size)
+        num_total = num_computed + num_new_tokens
+        num_blocks = -(-num_total // block_size)
         tables = branch.block_tables or [[] for _ in self.rules]
         num_held = len(tables[0])  # the tables of all groups are equally long
         if new_computed_blocks is not None:
@@ -189,7 +186,7 @@ class KVCacheManager:
             self._copy_on_write(branch, group, place)
         appended = tuple([self._append_blocks(table, num_missing) for table in tables])
         branch.write_limit = (num_held + num_missing) * block_size
-        num_known = num_real if num_real < branch.num_tokens else branch.num_tokens  # a pending token has no hash
+        num_known = num_total if num_total < branch.num_tokens else branch.num_tokens  # a pending token has no hash
         if num_known // block_size > branch.num_registered_blocks:
             self._register_full_blocks(branch, num_known // block_size)
         return appended

@@ -111,7 +111,7 @@ def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
         rope_scaling=_rope_scaling(
             rope, max_position, fields.optional_count("original_max_position_embeddings"), head_dim // 2
         ),
-        rotary_dim=_rotary_dim(fields, rope, head_dim),
+        rotary_dim=_rotary_dim(fields, rope),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=is_qwen2 or all_biased,
         attention_output_bias=all_biased,
@@ -220,7 +220,7 @@ def _rope_theta(fields: ConfigFields, rope: ConfigFields) -> float:
     return rope.number("rope_theta", fields.number("rope_theta", 10000.0))
 
 
-def _rotary_dim(fields: ConfigFields, rope: ConfigFields, head_dim: int) -> int | None:
+def _rotary_dim(fields: ConfigFields, rope: ConfigFields) -> int | None:
     """These families turn whole heads. In transformers `partial_rotary_factor` then changes nothing without a rope
     scaling, and does not run with one. A GGUF file means what llama.cpp does: it turns the first `rotary_dim` numbers
     of a head."""

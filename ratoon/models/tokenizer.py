@@ -168,10 +168,6 @@ class Tokenizer:
             logger.warning("%s", note)
         return rendered
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Takes what apply_chat_template takes. The template writes the special tokens, so none are added again."""
-        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
-
     def _choose_template(self, asked: str | None, has_tools: bool) -> str:
         if asked is not None:
             if not isinstance(asked, str):

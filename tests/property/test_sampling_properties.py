@@ -83,7 +83,7 @@ def test_a_row_alone_gets_the_bits_that_it_gets_in_a_batch(kinds, width, data_se
     together = sampler.sample(logits, slots, rows.seeds)
     for slot in slots.tolist():
         alone = sampler.sample(logits[slot : slot + 1], slots[slot : slot + 1], rows.seeds[slot : slot + 1])
-        assert alone.to_list()[0] == together.to_list()[slot]
+        assert alone.to_numpy().tolist()[0] == together.to_numpy().tolist()[slot]
         assert alone.logprobs_lists().get(0) == together.logprobs_lists().get(slot)
 
 

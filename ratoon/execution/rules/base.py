@@ -114,8 +114,7 @@ class RowRules(tuple[LogitsRule, ...]):
 
     @property
     def needs_token_on_host(self) -> bool:
-        """Must a sampled token be on the host before the next one is sampled? `plans_ahead` of core/params.py tells the
-        same from params alone."""
+        """Must a sampled token be on the host before the next one is sampled? A sampler on the device asks."""
         return self.reads is Reads.TOKENS
 
 

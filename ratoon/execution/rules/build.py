@@ -1,5 +1,5 @@
 """From what a request asks for to the rules of its row, at the end of its prompt. A new rule is a file and some lines
-here; `plans_ahead` of core/params.py has to know it if it looks at tokens."""
+here."""
 
 from __future__ import annotations
 

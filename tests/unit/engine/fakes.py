@@ -67,9 +67,6 @@ class FakeTokenizer:
         num_tokens = self.min_tokens(text, longest)
         return num_tokens if num_tokens > longest else None
 
-    def encode_chat(self, messages: list[dict], **variables) -> list[int]:
-        return self.encode(self.apply_chat_template(messages, **variables))
-
 
 def byte_tokenizer() -> FakeTokenizer:
     """One token for each byte, as GPT-2 and its children spell them, and one special token."""

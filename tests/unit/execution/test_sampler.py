@@ -50,7 +50,7 @@ class Harness:
         return self.sampler.sample(logits, chosen, self.rows.seeds[chosen])
 
     def tokens(self, logits: torch.Tensor, slots: list[int] | None = None) -> list[int]:
-        return self.sample(logits, slots).to_list()
+        return self.sample(logits, slots).to_numpy().tolist()
 
     def edited(self, logits: torch.Tensor) -> torch.Tensor:
         """What the logits become before a token is chosen."""
@@ -63,7 +63,7 @@ def everything(sampled: SampledTokens, row: int) -> tuple:
     """All that a row gets, with floats as they are: equality is equality of bits."""
     lists = sampled.logprobs_lists().get(row)
     logprobs = None if lists is None else (lists.token_ids, lists.logprobs, lists.sampled_ranks)
-    return sampled.to_list()[row], row in sampled.bad_rows, logprobs
+    return sampled.to_numpy().tolist()[row], row in sampled.bad_rows, logprobs
 
 
 # --- rows do not see each other
@@ -115,12 +115,12 @@ def test_a_resumed_branch_goes_on_with_the_same_stream():
     tokens = []
     for _ in range(12):
         tokens += straight.tokens(logits)
-        straight.rows.append_token(0, tokens[-1])
+        straight.rows.append_tokens(np.array([0]), np.array([tokens[-1]]))
     resumed = SamplingRows(8)
     resumed.add(6, SamplingParams(**kind), 1000, (1, 2, 3), tokens[:5])
     again = []
     for _ in range(7):
-        again += Sampler(resumed).sample(logits, np.array([6]), resumed.seeds[[6]]).to_list()
+        again += Sampler(resumed).sample(logits, np.array([6]), resumed.seeds[[6]]).to_numpy().tolist()
         resumed.append_tokens(np.array([6]), np.array(again[-1:]))
     assert again == tokens[5:]
     assert len(set(tokens)) > 3
@@ -130,7 +130,7 @@ def test_choices_from_one_slot_follow_their_own_seeds():
     harness = Harness([{"temperature": 1.0}])
     logits = random_logits(1, 5000, scale=0.5).expand(6, -1).contiguous()
     seeds = np.array([1, 2, 3, 4, 5, 1], dtype=np.uint64)
-    tokens = harness.sampler.sample(logits, np.zeros(6, dtype=np.int64), seeds).to_list()
+    tokens = harness.sampler.sample(logits, np.zeros(6, dtype=np.int64), seeds).to_numpy().tolist()
     assert len(set(tokens)) == 5
     assert tokens[0] == tokens[5]
 
@@ -141,7 +141,7 @@ def test_a_seed_gives_another_token_at_another_position():
     tokens = []
     for _ in range(10):
         tokens += harness.tokens(logits)
-        harness.rows.append_token(0, 0)
+        harness.rows.append_tokens(np.array([0]), np.array([0]))
     assert len(set(tokens)) >= 9
 
 
@@ -215,7 +215,7 @@ def test_greedy_rows_beside_random_ones_get_the_largest_logit():
 def test_penalties_count_the_output_and_see_the_prompt():
     kind = {"repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": 0.5}
     harness = Harness([kind], prompt=(7, 7, 8), output=(8, 9, 9))
-    harness.rows.append_token(0, 10)
+    harness.rows.append_tokens(np.array([0]), np.array([10]))
     logits = random_logits(1, 12)
     expected = logits.clone()
     for token, count in ((7, 0), (8, 1), (9, 2), (10, 1)):
@@ -233,7 +233,7 @@ def test_frequency_and_presence_leave_the_prompt_alone():
 def test_counts_grow_past_their_first_room():
     harness = Harness([{"frequency_penalty": 0.5}], prompt=())
     for token in [*range(300), 17]:
-        harness.rows.append_token(0, token)
+        harness.rows.append_tokens(np.array([0]), np.array([token]))
     edited = harness.edited(torch.zeros(1, 400))[0]
     assert edited[299] == -0.5 and edited[17] == -1.0 and edited[300] == 0.0
 
@@ -263,7 +263,7 @@ def test_bad_words_are_never_completed():
     forbidden = []
     for token in (5, 1, 2, 2, 3):
         forbidden.append(set(np.flatnonzero(harness.edited(torch.zeros(1, 10))[0] < 0).tolist()))
-        harness.rows.append_token(0, token)
+        harness.rows.append_tokens(np.array([0]), np.array([token]))
     # The prompt's 5 does not count; after the output's 5 the 6 is out, after 1, 2 the 3.
     assert forbidden == [{4}, {4, 6}, {4}, {3, 4}, {4}]
 
@@ -275,7 +275,7 @@ def test_stop_tokens_are_held_back_until_min_tokens():
     tokens = []
     for _ in range(3):
         tokens += harness.tokens(logits)
-        harness.rows.append_token(0, tokens[-1])
+        harness.rows.append_tokens(np.array([0]), np.array([tokens[-1]]))
     assert tokens == [3, 3, 0]
 
 
@@ -312,7 +312,7 @@ def test_logprobs_are_those_of_the_raw_logits():
     harness = Harness(kinds)
     logits = random_logits(4, 300)
     sampled = harness.sample(logits)
-    tokens, lists = sampled.to_list(), sampled.logprobs_lists()
+    tokens, lists = sampled.to_numpy().tolist(), sampled.logprobs_lists()
     exact = torch.log_softmax(logits.double(), -1)
     assert tokens[0] == 9
     assert sorted(lists) == [0, 2, 3]
@@ -368,7 +368,7 @@ def test_a_row_whose_tokens_are_all_forbidden_is_flagged(more):
 
 def test_a_slot_is_as_new_after_removal():
     harness = Harness([{"temperature": 0.0, "logit_bias": {4: 100.0}, "logprobs": 1}])
-    harness.rows.append_token(0, 4)
+    harness.rows.append_tokens(np.array([0]), np.array([4]))
     harness.rows.remove(0)
     harness.rows.add(0, SamplingParams(temperature=0.0), 5, (1,), ())
     logits = random_logits(1, 10)
@@ -381,7 +381,7 @@ def test_slots_beyond_the_end_are_made_and_the_others_kept():
     rows = SamplingRows(1)
     rows.add(0, SamplingParams(temperature=0.0, logit_bias={3: 100.0}), 1, (), ())
     rows.add(9, SamplingParams(temperature=1.0, top_p=0.5), -1, (), (1, 2))
-    tokens = Sampler(rows).sample(torch.zeros(1, 8), np.array([0]), rows.seeds[[0]]).to_list()
+    tokens = Sampler(rows).sample(torch.zeros(1, 8), np.array([0]), rows.seeds[[0]]).to_numpy().tolist()
     assert tokens == [3]
     assert rows.seeds[9] == 2**64 - 1
     assert rows.num_outputs[9] == 2

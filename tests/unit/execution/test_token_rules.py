@@ -152,7 +152,7 @@ def test_sampled_rows_keep_the_rules_that_transformers_keeps(seed):
         split = chance.randint(0, len(text))
         rows.add(slot, SamplingParams(temperature=0.0, **fields), 0, PROMPT, text[:split])
         for token in text[split:]:
-            rows.append_token(slot, token)
+            rows.append_tokens(np.array([slot]), np.array([token]))
     logits = random_logits(chance, len(kinds))
     found = edited(rows, logits, list(range(len(kinds))))
     for slot, (fields, text) in enumerate(zip(kinds, texts)):
@@ -187,9 +187,9 @@ def test_a_row_keeps_the_rules_from_token_to_token():
             if not expected.isfinite().any():
                 assert sampled.bad_rows == [0]
                 break
-            [token] = sampled.to_list()
+            [token] = sampled.to_numpy().tolist()
             assert token == int(expected.argmax())
-            rows.append_token(0, token)
+            rows.append_tokens(np.array([0]), np.array([token]))
             text.append(token)
 
 
@@ -214,7 +214,7 @@ def test_rows_without_rules_are_not_touched_by_those_beside_them():
         together = Sampler(rows).sample(logits, np.arange(len(kinds)), rows.seeds[: len(kinds)])
         assert torch.equal(logits, kept)
         alone = Sampler(rows).sample(logits[free], np.array(free), rows.seeds[free])
-        assert [together.to_list()[slot] for slot in free] == alone.to_list()
+        assert [together.to_numpy().tolist()[slot] for slot in free] == alone.to_numpy().tolist()
         assert [together.logprobs_lists().get(slot) for slot in free] == [
             alone.logprobs_lists().get(place) for place in range(len(free))
         ]
@@ -237,7 +237,7 @@ def test_a_row_that_is_past_its_first_token_and_has_no_other_rule_is_not_edited(
     rows = SamplingRows(1)
     rows.add(0, SamplingParams(temperature=0.0, suppressed_first_token_ids=[7]), 0, PROMPT, [])
     assert rows.needs[0]
-    rows.append_token(0, 3)
+    rows.append_tokens(np.array([0]), np.array([3]))
     assert not rows.needs[0]
     rows.add(0, SamplingParams(temperature=0.0, suppressed_first_token_ids=[7]), 0, PROMPT, [3])
     assert not rows.needs[0]

@@ -73,22 +73,6 @@ def test_a_refused_allocation_leaves_everything_as_it_was() -> None:
     manager.check([branch])
 
 
-def test_lookahead_tokens_get_slots_but_no_names() -> None:
-    manager = manager_of(10)
-    branch = TokenSequence("a", [0] * 4)
-    appended = manager.allocate_slots(branch, 3, num_lookahead_tokens=6)
-    assert appended == ([1, 2, 3],)
-    branch.num_computed_tokens = 3
-    other = TokenSequence("b", [0] * 9)
-    assert manager.get_computed_blocks(other)[1] == 0
-
-
-def test_lookahead_stops_at_the_longest_sequence() -> None:
-    groups = (KVCacheGroup(FULL, (0,)),)
-    manager = KVCacheManager(KVCacheConfig(10, 4, groups), max_model_len=8)
-    assert manager.allocate_slots(TokenSequence("a", [0] * 7), 7, num_lookahead_tokens=5) == ([1, 2],)
-
-
 def test_freeing_gives_everything_back() -> None:
     manager = manager_of(12, FULL, window_of(4))
     branch = written(manager, "a", [0] * 20)

@@ -195,10 +195,9 @@ def test_what_is_no_json_cannot_be_given_to_a_process(value: Any) -> None:
 def test_a_request_may_bring_a_template() -> None:
     tokenizer = Tokenizer(train_byte_level(), {})
     assert tokenizer.apply_chat_template(MESSAGES, chat_template=GOOD) == "Hi!"
-    assert tokenizer.encode_chat(MESSAGES, chat_template=GOOD) == tokenizer.encode("Hi!")
     for wrong in ("{% for %}", ENDLESS["a recursive loop"], UNREADABLE["not"]):
         with pytest.raises(RequestError) as raised:
-            tokenizer.encode_chat(MESSAGES, chat_template=wrong)
+            tokenizer.apply_chat_template(MESSAGES, chat_template=wrong)
         assert raised.value.field == "chat_template"
     with pytest.raises(RequestError, match="chat_template: int is no text"):
         tokenizer.apply_chat_template(MESSAGES, chat_template=3)  # type: ignore[arg-type]

@@ -80,7 +80,8 @@ def test_special_tokens_are_added_and_skipped_on_request(folder: Path) -> None:
 def test_a_chat_has_one_bos_token(folder: Path) -> None:
     tokenizer = load_tokenizer_from_folder(folder)
     assert tokenizer.apply_chat_template(MESSAGES) == "<|special|>Hi<|end|>True"
-    ids = tokenizer.encode_chat(MESSAGES, add_generation_prompt=False)
+    text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids[0] == 0 and ids.count(0) == 1 and 1 in ids
 
 
