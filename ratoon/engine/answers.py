@@ -8,18 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from ratoon.core.errors import EngineError
-from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
+from ratoon.core.errors import EngineError, RequestError
+from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestMetrics, RequestOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.request import EngineCoreOutput, FinishReason
 from ratoon.core.wire import WireTensor
 from ratoon.engine.hidden_states import Selection
 from ratoon.engine.vectors import finish_vector
-
-if TYPE_CHECKING:
-    from ratoon.engine.request_state import RequestState
 
 Output: TypeAlias = RequestOutput | EmbeddingOutput | HiddenStatesOutput
 
@@ -27,11 +24,27 @@ ABORTED = "the request was aborted"
 MANY_ROWS = 4096  # rows that are put in order at once; more are left to a moment when nothing waits for it
 
 
+class EndedRequest(Protocol):
+    """What an answer needs to know of its request: a RequestState, once it has ended."""
+
+    external_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int | None
+    metrics: RequestMetrics
+    error: str | None
+    refusal: RequestError | None
+    owner: str | None
+
+    @property
+    def finish_reason(self) -> FinishReason: ...
+
+
 class Answer(Protocol):
     def take(self, output: EngineCoreOutput) -> None:
         """Take in what a step brought."""
 
-    def output(self, request: RequestState) -> EmbeddingOutput | HiddenStatesOutput:
+    def output(self, request: EndedRequest) -> EmbeddingOutput | HiddenStatesOutput:
         """What the caller gets for a request that has ended. If it failed, the answer itself is None."""
 
 
@@ -44,7 +57,7 @@ class VectorAnswer:
         if output.pooled is not None:
             self.pooled = output.pooled
 
-    def output(self, request: RequestState) -> EmbeddingOutput:
+    def output(self, request: EndedRequest) -> EmbeddingOutput:
         pooled = self.pooled if request.error is None else None
         return EmbeddingOutput(
             request_id=request.external_id,
@@ -75,7 +88,7 @@ class HiddenStatesAnswer:
         if output.inherited_from is not None:
             self.source = str(output.inherited_from)
 
-    def output(self, request: RequestState) -> HiddenStatesOutput:
+    def output(self, request: EndedRequest) -> HiddenStatesOutput:
         failed = request.error is not None or not self.assembly.complete
         output = HiddenStatesOutput(
             request_id=request.external_id,
@@ -147,10 +160,10 @@ def states_of(output: Output) -> list[HiddenStatesOutput]:
     return (output.hidden_states or []) if isinstance(output, RequestOutput) else []
 
 
-def _reason(request: RequestState, otherwise: str) -> str:
+def _reason(request: EndedRequest, otherwise: str) -> str:
     if request.error is not None:
         return request.error
-    return ABORTED if request.choices[0].finish_reason == FinishReason.ABORT else otherwise
+    return ABORTED if request.finish_reason == FinishReason.ABORT else otherwise
 
 
 class HiddenStatesAssembly:

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import zmq
 
-import ratoon
 from ratoon.core.config import EngineConfig
 from ratoon.core.messages import (
     LAST_WORD,
@@ -197,7 +196,7 @@ class EngineProcess:
 def _environment() -> dict[str, str]:
     """The child must find the same package, also when it is not installed but only lies on our path."""
     environment = dict(os.environ)
-    root = str(Path(ratoon.__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
     return environment

@@ -7,36 +7,15 @@ scheduler's to say.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.memory.block_pool import Block, BlockPool
 from ratoon.memory.growth import GrowthRule
 from ratoon.memory.hashing import hash_cross_block, hash_encoder_input
-from ratoon.memory.sequence import TokenSequence
+from ratoon.memory.sequence import CrossTable, TokenSequence
 from ratoon.memory.swap import SwapSpace
 from ratoon.memory.transfers import Transfers
-
-
-@dataclass(slots=True, eq=False)
-class CrossTable:
-    """The blocks of one input on the device. The pool counts one reference to each, however many hold the table."""
-
-    key: bytes
-    num_positions: int
-    blocks: list[Block]
-    encoder_input: EncoderInput | None  # set: it is to be written in the step that is being planned
-    holders: dict[TokenSequence, None] = field(default_factory=dict)  # in the order in which they came
-    is_findable: bool = True  # False: a step that read it failed. Who holds it keeps it, nobody else gets it
-
-    @property
-    def is_settled(self) -> bool:
-        """Is its content there, and good for others?"""
-        return self.encoder_input is None and self.is_findable
-
-    @property
-    def block_ids(self) -> list[int]:
-        return [block.block_id for block in self.blocks]
 
 
 class CrossTables:

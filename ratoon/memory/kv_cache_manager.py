@@ -12,11 +12,11 @@ from ratoon.core.kv import KVCacheConfig
 from ratoon.core.plan import BlockCopy, BlockIds, BlockSwap, SchedulerOutput
 from ratoon.core.stats import PrefixCacheStats
 from ratoon.memory.block_pool import Block, BlockPool
-from ratoon.memory.cross_tables import CrossTable, CrossTables
+from ratoon.memory.cross_tables import CrossTables
 from ratoon.memory.growth import rule_for
 from ratoon.memory.hashing import BlockHasher
 from ratoon.memory.host_pool import HostPool
-from ratoon.memory.sequence import TokenSequence
+from ratoon.memory.sequence import CrossTable, TokenSequence
 from ratoon.memory.swap import SwapSpace, Tables
 from ratoon.memory.transfers import Transfers
 

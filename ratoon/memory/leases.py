@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 from ratoon.core.stats import LeaseStats
 from ratoon.memory.block_pool import Block
-from ratoon.memory.cross_tables import CrossTable
 from ratoon.memory.kv_cache_manager import KVCacheManager
-from ratoon.memory.sequence import TokenSequence
+from ratoon.memory.sequence import CrossTable, TokenSequence
 
 
 @dataclass(slots=True, eq=False)

@@ -1,14 +1,13 @@
-"""What block accounting knows about a token sequence. The scheduler's branches add policy to it."""
+"""What block accounting knows about a token sequence, and about the cross table that sequences may share. The
+scheduler's branches add policy to it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
+from ratoon.core.encoder import EncoderInput
 from ratoon.memory.block_pool import Block
 from ratoon.memory.hashing import NO_EXTRA_KEYS, ExtraKeys
-
-if TYPE_CHECKING:
-    from ratoon.memory.cross_tables import CrossTable
 
 
 class TokenSequence:
@@ -43,3 +42,24 @@ class TokenSequence:
         # Tokens that can be written in place, up to this many in all, without asking the manager: memory is there and
         # nobody shares it. 0 means: ask.
         self.write_limit = 0
+
+
+@dataclass(slots=True, eq=False)
+class CrossTable:
+    """The blocks of one input on the device. The pool counts one reference to each, however many hold the table."""
+
+    key: bytes
+    num_positions: int
+    blocks: list[Block]
+    encoder_input: EncoderInput | None  # set: it is to be written in the step that is being planned
+    holders: dict[TokenSequence, None] = field(default_factory=dict)  # in the order in which they came
+    is_findable: bool = True  # False: a step that read it failed. Who holds it keeps it, nobody else gets it
+
+    @property
+    def is_settled(self) -> bool:
+        """Is its content there, and good for others?"""
+        return self.encoder_input is None and self.is_findable
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks]
