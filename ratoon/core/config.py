@@ -1,4 +1,4 @@
-"""Settings, and what a model is. A field with `setting(…)` is a setting that people can change (setting.py)."""
+"""Settings, and what a model is. A field declared with `setting(…)` is one that users can set (setting.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    short_factors: tuple[float, ...] = ()  # longrope: of sequences within the original length, and of longer ones
+    short_factors: tuple[float, ...] = ()  # longrope: short for sequences within the original length, long beyond it
     long_factors: tuple[float, ...] = ()
 
 
@@ -42,8 +42,8 @@ class PositionKind(enum.StrEnum):
     """Where a model takes the order of tokens from."""
 
     ROTARY = "rotary"  # angles, computed for any position
-    TABLE = "a table of vectors"  # one for each position that there is
-    RELATIVE = "relative"  # a number for each distance
+    TABLE = "a table of vectors"  # one per position, up to max_position
+    RELATIVE = "relative"  # a learned bias per distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,14 @@ class EncoderConfig:
     num_heads: int
     head_dim: int
     intermediate_size: int
-    max_position: int  # the most states that it makes of one input
-    num_mel_bins: int | None = None  # set: it reads audio, always `max_position` states of 30 s, and not tokens
+    max_position: int  # the most states it produces for one input
+    num_mel_bins: int | None = None  # set: it reads audio instead of tokens, always 30 s as `max_position` states
 
 
 @dataclass(frozen=True, slots=True)
 class RelativePositions:
-    """T5's: attention scores get a number that depends on the distance, in buckets that widen with it."""
+    """T5's relative position bias: attention scores get a learned bias per bucket of distances; buckets widen with
+    distance."""
 
     num_buckets: int
     max_distance: int
@@ -68,8 +69,8 @@ class RelativePositions:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A model, whatever its family and file format called these things. What has no prefix is the decoder's, or, of a
-    model that has none, the encoder's."""
+    """A model's hyperparameters under one set of names for all families and file formats. Unprefixed fields are the
+    decoder's; in an encoder-only model, the encoder's."""
 
     architecture: str  # a key of the model registry, such as "LlamaForCausalLM"
     vocab_size: int
@@ -95,14 +96,14 @@ class ModelConfig:
     checkpoint_dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    causal: bool = True  # False: every token sees all others, so nothing is generated (BERT)
+    causal: bool = True  # False: attention is bidirectional, so nothing is generated (BERT)
     encoder: EncoderConfig | None = None  # set: an encoder-decoder model
     relative_positions: RelativePositions | None = None
     scale_embedding: bool = False  # token embeddings are multiplied by the root of the hidden size
-    num_token_types: int = 0  # BERT's segments, of which every text is the first
-    gated_mlp: bool = False  # of a family that has both forms (T5)
-    decoder_start_token_id: int | None = None  # what every decoder prompt begins with
-    forced_bos_token_id: int | None = None  # what follows it, unless the caller's decoder prompt says otherwise
+    num_token_types: int = 0  # BERT's segments; every text is segment 0
+    gated_mlp: bool = False  # for a family that has both forms (T5)
+    decoder_start_token_id: int | None = None  # the first token of every decoder prompt
+    forced_bos_token_id: int | None = None  # the token after it, unless the caller gives a decoder prompt
     suppressed_token_ids: tuple[int, ...] = ()  # never generated
     suppressed_first_token_ids: tuple[int, ...] = ()  # not as the first token
 
@@ -171,12 +172,12 @@ class SchedulerConfig:
     )
     policy: SchedulingPolicy = setting(SchedulingPolicy.FCFS, "fcfs, or priority: by the priority of requests")
     enable_chunked_prefill: bool = setting(True, "compute a long prompt in several steps")
-    whole_prompts: bool = False  # every token sees all others, so a sequence is computed in one step or not at all
+    whole_prompts: bool = False  # attention is not causal, so a sequence must be computed in one step
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All settings of one engine. What is left open is chosen to fit the model and the machine."""
+    """All settings of one engine. Those left at None or auto are resolved from the model and the machine."""
 
     model: str
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
@@ -212,7 +213,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class FrontEndConfig:
-    """Settings of the process that takes requests, which LLM and AsyncLLM have beside those of the engine."""
+    """Settings of the front end (the process that takes requests), in addition to those of the engine."""
 
     seed: int | None = setting(
         None, "of requests that bring none of their own; default: another one every time (LLM: 0)"
@@ -236,8 +237,8 @@ class FrontEndConfig:
 
 
 def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Settings that a model decides. Of one whose tokens see what comes after them, nothing can be computed in parts,
-    and a prefix means nothing."""
+    """Override settings that the model rules out: without causal attention neither chunked prefill nor prefix caching
+    is possible."""
     if model.causal:
         return config
     longest = resolve_max_model_len(config.max_model_len, model)
@@ -249,7 +250,7 @@ def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def resolve_max_model_len(asked: int | None, model: ModelConfig) -> int:
-    """The longest sequence: what was asked for, if the model can do it."""
+    """The longest sequence: `asked`, if the model supports it; None means the model's limit."""
     if asked is None:
         return model.max_position
     if asked < 1:
@@ -260,7 +261,7 @@ def resolve_max_model_len(asked: int | None, model: ModelConfig) -> int:
 
 
 def longest_model_len(model: ModelConfig) -> int:
-    """How far the positions reach: the model's own number, or what its rope scaling makes of the original length."""
+    """The most positions: the model's own limit, or the original length extended by its rope scaling."""
     scaling = model.rope_scaling
     if model.position_kind != PositionKind.ROTARY or scaling.kind == "default":
         return model.max_position

@@ -1,4 +1,4 @@
-"""What an encoder reads: tokens, or the features of a stretch of audio. A wire type, the same on every border."""
+"""What an encoder reads: tokens, or the features of a stretch of audio. A wire type."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CONTENT_HASH_BYTES = 32
 
 
 class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Either `token_ids` or `features`. An encoder runs it whole, and once for all who bring the same."""
+    """Either `token_ids` or `features`. The encoder runs it whole, and once for all requests with equal content."""
 
-    num_positions: int  # states that the encoder makes of it: what cross-attention keeps keys and values of
-    content_hash: bytes  # the same for the same input, whoever brings it
+    num_positions: int  # encoder states, whose keys and values cross-attention caches
+    content_hash: bytes  # equal for equal inputs, across requests
     token_ids: list[int] | None = None
     features: WireTensor | None = None  # float32 [channels, frames]
 

@@ -1,7 +1,7 @@
-"""The errors that reach people. Each says what was wrong, where, and what would be right.
+"""The errors that users see. Each says what was wrong, where, and what would be right.
 
-An error belongs to whoever can act on it: a RequestError to the sender of one request, a ModelError to whoever named
-the model, a ConfigError to whoever started the engine. Nothing else may be disturbed by any of them.
+An error is reported to the user that can act on it: RequestError to the sender of the request, ModelError and
+ConfigError to the operator that started the engine. No other request is affected by any of them.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class RequestError(ExplainedError, ValueError):
         return self.subject
 
     def inside(self, outer: str) -> RequestError:
-        """The same of a request, or a part of one, that stands in another: `outer.field`."""
+        """The same error for a request nested in another: `outer.field`."""
         return type(self)(f"{outer}.{self.subject}", self.problem, self.expected)
 
 
 class UnknownParentError(RequestError):
-    """A continuation of a request that does not exist, any more or for this caller."""
+    """A continuation of a request that never existed, is forgotten, or belongs to another owner."""
 
 
 class QueueFullError(RequestError):
-    """So many requests of this kind wait already that another is turned away: ask later."""
+    """The queue for this kind of request is full: retry later."""
 
 
 class TooLargeError(RequestError):
-    """The answer would be larger than may be asked for."""
+    """The answer would exceed a size limit."""
 
 
 class DeadlineError(RequestError):
-    """The time that the request allowed itself was over before it was done."""
+    """The request's deadline passed before it finished."""
 
 
 class ConfigError(ExplainedError, ValueError):
@@ -66,16 +66,16 @@ class ModelError(ExplainedError):
 
 
 class EngineError(RatoonError):
-    """The engine failed while it carried out a step; the requests of that step get this."""
+    """The engine failed during a step; every request in that step gets this error."""
 
 
 class StepSkippedError(EngineError):
-    """A step was not carried out, because one before it failed."""
+    """A step was not executed because an earlier one failed."""
 
 
 class EngineAwayError(EngineError):
-    """The engine process died and is being started again: ask later."""
+    """The engine process died and is being restarted: retry later."""
 
 
 class EngineDeadError(EngineError):
-    """The engine process is gone and could not be brought back. Nothing more will be answered."""
+    """The engine process died and could not be restarted. No further request is answered."""

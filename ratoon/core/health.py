@@ -1,4 +1,4 @@
-"""How the engine processes are, as a client sees them."""
+"""The state of the engine processes, as a client sees it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 class EngineState(enum.StrEnum):
     STARTING = "starting"  # for the first time
     OK = "ok"
-    STALLED = "stalled"  # the process lives, but nothing was heard of it for a while, or a step takes very long
-    RESTARTING = "restarting"  # it died; requests in flight go on when it is back
-    DEAD = "dead"  # it could not be brought back
+    STALLED = "stalled"  # the process is alive but sends no heartbeats, or a step takes very long
+    RESTARTING = "restarting"  # it died; requests in flight resume once it has restarted
+    DEAD = "dead"  # it could not be restarted
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class EngineHealth:
     detail: str = ""
     paused: bool = False
     asleep: bool = False
-    num_bad_messages: int = 0  # garbage that was ignored, on either side of its sockets
+    num_bad_messages: int = 0  # malformed messages ignored, on either side of its sockets
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """All engines together. Requests are answered while one of them is well."""
+    """All engines together. Requests are answered while at least one engine is ok."""
 
     engines: list[EngineHealth] = field(default_factory=list)
 

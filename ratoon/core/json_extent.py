@@ -1,17 +1,17 @@
-"""How much a JSON text holds, counted before anything is made of it.
+"""Counts the values in a JSON text before it is parsed.
 
-A few bytes of JSON (an empty list, a short text) become tens of bytes in memory, and a hundred times that where every
-one of them is reported as wrong. Only the count is taken here, a slice at a time; whether the JSON is valid, is not.
+A few bytes of JSON (an empty list, a short string) take tens of bytes once parsed, and a hundred times that where each
+is reported as invalid. This module only counts, slice by slice; it does not validate.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-SLICE = 64 * 1024  # bytes; what is made of one is all the memory that counting takes
-SMALL_BODY = 64 * 1024  # bytes: it can't hold enough to be worth counting
+SLICE = 64 * 1024  # bytes; counting needs memory for one slice only
+SMALL_BODY = 64 * 1024  # bytes: below this size no limit can be exceeded
 MAX_PARTS = 2**17  # texts (keys included), lists and objects
-MAX_OTHER_VALUES = 2**18  # entries of lists and objects that are no token ids of prompts
+MAX_OTHER_VALUES = 2**18  # entries of lists and objects other than token ids of prompts
 
 
 class ExtentLimit(NamedTuple):
@@ -20,12 +20,12 @@ class ExtentLimit(NamedTuple):
 
 
 def extent_limit(max_prompts: int, max_model_len: int, vocab_size: int) -> ExtentLimit:
-    """What no request needs more of: every prompt as token ids, a list of all tokens, and the rest."""
+    """The limit that no valid request exceeds: every prompt as token ids, a list of all tokens, and the rest."""
     return ExtentLimit(MAX_PARTS, max_prompts * max_model_len + vocab_size + MAX_OTHER_VALUES)
 
 
 def find_excess(body: bytes, limit: ExtentLimit) -> str | None:
-    """What there is too much of; None: it is within the limit. It is found at the first slice that goes over it."""
+    """The limit that is exceeded, or None. Stops at the first slice that exceeds it."""
     if len(body) <= SMALL_BODY:
         return None
     num_containers = num_marks = num_values = start = 0
@@ -39,7 +39,7 @@ def find_excess(body: bytes, limit: ExtentLimit) -> str | None:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         start = end
         pieces = piece.split(b'"')
-        structure = b"".join(pieces[num_marks % 2 :: 2])  # what is outside of texts
+        structure = b"".join(pieces[num_marks % 2 :: 2])  # what is outside of strings
         num_marks += len(pieces) - 1
         num_containers += structure.count(b"[") + structure.count(b"{")
         num_values += structure.count(b",")

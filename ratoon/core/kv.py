@@ -1,9 +1,9 @@
-"""What memory a model's layers ask for, and how the pool is cut for them. Declarations only: no tensors.
+"""The KV cache memory that a model's layers declare, and how the pool is divided among them. No tensors.
 
-A layer declares a spec: the tensors of one block, and the name of the rule by which blocks come and go. Layers with
-equal specs form a group; every group has its own block table for each branch. All groups draw block ids from one pool,
-and an id belongs to one group at a time, so groups share the memory behind the ids: the scheduler counts one kind of
-block, and no group has memory that another could have used.
+A layer declares a spec: the tensors of one block, and the name of its rule for allocating and freeing blocks. Layers
+with equal specs form a group; every group has its own block table for each branch. All groups draw block ids from one
+pool, and an id belongs to one group at a time, so groups share the memory behind the ids: the scheduler counts one kind
+of block, and no memory is reserved for one group.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import ClassVar
 
 import msgspec
 
-NULL_BLOCK = 0  # never handed out: padding rows write to it, and freed places in a table point at it
+NULL_BLOCK = 0  # never allocated: padding rows write to it, and freed table entries point to it
 PAGE_ALIGNMENT = 16  # bytes; of every tensor in a page
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class PageTensor(msgspec.Struct, frozen=True):
-    """One tensor of one layer, as far as one block goes. A backend may order the elements in its own way."""
+    """The part of one tensor of one layer that belongs to one block. A backend chooses the order of its elements."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -32,10 +32,10 @@ class PageTensor(msgspec.Struct, frozen=True):
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
-    """The memory of one layer. A kind of layer is a subclass; nothing else needs to know it by name."""
+    """The memory of one layer. Each kind of layer is a subclass; no other code refers to subclasses by name."""
 
-    content: ClassVar[str]  # what is kept for a token: a backend says whether it can read it
-    growth: ClassVar[str]  # the rule of memory/growth.py by which blocks are taken, given back and found again
+    content: ClassVar[str]  # what is kept per token; attention backends declare which contents they read
+    growth: ClassVar[str]  # the rule of memory/growth.py for allocation, freeing and prefix cache hits
 
     block_size: int  # tokens in a block
 
@@ -70,7 +70,7 @@ class FullAttentionSpec(AttentionSpec, frozen=True):
 
 
 class SlidingWindowSpec(AttentionSpec, frozen=True):
-    """Only the last `window` tokens are read; blocks that fell out of the window are given back."""
+    """Only the last `window` tokens are read; blocks before the window are freed."""
 
     growth: ClassVar[str] = "window"
 
@@ -78,7 +78,7 @@ class SlidingWindowSpec(AttentionSpec, frozen=True):
 
 
 class CrossAttentionSpec(AttentionSpec, frozen=True):
-    """As long as the encoder's input; written once, before any decoder row reads it, and never again."""
+    """As long as the encoder's input; written once, before any decoder row reads it."""
 
     growth: ClassVar[str] = "cross"
 
@@ -89,20 +89,20 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
 
 
 class PageLayout(msgspec.Struct, frozen=True):
-    """The memory behind one block id: a row in each of several tensors, which the layers of every group divide."""
+    """The memory behind one block id: a row in each of several tensors, divided among the layers of every group."""
 
     tensor_bytes: tuple[int, ...]  # of a row, by tensor
     places: tuple[tuple[tuple[int, int], ...], ...]  # by group, for each of its layers: tensor, first byte in the row
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True):
-    """The pool as it was cut: the same on the accounting side and on the tensor side."""
+    """The resolved pool. Block accounting and the runner's tensors use the same one."""
 
     num_blocks: int  # the null block included
     block_size: int
     groups: tuple[KVCacheGroup, ...]  # those whose tables grow with the sequence
     cross: KVCacheGroup | None = None  # of an encoder-decoder model: its tables are as long as encoder inputs
-    num_host_blocks: int = 0  # of the same size, in host memory, for what is swapped out
+    num_host_blocks: int = 0  # of the same size, in host memory, for swapped-out sequences
 
     @property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
@@ -110,7 +110,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_block(self) -> int:
-        """What one block id costs, over all tensors."""
+        """Memory of one block id, over all tensors."""
         return bytes_per_block(self.all_groups)
 
 
@@ -125,9 +125,9 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
 def lay_out_pages(groups: Sequence[KVCacheGroup]) -> PageLayout:
     """Places for the layers of all groups, those with the largest pages first.
 
-    A layer takes the next place that is wide enough in a tensor that is there for another group, and a tensor of its
-    own where none is left. So layers with equal pages share tensors one to one, and several small pages lie in one row
-    of a tensor that is as wide as a large page.
+    A layer takes the next wide enough place in a tensor created for another group, or a new tensor if there is none. So
+    layers with equal pages share tensors one to one, and several small pages lie in one row of a tensor that is as wide
+    as a large page.
     """
     tensor_bytes: list[int] = []
     places: dict[int, tuple[tuple[int, int], ...]] = {}

@@ -1,11 +1,11 @@
-"""What travels between an engine process and the client that started it, beside requests and outputs.
+"""Messages between an engine process and the client that started it, other than requests and outputs.
 
     client → engine  (ROUTER → DEALER)   kind (EngineCoreRequestType, one byte), message
     engine → client  (DEALER → ROUTER)   secret: once, when it has connected
     engine → client  (PUSH → PULL)       secret, kind (EngineMessageType, one byte), message
 
-Secret and identity are made anew for every process that is started: what a stranger or a dead process sent is told
-apart by them.
+Secret and identity are generated for every started process: messages from other senders or from an earlier process are
+recognised by them and dropped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import msgspec
 
 from ratoon.core.config import EngineConfig
 
-LAST_WORD = b"."  # on an engine's standard input, before it is closed by a parent that goes on
+LAST_WORD = b"."  # written to an engine's standard input before a parent that keeps running closes it
 
 
 def engine_identity(index: int, run: str) -> bytes:
-    """What an engine is called on the client's ROUTER socket. Of two peers with one name the second is not heard: so
-    each run has a name (`run`, drawn at random) that a stranger can't take before the engine does."""
+    """An engine's identity on the client's ROUTER socket. ZeroMQ ignores a second peer with the same identity, so each
+    run gets a random one (`run`) that another process cannot claim first."""
     return f"engine-{index}-{run}".encode()
 
 
@@ -37,10 +37,10 @@ class EngineMessageType(enum.Enum):
 
 
 class EngineLaunch(msgspec.Struct, gc=False):
-    """All that an engine process is told when it starts, on its standard input."""
+    """The parameters of an engine process, read from its standard input at start."""
 
     config: EngineConfig
-    index: int  # which of several engines it is
+    index: int  # rank among several engines
     num_engines: int
     secret: bytes
     identity: bytes  # its own on the client's ROUTER socket
@@ -50,7 +50,7 @@ class EngineLaunch(msgspec.Struct, gc=False):
 
 
 class EngineReady(msgspec.Struct, array_like=True, gc=False):
-    """The model is loaded, and requests are welcome."""
+    """The model is loaded, and requests are accepted."""
 
     description: dict[str, Any]  # resolved settings and memory figures
     max_model_len: int
@@ -59,7 +59,7 @@ class EngineReady(msgspec.Struct, array_like=True, gc=False):
 
 
 class Fault(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """An error of core/errors.py as it travels: its class, and what it says."""
+    """An error of core/errors.py on the wire: its class and its text."""
 
     kind: str  # RequestError, ConfigError, ModelError; anything else is an EngineError
     subject: str
@@ -82,9 +82,9 @@ class UtilityResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
 
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Sent at fixed intervals by a thread of its own, so that a step which hangs can be told from a dead process."""
+    """Sent at fixed intervals by a separate thread, so that a hanging step can be distinguished from a dead process."""
 
-    step_seconds: float = 0.0  # how long the step under way has taken; 0 between steps
-    num_bad_messages: int = 0  # garbage that came in and was ignored
+    step_seconds: float = 0.0  # duration so far of the step in flight; 0 between steps
+    num_bad_messages: int = 0  # malformed messages received and ignored
     paused: bool = False
     asleep: bool = False

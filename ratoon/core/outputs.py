@@ -1,4 +1,4 @@
-"""Results: what the runner hands back for a step, and what a caller gets for a request."""
+"""Results: what the runner returns for a step, and what a caller gets for a request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     pooled: dict[str, WireTensor] = {}  # float32 [hidden], for `pooled_req_ids`
     candidates: dict[str, BeamCandidates] = {}  # for `beam_steps` that want them
     hidden_states: dict[str, WireTensor] = {}  # [layers, rows, hidden], for `captures`
-    errors: dict[str, str] = {}  # branches that this step failed, and why (NaN logits, for one)
+    errors: dict[str, str] = {}  # branches that failed in this step, and why (such as NaN logits)
 
 
 @dataclass(slots=True)
@@ -70,11 +70,11 @@ PromptLogprobs = list[TokenLogprobs | None]  # the first prompt token has none
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When what happened to a request, in seconds of time.monotonic, and how many tokens it got.
+    """Timestamps of a request, in seconds of time.monotonic, and its token counts.
 
-    The engine notes when it was queued and scheduled and when its tokens were sampled; arrival, first token and end are
-    as the front end saw them. Both sides read the same clock: on one machine it is one for all processes. What does not
-    fit between arrival and receipt is moved there, so no time span is negative.
+    The engine records queued, scheduled and sampled times; the front end records arrival, first token and end. All
+    processes of one machine share this clock. Times outside of arrival and receipt are clamped to them, so no time span
+    is negative.
     """
 
     arrival_time: float = 0.0
@@ -82,10 +82,10 @@ class RequestMetrics:
     finished_time: float | None = None
     num_generation_tokens: int = 0
     queued_time: float | None = None  # the engine put it into its queue
-    scheduled_time: float | None = None  # it came into the running batch for the first time
-    sampled_first_time: float | None = None  # the step ended that brought its first token,
+    scheduled_time: float | None = None  # first entered the running batch
+    sampled_first_time: float | None = None  # end of the step that sampled its first token,
     sampled_last_time: float | None = None  # and the last one so far
-    num_preemptions: int = 0  # how often it, or one of its choices, gave its memory up for others
+    num_preemptions: int = 0  # how often it, or one of its choices, was preempted
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -98,7 +98,7 @@ class RequestMetrics:
 
     @property
     def prefill_time(self) -> float | None:
-        """From then to the end of the step that brought the first token."""
+        """From first scheduled to the end of the step that sampled the first token."""
         return _between(self.scheduled_time, self.sampled_first_time)
 
     @property
@@ -108,7 +108,7 @@ class RequestMetrics:
 
     @property
     def inference_time(self) -> float | None:
-        """Both together."""
+        """Prefill and decode together."""
         return _between(self.scheduled_time, self.sampled_last_time)
 
     @property
@@ -140,7 +140,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """What a caller gets for a pooling request, once, at its end."""
+    """The result of a pooling request, returned once."""
 
     request_id: str
     prompt: str | None
@@ -149,8 +149,8 @@ class EmbeddingOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
-    refusal: RequestError | None = None  # the engine could never serve it
-    owner: str | None = None  # whose it is: ids are an owner's own
+    refusal: RequestError | None = None  # the engine cannot serve this request
+    owner: str | None = None  # whose it is: ids are unique per owner
 
     @property
     def outputs(self) -> EmbeddingOutput:
@@ -164,24 +164,24 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class HiddenStatesOutput:
-    """Hidden states of a sequence, once, when all are there. Rows are in the order in which they were asked for."""
+    """Hidden states of a sequence, returned once, when complete. Rows are in the requested order."""
 
     request_id: str  # of the extraction
-    # [layers, positions, hidden]: from LLM a torch tensor; from AsyncLLM, which does without torch, a numpy array, in
-    # which the bytes of bfloat16 are uint16; None if it failed
+    # [layers, positions, hidden]: from LLM a torch tensor; from AsyncLLM, which does not import torch, a numpy array,
+    # with bfloat16 as uint16; None if it failed
     tensor: Any
     dtype: str
     layers: list[int | str]
     positions: list[int]  # in the whole sequence, prompt and output
     token_ids: list[int]  # at these positions
     computed_tokens: int = 0  # rows that were run for it
-    num_cached_tokens: int = 0  # tokens whose keys and values were there
-    source: str | None = None  # of those: "lease", "prefix_cache" or "recomputed", where it reads an earlier request
+    num_cached_tokens: int = 0  # tokens whose keys and values were cached
+    source: str | None = None  # of the cached tokens, if it reads an earlier request: see Continuation
     metrics: RequestMetrics | None = None
     error: str | None = None
     refusal: RequestError | None = None
     owner: str | None = None
-    # Set: rows are not in order yet, and token ids missing. Done by the engine before a caller gets it.
+    # Set: rows are not in the requested order yet, and token ids are missing. Resolved before a caller gets it.
     arrangement: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -194,15 +194,15 @@ class Continuation:
     """How a continuation began."""
 
     parent: str  # the id of the request that it continues
-    inherited_tokens: int  # of its prompt, that were not computed again
-    computed_tokens: int  # of its prompt, that were
+    inherited_tokens: int  # prompt tokens that were not computed again
+    computed_tokens: int  # prompt tokens that were
     source: str  # "lease", "prefix_cache" or "recomputed"
-    fallback: bool = False  # the parent is forgotten: the prompt that came along was used in its place
+    fallback: bool = False  # the parent is forgotten: the full prompt sent with the request was used
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a caller gets for a request: all of it, or what is new, as `output_kind` asks."""
+    """The result of a request: all of it or the new part, as `output_kind` says."""
 
     request_id: str
     prompt: str | None
@@ -213,11 +213,11 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     error: str | None = None
-    refusal: RequestError | None = None  # the engine could never serve it; `error` says the same as text
-    continuation: Continuation | None = None  # of a request that continues another, from its first token on
+    refusal: RequestError | None = None  # the engine cannot serve this request; `error` has the same text
+    continuation: Continuation | None = None  # set for a continuation, from its first token on
     # Of a request with `return_hidden_states`, on its last output: one entry for each choice
     hidden_states: list[HiddenStatesOutput] | None = None
-    # Of an encoder-decoder model; `prompt` and `prompt_token_ids` are then the decoder's. Audio has no tokens.
+    # For an encoder-decoder model; `prompt` and `prompt_token_ids` are then the decoder's. Audio has no tokens.
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
-    owner: str | None = None  # whose it is: ids are an owner's own
+    owner: str | None = None  # whose it is: ids are unique per owner

@@ -1,7 +1,7 @@
-"""What a caller can ask of one generation: SamplingParams or BeamSearchParams, their limits, and their validation.
+"""The parameters of a request (SamplingParams, BeamSearchParams, PoolingParams, …), their limits and validation.
 
 Validation here needs no model: ranges and types. What depends on the model (vocabulary, lengths, words) is checked by
-the InputProcessor, which also fills what the model's own defaults settle.
+the InputProcessor, which also fills in the model's defaults.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORDS_CHARACTERS = 2**16  # of all `bad_words` together; each is tokenised twice
 MAX_BEAM_WIDTH = 2048
 MAX_BEAM_STOP_TOKENS = 16  # each costs a step `beam_width` more candidates
-MAX_NGRAM_SIZE = 256  # of no_repeat_ngram_size and its like: a step's work grows with it
+MAX_NGRAM_SIZE = 256  # of no_repeat_ngram_size and encoder_no_repeat_ngram_size: the cost of a step grows with it
 MAX_BAD_WORD_TOKENS = 64  # in one entry of `bad_words_ids`: likewise
 MAX_FORCED_TOKENS = 16
-MAX_LENGTH_PENALTY = 16.0  # either way: the longest text to this power is still far from where float64 ends
+MAX_LENGTH_PENALTY = 16.0  # in absolute value: the longest text to this power stays far within float64
 POOLING_KINDS = ("last", "mean", "first")
 HIDDEN_STATES_DTYPES = ("float32", "bfloat16", "float16")
 HIDDEN_STATES_SCOPES = ("all", "prompt", "output")
@@ -35,7 +35,7 @@ ENCODER = "encoder"
 HIDDEN_STATES_SIDES = ("decoder", ENCODER)
 MAX_DEADLINE = 86_400.0  # seconds
 MAX_HIDDEN_STATES_BYTES = 256 * 2**20  # of one request, unless the engine's config sets another limit
-LARGEST_FACTOR = 1e6  # of logits: far beyond all use, and far from where float32 ends
+LARGEST_FACTOR = 1e6  # of logits: far beyond practical use, and far within float32
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy
 
 
@@ -46,10 +46,10 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class ParamsMeta(type(msgspec.Struct)):  # type: ignore[misc]
-    """Names the keyword that does not exist, and what may have been meant. Only built by callers: what arrives from
-    another process, or replaces a field, does not come by here."""
+    """Reports an unknown keyword with a suggestion. Runs only when a caller constructs the params, not when they are
+    decoded from the wire or copied."""
 
-    if not TYPE_CHECKING:  # type checkers know the fields, and would lose them by this
+    if not TYPE_CHECKING:  # it would hide the fields from type checkers
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             known = cls.__struct_fields__
@@ -87,24 +87,24 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     return_hidden_states: HiddenStatesParams | None = None  # of every choice, with the last output
-    # Tokens that are never generated, and those that are not as the first. None: the model's own, []: none. Like all
-    # that forbids tokens they change what is chosen, and not the `logprobs`, which are those of the model.
+    # Tokens that are never generated, and tokens that are not generated first. None: the model's own, []: none. Like
+    # all forbidden tokens they affect sampling but not `logprobs`, which are the model's.
     suppressed_token_ids: list[int] | None = None
     suppressed_first_token_ids: list[int] | None = None
     timestamps: TimestampRules | None = None
     # Rules of transformers, under its names. None: the model's own, 0 or []: none. Prompt and output count as one text.
-    no_repeat_ngram_size: int | None = None  # no run of so many tokens comes twice
-    encoder_no_repeat_ngram_size: int | None = None  # none of the encoder's (without an encoder: of the prompt) comes
-    forced_eos_token_id: list[int] | None = None  # or one: what the last token is that there is room for
-    bad_words_ids: list[list[int]] | None = None  # sequences of tokens that never come
-    # Of prompt and output together, as in transformers. They count where `max_tokens` is None, and `min_tokens` 0.
+    no_repeat_ngram_size: int | None = None  # no n-gram of this size occurs twice
+    encoder_no_repeat_ngram_size: int | None = None  # no n-gram of the encoder input (else: the prompt)
+    forced_eos_token_id: list[int] | None = None  # or one id: the token forced at max_tokens
+    bad_words_ids: list[list[int]] | None = None  # token sequences that are never generated
+    # Prompt and output together, as in transformers. They apply where `max_tokens` is None and `min_tokens` is 0.
     max_length: int | None = None
-    min_length: int = 0  # cut to what `max_tokens` leaves
+    min_length: int = 0  # lowered where `max_tokens` ends the text earlier
 
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None
     all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
-    eos_token_ids: list[int] | None = None  # held back by min_tokens together with stop_token_ids
+    eos_token_ids: list[int] | None = None  # suppressed by min_tokens together with stop_token_ids
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -157,15 +157,15 @@ class BeamSearchParams(
 ):
     """How to search for the most probable texts. Field meanings follow those of transformers' beam search.
 
-    A finished text counts with the sum of its log-probabilities, divided by (its length ** length_penalty).
-    `early_stopping` says when to stop, once there are as many finished texts as beams: True: at once; False: when the
-    best beam, taken as it is, is no better than the worst of them; "never": when no beam can become better.
+    The score of a finished text is the sum of its log-probabilities divided by (its length ** length_penalty).
+    `early_stopping` says when to stop, once there are as many finished texts as beams. True: at once; False: when the
+    best beam's current score is no better than the worst of them; "never": when no beam can become better.
     """
 
     beam_width: int
     n: int = 1  # how many texts to return, the best first
     max_tokens: int | None = 16
-    min_tokens: int = 0  # stop tokens are held back until then
+    min_tokens: int = 0  # stop tokens are suppressed until then
     length_penalty: float = 1.0  # above 0 favours long texts, below 0 short ones
     early_stopping: bool | Literal["never"] = False
     stop_token_ids: list[int] | None = None
@@ -173,11 +173,11 @@ class BeamSearchParams(
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    # CUMULATIVE: after every step the best text so far, which may be another one than a step before. There is no DELTA.
+    # CUMULATIVE: after every step the best text so far, which may replace that of the step before. There is no DELTA.
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     return_hidden_states: HiddenStatesParams | None = None  # of every text that is returned
-    # As in SamplingParams, over log-probabilities, which are not normalised again: tokens that a rule leaves alone keep
-    # those that they have among all.
+    # As in SamplingParams, over log-probabilities, which are not renormalised afterwards: tokens that no rule changes
+    # keep their log-probability over the full vocabulary.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -189,7 +189,7 @@ class BeamSearchParams(
     timestamps: TimestampRules | None = None
     no_repeat_ngram_size: int | None = None
     encoder_no_repeat_ngram_size: int | None = None
-    forced_eos_token_id: list[int] | None = None  # or one; it costs a text nothing
+    forced_eos_token_id: list[int] | None = None  # or one id; it adds nothing to the score
     bad_words_ids: list[list[int]] | None = None
     max_length: int | None = None
     min_length: int = 0
@@ -197,7 +197,7 @@ class BeamSearchParams(
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None
     all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
-    num_forced_tokens: int = 0  # at the prompt's end, that count as the text's: a length penalty looks at them
+    num_forced_tokens: int = 0  # at the end of the prompt, counted as output by the length penalty
 
     def __post_init__(self) -> None:
         self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
@@ -232,16 +232,15 @@ GenerationParams: TypeAlias = SamplingParams | BeamSearchParams
 
 
 class TimestampRules(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, frozen=True, gc=False):
-    """Whisper's rules for texts with timestamps, each of which is a token of its own, from `first_token_id` on.
-
-    A text begins with a timestamp. Timestamps never go back, and come in pairs, the end of one part and the start of
-    the next, or alone before the end. If timestamps together are more probable than any other token, it will be one.
+    """Whisper's rules for texts with timestamps, which are the tokens from `first_token_id` on. A text begins with a
+    timestamp. Timestamps never decrease, and come in pairs (end of one segment, start of the next), or singly before
+    the end. If all timestamps together are more probable than any other token, a timestamp is sampled.
     """
 
     first_token_id: int  # 0.00 seconds; every id from here on is a timestamp
-    no_timestamps_token_id: int  # belongs to texts without them, and is never generated
+    no_timestamps_token_id: int  # for texts without them; never generated
     end_token_id: int  # text tokens are below it
-    max_initial_index: int | None = None  # how far behind first_token_id a text may begin; None: anywhere
+    max_initial_index: int | None = None  # the latest first timestamp, counted from first_token_id; None: any
 
     def verify(self) -> None:
         _require_int("first_token_id", self.first_token_id, 2, None)
@@ -256,11 +255,10 @@ class TimestampRules(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
 class PoolingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="pooling"):
     """How the hidden states of a prompt become one vector."""
 
-    # last, first: the state of that token; mean: over all tokens. None: the way the model was made for, which the front
-    # end fills in.
+    # last, first: the state of that token; mean: over all tokens. None: the model's own, filled in by the front end.
     pooling: str | None = None
     normalize: bool = True  # to length 1
-    dimensions: int | None = None  # keep this many of the first; None: all
+    dimensions: int | None = None  # truncate to this many; None: all
 
     def verify(self) -> None:
         if self.pooling is not None and self.pooling not in POOLING_KINDS:
@@ -275,22 +273,22 @@ class HiddenStatesParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omi
     """Which hidden states of a sequence to return.
 
     `positions` counts in the part that `scope` names: one number, a list of numbers and of pairs [start, stop), or
-    "all"; negative ones count from its end, and a pair with the stop None goes on to there. `layers` are entries of
-    transformers' `hidden_states`, one, a list or "all": 0 is the embeddings, l what l layers leave, and L, -1 or "norm"
-    what the final norm makes of what the last of L layers leaves. That itself, before the norm, is "pre_norm".
+    "all"; negative ones count from its end, and a stop of None means its end. `layers` are entries of
+    transformers' `hidden_states`, one, a list or "all": 0 is the embeddings, l the output of layer l, and L, -1 or
+    "norm" the output of the last of L layers after the final norm; "pre_norm" is that output before it.
     """
 
     positions: Any = -1
     scope: str = "all"  # all, prompt or output
-    layers: Any = None  # None: the last entry, behind the final norm
+    layers: Any = None  # None: the last entry, after the final norm
     dtype: str = "float32"
     deadline: float | None = None  # seconds
     side: str = "decoder"  # encoder: positions are those of the encoder's input, and layers the encoder's
-    # Positions and layers that are named several times come once, where they were named first
+    # Positions and layers named several times are returned once, at the place of the first
     each_once: bool = False
 
     def verify(self) -> None:
-        """Ranges and types; what the sequence and the model allow is checked where they are known."""
+        """Ranges and types only; limits of the sequence and the model are checked elsewhere."""
         if self.side not in HIDDEN_STATES_SIDES:
             raise RequestError("side", f"{self.side!r} is unknown", " or ".join(HIDDEN_STATES_SIDES))
         if self.side == ENCODER and self.scope != "all":
@@ -304,7 +302,7 @@ class HiddenStatesParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omi
 
 
 def _hidden_states_params(asked: Any) -> Any:
-    """True asks for what is returned by default."""
+    """True means the default HiddenStatesParams."""
     if isinstance(asked, bool):
         return HiddenStatesParams() if asked else None
     return asked
@@ -324,12 +322,12 @@ def _verify_hidden_states(params: Any) -> None:
 
 
 def _one_or_many(token_ids: Any) -> Any:
-    """One token id counts as a list of it."""
+    """A single token id becomes a list."""
     return [token_ids] if isinstance(token_ids, int) and not isinstance(token_ids, bool) else token_ids
 
 
 def _verify_rules(params: GenerationParams) -> None:
-    """What is wrong with the rules over logits."""
+    """Verify the fields that are rules over logits."""
     _require_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _require_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
     _require_number("repetition_penalty", params.repetition_penalty, 0.0, LARGEST_FACTOR, above=True)

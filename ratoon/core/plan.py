@@ -1,9 +1,9 @@
-"""The step plan: what the scheduler tells the runner to do in one step. A diff, and data only.
+"""The step plan: what the scheduler tells the runner to do in one step. A diff; data only.
 
-The runner keeps a row for each branch. A branch travels once in full (NewRequestData), from then on by id with what
-changed. A branch that was preempted is dropped by the runner and travels in full again when it resumes.
+The runner keeps a row for each branch. A branch is sent once in full (NewRequestData), from then on by id with what
+changed. The runner drops a preempted branch, which is sent in full again when it resumes.
 
-Order in which the runner carries a plan out:
+The runner executes a plan in this order:
   1. drop the rows of `finished_req_ids` and `preempted_req_ids`;
   2. copy the blocks of `swapped_out` to the host; read the sources of `block_copies`, then write those of `swapped_in`
      and the targets of the copies;
@@ -17,10 +17,10 @@ A step may be planned before the tokens of the one before it are known. The runn
 the branch's row itself, so that a plan names positions, not tokens: `num_computed_tokens` of a known branch may be the
 position of a token that only the runner has.
 
-A beam search has one branch, its trunk, which computes the prompt like any other. Behind it the runner keeps a row for
-each beam, under the trunk's id: beams are known by their number, and a step says which beam of the last one each comes
-from. A search that comes back from the host with its beams has its trunk in `scheduled_new_reqs`, for the sake of its
-row: none of the trunk's tokens run.
+A beam search has one branch, its trunk, which computes the prompt like any other. The runner also keeps a row for each
+beam, under the trunk's id: beams are identified by number, and a step names the parent of each beam in the previous
+step. A search that is swapped in with its beams has its trunk in `scheduled_new_reqs` to restore its row: none of the
+trunk's tokens run.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ import msgspec
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 
-MAX_CAPTURE_SPANS = 64  # in a step, over all captures: the runner lays each out as a row
+MAX_CAPTURE_SPANS = 64  # in a step, over all captures: each is a row of the batch
 
 BlockIds = tuple[list[int], ...]  # one list for each KV group whose tables grow with the sequence
 BlockSwap = tuple[int, int]  # block ids: from, to
 
 
 class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A branch that the runner does not know (yet, or any more)."""
+    """A branch that the runner has no row for."""
 
     req_id: str  # the branch's id
     token_ids: list[int]  # prompt and, for forks and resumed branches, the output so far
     num_prompt_tokens: int
-    # How it is sampled; of a search's trunk, whose beams are; or the vector that is read out at the end of the prompt
+    # How to sample the branch, or the beams behind a trunk; or which vector to read out at the end of the prompt
     params: SamplingParams | BeamSearchParams | PoolingParams
     seed: int  # of this branch's own random stream
     block_ids: BlockIds
     num_computed_tokens: int
-    cross_block_ids: list[int] = []  # what cross-attention reads; many branches may name the same
+    cross_block_ids: list[int] = []  # what cross-attention reads; branches may share them
     num_encoder_positions: int = 0
-    encoder_token_ids: list[int] = []  # what the encoder read, where a rule over tokens looks at it
+    encoder_token_ids: list[int] = []  # the encoder input, where a rule over tokens needs it
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -63,7 +63,7 @@ class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 class BlockCopy(msgspec.Struct, array_like=True, gc=False):
     """Copy-on-write: before the forward pass, block `src` is copied to `dst`, and the branch's table points at `dst`.
 
-    For a branch in `scheduled_new_reqs` the table already holds `dst`; beams and captures bring it in theirs.
+    For a branch in `scheduled_new_reqs` the table already holds `dst`; so do the tables of beams and captures.
     """
 
     req_id: str
@@ -74,22 +74,22 @@ class BlockCopy(msgspec.Struct, array_like=True, gc=False):
 
 
 class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One beam search in a step. All its beams are equally long. Lists over beams are flat, beam after beam."""
+    """One beam search in a step. All its beams have the same length. Lists over beams are flat, beam by beam."""
 
     req_id: str  # the trunk's
     # Tokens of every beam in this step, from `num_computed_tokens` on. 0: only the trunk runs, with its prompt's end.
     num_tokens: int = 0
     num_computed_tokens: int = 0
-    # Set: the beams are new. Beam i is beam `parents[i]` of before (0: the trunk, if there were none) and the i-th part
-    # of `token_ids` behind its computed tokens. Of beams that come back from the host, the parts are all that they
-    # have behind the prompt, `num_restored_tokens` of it computed.
+    # Set: the beams are new. Beam i is the previous beam `parents[i]` (0: the trunk, if there were none), with the i-th
+    # part of `token_ids` after its computed tokens. For swapped-in beams the parts are all tokens after the prompt, of
+    # which `num_restored_tokens` are computed.
     parents: list[int] | None = None
     token_ids: list[int] = []
     num_restored_tokens: int = 0
-    first_column: int = 0  # the first place in the block tables that changes
-    block_ids: BlockIds = ()  # what stands there and behind, of every beam
+    first_column: int = 0  # the first block table column that changes
+    block_ids: BlockIds = ()  # the entries from there on, of every beam
     num_candidates: int = 0  # 0: the beams are not up to date yet
-    scores: list[float] = []  # of the beams; they count in the choice of candidates
+    scores: list[float] = []  # of the beams; added to the candidates' scores
 
     @property
     def num_beams(self) -> int:
@@ -97,16 +97,16 @@ class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class CaptureStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Hidden states to read out. The runner keeps nothing of it from one step to the next."""
+    """Hidden states to read out. The runner keeps no state for it between steps."""
 
     req_id: str
     token_ids: list[int]  # of all rows, span after span
-    # Runs of consecutive positions: the first, how many, and whether their keys and values are written. Where they are
-    # not, they are in the blocks already, which others may hold too.
+    # Runs of consecutive positions: the first, how many, and whether their keys and values are written. If not, the
+    # blocks, which may be shared, have them already.
     spans: list[tuple[int, int, bool]]
     block_ids: BlockIds  # the whole tables
     captured: list[int]  # which of the rows are read out
-    # Layers that the rows have passed: 0 is the embeddings, one more than there are is the final norm
+    # Layers that the rows have passed: 0 is the embeddings, num_layers + 1 the final norm
     layers: list[int]
     dtype: str
     cross_block_ids: list[int] = []
@@ -116,25 +116,25 @@ class CaptureStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 class EncoderStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """An encoder input that runs in this step, whole. Its keys and values for cross-attention go to `block_ids`."""
 
-    req_id: str  # on whose account it runs; others may read the blocks in the same step
+    req_id: str  # the request charged for it; others may read the blocks in the same step
     encoder_input: EncoderInput
-    block_ids: list[int] = []  # none: it runs for the sake of what is read out
+    block_ids: list[int] = []  # empty: it runs only for what is read out
     captured: list[int] = []  # positions whose states are read out, as in CaptureStep
     layers: list[int] = []
     dtype: str = "float32"
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    step: int = 0  # numbers rise; a plan may be made before the results of those before it are known
+    step: int = 0  # increasing; a plan may be made before the results of earlier ones are known
     scheduled_new_reqs: list[NewRequestData] = []
     scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = {}  # in batch order
     total_num_scheduled_tokens: int = 0
-    sampled_req_ids: list[str] = []  # branches whose last scheduled token is the newest: they get a token
+    sampled_req_ids: list[str] = []  # branches whose last scheduled token is their newest: a token is sampled
     fanout: dict[str, list[tuple[str, int]]] = {}  # branch id → children (id, seed), sampled from the same row
-    beam_steps: list[BeamStep] = []  # their beams come behind the branches in the batch
+    beam_steps: list[BeamStep] = []  # their beams follow the branches in the batch
     captures: list[CaptureStep] = []  # their spans come last in the batch
-    pooled_req_ids: list[str] = []  # pooling branches whose last token is in this step: they get their vector
+    pooled_req_ids: list[str] = []  # pooling branches whose last token is in this step
     block_copies: list[BlockCopy] = []
     finished_req_ids: list[str] = []
     preempted_req_ids: list[str] = []
@@ -144,18 +144,18 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
     @property
     def req_ids(self) -> list[str]:
-        """Everybody who runs in this step."""
+        """Every branch and search that runs in this step."""
         beams = [beam_step.req_id for beam_step in self.beam_steps if beam_step.num_tokens]
         encoders = [step.req_id for step in self.encoder_steps if step.captured]
         return [*self.num_scheduled_tokens, *beams, *(capture.req_id for capture in self.captures), *encoders]
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to run; there may still be rows to drop."""
+        """No tokens to run; there may still be rows to drop."""
         return self.total_num_scheduled_tokens == 0 and not self.encoder_steps
 
     @property
     def is_void(self) -> bool:
-        """Nothing at all to tell the runner."""
+        """Nothing for the runner to do."""
         told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.swapped_out
         return self.is_empty and not told and not self.swapped_in

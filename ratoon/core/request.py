@@ -1,6 +1,6 @@
-"""What crosses the border between the front end and the engine core, in both directions.
+"""What the front end and the engine core exchange, in both directions.
 
-Wire types: msgspec structs without references to anything that lives on one side only.
+Wire types: msgspec structs without references to objects of one side.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class EngineCoreRequestType(enum.Enum):
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     HIDDEN_STATES_EXTRACT = b"\x05"
-    STOP = b"\x07"  # requests that a stop string ended: like ABORT, but what they asked to keep is kept
-    OUTPUTS_TAKEN = b"\x06"  # how many messages with outputs the client has taken so far
+    STOP = b"\x07"  # a stop string ended these requests: like ABORT, but leases that they asked for are granted
+    OUTPUTS_TAKEN = b"\x06"  # how many output messages the client has received so far
 
 
 class FinishReason(enum.IntEnum):
     STOP = 0  # an eos or stop token, or a stop string
     LENGTH = 1  # max_tokens or the model's length
-    ABORT = 2  # the caller took it back
+    ABORT = 2  # the caller cancelled it
     ERROR = 3  # it failed; the output's `error` says why
 
     def __str__(self) -> str:
@@ -42,23 +42,23 @@ class FinishReason(enum.IntEnum):
 
 
 class ResumedChoice(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A choice that another engine process had begun: the tokens that it had already given."""
+    """A choice that an earlier engine process began: the tokens that were already output."""
 
     token_ids: list[int]
     finished: bool = False
 
 
 class Extraction(msgspec.Struct, omit_defaults=True, gc=False, tag="extraction"):
-    """Which hidden states of the prompt to read out; its last token is the last that is asked for. Everything is a
-    number of its own: no negatives, no ranges."""
+    """Which hidden states of the prompt to read out; the prompt ends at the last requested position. Positions and
+    layers are resolved: no negative numbers, no ranges."""
 
     positions: list[int]  # rising, each once
-    layers: list[int]  # that the rows have passed: 0 is the embeddings; one more than there are, the final norm
+    layers: list[int]  # that the rows have passed: 0 is the embeddings, num_layers + 1 the final norm
     dtype: str = "float32"
     deadline: float | None = None  # seconds, from its arrival in the engine
-    # Of the encoder's states, not the decoder's: positions are those of the encoder input, which is run for it
+    # Read the encoder's states instead of the decoder's: positions are those of the encoder input
     of_encoder: bool = False
-    ends_lease: bool = False  # what is kept of the sequence it reads was kept for it alone, and ends with it
+    ends_lease: bool = False  # the lease it reads was granted for it alone, and ends with it
 
 
 # What a request asks for, and so its kind: generation, beam search, one vector, hidden states
@@ -68,10 +68,10 @@ RequestParams: TypeAlias = SamplingParams | BeamSearchParams | PoolingParams | E
 class EngineCoreEventType(enum.IntEnum):
     """What happened to a request in the engine."""
 
-    QUEUED = 1  # it waits for a place in the running batch
-    SCHEDULED = 2  # it, or one of its choices, came into the batch: the first time, or again
-    PREEMPTED = 3  # it gave its memory up for others, and waits again
-    PREFILL_CHUNK = 4  # a part of its prompt was computed; told of requests that are traced
+    QUEUED = 1  # it waits to enter the running batch
+    SCHEDULED = 2  # it, or one of its choices, entered the batch: for the first time, or again
+    PREEMPTED = 3  # its memory was freed for others, and it waits again
+    PREFILL_CHUNK = 4  # a part of its prompt was computed; recorded for traced requests only
 
 
 class EngineCoreEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -80,7 +80,7 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
     type: EngineCoreEventType
     timestamp: float  # seconds
-    seconds: float = 0.0  # that it took: of a chunk, its step
+    seconds: float = 0.0  # duration; for a chunk, that of its step
     num_tokens: int = 0  # of a chunk
     choice: int = 0
 
@@ -98,22 +98,22 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     adapter: str | None = None  # adapters (LoRA) tag the cache in the same way
     data_parallel_rank: int | None = None
     external_id: str | None = None
-    # Of an encoder-decoder model: what its encoder reads. The prompt is then the decoder's.
+    # For an encoder-decoder model: its encoder's input. The prompt is then the decoder's.
     encoder_input: EncoderInput | None = None
-    # Set: the prompt begins with the tokens of this branch, which has ended or still runs, and ends with these tokens.
+    # Set: the prompt is the tokens of this branch, which has ended or still runs, and then `continuation_token_ids`.
     continuation_of: str | None = None
     continuation_token_ids: list[int] | None = None
-    parent_id: str | None = None  # what the caller calls that request; without continuation_of, one that is forgotten
-    preferred_rank: int | None = None  # the engine that has the parent's memory; another one will do
+    parent_id: str | None = None  # the caller's id of that request; without continuation_of: it is forgotten
+    preferred_rank: int | None = None  # the engine that has the parent's memory; a preference only
     owner: str | None = None
-    retain_kv: float | None = None  # seconds that its memory is kept for continuations once it has ended
-    # Set: go on from these tokens, one entry for each choice. They are not sent again.
+    retain_kv: float | None = None  # seconds to lease its memory for continuations once it has ended
+    # Set: resume after these tokens, one entry per choice. They are not output again.
     resumed: list[ResumedChoice] | None = None
     trace_headers: dict[str, str] | None = None  # W3C trace context of the caller; set, perhaps empty: it is traced
 
     @property
     def generation_params(self) -> GenerationParams | None:
-        """Of a request whose answer is text."""
+        """The params of a request whose answer is text."""
         return self.params if isinstance(self.params, (SamplingParams, BeamSearchParams)) else None
 
     @property
@@ -125,8 +125,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 class InheritedFrom(enum.IntEnum):
     """Where a continuation found the keys and values of its parent."""
 
-    LEASE = 0  # they were kept for it, or the parent still runs
-    PREFIX_CACHE = 1  # whole blocks that nobody had taken yet
+    LEASE = 0  # a lease, or the parent still runs
+    PREFIX_CACHE = 1  # full blocks that were not evicted yet
     RECOMPUTED = 2  # nowhere
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class InheritedFrom(enum.IntEnum):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step brought for one choice of one request."""
+    """The result of one step for one choice of one request."""
 
     request_id: str
     new_token_ids: list[int]
@@ -145,18 +145,18 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     prompt_logprobs: list[PromptLogprobsChunk] | None = None  # in prompt order, each once, on choice 0
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None
-    refusal: Fault | None = None  # the engine could never serve this request; `error` says the same as text
-    inherited_from: InheritedFrom | None = None  # of a continuation; how much, `num_cached_tokens` says
+    refusal: Fault | None = None  # the engine cannot serve this request; `error` has the same text
+    inherited_from: InheritedFrom | None = None  # for a continuation; `num_cached_tokens` says how much
     pooled: WireTensor | None = None  # float32 [hidden], at the end of a pooling request
-    # Of an extraction: the next of the rows that were asked for, [layers, rows, hidden], and how many were run so far
+    # For an extraction: the next of the requested rows, [layers, rows, hidden], and how many were run so far
     hidden_states: WireTensor | None = None
-    first_row: int = 0  # which of the positions asked for the first of these rows is
+    first_row: int = 0  # index of the first of these rows among the requested positions
     num_rows_run: int = 0
-    # Of a beam search: how good the text is, and, while it still searches, that this is all of the best one so far.
+    # For a beam search: the text's score, and, while it still searches, whether this is the whole best text so far.
     score: float | None = None  # the sum of log-probabilities after the length penalty
     cumulative_logprob: float | None = None  # the sum itself
-    replaces: bool = False  # the tokens stand in place of all that this choice had before
-    events: list[EngineCoreEvent] | None = None  # of the whole request, since its last output
+    replaces: bool = False  # the tokens replace all earlier tokens of this choice
+    events: list[EngineCoreEvent] | None = None  # of the request, since its last output
 
     @property
     def finished(self) -> bool:
@@ -164,7 +164,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Everything that one step brought for one client."""
+    """All results of one step for one client."""
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None

@@ -21,7 +21,7 @@ from ratoon.core.sizes import parse_size
 
 
 class Check(NamedTuple):
-    """Which values are right, apart from None where a setting may be left open."""
+    """Which values are valid; None is always valid for an optional setting."""
 
     accepts: Callable[[Any], bool]
     expected: str
@@ -56,15 +56,15 @@ class Setting:
     help: str
     default: Any
     kind: type  # int, float, str, bool, dict (JSON), tuple (of texts), or an Enum
-    optional: bool = False  # None leaves it open
+    optional: bool = False  # None: resolved later
     check: Check | None = None
     size: bool = False  # bytes, also as text such as 2GiB
-    options: tuple[str, ...] = ()  # of the command line, beside the one that the name gives
+    options: tuple[str, ...] = ()  # of the command line, besides the one derived from the name
     metavar: str | None = None
     group: str | None = None  # of options on the command line
 
     def parse(self, value: Any) -> Any:
-        """The value for the config, from what Python or the command line gave. ConfigError: it is none."""
+        """Convert a value given in Python or on the command line. Raises ConfigError if it is invalid."""
         if value is None and self.optional:
             return None
         if self.size:
@@ -135,7 +135,7 @@ def settings_of(config: type) -> tuple[Setting, ...]:
 
 
 def verify_settings(config: Any) -> None:
-    """ConfigError for the first value that its own check refuses."""
+    """Raise ConfigError for the first value that fails its check."""
     kind: type = type(config)
     for one in settings_of(kind):
         one.verify(getattr(config, one.field))

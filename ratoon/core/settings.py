@@ -1,4 +1,4 @@
-"""Settings as people write them (keywords, "2GiB", "fcfs") to configs. They are declared in core/config.py."""
+"""Builds configs from settings as users write them (keywords, "2GiB", "fcfs"). Declared in core/config.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ratoon.core.setting import Setting, json_object, settings_of, verify_settin
 from ratoon.core.suggestions import unknown_keyword
 from ratoon.core.vllm_names import VLLM_NAMES, translate
 
-# One entry of hf_overrides that has a setting of its own.
+# An entry of hf_overrides that is also a setting.
 ROPE_SCALING = Setting(
     "hf_overrides", "rope_scaling", 'stretch positions: {"rope_type": "yarn", "factor": 4.0}', {}, dict
 )
@@ -41,7 +41,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
 
 
 def configure(model: str, settings: Mapping[str, Any]) -> tuple[FrontEndConfig, EngineConfig]:
-    """The checked configs of LLM and AsyncLLM: settings of the front end, all others being the engine's."""
+    """The checked configs of LLM and AsyncLLM: settings of the front end; all others are the engine's."""
     left = dict(settings)
     if left.pop("skip_tokenizer_init", False):  # vLLM's name
         left["skip_tokenizer"] = True
@@ -52,7 +52,7 @@ def configure(model: str, settings: Mapping[str, Any]) -> tuple[FrontEndConfig, 
     total = front_end.max_total_hidden_states_bytes
     if total is None or total >= engine.max_hidden_states_bytes:
         return front_end, engine
-    if "max_hidden_states_bytes" in left:  # some could never be answered
+    if "max_hidden_states_bytes" in left:  # set explicitly: such requests could never be served
         raise ConfigError(
             "max_total_hidden_states_bytes",
             f"{total} bytes are less than one request may ask for "

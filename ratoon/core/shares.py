@@ -1,7 +1,7 @@
-"""A limit that several owners (API keys) share: who may take how much of it.
+"""A limit shared by several owners (API keys), and how much of it each may take.
 
-One owner alone may take all of it. Where several hold something, each has an equal share, and what others hold never
-keeps an owner from its share.
+A single owner may take all of it. With several active owners each is guaranteed an equal share, regardless of what the
+others hold.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 
 def has_room(held: Mapping[str | None, int], owner: str | None, count: int, limit: int) -> bool:
-    """May this owner take so much more, where owners hold so much of the limit? Owners that hold nothing are not in
-    `held`."""
+    """Whether this owner may take `count` more of the limit. Owners that hold nothing are not in `held`."""
     if sum(held.values()) + count <= limit:
         return True
     num_owners = len(held) + (owner not in held)
@@ -19,10 +18,10 @@ def has_room(held: Mapping[str | None, int], owner: str | None, count: int, limi
 
 
 class SharedLimit:
-    """Counts what each owner holds. Without owners (all of them None) it is a plain limit.
+    """Counts what each owner holds. Without owners (all None) it is a plain limit.
 
-    An owner that was alone may hold more than its share when others come. They get their shares nevertheless: the total
-    may then exceed the limit until the first one has given back, by less than the limit for each doubling of owners.
+    A single owner may hold more than its share when others arrive. They get their shares nevertheless: the total may
+    exceed the limit until the first one gives back, by less than the limit per doubling of owners.
     """
 
     __slots__ = ("_held", "limit", "total")
@@ -37,7 +36,7 @@ class SharedLimit:
 
     @property
     def num_owners(self) -> int:
-        """Those that hold something."""
+        """Owners that hold more than 0."""
         return len(self._held)
 
     def take(self, owner: str | None, count: int) -> bool:

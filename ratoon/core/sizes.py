@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them ("2GiB") and as they read them."""
+"""Parses and formats sizes of memory ("2GiB")."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS = {
 
 
 def parse_size(field: str, value: int | str, least: int = 1) -> int:
-    """Bytes, from a number or from text such as 2GiB, 512M or 1.5GB. `least` is 0 where none at all is a choice."""
+    """Bytes, from a number or from text such as 2GiB, 512M or 1.5GB. `least` is 0 where 0 is allowed."""
     expected = "a number of bytes, or text such as 512MiB or 2GiB"
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)

@@ -9,7 +9,7 @@ class PrefixCacheStats(msgspec.Struct, gc=False):
     """Counted since the engine started (or since the cache was reset)."""
 
     queries: int = 0  # prompt tokens looked up, those of continuations included
-    hits: int = 0  # of them, found, or inherited from the parent of a continuation
+    hits: int = 0  # tokens found, or inherited from the parent of a continuation
 
     @property
     def hit_rate(self) -> float:
@@ -17,15 +17,16 @@ class PrefixCacheStats(msgspec.Struct, gc=False):
 
 
 class LeaseStats(msgspec.Struct, gc=False):
-    """Memory of ended requests that is kept for continuations. The first two are of now, the others since the start."""
+    """Memory of ended requests that is kept for continuations. The first two are current, the others since the
+    start."""
 
     num_active: int = 0
     num_blocks: int = 0
     granted: int = 0
     refused: int = 0  # larger than the whole budget
     expired: int = 0
-    evicted: int = 0  # for a newer one, or for a request that needed memory
-    continued: int = 0  # continuations that found theirs
+    evicted: int = 0  # for a newer lease, or for a request that needed memory
+    continued: int = 0  # continuations that found their lease
 
 
 class SchedulerStats(msgspec.Struct, gc=False):

@@ -1,13 +1,13 @@
-"""What a mistyped name may have meant. Only near misses: a wrong suggestion costs more than none.
+"""Suggestions for mistyped names. Only near misses: a wrong suggestion is worse than none.
 
-"min_tokens" is not meant by "max_tokens", so the measure is the number of typing errors and not a share of letters.
+The measure is the number of typing errors, not the share of equal letters: "min_tokens" is not near "max_tokens".
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-LONGEST_NAME = 64  # more of a name is not looked at: what is longer is no typing error
+LONGEST_NAME = 64  # longer names get no suggestion
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -21,7 +21,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
         distance = _typing_errors(typed, _plain(candidate), allowed)
         if distance <= allowed and (best is None or distance < best[0]):
             best = (distance, candidate)
-    # Of a name with one or two letters every other one is a typing error away.
+    # All names of one or two letters are one typing error apart.
     return None if best is None or (len(typed) < 3 and best[0] > 0) else best[1]
 
 
@@ -32,7 +32,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def unknown_keyword(of: str, name: str, known: Iterable[str]) -> TypeError:
-    """What Python raises for a keyword that does not exist, with what may have been meant."""
+    """The TypeError for an unknown keyword, with a suggestion."""
     meant = did_you_mean(name, known)
     return TypeError(f"{of} has no {name!r}" + (f"; {meant}" if meant else ""))
 
@@ -43,8 +43,8 @@ def _plain(name: str) -> str:
 
 
 def _typing_errors(left: str, right: str, allowed: int) -> int:
-    """Letters that are wrong, missing or too many, and neighbours that changed places; above `allowed` any number that
-    is above it."""
+    """Letters that are wrong, missing or too many, and neighbours that changed places; if above `allowed`, any number
+    above it."""
     if abs(len(left) - len(right)) > allowed:
         return allowed + 1
     before: list[int] = []

@@ -1,7 +1,7 @@
-"""vLLM's names of engine settings, for scripts that move here with one changed import.
+"""vLLM's names of engine settings, so that scripts for vLLM run with one changed import.
 
-Three kinds: other names for settings that we have; settings that mean here what they mean there only for some values,
-the others being refused; and settings that change nothing about answers and have no counterpart.
+Three kinds: other names for existing settings; settings of which only some values are supported and the others are
+refused; and settings that do not affect answers and are ignored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RULES = {
     "enable_lora": Rule(_nothing, "leave it out: adapters are not supported", bool),
     "speculative_config": Rule(_nothing, "leave it out: speculative decoding is not supported"),
 }  # fmt: skip
-# Settings that change nothing about answers, and the kind of their values.
+# Settings that do not affect answers, and the type of their values.
 NO_EFFECT: dict[str, type] = {
     "trust_remote_code": bool, "enforce_eager": bool, "disable_custom_all_reduce": bool, "max_seq_len_to_capture": int,
     "compilation_config": str, "distributed_executor_backend": str, "worker_cls": str, "runner": str, "task": str,
@@ -60,7 +60,7 @@ VLLM_NAMES = (*RENAMED, "swap_space", "tokenizer", *RULES, *NO_EFFECT)
 
 
 def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings in our names. ConfigError: a value has another meaning there than anything here."""
+    """The same settings under Ratoon's names. Raises ConfigError for a value that is not supported."""
     given = dict(settings)
     for name in NO_EFFECT:
         given.pop(name, None)
@@ -89,6 +89,6 @@ def _rename(given: dict[str, Any], theirs: str, ours: str, value: Any) -> None:
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """The name of "half", or of torch.float16 itself."""
+    """The dtype's name, given an alias such as "half" or a torch dtype."""
     name = str(dtype).removeprefix("torch.")
     return DTYPES.get(name, name)

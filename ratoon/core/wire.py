@@ -1,7 +1,7 @@
-"""The wire codec: msgspec structs to frames and back. Large arrays travel as raw frames of their own, never as lists.
+"""The wire codec: msgspec structs to frames and back. Large arrays are sent as separate raw frames, never as lists.
 
-A message is one frame of msgpack, then the frames of its arrays in the order in which they were met. Nothing here knows
-sockets, and nothing is ever unpickled.
+A message is one frame of msgpack, then the frames of its arrays in order of occurrence. This module knows no sockets,
+and nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ratoon.core.errors import RatoonError
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
-# Bytes of an element, and the struct code under which Python and numpy can look at it. Neither knows bfloat16: its two
-# bytes travel as they are, and whoever has a type for them looks at them so.
+# Bytes per element, and the struct code for memoryview and numpy. Neither has bfloat16: its two bytes are read as
+# uint16 and reinterpreted by code that has the type.
 _ELEMENTS = {
     "float64": (8, "d"),
     "float32": (4, "f"),
@@ -31,11 +31,11 @@ _ELEMENTS = {
 
 
 class WireError(RatoonError):
-    """Frames that are no message of the expected kind."""
+    """Frames that are not a message of the expected type."""
 
 
 class WireTensor:
-    """An array as it travels: a dtype's name, a shape, and bytes in row-major order. The bytes are not copied."""
+    """An array on the wire: a dtype's name, a shape, and bytes in row-major order. The bytes are not copied."""
 
     __slots__ = ("data", "dtype", "shape")
 
@@ -80,7 +80,7 @@ def encode(message: Any) -> list[Buffer]:
 
 
 class Decoder(Generic[T]):
-    """Frames to messages of one type. Whatever is wrong with the frames is a WireError."""
+    """Decodes frames to messages of one type. Invalid frames raise WireError."""
 
     def __init__(self, message_type: type[T]) -> None:
         self._frames: Sequence[Buffer] = ()
