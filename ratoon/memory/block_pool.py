@@ -1,6 +1,5 @@
-"""The pool of physical blocks: who is free, who is referenced, and which content can be found again by its hash.
-
-Knows blocks and nothing of sequences: tables, windows and copy-on-write are the KVCacheManager's.
+"""The pool of physical blocks: the free list, reference counts, and the prefix cache's map from hash to block.
+Sequences are unknown here: tables, windows and copy-on-write are the KVCacheManager's.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from ratoon.core.kv import NULL_BLOCK
 class Block(msgspec.Struct, eq=False, gc=False):
     """A physical block. `prev` and `next` are block ids on the free list, and 0 for a block that is in use.
 
-    Ids instead of references: a pool of a million blocks then holds no cycles and nothing for Python's garbage
-    collector to walk, so that its size shows in no step.
+    Ids instead of references: a pool of a million blocks then has no cycles and nothing for Python's garbage collector
+    to traverse, so the pool's size does not slow down steps.
     """
 
     block_id: int
     ref_cnt: int = 0
-    block_hash: bytes | None = None  # set exactly while this block is the one found under that hash
+    block_hash: bytes | None = None  # set exactly while the prefix cache maps that hash to this block
     group: int = 0  # the KV group of `block_hash`
     prev: int = 0
     next: int = 0
@@ -30,12 +29,12 @@ class Block(msgspec.Struct, eq=False, gc=False):
 class BlockPool:
     """All blocks of one engine.
 
-    Free blocks form a circular doubly linked list through the null block, which stands at both of its ends:
+    Free blocks form a circular doubly linked list through the null block, which is both of its ends:
 
         null → uncached … uncached → cached, least recently used … cached, most recently used → null
 
-    Blocks are taken from the front. Uncached ones go first, so cached content is given up only when nothing else is
-    left, and giving it up (eviction) is nothing more than taking the block.
+    Blocks are taken from the front. Uncached ones go first, so cached content is evicted only when no other block is
+    left. Eviction is nothing more than taking the block.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, num_groups: int = 1) -> None:
@@ -57,11 +56,11 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that somebody references, 0 to 1."""
+        """Fraction of blocks with references, 0 to 1."""
         return 1.0 - self.num_free_blocks / (self.num_blocks - 1)
 
     def get_new_blocks(self, count: int) -> list[Block]:
-        """Take `count` free blocks, each with one reference. Evicts cached content where it must."""
+        """Take `count` free blocks, each with one reference. Evicts cached content if necessary."""
         if count > self.num_free_blocks:
             raise ValueError(f"{count} blocks asked for, {self.num_free_blocks} are free")
         blocks, null = self.blocks, self.null_block
@@ -81,19 +80,19 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Add a reference to each block; free ones come off the free list with their content. The null block stays."""
+        """Add a reference to each block; free ones leave the free list with their content. The null block is
+        ignored."""
         null = self.null_block
         for block in blocks:
-            if block.ref_cnt == 0:  # the null block counts none, so that only free blocks are compared with it
+            if block.ref_cnt == 0:  # checked first: only free blocks and the null block get here
                 if block is null:
                     continue
                 self._unlink(block)
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Iterable[Block]) -> None:
-        """Drop a reference to each block. Of those that nobody holds any more, the ones named first are evicted first.
-
-        So a caller who names a sequence's tail before its head keeps the head, which more requests can share.
+        """Drop a reference to each block. Of those that become free, the ones listed first are evicted first: listing a
+        sequence's last blocks first keeps its head, which more requests can share, longer.
         """
         null = self.null_block
         for block in blocks:
@@ -109,10 +108,8 @@ class BlockPool:
             self._link(block)
 
     def cache_full_block(self, block: Block, block_hash: bytes, group: int = 0) -> None:
-        """Let `block` be found under `block_hash`.
-
-        Where another block with the same content is already found there, that one stays if it is in use; if it is free,
-        the name moves to `block`, which lives longer, and the old one becomes ordinary free memory.
+        """Register `block` under `block_hash`. If another block is registered there, it stays if it is in use; if it is
+        free, `block`, which lives longer, replaces it, and the old one becomes an uncached free block.
         """
         if not self.enable_caching or block.block_hash is not None:
             return
@@ -130,20 +127,20 @@ class BlockPool:
         return self._cached[group].get(block_hash)
 
     def cached_blocks(self, group: int = 0) -> dict[bytes, Block]:
-        """The whole map of a group, for loops that look up thousands of hashes. To read only."""
+        """The whole map of a group, for loops that look up thousands of hashes. Read-only."""
         return self._cached[group]
 
     def uncache(self, block: Block) -> None:
-        """Make a block's content unfindable, because it can't be trusted or is kept elsewhere."""
+        """Remove a block from the prefix cache, because its content is not valid or is kept elsewhere."""
         if block.block_hash is None:
             return
         self._forget_hash(block)
-        if block.ref_cnt == 0:  # it now belongs with the uncached ones, at the front
+        if block.ref_cnt == 0:  # move it to the uncached ones, at the front
             self._unlink(block)
             self._link(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content. Refused (False) while any block is in use."""
+        """Drop all cached content. Refused (False) while any block is in use."""
         if self.num_free_blocks != self.num_blocks - 1:
             return False
         for cached in self._cached:
@@ -165,7 +162,7 @@ class BlockPool:
         self.num_free_blocks -= 1
 
     def _link(self, block: Block) -> None:
-        """Put a block on the free list: at the front if its content is lost anyway, at the back if it can be found."""
+        """Put a block on the free list: at the front if it is uncached, at the back if it is cached."""
         blocks, null = self.blocks, self.null_block
         if block.block_hash is None:
             before, after = null, blocks[null.next]
@@ -191,10 +188,10 @@ class BlockPool:
             )
             if block.block_hash is not None:
                 found = self._cached[block.group].get(block.block_hash)
-                assert found is block, f"block {block.block_id} has a hash under which it is not found"
+                assert found is block, f"block {block.block_id} has a hash that maps to another block or none"
         num_hashed = sum(block.block_hash is not None for block in self.blocks)
         num_cached = sum(len(cached) for cached in self._cached)
-        assert num_hashed == num_cached, f"{num_hashed} blocks have a hash, {num_cached} can be found"
+        assert num_hashed == num_cached, f"{num_hashed} blocks have a hash, {num_cached} are in the map"
 
     def _walk_free_list(self) -> set[int]:
         seen: set[int] = set()
@@ -202,9 +199,9 @@ class BlockPool:
         met_cached = False
         while current != NULL_BLOCK:
             block = self.blocks[current]
-            assert current not in seen, f"the free list comes back to block {current}"
+            assert current not in seen, f"block {current} is on the free list twice"
             assert block.prev == previous, f"block {current} is linked back to {block.prev}, it follows {previous}"
-            assert block.block_hash is not None or not met_cached, f"uncached block {current} stands behind cached ones"
+            assert block.block_hash is not None or not met_cached, f"uncached block {current} follows cached ones"
             met_cached = block.block_hash is not None
             seen.add(current)
             previous, current = current, block.next

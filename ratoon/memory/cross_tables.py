@@ -1,7 +1,7 @@
 """Cross tables: the blocks of encoder inputs that decoder branches read and never write. Accounting only.
 
-One table for each input, found by what it contains and shared by all who need it. When the encoder runs is the
-scheduler's to say.
+One table per input, found by the input's content hash and shared by all sequences that read it. The scheduler decides
+when the encoder runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ratoon.memory.transfers import Transfers
 
 
 class CrossTables:
-    """All tables that somebody holds. When nobody does, the blocks of a table go to the free list under their names,
-    and as long as all of them are there, it can be put together again."""
+    """All tables that sequences hold. When the last holder releases a table, its blocks go to the free list with their
+    hashes; while all of them are still cached, the table can be restored from them."""
 
     def __init__(
         self, pool: BlockPool, swap: SwapSpace, transfers: Transfers, rule: GrowthRule | None, group: int
@@ -28,9 +28,9 @@ class CrossTables:
         self._pool = pool
         self._swap = swap
         self._transfers = transfers
-        self._rule = rule  # None: the model has no encoder, and nothing is asked for
-        self._group = group  # of the names of its blocks
-        self._held: dict[bytes, CrossTable] = {}  # by key, those that can be found
+        self._rule = rule  # None: the model has no encoder
+        self._group = group  # in the prefix cache
+        self._held: dict[bytes, CrossTable] = {}  # by key, those that new sequences may get
         self._unwritten: list[CrossTable] = []
 
     def num_blocks(self, num_positions: int) -> int:
@@ -38,7 +38,7 @@ class CrossTables:
         return self._rule.num_blocks(num_positions)
 
     def num_missing_for(self, sequence: TokenSequence) -> int:
-        """Blocks that leave the free list when a swapped sequence comes back to its table."""
+        """Blocks that leave the free list when a swapped sequence gets its table back."""
         key = self._swap.cross_key_of(sequence)
         return 0 if key is None else self._num_missing(key, self._num_positions(key))
 
@@ -53,8 +53,8 @@ class CrossTables:
     # ---- holders ----
 
     def attach(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
-        """Give a sequence its table; one that is nowhere is to be written in this step. False: memory is short, and
-        nothing changed."""
+        """Give a sequence its table; a new one is to be written in this step. False: not enough memory, and nothing
+        changed."""
         key = hash_encoder_input(sequence.extra_keys.encoded, encoder_input.content_hash)
         if sequence.cross is not None:
             if sequence.cross.key != key:
@@ -66,13 +66,13 @@ class CrossTables:
         return True
 
     def attach_swapped(self, sequence: TokenSequence) -> None:
-        """The same for a sequence that is on its way back from the host. There must be memory."""
+        """The same for a sequence that is being swapped in. There must be enough free blocks."""
         key = self._swap.cross_key_of(sequence)
         if key is not None:
             self._hold(sequence, key, self._num_positions(key), None)
 
     def share(self, parent: TokenSequence, child: TokenSequence) -> None:
-        """Let `child` hold what `parent` holds. Raises ValueError where it holds the table of another input."""
+        """Let `child` hold the table of `parent`. Raises ValueError if it holds the table of another input."""
         if parent.cross is None:
             return
         if child.cross is None:
@@ -86,8 +86,8 @@ class CrossTables:
         self.release(sequence)
 
     def release(self, sequence: TokenSequence, trusted: bool = True) -> None:
-        """A sequence lets go of its table, if it has one. `trusted=False`: nobody else may find it any more; who holds
-        it, keeps it."""
+        """Release a sequence's table, if it has one. `trusted=False`: its content may be invalid, so no further
+        sequence gets it; the other holders keep it."""
         table = sequence.cross
         if table is None:
             return
@@ -105,15 +105,15 @@ class CrossTables:
         self._pool.free_blocks(reversed(table.blocks))
 
     def take_writes(self) -> list[tuple[str, CrossTable]]:
-        """The tables that must be written in the step whose plan is being built, each with the id of a holder. They are
-        handed over once, and count as written from then on."""
+        """The tables that must be written in the step whose plan is being built, each with the id of a holder. Each is
+        returned once, and counts as written from then on."""
         if not self._unwritten:
             return []
         tables, self._unwritten = self._unwritten, []
         writes = []
         for table in tables:
-            writes.append((next(iter(table.holders)).branch_id, replace(table)))  # as it is now
-            table.encoder_input = None  # large, and of no use any more
+            writes.append((next(iter(table.holders)).branch_id, replace(table)))  # a snapshot
+            table.encoder_input = None  # large, and no longer needed
             if table.is_findable:
                 self._name_blocks(table)
         return writes
@@ -125,14 +125,14 @@ class CrossTables:
             if sequence.cross is not None:
                 holders.setdefault(sequence.cross, {})[sequence] = None
         for table, found in holders.items():
-            assert table.holders.keys() == found.keys(), "a cross table is held by somebody else than it knows"
+            assert table.holders.keys() == found.keys(), "a cross table's holders are not those that reference it"
             assert len(table.blocks) == self.num_blocks(table.num_positions)
             assert table.is_findable == (self._held.get(table.key) is table)
         for key, table in self._held.items():
-            assert table in holders, "a cross table is kept for nobody"
+            assert table in holders, "a cross table has no holders"
             assert table.key == key
         unwritten = {table for table in holders if table.encoder_input is not None}
-        assert unwritten == set(self._unwritten), "a cross table is to be written for nobody, or is not to be"
+        assert unwritten == set(self._unwritten), "the unwritten cross tables are not those that have an input"
         return set(holders)
 
     # ---- helpers ----
@@ -145,12 +145,12 @@ class CrossTables:
             self._pool.uncache(block)
 
     def _num_missing(self, key: bytes, num_positions: int) -> int:
-        """None where somebody holds the table; otherwise all, for cached blocks are free ones too."""
+        """0 if a sequence holds the table; otherwise all of its blocks, because cached blocks are free ones too."""
         return 0 if key in self._held else self.num_blocks(num_positions)
 
     def _num_positions(self, key: bytes) -> int:
         needed = self._swap.find_cross(key)
-        assert needed is not None, "a swapped sequence needs a table that nobody has kept"
+        assert needed is not None, "a swapped sequence needs a cross table that was not kept"
         return needed.num_positions
 
     def _hold(self, sequence: TokenSequence, key: bytes, num_positions: int, new: EncoderInput | None) -> None:
@@ -161,7 +161,7 @@ class CrossTables:
         sequence.cross = table
 
     def _make(self, key: bytes, num_positions: int, new: EncoderInput | None) -> CrossTable:
-        """From the cache, from the host, or of new blocks."""
+        """From the prefix cache, from the host, or from new blocks."""
         cached = self._find_cached(key, num_positions)
         if cached is not None:
             self._pool.touch(cached)

@@ -1,7 +1,7 @@
-"""Growth rules: which blocks of a sequence a KV group takes, which it gives back, and what makes a prefix hit.
+"""Growth rules: which blocks a KV group allocates for a sequence, which it frees early, and what is a prefix cache hit.
 
-A spec names its rule (`KVCacheSpec.growth`): a new kind of layer that grows like one of these needs nothing here, and
-one that grows in another way a rule in GROWTH_RULES. Rules have no state; the KVCacheManager applies them.
+A spec names its rule (`KVCacheSpec.growth`). A new kind of layer uses one of these or adds one to GROWTH_RULES. Rules
+have no state; the KVCacheManager applies them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ratoon.memory.block_pool import Block
 class GrowthRule:
     """Every block stays readable; a prefix hit is an unbroken run of cached blocks from the first."""
 
-    gives_back = False  # are blocks given back while the sequence still runs?
-    is_cacheable = True  # are full blocks found again by their tokens? One group that says no is enough to find nothing
+    gives_back = False  # whether blocks are freed while the sequence still runs
+    is_cacheable = True  # whether full blocks enter the prefix cache; one group with False turns it off for all
 
     def __init__(self, spec: Any) -> None:
         self.block_size: int = spec.block_size
@@ -29,11 +29,11 @@ class GrowthRule:
         return self.num_blocks(num_tokens)
 
     def num_unread_blocks(self, num_computed_tokens: int) -> int:
-        """How many blocks at the start no later token reads."""
+        """The number of leading blocks that no later token reads."""
         return 0
 
     def holds(self, table: list[Block], num_computed_tokens: int, num_tokens: int, null: Block) -> bool:
-        """Does a table with so many computed tokens still have what the next one behind `num_tokens` of them reads?"""
+        """Whether the table still has all blocks that the token after the first `num_tokens` reads."""
         return True
 
     def longest_hit(
@@ -60,12 +60,12 @@ class SlidingWindowRule(GrowthRule):
         self.window: int = spec.window
 
     def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        # The window and the tokens of one step, wherever in a block they begin.
+        # The window and the tokens of one step, at any offset within a block.
         span = self.window + max_step_tokens
         return min(self.num_blocks(num_tokens), (span + self.block_size - 2) // self.block_size + 1)
 
     def num_unread_blocks(self, num_computed_tokens: int) -> int:
-        # The next token stands at position num_computed_tokens and reads itself and the window - 1 tokens before it.
+        # The next token has position num_computed_tokens and reads itself and the window - 1 tokens before it.
         return max(0, num_computed_tokens - self.window + 1) // self.block_size
 
     def holds(self, table: list[Block], num_computed_tokens: int, num_tokens: int, null: Block) -> bool:

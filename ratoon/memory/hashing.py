@@ -1,7 +1,7 @@
-"""Names for full blocks: a cryptographic hash chained over the parent block, the tokens and tagged extra keys.
+"""Hashes of full blocks: cryptographic, chained over the parent block, the tokens and tagged extra keys.
 
-Two blocks have one name only if every token up to their end, and every extra key, is the same. The blocks of encoder
-inputs are named after the input. What is done with the names (lookup, eviction) is the pool's business.
+Two blocks have the same hash only if every token up to their end, and every extra key, is the same. Blocks of encoder
+inputs are hashed by the input. Lookup and eviction are the pool's.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 DIGEST_BYTES = 32
-# A fixed start of every chain, so that names are the same in every process and on every replica.
+# A fixed start of every chain, so that hashes are the same in every process and on every replica.
 ROOT_DIGEST = blake2b(b"ratoon kv block chain, version 1", digest_size=DIGEST_BYTES).digest()
 
-TOKEN_TYPECODE = "i"  # fixed width: 1,23 and 12,3 can't read the same
+TOKEN_TYPECODE = "i"  # fixed width, so that 1,23 and 12,3 differ
 
 
 def encode_extra_keys(keys: Iterable[tuple[str, str]]) -> bytes:
-    """Tagged keys, such as ("salt", "tenant-a"), as bytes that can be read in one way only.
-
-    Tag and value carry their lengths and the whole its count, so that no value can imitate another key or a token.
+    """Tagged keys, such as ("salt", "tenant-a"), as unambiguous bytes: tag and value carry their lengths and the whole
+    its count, so no value can imitate another key or a token.
     """
     parts = [
         struct.pack("<I", len(text)) + text
@@ -33,7 +32,7 @@ def encode_extra_keys(keys: Iterable[tuple[str, str]]) -> bytes:
 
 
 class MediaSpan(NamedTuple):
-    """Tokens whose embeddings come from an image or the like, which the tokens themselves do not tell apart."""
+    """Placeholder tokens whose embeddings come from an image or other media, identified by a hash of that."""
 
     offset: int
     length: int
@@ -41,10 +40,10 @@ class MediaSpan(NamedTuple):
 
 
 class ExtraKeys:
-    """What besides tokens must agree before two sequences share blocks, by block.
+    """What besides tokens must be equal for two sequences to share a block.
 
-    Tagged keys (adapter, salt) count from the first block on. A media span counts in the blocks that it covers, with
-    its place; blocks before it have the names of the plain text, and chaining separates all behind it.
+    Tagged keys (adapter, salt) apply from the first block on. A media span applies with its place to the blocks that it
+    covers; blocks before it hash as plain text, and chaining separates all blocks after it.
     """
 
     __slots__ = ("_media_ends", "encoded", "media", "tagged")
@@ -58,7 +57,7 @@ class ExtraKeys:
             raise ValueError("media spans overlap")
 
     def of_block(self, start: int, end: int) -> bytes:
-        """The keys of the block with the tokens from `start` to `end`. Looks only at the media in it."""
+        """The keys of the block with the tokens from `start` to `end`."""
         first = last = bisect_right(self._media_ends, start)
         while last < len(self.media) and self.media[last].offset < end:
             last += 1
@@ -69,7 +68,7 @@ class ExtraKeys:
         return encode_extra_keys((*self.tagged, *keys))
 
     def agree(self, other: ExtraKeys, num_tokens: int) -> bool:
-        """Do the first tokens of two sequences, if they are equal, stand for the same?"""
+        """Whether the keys of the first `num_tokens` tokens are equal."""
         return self.tagged == other.tagged and self._media_in(num_tokens) == other._media_in(num_tokens)
 
     def _media_in(self, num_tokens: int) -> list[MediaSpan]:
@@ -80,23 +79,23 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 
 def hash_block(parent: bytes, token_bytes: bytes, extra_keys: bytes = NO_EXTRA_KEYS.encoded) -> bytes:
-    """The name of a full block, given its parent's."""
+    """The hash of a full block, given its parent's."""
     return blake2b(parent + extra_keys + token_bytes, digest_size=DIGEST_BYTES).digest()
 
 
 def hash_encoder_input(extra_keys: bytes, content_hash: bytes) -> bytes:
-    """The name of what an encoder makes of an input. The content's hash has a fixed width, so it can't run together
-    with the keys before it."""
+    """The hash of an encoder's output for an input. The content hash has a fixed width, so the concatenation is
+    unambiguous."""
     return blake2b(extra_keys + content_hash, digest_size=DIGEST_BYTES).digest()
 
 
 def hash_cross_block(key: bytes, index: int) -> bytes:
-    """The name of one block of an encoder input's cross table, given the input's."""
+    """The hash of one block of an encoder input's cross table, given the input's."""
     return blake2b(key + index.to_bytes(4, "little"), digest_size=DIGEST_BYTES).digest()
 
 
 class BlockHasher:
-    """Names the blocks of sequences, for one block size."""
+    """Hashes the blocks of sequences, for one block size."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -105,7 +104,7 @@ class BlockHasher:
     def extend(
         self, block_hashes: list[bytes], token_ids: list[int], num_full_blocks: int, extra_keys: ExtraKeys
     ) -> None:
-        """Bring `block_hashes` up to `num_full_blocks` entries. What is there already is not computed again."""
+        """Extend `block_hashes` to `num_full_blocks` entries. Existing ones are not computed again."""
         block_size, pack_tokens = self.block_size, self._pack_tokens
         keys, has_media = extra_keys.encoded, bool(extra_keys.media)
         digest = block_hashes[-1] if block_hashes else ROOT_DIGEST

@@ -1,6 +1,5 @@
-"""The blocks in host memory: who is free, and who is referenced. Their ids begin with 1, as on the device.
-
-Knows numbers only. What is copied to them and from them in a step is in transfers.py.
+"""The blocks in host memory: free list and reference counts. Their ids begin with 1, as on the device. Accounting only;
+the copies of a step are in transfers.py.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from collections.abc import Iterable
 
 
 class HostPool:
-    """Nothing is found here by its content: a host block belongs to those who hold references to it."""
+    """Host blocks are not in the prefix cache; they are used only through references."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -1,6 +1,6 @@
 """Block tables of sequences: prefix hits, allocation, copy-on-write, forks. Accounting only; no tensor is touched here.
 
-Decides which block holds which tokens. When to run, preempt or refuse is the scheduler's.
+Decides which block holds which tokens. The scheduler decides when to run, preempt or refuse.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ GroupBlocks = tuple[list[Block], ...]  # one list of table entries for each KV g
 
 
 class KVCacheManager:
-    """The block tables of all sequences over one pool. A table entry is a reference; the null block stands for none."""
+    """The block tables of all sequences over one pool. A table entry is a reference; the null block marks an entry
+    without one."""
 
     def __init__(self, kv_config: KVCacheConfig, max_model_len: int, enable_caching: bool = True) -> None:
         for group in kv_config.all_groups:
             if group.spec.block_size != kv_config.block_size:
                 raise ValueError(
-                    f"a group has blocks of {group.spec.block_size} tokens, the pool of {kv_config.block_size}"
+                    f"a group has blocks of {group.spec.block_size} tokens, the pool has {kv_config.block_size}"
                 )
         self.block_size = kv_config.block_size
         self.max_model_len = max_model_len
@@ -67,7 +68,7 @@ class KVCacheManager:
 
     @property
     def num_usable_tokens(self) -> int:
-        """What the empty pool has room for, of sequences that keep all their blocks."""
+        """Tokens that fit in the empty pool, for sequences that keep all their blocks."""
         return self.num_usable_blocks // self.num_groups * self.block_size
 
     @property
@@ -78,14 +79,14 @@ class KVCacheManager:
         return tuple([block.block_id for block in table] for table in branch.block_tables)
 
     def required_blocks(self, num_tokens: int, max_step_tokens: int | None = None) -> int:
-        """The most blocks that a sequence holds on its way to `num_tokens`, when it is alone."""
+        """The most blocks that a sequence holds until `num_tokens` are computed, without sharing."""
         step = num_tokens if max_step_tokens is None else max_step_tokens
         return sum(rule.most_blocks(num_tokens, step) for rule in self.rules)
 
     def missing_blocks(
         self, num_tokens: int, num_hit_tokens: int, hit_blocks: GroupBlocks | None, max_step_tokens: int
     ) -> int:
-        """The most free blocks that a sequence takes on its way to `num_tokens`, where it has these hits."""
+        """The most free blocks that a sequence takes until `num_tokens` are computed, given these prefix cache hits."""
         columns = -(-num_tokens // self.block_size) - num_hit_tokens // self.block_size
         missing = self.num_groups * columns + (0 if hit_blocks is None else self._count_free(hit_blocks))
         return min(missing, self.required_blocks(num_tokens, max_step_tokens))
@@ -94,14 +95,14 @@ class KVCacheManager:
 
     @property
     def gives_blocks_back(self) -> bool:
-        """Are there groups that give blocks back while the sequence runs, such as those before a window?"""
+        """Whether any group frees blocks while the sequence runs, such as those before a sliding window."""
         return bool(self._returning)
 
     def get_computed_blocks(self, branch: TokenSequence, max_tokens: int | None = None) -> tuple[GroupBlocks, int]:
         """The longest cached prefix: its table entries for each group, and its length in tokens, `max_tokens` at most.
 
-        Whole blocks only, and at least one token is left over: somebody has to compute the state to sample from.
-        Nothing is changed; allocate_slots takes the references.
+        Full blocks only, and at least one token is left to compute, whose state is sampled from. Nothing is changed;
+        allocate_slots takes the references.
         """
         limit = (branch.num_tokens - 1) // self.block_size
         if max_tokens is not None:
@@ -109,7 +110,7 @@ class KVCacheManager:
         if not self.enable_caching or limit <= 0:
             return tuple([] for _ in self.rules), 0
         self._hasher.extend(branch.block_hashes, branch.token_ids, limit, branch.extra_keys)
-        # A hit must hold for every group. A shorter limit can change what a window group finds, so go round until no
+        # A hit must hold for every group. A shorter limit can change what a window group finds, so repeat until no
         # group shortens it any more.
         while True:
             hits = []
@@ -125,7 +126,7 @@ class KVCacheManager:
         self.prefix_cache_stats.hits += num_hit_tokens
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, and the figures about them. Refused (False) while any block is in use."""
+        """Drop all cached blocks and their statistics. Refused (False) while any block is in use."""
         if not self.pool.reset_prefix_cache():
             return False
         self.prefix_cache_stats = PrefixCacheStats()
@@ -147,20 +148,20 @@ class KVCacheManager:
             | tables     | by reference   |                      |
                                           ^ num_computed         ^ num_total
 
-        A written block that someone else holds, or that can be found by its hash, is replaced by a copy of its own.
+        A written block that is shared or in the prefix cache is first replaced by a copy (copy-on-write).
         """
         block_size = self.block_size
         num_computed = branch.num_computed_tokens + num_new_computed_tokens
         num_total = num_computed + num_new_tokens
         num_blocks = -(-num_total // block_size)
         tables = branch.block_tables or [[] for _ in self.rules]
-        num_held = len(tables[0])  # the tables of all groups are equally long
+        num_held = len(tables[0])  # the tables of all groups have the same length
         if new_computed_blocks is not None:
             num_held += len(new_computed_blocks[0])
         num_missing = num_blocks - num_held if num_blocks > num_held else 0
 
-        # Count first, so that a refusal leaves everything as it was. A decoding branch at the end of a block, which is
-        # most calls, needs none of the three helpers.
+        # Count first, so that a refusal changes nothing. A decoding branch at the end of a block, the most frequent
+        # case, needs none of the three helpers.
         num_wanted, num_available = num_missing * self.num_groups, self.pool.num_free_blocks
         to_copy: list[TablePlace] = []
         unread: list[TablePlace] = []
@@ -194,7 +195,7 @@ class KVCacheManager:
     def fork(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
         """Let `child` share the first `num_tokens` computed tokens of `parent`, the partial last block included.
 
-        Takes no memory, so it can't fail. Whoever writes into the shared last block first gets a copy of it
+        Takes no memory, so it can't fail. The first to write into the shared last block gets a copy of it
         (allocate_slots); the last holder writes in place.
         """
         if num_tokens > parent.num_computed_tokens:
@@ -203,7 +204,7 @@ class KVCacheManager:
             )
         num_blocks = -(-num_tokens // self.block_size)
         if not self._holds(parent, num_tokens):
-            raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were given back")
+            raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were freed")
         self.cross_tables.share(parent, child)
         child.block_tables = [table[:num_blocks] for table in parent.block_tables]
         for table in child.block_tables:
@@ -212,13 +213,12 @@ class KVCacheManager:
         child.block_hashes = parent.block_hashes[:num_full]
         child.num_registered_blocks = min(parent.num_registered_blocks, num_full)
         child.num_computed_tokens = num_tokens
-        parent.write_limit = child.write_limit = 0  # the last block is shared now: both must ask before they write
+        parent.write_limit = child.write_limit = 0  # the last block is shared now: both must allocate before they write
 
     def free(self, branch: TokenSequence, trusted: bool = True) -> None:
-        """Give back all memory of a sequence. Full, computed blocks stay findable until they are taken anew.
-
-        `trusted=False` is for a sequence whose step failed: nothing that it holds may be found again, whoever computed
-        it, for one bad block in a shared prefix would fail every request that starts with it.
+        """Free all memory of a sequence. Full, computed blocks stay in the prefix cache until they are evicted.
+        `trusted=False` is for a sequence whose step failed: every block it holds leaves the prefix cache, shared ones
+        included, because one bad block in a shared prefix would fail every request that hits it.
         """
         self._swap.forget(branch)
         self.cross_tables.release(branch, trusted)
@@ -228,7 +228,7 @@ class KVCacheManager:
         num_valid = branch.num_computed_tokens // self.block_size if trusted else 0
         self._register_full_blocks(branch, num_valid)
         for table in branch.block_tables:
-            # A branch that is taken out of a plan again was registered ahead of a step that does not happen.
+            # Blocks of a branch that is removed from a plan were registered for a step that does not run.
             for block in table[num_valid : branch.num_registered_blocks if trusted else None]:
                 self.pool.uncache(block)
             self.pool.free_blocks(reversed(table))
@@ -239,12 +239,12 @@ class KVCacheManager:
         branch.write_limit = 0
 
     def take_back(self, branch: TokenSequence, num_tokens: int) -> None:
-        """The last `num_tokens` of what counts as computed will not be kept: blocks that hold nothing else go back."""
+        """Discard the last `num_tokens` computed tokens: blocks that hold nothing else are freed."""
         branch.num_computed_tokens -= num_tokens
         num_kept = -(-branch.num_computed_tokens // self.block_size)
         num_full = branch.num_computed_tokens // self.block_size
         for table in branch.block_tables:
-            for block in table[num_full : branch.num_registered_blocks]:  # were offered ahead of the step
+            for block in table[num_full : branch.num_registered_blocks]:  # registered before the step
                 self.pool.uncache(block)
             self.pool.free_blocks(reversed(table[num_kept:]))
             del table[num_kept:]
@@ -252,8 +252,8 @@ class KVCacheManager:
         branch.write_limit = 0
 
     def distrust_writes(self, plan: SchedulerOutput) -> None:
-        """A plan was not carried out, or failed midway: what it should have written is not found again, even where the
-        sequence that it was for is gone. What a plan computes of tokens is not registered for such a sequence."""
+        """A plan was not executed, or failed midway: remove the blocks that it should have written from the prefix
+        cache, even if their sequence is gone."""
         written = [copy.dst for copy in plan.block_copies]
         written += [block_id for _, block_id in plan.swapped_in]
         written += [block_id for step in plan.encoder_steps for block_id in step.block_ids]
@@ -262,13 +262,13 @@ class KVCacheManager:
             self.distrust_swaps(plan.swapped_out)
 
     def distrust(self, blocks: Iterable[Block]) -> None:
-        """What these blocks hold is not found again. What holds them keeps them."""
+        """Remove these blocks from the prefix cache. Sequences that hold them keep them."""
         for block in blocks:
             self.pool.uncache(block)
 
     def detach(self, branch: TokenSequence) -> TokenSequence:
-        """What an ended sequence holds, as one of its own that nobody writes to. The branch holds nothing then."""
-        self._swap.forget(branch)  # one that waited holds nothing that can be kept
+        """Move what an ended sequence holds to a new, read-only sequence. The branch holds nothing afterwards."""
+        self._swap.forget(branch)  # a swapped-out one has no device blocks to keep
         self._register_full_blocks(branch, branch.num_computed_tokens // self.block_size)
         kept = TokenSequence(branch.branch_id, branch.token_ids, branch.extra_keys)
         kept.block_tables, branch.block_tables = branch.block_tables, []
@@ -282,10 +282,10 @@ class KVCacheManager:
     def inherit_blocks_from_parent(
         self, parent: TokenSequence, child: TokenSequence, num_tokens: int, num_left: int = 1
     ) -> int:
-        """Let `child` begin with the first tokens of `parent`, as many of `num_tokens` as are computed: blocks by
-        reference, the partial last one by copy-on-write, hashes as they are. How many tokens it has then; 0 where the
-        two do not begin alike, or where the parent no longer holds what its window has passed. `num_left` of the
-        child's tokens are not inherited: somebody has to compute the state to sample from.
+        """Let `child` share the first tokens of `parent`, as many of `num_tokens` as are computed: blocks by reference,
+        the partial last one by copy-on-write. Returns how many tokens it has; 0 if their prefixes differ, or if the
+        parent freed blocks that are needed (sliding window). The child's last `num_left` tokens are not inherited but
+        computed, so that there is a state to sample from.
         """
         count = min(num_tokens, parent.num_computed_tokens, parent.num_tokens, child.num_tokens - num_left)
         if count <= 0 or not parent.extra_keys.agree(child.extra_keys, count):
@@ -299,14 +299,14 @@ class KVCacheManager:
         return count
 
     def copy_block(self, branch_id: str, group: int, place: int, shared: Block) -> Block:
-        """A new block that takes the place of a shared one in a table, content included. There must be a free one."""
+        """A new block that replaces a shared one in a table, with its content. There must be a free one."""
         (own,) = self.pool.get_new_blocks(1)
         self.pool.free_blocks((shared,))
         self._transfers.copy(branch_id, group, place, shared.block_id, own.block_id)
         return own
 
     def take_block_copies(self) -> list[BlockCopy]:
-        """The copies to carry out before the next forward pass, in order. They are handed over once."""
+        """The copies to execute before the next forward pass, in order. Each is returned once."""
         return self._transfers.take_copies()
 
     # ---- encoder inputs and swapping: see cross_tables.py and swap.py ----
@@ -315,31 +315,31 @@ class KVCacheManager:
         return self.cross_tables.num_blocks(num_positions)
 
     def has_cross(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
-        """Is what the encoder makes of this input there, or on its way in the step that is being planned?"""
+        """Whether this input's cross table exists, or is written in the step being planned."""
         return self.cross_tables.is_there(sequence, encoder_input)
 
     def attach_cross(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
-        """Give a sequence its cross table. False: memory is short, and nothing changed."""
+        """Give a sequence its cross table. False: not enough memory, and nothing changed."""
         return self.cross_tables.attach(sequence, encoder_input)
 
     def free_cross(self, sequence: TokenSequence) -> None:
-        """Give back the cross table alone, wherever it is; `free` does it with all the rest."""
+        """Free the cross table only, on device or host; `free` includes it."""
         self._swap.forget_cross(sequence)
         self.cross_tables.release(sequence)
 
     def take_encoder_writes(self) -> list[tuple[str, CrossTable]]:
-        """The tables that must be written in the step whose plan is being built, each with the id of a holder. They are
-        handed over once."""
+        """The tables to write in the step being planned, each with the id of a holder. Each is returned once."""
         return self.cross_tables.take_writes()
 
     def is_swapped(self, sequence: TokenSequence) -> bool:
-        """Ask each time: where its host copy is lost, it is a sequence without memory, to be computed again."""
+        """Do not cache the answer: once its host copy is lost, the sequence has no memory and is computed again."""
         return sequence in self._swap
 
     def swap_out(self, branch: TokenSequence, tails: Sequence[Tables] = (), num_tail_tokens: int = 0) -> bool:
-        """Move all that a sequence holds to the host, and copy `tails` there, the tables of beams behind it, each with
-        so many computed tokens. False: there is no room, or its cross table is not good (yet), and nothing changed. Not
-        for one with prefix hits of this very step: they may be written only in it."""
+        """Move all that a sequence holds to the host, and copy `tails` there: the tables of its beams, each with
+        `num_tail_tokens` computed. False: not enough host memory, or its cross table is not written or not valid, and
+        nothing changed. Not for a sequence with prefix cache hits of the current step, which may not be written before
+        it."""
         if not self._swap.save(branch, tails, num_tail_tokens):
             return False
         self.cross_tables.release(branch)
@@ -347,16 +347,16 @@ class KVCacheManager:
         return True
 
     def num_blocks_to_swap_in(self, branch: TokenSequence, num_tokens: int = 0) -> int:
-        """Device blocks that it takes to bring a sequence back, and to go on to `num_tokens`. What a window would give
-        back on the way is not counted, and so neither are new blocks where there are any."""
+        """Device blocks needed to swap a sequence in, and to go on to `num_tokens`. With sliding windows, which free
+        blocks on the way, new blocks are not counted."""
         num_columns = 0 if self._returning else -(-num_tokens // self.block_size)
         num_new = self.num_groups * max(0, num_columns - self._swap.num_columns_of(branch))
         return self._swap.num_blocks_of(branch) + self.cross_tables.num_missing_for(branch) + num_new
 
     def swap_in(self, branch: TokenSequence, max_new_tokens: int = 0) -> bool:
-        """Give a sequence what it held when it was swapped out. False: memory is short, and nothing changed. It must
-        run in the step that is being planned: if that fails, it is one of those that can't be trusted. For a step of
-        `max_new_tokens` it comes only where it can take that too: it would be swapped out again for nothing."""
+        """Restore what a sequence held when it was swapped out. False: not enough memory, and nothing changed. It must
+        run in the step being planned, so that a failure of that step marks its content as invalid. It needs room for
+        `max_new_tokens` as well; otherwise it would be swapped out again at once."""
         num_tokens = min(branch.num_tokens, self._swap.num_computed_tokens_of(branch) + max_new_tokens)
         if self.num_blocks_to_swap_in(branch, num_tokens) > self.pool.num_free_blocks:
             return False
@@ -365,27 +365,28 @@ class KVCacheManager:
         return True
 
     def num_tail_tokens_on_host(self, trunk: TokenSequence) -> int:
-        """What each beam behind a swapped trunk had computed; 0: they are not on the host. Ask each time."""
+        """Computed tokens of each beam of a swapped trunk; 0: they are not on the host. May change between calls."""
         return self._swap.num_tail_tokens_of(trunk)
 
     def swap_in_with_tails(self, trunk: TokenSequence) -> list[Tables]:
-        """Give a trunk what it held when it was swapped out with beams, and return their tables. There must be memory
-        for all of it, and they must run in the step that is being planned."""
+        """Restore what a trunk held when it was swapped out with its beams, and return the beams' tables. There must be
+        enough free blocks for all of it, and they must run in the step being planned."""
         self.cross_tables.attach_swapped(trunk)
         tails = self._swap.restore(trunk)
         self._register_full_blocks(trunk, trunk.num_computed_tokens // self.block_size)
         return tails
 
     def take_swaps(self) -> tuple[list[BlockSwap], list[BlockSwap]]:
-        """What goes to the host and what comes back before the next forward pass. They are handed over once."""
+        """The blocks to swap out and in before the next forward pass. Each is returned once."""
         return self._transfers.take_swaps()
 
     def distrust_swaps(self, swapped_out: list[BlockSwap]) -> None:
-        """The step with these swaps failed: whose copy they were, and whatever went out since, is computed again."""
+        """The step with these swaps failed: sequences with these host copies, or swapped out since, are computed
+        again."""
         self._swap.forget_unsure([host_block for _, host_block in swapped_out])
 
     def reset(self, sequences: Iterable[TokenSequence]) -> bool:
-        """Free all these, and forget what is cached or was to be moved. False: somebody else holds memory."""
+        """Free all these, and drop all cached blocks and pending transfers. False: other holders remain."""
         for sequence in sequences:
             self.free(sequence)
         self.take_encoder_writes(), self.take_block_copies(), self.take_swaps()
@@ -419,7 +420,7 @@ class KVCacheManager:
     # ---- helpers ----
 
     def _places_to_copy(self, tables: list[list[Block]], first_written: int, num_blocks: int) -> list[TablePlace]:
-        """Written blocks that are not this branch's alone: someone else holds them, or may find them by their hash."""
+        """Blocks to be written that are shared, or may be found in the prefix cache."""
         return [
             (group, place)
             for group, table in enumerate(tables)
@@ -428,11 +429,11 @@ class KVCacheManager:
         ]
 
     def _unread_places(self, tables: list[list[Block]], num_computed_tokens: int) -> list[TablePlace]:
-        """Blocks that the next token and all behind it do not read."""
+        """Blocks that neither the next token nor any later one reads."""
         places = []
         for group, rule in self._returning:
             table = tables[group]
-            # From the right: everything before the first null block was given back earlier.
+            # From the right: everything before the first null block was freed earlier.
             for place in range(min(rule.num_unread_blocks(num_computed_tokens), len(table)) - 1, -1, -1):
                 if table[place] is self.pool.null_block:
                     break
@@ -440,7 +441,7 @@ class KVCacheManager:
         return places
 
     def _holds(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Is every block there that the next token behind so many would read?"""
+        """Whether the sequence has every block that the token after `num_tokens` reads."""
         return all(
             rule.holds(sequence.block_tables[group], sequence.num_computed_tokens, num_tokens, self.pool.null_block)
             for group, rule in self._returning
@@ -451,7 +452,7 @@ class KVCacheManager:
         return sum(block.ref_cnt == 0 and block is not null for blocks in blocks_by_group for block in blocks)
 
     def take_given_back(self) -> list[Block]:
-        """The blocks that sequences which go on have given back since the last call, because no token reads them."""
+        """The blocks freed since the last call by running sequences, because no later token reads them."""
         blocks, self._given_back = self._given_back, []
         return blocks
 
@@ -474,10 +475,8 @@ class KVCacheManager:
         table[place] = self.copy_block(branch.branch_id, group, place, table[place])
 
     def _register_full_blocks(self, branch: TokenSequence, num_full_blocks: int) -> None:
-        """Offer the full blocks that are new since the last time to the prefix cache.
-
-        A block that decoding fills is offered when the next one is allocated (or the sequence is freed), so that a
-        decoding branch asks the manager once a block and not twice.
+        """Add the new full blocks to the prefix cache. A block that decoding fills is added when the next one is
+        allocated (or the sequence is freed), so that a decoding branch calls the manager once per block and not twice.
         """
         first = branch.num_registered_blocks
         if num_full_blocks <= first or not self.enable_caching:

@@ -1,8 +1,8 @@
 """Leases: the blocks of ended sequences, kept so that a continuation computes nothing twice.
 
 A lease holds references like a running sequence does, until its time is over, its budget is needed for a newer one, or
-a request needs the memory. Owners (API keys) have equal shares of the budget: the one that holds most gives way first.
-Knows no clock: the caller says what time it is.
+a request needs the memory. Owners (API keys) have equal shares of the budget: leases of the owner that holds most are
+evicted first. There is no clock here: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ratoon.memory.sequence import CrossTable, TokenSequence
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    sequence: TokenSequence  # what ended, with its memory; nobody writes to it any more
+    sequence: TokenSequence  # the ended sequence with its memory; read-only
     expires_at: float
     owner: str | None = None
-    waiting: set[str] = field(default_factory=set)  # continuations that are on their way: its end waits for them
+    waiting: set[str] = field(default_factory=set)  # queued continuations: it does not expire before they run
 
 
 class BlockCount:
-    """The blocks that some leases hold together: a block that several share counts once."""
+    """The blocks that a set of leases holds: a block that several share counts once."""
 
     __slots__ = ("cross", "holders", "num_cross_blocks", "num_leases")
 
     def __init__(self) -> None:
         self.holders: dict[int, int] = {}  # block id → leases that hold it
-        self.cross: dict[CrossTable, int] = {}  # cross tables in the same way: their blocks are held all or none
+        self.cross: dict[CrossTable, int] = {}  # cross tables likewise: their blocks are held all or none
         self.num_cross_blocks = 0
         self.num_leases = 0
 
@@ -82,7 +82,7 @@ class LeaseTable:
         return self._total.num_blocks
 
     def owners(self) -> AbstractSet[str | None]:
-        """Those that have leases."""
+        """Owners that have leases."""
         return self._by_owner.keys()
 
     def num_blocks_of(self, owner: str | None) -> int:
@@ -97,12 +97,12 @@ class LeaseTable:
         return None if lease is None else lease.sequence
 
     def grant(self, branch: TokenSequence, expires_at: float, owner: str | None = None) -> bool:
-        """Take the memory of a sequence that has ended over. The oldest leases of the owner that holds most make room
-        for it. False: it is larger than the whole budget, and its memory is still its own."""
+        """Take over the memory of an ended sequence, evicting the oldest leases of the owner that holds most as needed.
+        False: it is larger than the whole budget, and it still has its memory."""
         if self._num_blocks_of(branch) > self.budget:
             self.stats.refused += 1
             return False
-        self.end(branch.branch_id)  # an id that was used before
+        self.end(branch.branch_id)  # an earlier lease with the same id
         sequence = self._kv_cache.detach(branch)
         lease = self._leases[sequence.branch_id] = Lease(sequence, expires_at, owner)
         self._count(lease)
@@ -114,7 +114,7 @@ class LeaseTable:
         return True
 
     def end(self, branch_id: str) -> bool:
-        """Give a lease's memory back now. False: there is none."""
+        """End a lease and free its memory. False: there is none."""
         lease = self._leases.get(branch_id)
         if lease is None:
             return False
@@ -126,7 +126,7 @@ class LeaseTable:
             self._remove(lease)
 
     def expire(self, now: float) -> None:
-        """End what is over. A lease that a continuation is on its way to goes on until that one has it."""
+        """End expired leases. A lease with queued continuations is kept until they have it."""
         for lease in [lease for lease in self._leases.values() if lease.expires_at <= now and not lease.waiting]:
             self._remove(lease)
             self.stats.expired += 1
@@ -135,8 +135,8 @@ class LeaseTable:
         return min((lease.expires_at for lease in self._leases.values() if not lease.waiting), default=None)
 
     def evict_one(self, sparing: Collection[str | None] = ()) -> bool:
-        """A request needs memory: a lease goes, the oldest of the owner that holds most; where there are some, of those
-        that no continuation is on its way to. False: there is none but of owners that are to be spared."""
+        """Evict a lease because a request needs memory: the oldest of the owner that holds most, those without queued
+        continuations first. False: there is none apart from those of owners in `sparing`."""
         candidates: Collection[Lease] = self._leases.values()
         if sparing:
             candidates = [lease for lease in candidates if lease.owner not in sparing]
@@ -148,19 +148,19 @@ class LeaseTable:
         return True
 
     def owners_within_share(self) -> set[str | None]:
-        """Those that hold no more than an equal share of the budget."""
+        """Owners that hold no more than an equal share of the budget."""
         share = self.budget // max(1, len(self._by_owner))
         return {owner for owner, count in self._by_owner.items() if count.num_blocks <= share}
 
     def _first_to_go(self, leases: Iterable[Lease]) -> Lease | None:
-        """The oldest of the owner that holds most. Leases are given with the oldest first."""
+        """The oldest lease of the owner that holds most. `leases` has the oldest first."""
         if len(self._by_owner) <= 1:
             return next(iter(leases), None)
         return max(leases, key=lambda lease: self._by_owner[lease.owner].num_blocks, default=None)
 
     def num_reclaimable_blocks(self, sparing: Collection[str | None] = ()) -> int:
-        """Blocks that would be free if all leases ended, but for those of owners that are to be spared: no other
-        sequence holds them."""
+        """Blocks that would become free if all leases ended, except those of owners in `sparing`: blocks that no other
+        sequence holds."""
         pool_blocks = self._kv_cache.pool.blocks
         total = self._total
         if sparing:
@@ -179,7 +179,7 @@ class LeaseTable:
             lease.waiting.add(request_id)
 
     def continuation_left(self, branch_id: str, request_id: str) -> None:
-        """It has what it wanted, or it is gone."""
+        """The continuation has inherited the lease's memory, or was cancelled."""
         lease = self._leases.get(branch_id)
         if lease is not None:
             lease.waiting.discard(request_id)

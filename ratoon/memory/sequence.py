@@ -13,7 +13,7 @@ from ratoon.memory.hashing import NO_EXTRA_KEYS, ExtraKeys
 class TokenSequence:
     """Tokens, how many of them are computed, and the blocks that hold them.
 
-    The scheduler moves `token_ids`, `num_tokens` and `num_computed_tokens`; the KVCacheManager everything below them.
+    The scheduler changes `token_ids`, `num_tokens` and `num_computed_tokens`; the KVCacheManager everything below them.
     """
 
     __slots__ = (
@@ -37,27 +37,27 @@ class TokenSequence:
         self.extra_keys = extra_keys
         self.block_hashes: list[bytes] = []  # of full blocks, from the first on
         self.block_tables: list[list[Block]] = []  # one for each KV group; empty while it holds no memory
-        self.num_registered_blocks = 0  # full blocks from the first on that were offered to the prefix cache
-        self.cross: CrossTable | None = None  # of an encoder-decoder model: what cross-attention reads
-        # Tokens that can be written in place, up to this many in all, without asking the manager: memory is there and
-        # nobody shares it. 0 means: ask.
+        self.num_registered_blocks = 0  # leading full blocks that were added to the prefix cache
+        self.cross: CrossTable | None = None  # for an encoder-decoder model: what cross-attention reads
+        # Up to this many tokens in all can be written in place without calling the manager: the blocks are allocated
+        # and not shared. 0: call it.
         self.write_limit = 0
 
 
 @dataclass(slots=True, eq=False)
 class CrossTable:
-    """The blocks of one input on the device. The pool counts one reference to each, however many hold the table."""
+    """The blocks of one input on the device. The pool counts one reference to each, for all holders."""
 
     key: bytes
     num_positions: int
     blocks: list[Block]
-    encoder_input: EncoderInput | None  # set: it is to be written in the step that is being planned
-    holders: dict[TokenSequence, None] = field(default_factory=dict)  # in the order in which they came
-    is_findable: bool = True  # False: a step that read it failed. Who holds it keeps it, nobody else gets it
+    encoder_input: EncoderInput | None  # set: to be written in the step being planned
+    holders: dict[TokenSequence, None] = field(default_factory=dict)  # in order of arrival
+    is_findable: bool = True  # False: a step that wrote or read it failed. Holders keep it; no other sequence gets it
 
     @property
     def is_settled(self) -> bool:
-        """Is its content there, and good for others?"""
+        """Whether its content is written and valid for other sequences."""
         return self.encoder_input is None and self.is_findable
 
     @property

@@ -1,8 +1,7 @@
-"""The host side of swapping: what of each sequence that was swapped out lies in which host blocks. Accounting only.
-
-A swapped sequence needs its cross table too, which others may hold on the device, or need on the host: it is kept by
-its key, once for all of them. Beams go with the trunk that they share, all or none: a block that several of them hold
-lies on the host once. When to swap is the scheduler's; the device side is the KVCacheManager's.
+"""The host side of swapping: which host blocks hold which sequence. Accounting only. A swapped sequence also needs its
+cross table, which other sequences may hold on the device or need on the host: it is kept by key, once for all of them.
+Beams are swapped with their trunk, all or none; a block that several of them share is on the host once. The scheduler
+decides when to swap; the device side is the KVCacheManager's.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ratoon.memory.sequence import TokenSequence
 from ratoon.memory.transfers import Transfers
 
 Tables = list[list[Block]]  # one list of table entries for each KV group
-HostTables = list[list[int | None]]  # the same in host blocks; None where the null block stood
+HostTables = list[list[int | None]]  # the same in host blocks; None for the null block
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +25,8 @@ class HostCopy:
     tables: HostTables
     num_computed_tokens: int
     cross_key: bytes | None
-    tails: list[HostTables]  # what the beams of a search held behind it, which is then their trunk
-    num_tail_tokens: int  # that each beam had computed, the trunk's included
+    tails: list[HostTables]  # tables of the beams, if it is the trunk of a search
+    num_tail_tokens: int  # computed tokens of each beam, the trunk's included
 
     @property
     def own_host_blocks(self) -> list[int]:
@@ -43,7 +42,7 @@ class HostCross:
     """A cross table that swapped sequences need."""
 
     num_positions: int
-    host_blocks: list[int] = field(default_factory=list)  # none: somebody holds it on the device
+    host_blocks: list[int] = field(default_factory=list)  # empty: a sequence holds it on the device
     users: dict[TokenSequence, None] = field(default_factory=dict)
 
 
@@ -59,7 +58,7 @@ class SwapSpace:
         return sequence in self._copies
 
     def num_blocks_of(self, sequence: TokenSequence) -> int:
-        """Device blocks that it takes to restore a sequence, its cross table and beams behind it aside."""
+        """Device blocks needed to restore a sequence, without its cross table and beams."""
         return len(self._copies[sequence].own_host_blocks)
 
     def num_columns_of(self, sequence: TokenSequence) -> int:
@@ -69,7 +68,7 @@ class SwapSpace:
         return self._copies[sequence].num_computed_tokens
 
     def num_tail_tokens_of(self, sequence: TokenSequence) -> int:
-        """What each beam behind a trunk had computed; 0 where no beams are on the host."""
+        """Computed tokens of each beam of a trunk; 0 where no beams are on the host."""
         copy = self._copies.get(sequence)
         return 0 if copy is None else copy.num_tail_tokens
 
@@ -82,9 +81,9 @@ class SwapSpace:
     # ---- out and in ----
 
     def save(self, sequence: TokenSequence, tails: Sequence[Tables] = (), num_tail_tokens: int = 0) -> bool:
-        """Copy what a sequence holds to the host, and `tails`, the tables of beams behind it. False: there is no room,
-        or the content of its cross table is not there or not good, and nothing changed. The sequence holds it all
-        still; when it lets go of its cross table and is the last who does, that follows (keep_cross)."""
+        """Copy what a sequence holds to the host, and `tails`, the tables of its beams. False: not enough host blocks,
+        or its cross table is not written or not valid, and nothing changed. The sequence still holds its device blocks.
+        Its cross table is copied when its last holder releases it (keep_cross)."""
         if sequence in self._copies:
             raise ValueError(f"{sequence.branch_id} is swapped out already")
         cross = sequence.cross
@@ -103,8 +102,8 @@ class SwapSpace:
         return True
 
     def restore(self, sequence: TokenSequence) -> list[Tables]:
-        """Give a sequence its tables back, in new device blocks, and return those of the beams behind it. There must be
-        so many free ones."""
+        """Restore a sequence's tables in new device blocks, and return those of its beams. There must be enough free
+        blocks."""
         copy = self._copies[sequence]
         restored: dict[int, Block] = {}
         sequence.block_tables = self._restore_tables(copy.tables, restored)
@@ -114,7 +113,7 @@ class SwapSpace:
         return tails
 
     def keep_cross(self, key: bytes, blocks: list[Block]) -> None:
-        """A cross table is about to leave the device. If swapped sequences need it, it goes to the host; if there is no
+        """A cross table is about to leave the device. If swapped sequences need it, copy it to the host; if there is no
         room for it, they are computed again."""
         needed = self._cross.get(key)
         if needed is None or needed.host_blocks:
@@ -125,7 +124,7 @@ class SwapSpace:
             self.forget_users(key)
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Give back what a sequence has on the host, if it has anything. It is one without memory then."""
+        """Free a sequence's host blocks, if any. It has no memory afterwards."""
         if sequence in self._copies:
             self.forget_cross(sequence)
             self._host.free(self._copies.pop(sequence).host_blocks)
@@ -142,14 +141,14 @@ class SwapSpace:
         copy.cross_key = None
 
     def forget_users(self, key: bytes) -> None:
-        """A cross table can't be trusted, or is lost: who needs it is computed again."""
+        """A cross table is invalid or lost: sequences that need it are computed again."""
         needed = self._cross.get(key)
         for sequence in [] if needed is None else list(needed.users):
             self.forget(sequence)
 
     def forget_unsure(self, host_blocks: Collection[int]) -> None:
-        """Nobody knows what is in these host blocks, nor what those that were not written yet would get: who would read
-        them is computed again."""
+        """The content of these host blocks, and of those not written yet, is undefined: sequences that would read them
+        are computed again."""
         lost = self._transfers.unwritten_host_blocks.union(host_blocks)
         for key, needed in list(self._cross.items()):
             if not set(needed.host_blocks).isdisjoint(lost):
@@ -159,17 +158,19 @@ class SwapSpace:
                 self.forget(sequence)
 
     def check(self, sequences: Iterable[TokenSequence]) -> None:
-        """Raise AssertionError unless host blocks are exactly those of swapped sequences, and of what is read now."""
+        """Raise AssertionError unless host blocks are exactly those of swapped sequences and of pending reads."""
         known = set(sequences)
         entries = self._transfers.host_blocks_read
         for sequence, copy in self._copies.items():
-            assert sequence in known, f"{sequence.branch_id} is gone and has host blocks"
-            assert not sequence.block_tables and sequence.cross is None, f"{sequence.branch_id} is here and swapped out"
+            assert sequence in known, f"{sequence.branch_id} has ended but has host blocks"
+            assert not sequence.block_tables and sequence.cross is None, (
+                f"{sequence.branch_id} is not swapped out whole"
+            )
             assert copy.cross_key is None or sequence in self._cross[copy.cross_key].users
             entries += copy.host_blocks
         for needed in self._cross.values():
-            assert needed.users, "a cross table is kept on the host for nobody"
-            assert needed.users.keys() <= self._copies.keys(), "a cross table is kept for somebody who is not swapped"
+            assert needed.users, "a cross table on the host has no users"
+            assert needed.users.keys() <= self._copies.keys(), "a user of a cross table on the host is not swapped out"
             entries += needed.host_blocks
         expected: dict[int, int] = {}
         for host_block in entries:
@@ -187,7 +188,7 @@ class SwapSpace:
         return self._transfers.num_to_save(blocks) <= self._host.num_free_blocks
 
     def _save_tables(self, tables: Tables, saved: dict[int, int]) -> HostTables:
-        """`saved`: device block → host block, of what is there already."""
+        """`saved`: device block → host block, of blocks already saved."""
         return [[self._save_block(block, saved) for block in table] for table in tables]
 
     def _save_block(self, block: Block, saved: dict[int, int]) -> int | None:
@@ -200,7 +201,7 @@ class SwapSpace:
         return saved[block.block_id]
 
     def _restore_tables(self, tables: HostTables, restored: dict[int, Block]) -> Tables:
-        """`restored`: by host block, what is there already."""
+        """`restored`: host block → device block, of blocks already restored."""
         return [[self._restore_block(host_block, restored) for host_block in table] for table in tables]
 
     def _restore_block(self, host_block: int | None, restored: dict[int, Block]) -> Block:

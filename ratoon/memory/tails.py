@@ -1,7 +1,7 @@
-"""Block tables of the beams of one search, behind the blocks of their common prompt. Accounting only.
+"""Block tables of the beams of one search, after the blocks of their common prompt. Accounting only.
 
 The trunk, the sequence that computed the prompt, holds the prompt's blocks once for all beams. A beam's own table
-begins with the block that the prompt ends in, so that a fork costs the same behind a prompt of any length.
+begins with the last block of the prompt, so that the cost of a fork does not depend on the length of the prompt.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from ratoon.memory.block_pool import Block
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 
-Tail = list[list[Block]]  # one list of table entries for each KV group, from the first column behind the trunk on
+Tail = list[list[Block]]  # one list of table entries for each KV group, from the first column after the trunk on
 
 
 @dataclass(slots=True, eq=False)
 class KeptTail:
-    """What a beam held at some time. Beams that go on behind it write to copies."""
+    """What a beam held at some time. Later beams that share its blocks write to copies."""
 
     tail: Tail
     num_computed_tokens: int
 
 
 class BeamTails:
-    """All beams are equally long. They start as one, which is the trunk with nothing behind it."""
+    """All beams have the same length. They start as one, the trunk itself."""
 
     def __init__(self, kv_cache: KVCacheManager, trunk: TokenSequence) -> None:
         self.num_computed_tokens = trunk.num_computed_tokens  # of each beam, the prompt included
@@ -35,24 +35,24 @@ class BeamTails:
         self._first_column = trunk.num_computed_tokens // kv_cache.block_size
         self._tails: list[Tail] = [[table[self._first_column :] for table in trunk.block_tables]]
         self._touch(self._tails[0])
-        self._are_unknown = False  # does the runner know nothing of what they hold?
+        self._are_unknown = False  # whether the runner has yet to be sent their tables
 
     @classmethod
     def from_host(cls, kv_cache: KVCacheManager, trunk: TokenSequence) -> BeamTails:
-        """Beams that were swapped out with their trunk, as they were then. There must be memory for both."""
+        """Swap in the beams and their trunk. There must be enough free blocks for both."""
         num_computed_tokens = kv_cache.num_tail_tokens_on_host(trunk)
         restored = kv_cache.swap_in_with_tails(trunk)
         tails = cls(kv_cache, trunk)
-        tails.release()  # the one that begins behind the trunk
+        tails.release()  # the initial one
         tails._tails = restored
         tails.num_computed_tokens = num_computed_tokens
         tails._are_unknown = True
         return tails
 
     def swap_out(self, num_unwritten_tokens: int) -> bool:
-        """Move the trunk to the host, and copies of what beams hold: all that is computed but for so many tokens, which
-        were counted and do not run. False: there is no room for all of it, or there is nothing behind the trunk that
-        was computed. Nothing changed then."""
+        """Move the trunk to the host, and copies of the beams' blocks, without the last `num_unwritten_tokens`, which
+        were counted as computed but do not run. False: not enough host blocks, or the beams have computed nothing;
+        nothing changed."""
         num_tokens = self.num_computed_tokens - num_unwritten_tokens
         if num_tokens <= self._trunk.num_tokens:
             return False
@@ -80,11 +80,9 @@ class BeamTails:
         self._tails = tails
 
     def allocate(self, num_tokens: int) -> tuple[int, BlockIds] | None:
-        """Make room for `num_tokens` of every beam, and count them as computed. None: memory is short, and nothing
-        changed. Otherwise the first table column that changed, and what stands there and behind, beam after beam.
-
-        The block that beams write to first may be shared, with each other and with the trunk: every beam but the last
-        holder gets a copy of it.
+        """Allocate `num_tokens` for every beam, and count them as computed. None: not enough memory, and nothing
+        changed. Otherwise the first table column that changed, and the entries from there on, beam by beam. The first
+        block written may be shared with other beams and the trunk: every beam but the last holder gets a copy of it.
         """
         block_size = self._kv_cache.block_size
         column = self.num_computed_tokens // block_size - self._first_column  # the first written
@@ -117,7 +115,7 @@ class BeamTails:
         """The beams, and the groups, whose block in this column must be copied before it is written."""
         if column >= len(self._tails[0][0]):
             return []
-        left: dict[int, int] = {}  # block → holders that have not got a copy
+        left: dict[int, int] = {}  # block → holders without a copy
         to_copy = []
         for beam, tail in enumerate(self._tails):
             for group, blocks in enumerate(tail):
@@ -129,7 +127,7 @@ class BeamTails:
         return to_copy
 
     def keep(self, beam: int) -> KeptTail:
-        """Hold on to what a beam has now, whatever becomes of the beam."""
+        """Take references to what a beam holds now, independent of the beam."""
         tail = [blocks.copy() for blocks in self._tails[beam]]
         self._touch(tail)
         return KeptTail(tail, self.num_computed_tokens)
@@ -151,7 +149,7 @@ class BeamTails:
         return sequence
 
     def release(self) -> None:
-        """Give back all that beams hold. What was kept is the keeper's."""
+        """Free all that the beams hold. Kept tails are not affected."""
         for tail in self._tails:
             self._free(tail)
         self._tails = []
@@ -170,8 +168,7 @@ class BeamTails:
 
 
 def tail_blocks(block_size: int, num_groups: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
-    """The most blocks that one beam holds behind the trunk on its way to `num_new_tokens`, the last of which is never
-    computed."""
+    """The most blocks that one beam holds after the trunk for `num_new_tokens`, the last of which is never computed."""
     if num_new_tokens <= 1:
         return 0
     num_columns = -(-(num_prompt_tokens + num_new_tokens - 1) // block_size) - num_prompt_tokens // block_size

@@ -1,6 +1,5 @@
-"""What the next plan moves: copies on write, blocks that go to the host, and blocks that come back from it.
-
-Sees to it that each transfer reads a place that has the content by then. Who moves, and where to, is decided elsewhere.
+"""The block transfers of the next plan: copy-on-write, swap-out and swap-in. Ensures that each transfer reads a block
+that has the content by then. What is moved where is decided by the callers.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ class Transfers:
         host → device     restored blocks
         device            targets of copies are written
 
-    The target of a transfer has its content only afterwards. So whoever copies or saves it in the same step is pointed
-    to the place that the content comes from. Each block is the target of one transfer at most: where it was given back
-    and taken for another one, the later counts. A block that was given back and then taken for new tokens may be
-    written by the earlier transfer all the same: the step writes its tokens behind that.
+    The target of a transfer has its content only afterwards, so a copy or save of the target in the same step reads the
+    transfer's source instead. Each block is the target of at most one transfer: if it was freed and allocated for
+    another one, the later one replaces the earlier. A block that was freed and then allocated for new tokens may still
+    be written by the earlier transfer: the step writes the tokens after it.
     """
 
     def __init__(self, pool: BlockPool, host: HostPool) -> None:
@@ -31,11 +30,11 @@ class Transfers:
         self._host = host
         self._copies: dict[int, BlockCopy] = {}  # by the block that is written to
         self._saved: dict[int, int] = {}  # host block → device block that is read
-        self._restored: dict[int, int] = {}  # device block → host block that is read; it has a reference until then
+        self._restored: dict[int, int] = {}  # device block → host block to read, which is referenced until then
 
     def copy(self, branch_id: str, group: int, place: int, source: int, target: int) -> None:
-        """Give a table entry a block of its own. Where the content comes from the host in this step, so does the
-        copy: a branch that holds such a block is new to the runner, and sends its tables in full."""
+        """Copy-on-write for a table entry. If the source is swapped in during this step, the copy reads the host block
+        too: a branch that holds such a block is new to the runner, and its tables are sent in full."""
         self._forget_target(target)
         earlier = self._copies.get(source)
         if earlier is None and source in self._restored:
@@ -49,12 +48,12 @@ class Transfers:
             del self._copies[copy.dst]
 
     def num_to_save(self, blocks: Iterable[Block]) -> int:
-        """Free host blocks that it takes to save all these."""
+        """Free host blocks needed to save all these."""
         return sum(block.block_id not in self._restored for block in blocks)
 
     def save(self, block: Block) -> int:
         """A host block with the content of this one, and a reference to it."""
-        if block.block_id in self._restored:  # it is on the host still
+        if block.block_id in self._restored:  # it is still on the host
             host_block = self._restored[block.block_id]
             self._host.share(host_block)
             return host_block
@@ -69,13 +68,13 @@ class Transfers:
         self._restore(host_block, block.block_id)
 
     def take_copies(self) -> list[BlockCopy]:
-        """The copies on write, in order. They are handed over once."""
+        """The copy-on-write transfers, in order. Each is returned once."""
         copies, self._copies = self._copies, {}
         return list(copies.values())
 
     def take_swaps(self) -> tuple[list[BlockSwap], list[BlockSwap]]:
-        """What goes to the host, and what comes back. They are handed over once; from then on the host blocks that are
-        read are free, unless somebody else holds them."""
+        """The swaps out and in. Each is returned once; then the references of the reads are dropped, and host blocks
+        without others are free."""
         if not self._saved and not self._restored:
             return [], []
         restored, self._restored = self._restored, {}
@@ -85,17 +84,17 @@ class Transfers:
             block = self._pool.blocks[device_block]
             if block.ref_cnt:
                 swapped_in.append((host_block, device_block))
-            else:  # given back before it was written: whatever name it has got, it does not deserve it
+            else:  # freed before it was written: a hash that it got meanwhile is not valid
                 self._pool.uncache(block)
                 self._host.free((host_block,))
-        # Here, where host blocks that only those had read are free, and those that are read are not
+        # Computed here, after the references of the reads were dropped
         swapped_out = [(device, host_block) for host_block, device in saved.items() if self._host.is_used(host_block)]
         self._host.free(host_block for host_block, _ in swapped_in)
         return swapped_out, swapped_in
 
     @property
     def unwritten_host_blocks(self) -> set[int]:
-        """Those that only the next plan writes to."""
+        """Host blocks that the next plan writes."""
         return set(self._saved)
 
     @property
@@ -108,7 +107,7 @@ class Transfers:
         self._restored[target] = host_block
 
     def _forget_target(self, block_id: int) -> None:
-        """A block is taken for a transfer: an earlier one to it was for somebody who has given it back."""
+        """A block becomes the target of a transfer: drop an earlier one, whose target was freed since."""
         self._copies.pop(block_id, None)
         host_block = self._restored.pop(block_id, None)
         if host_block is not None:

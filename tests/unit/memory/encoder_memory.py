@@ -29,7 +29,7 @@ def document(length: int) -> EncoderInput:
 
 
 def sequence_of(name: str, num_tokens: int = 6, salt: str = "") -> TokenSequence:
-    """Whose tokens are nobody else's."""
+    """A sequence whose tokens no other one has."""
     first = 1000 * int.from_bytes(name.encode(), "little")
     return TokenSequence(name, list(range(first, first + num_tokens)), ExtraKeys([("salt", salt)]))
 
@@ -40,7 +40,7 @@ def compute(memory: KVCacheManager, sequence: TokenSequence, num_tokens: int) ->
 
 
 def forked(memory: KVCacheManager, parent: TokenSequence) -> TokenSequence:
-    """A child that has one token of its own behind what its parent has computed."""
+    """A child with one token more than its parent has computed."""
     child = TokenSequence(f"{parent.branch_id}#1", parent.token_ids.copy(), parent.extra_keys)
     memory.fork(parent, child, parent.num_computed_tokens)
     append(child, 1)
@@ -53,7 +53,7 @@ def append(sequence: TokenSequence, *tokens: int) -> None:
 
 
 def finish_step(memory: KVCacheManager) -> None:
-    """Everything that was to be done is done."""
+    """Carry out all pending copies, swaps and writes."""
     memory.take_encoder_writes()
     memory.take_block_copies()
     memory.take_swaps()

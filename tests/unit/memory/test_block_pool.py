@@ -175,7 +175,7 @@ def test_the_self_check_sees_a_lost_block() -> None:
 def test_the_self_check_sees_a_hash_that_leads_elsewhere() -> None:
     pool, blocks = cached_pool(4, 2)
     blocks[0].block_hash = b"1"
-    with pytest.raises(AssertionError, match="hash under which it is not found"):
+    with pytest.raises(AssertionError, match="hash that maps to another block"):
         pool.check()
 
 

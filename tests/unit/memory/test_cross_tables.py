@@ -75,7 +75,7 @@ def test_a_table_is_written_once_in_the_step_of_its_first_holder() -> None:
     ((holder_id, table),) = memory.take_encoder_writes()
     assert holder_id == "a"
     assert table.encoder_input == document(9) and table.block_ids == first.cross.block_ids
-    assert first.cross.encoder_input is None, "it is large, and nobody needs it any more"
+    assert first.cross.encoder_input is None, "it is large and no longer needed"
     assert memory.take_encoder_writes() == []
     memory.attach_cross(sequence_of("c"), document(9))
     assert memory.take_encoder_writes() == []
@@ -167,7 +167,7 @@ def test_a_reset_frees_and_forgets_everything() -> None:
     memory.check([])
 
 
-# ---- those who share ----
+# ---- sharing ----
 
 
 def test_a_fork_holds_its_parents_table() -> None:
@@ -221,7 +221,7 @@ def test_a_lease_counts_the_blocks_of_a_table_once() -> None:
     assert leases.grant(second, 20.0) and leases.num_blocks == 2 + 2 + 3
     leases.check()
     memory.check([*leases.sequences(), runner])
-    assert leases.num_reclaimable_blocks() == 4, "somebody else holds the table"
+    assert leases.num_reclaimable_blocks() == 4, "another sequence holds the table"
     memory.free(runner)
     assert leases.num_reclaimable_blocks() == 7
     leases.expire(15.0)
@@ -250,14 +250,14 @@ def test_the_table_can_be_freed_alone() -> None:
 
 def test_a_cross_group_of_another_block_size_is_refused() -> None:
     cross = KVCacheGroup(CrossAttentionSpec(8, 1, 8, "float16"), (0,))
-    with pytest.raises(ValueError, match="8 tokens, the pool of 4"):
+    with pytest.raises(ValueError, match="8 tokens, the pool has 4"):
         KVCacheManager(KVCacheConfig(10, 4, (KVCacheGroup(FULL, (0,)),), cross), 100)
 
 
 def test_the_self_check_notices_a_holder_that_is_not_named() -> None:
     memory = memory_of(20)
     first, second = running(memory, "a", document(9)), running(memory, "b", document(9))
-    with pytest.raises(AssertionError, match="held by somebody else"):
+    with pytest.raises(AssertionError, match="not those that reference it"):
         memory.check([first])
     memory.check([first, second])
 

@@ -309,7 +309,7 @@ def test_a_window_sequence_never_holds_more_than_its_required_blocks(window: int
 
 def test_groups_of_another_block_size_are_refused() -> None:
     config = KVCacheConfig(10, 8, (KVCacheGroup(FULL, (0,)),))
-    with pytest.raises(ValueError, match="4 tokens, the pool of 8"):
+    with pytest.raises(ValueError, match="4 tokens, the pool has 8"):
         KVCacheManager(config, 100)
 
 
@@ -433,7 +433,7 @@ def test_a_fork_into_a_window_that_is_gone_is_refused() -> None:
     parent = TokenSequence("a", list(range(20)))
     for _ in range(20):
         compute(manager, parent, 1)
-    with pytest.raises(ValueError, match="given back"):
+    with pytest.raises(ValueError, match="were freed"):
         manager.fork(parent, TokenSequence("b", list(range(8))), 7)
 
 
