@@ -144,7 +144,6 @@ def test_a_rule(load: Load) -> None:
     params = modules["params"]
     for asked in (params.SamplingParams(no_doubles=True), params.BeamSearchParams(beam_width=2, no_doubles=True)):
         rules = modules["build"].rules_of(asked, [4, 5])
-        assert rules.needs_token_on_host and not params.plans_ahead(asked)
         logits = torch.zeros(2, 8)
         apply_rules(logits, [rules.active(), rules.after(3).active()])
         assert logits.isinf().nonzero().tolist() == [[0, 5], [1, 3]]
