@@ -40,6 +40,14 @@ def test_many_streams_all_get_their_own_answers(tmp_path: Path) -> None:
 
 @needs_embedded_model
 @pytest.mark.slow
+def test_the_share_of_the_engine_is_smaller_with_two_steps_in_flight() -> None:
+    shown = run_program("engine_share.py", "--branches", "8", "--tokens", "16", "--rounds", "1", "--step-ms", "5")
+    *_, row = shown.strip().splitlines()
+    assert row.split()[0] == "8" and float(row.split()[-1]) < 1.0, shown
+
+
+@needs_embedded_model
+@pytest.mark.slow
 def test_replicas_keep_conversations_together(tmp_path: Path) -> None:
     run_program("replicas.py", "--stub", "--sessions", "5", "--turns", "3", "--json", str(tmp_path / "out.json"))
     results = json.loads((tmp_path / "out.json").read_text())["results"]
