@@ -1,7 +1,7 @@
-"""The CPU backend: float32, by our own kernel (layers/native/attention.c), on all threads of the pool.
+"""The CPU backend: float32, by the kernel in layers/native/attention.c, on all threads of the pool.
 
-A block holds the keys of each head transposed, [head_dim][block_size], and the values as they are: both are then ready
-to be multiplied without being packed first. Requests whose tables begin alike are found once a step.
+A block holds the keys of each head transposed, [head_dim][block_size], and the values as they are: both can be
+multiplied without packing. Requests whose tables share a prefix are found once a step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CpuAttentionBackend(AttentionBackend):
 
     def __init__(self) -> None:
         kernels = library()
-        assert kernels is not None, "ask `reasons_against` first"
+        assert kernels is not None, "check `reasons_against` first"
         self._store_kv = kernels.ratoon_store_kv
         self._attention = kernels.ratoon_attention
 
@@ -124,13 +124,13 @@ class CpuAttentionBackend(AttentionBackend):
 
 
 def shared_prefixes(block_table: np.ndarray, seq_lens: np.ndarray, block_size: int) -> np.ndarray:
-    """[R] int32: how many keys a request has in common with the request before it, by their tables; 0 for the first.
+    """[R] int32: how many keys a request shares with the request before it, by their tables; 0 for the first.
 
-    Only keys that both have count: beyond a request's end its table holds the null block, or anything.
+    Only keys that both have count: entries beyond a request's end are the null block or undefined.
     """
     shared = np.zeros(len(seq_lens), dtype=np.int32)
     first = block_table[:, 0]
-    alike = np.flatnonzero((first[1:] == first[:-1]) & (first[1:] != 0)) + 1  # a null block: left behind by a window
+    alike = np.flatnonzero((first[1:] == first[:-1]) & (first[1:] != 0)) + 1  # a null block: freed by a sliding window
     if len(alike) == 0:
         return shared
     shorter = np.minimum(seq_lens[alike], seq_lens[alike - 1])

@@ -1,4 +1,4 @@
-"""The three roles of a backend: what it can do, what it prepares once for a step, and the pass for one layer.
+"""The three roles of a backend: its capabilities, the metadata of a step, and the forward pass of one layer.
 
 A backend serves a KV group, or the attention of an encoder; a model may have several.
 """
@@ -21,7 +21,7 @@ LayerCache = tuple[torch.Tensor, ...]  # of one layer: the tensors that its spec
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What layers with one memory spec, on a device, ask of a backend."""
+    """What layers with one memory spec, on a device, require of a backend."""
 
     device_type: str
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class AttentionNeeds:
     num_kv_heads: int
     window: int | None = None
     causal: bool = True
-    has_bias: bool = False  # a number by distance that is added to scores
+    has_bias: bool = False  # a bias by distance, added to scores
     content: str = AttentionSpec.content  # what is kept for a token
 
     @classmethod
@@ -42,7 +42,7 @@ class AttentionNeeds:
         device: torch.device,
         dtype: torch.dtype,
     ) -> AttentionNeeds:
-        """Of layers that share this spec. They may differ in what memory does not show."""
+        """The needs of layers that share this spec. They may differ in fields that the spec does not have."""
         first = layers[0]
         return cls(
             device.type,
@@ -68,8 +68,8 @@ class CommonAttentionMetadata:
     query_start_loc_device: torch.Tensor
     seq_lens_device: torch.Tensor
     block_table_device: torch.Tensor
-    # [S] on the device: block · block_size + offset; padding rows point into block 0. Of the rows that are stored:
-    # those of the queries, or none where keys and values came from elsewhere (cross-attention).
+    # [S] on the device: block · block_size + offset; padding rows point into block 0. Only for rows that are stored:
+    # those of the queries, or none for cross-attention.
     slot_mapping: torch.Tensor
     block_size: int
     max_query_len: int
@@ -77,7 +77,7 @@ class CommonAttentionMetadata:
 
 
 class AttentionBackend(ABC):
-    """Made once for a group of an engine; holds no state of a step."""
+    """Created once per KV group of an engine; holds no state of a step."""
 
     name: str
 
@@ -87,13 +87,13 @@ class AttentionBackend(ABC):
         """Why this backend can't serve these needs; empty when it can."""
 
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
-        """The shape of one block in each tensor of one layer. A block is one contiguous span, so that copying, swapping
-        and sending blocks need to know nothing more. Everything inside it is the backend's own."""
+        """The shape of one block in each tensor of one layer. A block is one contiguous span, so that blocks can be
+        copied, swapped and sent as bytes. The layout inside it is the backend's."""
         return [tensor.shape for tensor in spec.tensors]
 
     @abstractmethod
     def build_metadata(self, inputs: CommonAttentionMetadata) -> Any:
-        """Once a step for each group; handed to every `forward` of its layers."""
+        """Called once per step and group; passed to every `forward` of its layers."""
 
     @abstractmethod
     def store(

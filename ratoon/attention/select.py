@@ -1,4 +1,4 @@
-"""Choosing a backend for layers that need the same: the first that has nothing against it, or the one asked for."""
+"""Chooses a backend for layers with equal needs: the first that supports them, or the one asked for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TorchReferenceBac
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The backend of some layers, and why it is none of the others."""
+    """The backend of some layers, and why the others were not chosen."""
 
-    layers: str  # which layers these are, for people
+    layers: str  # which layers these are, for logs
     backend: AttentionBackend
-    reasons_against: dict[str, list[str]]  # by backend that was not taken
+    reasons_against: dict[str, list[str]]  # by backend that was not chosen
 
     def facts(self) -> dict[str, Any]:
         return {"layers": self.layers, "backend": self.backend.name, "reasons_against": self.reasons_against}

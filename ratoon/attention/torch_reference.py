@@ -1,6 +1,5 @@
-"""The reference backend: plain torch, one request after another, any device and dtype. Slow, short and right.
-
-Every other backend is tested against it.
+"""The reference backend: plain torch, one request after another, any device and dtype. Slow. Every other backend is
+tested against it.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class TorchReferenceBackend(AttentionBackend):
             num_blocks = -(-seq_len // inputs.block_size)
             table = inputs.block_table_device[row, :num_blocks].long()
             cached = cache[table]  # [blocks, 2, block_size, kv_heads, head_dim]
-            # Blocks before the window may be somebody else's by now: zero times a NaN of theirs would be one of ours.
+            # Blocks before the window may be another sequence's by now: a NaN in them times a weight of zero is NaN.
             first = 0 if layer.window is None else max(0, seq_len - (end - start) - layer.window + 1)
             keys, values = (cached[:, part].flatten(0, 1)[first:seq_len] for part in (0, 1))  # [S, kv_heads, head_dim]
             out[start:end] = _attend(layer, q[start:end], keys, values)
@@ -72,7 +71,7 @@ def _attend(
     layer: AttentionLayer | CrossAttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """q [Q, heads, head_dim] are the last Q of the S positions of keys and values [S, kv_heads, head_dim], unless they
-    are positions of something else (cross-attention), which sees all keys."""
+    belong to another sequence (cross-attention), which sees all keys."""
     num_queries, num_keys, group = q.shape[0], keys.shape[0], layer.num_heads // layer.num_kv_heads
     key_positions = torch.arange(num_keys, device=q.device)
     query_positions = torch.arange(num_keys - num_queries, num_keys, device=q.device)[:, None]
@@ -82,7 +81,7 @@ def _attend(
         visible &= distances > -layer.window
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
-    # Scores and weights in float32, as the models' own code does.
+    # Scores and weights in float32, as in transformers.
     scores = torch.einsum("qhd,khd->hqk", q, keys).float() * layer.scale
     if layer.bias is not None:
         scores += layer.bias[:, distances + layer.bias.shape[1] // 2]  # [heads, Q, S]

@@ -1,6 +1,6 @@
-"""How plans reach the workers, and results come back: steps in flight. Here: one worker, in this process.
+"""Executors: submit plans to workers, and return results. Here: one worker, in this process.
 
-A plan is handed over and carried out while the caller goes on; when its result is wanted is the caller's to say.
+A submitted plan runs while the caller continues; the caller waits for its result when it needs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class StepHandle(Protocol):
-    """A step that is under way, or waits for those before it."""
+    """A step in flight: running, or queued behind earlier ones."""
 
     def done(self) -> bool: ...
 
@@ -32,24 +32,24 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Takes plans and carries them out in order."""
+    """Executes plans in order."""
 
     facts: WorkerFacts
 
     def submit(self, plan: SchedulerOutput) -> StepHandle:
-        """Take a plan, and return at once. A step behind one that failed is not carried out: what it builds on is not
-        there. Its handle raises StepSkippedError."""
+        """Queue a plan and return at once. A step after one that failed is not executed, because it depends on its
+        results. Its handle raises StepSkippedError."""
         ...
 
     def recover(self) -> None:
-        """The caller has heard of a failed step, and of those that were skipped: what it submits now is carried out."""
+        """The caller has handled a failed step and the skipped ones: plans submitted from now on are executed."""
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function where steps run, when those in flight are done."""
+        """Run a function on the thread of the steps, after those in flight."""
         ...
 
     def sleep(self, level: int) -> None:
-        """Give memory back: the KV cache, and from level 2 on the weights. Nothing is executed until `wake_up`."""
+        """Free the KV cache, and from level 2 on the weights. Nothing is executed until `wake_up`."""
 
     def wake_up(self) -> None: ...
 
@@ -60,7 +60,7 @@ ExecutorClass = Callable[[EngineConfig, ModelConfig, TensorSource, StartupTimer]
 
 
 def executor_class(name: str) -> ExecutorClass:
-    """The class that a config names: "uniproc", or "module:Class" for one from elsewhere."""
+    """The class that a config names: "uniproc", or "module:Class" for another one."""
     if name == "uniproc":
         return UniProcExecutor
     module_name, _, class_name = name.partition(":")
@@ -72,11 +72,11 @@ def executor_class(name: str) -> ExecutorClass:
 
 
 class ThreadedExecutor:
-    """Steps run one after another on a thread of their own. A subclass says what a step is, in two phases."""
+    """Runs steps in order on one thread. A subclass implements the two phases of a step."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
-        self._failed = False  # a step; the others are skipped until the caller knows
+        self._failed = False  # a step failed; the others are skipped until `recover`
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Launch the forward pass; may return before the device is done."""
@@ -118,7 +118,7 @@ class UniProcExecutor(ThreadedExecutor):
 
     @property
     def num_computed_tokens(self) -> int:
-        """What has gone through the model since the start, in the runner's own count."""
+        """Rows run through the model since the start, as counted by the runner."""
         return self._worker.runner.num_computed_tokens
 
     def execute_model(self, plan: SchedulerOutput) -> None:

@@ -1,6 +1,6 @@
 """Candidates for the runner: which rows of a step belong to the beams of which search, and their best continuations.
 
-The arithmetic is in layers/beams.py; what becomes of candidates is not known here.
+The arithmetic is in layers/beams.py; the scheduler chooses among the candidates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_CANDIDATES = "the model's logits hold no usable number (NaN or all tokens for
 
 
 class CandidatesReader:
-    """Reads the rows of all beam searches of a step that want candidates, search after search."""
+    """Reads the rows of all beam searches of a step that need candidates, search by search."""
 
     def __init__(self, beam_steps: list[BeamStep], layout: StepLayout, beam_rows: BeamRows) -> None:
         self._steps = [step for step in beam_steps if step.num_candidates]
@@ -29,7 +29,7 @@ class CandidatesReader:
         self.rows: list[int] = []
         start = 0
         for step in beam_steps:
-            num_beams = step.num_beams if step.num_tokens else 0  # none yet: the trunk's last row stands for them
+            num_beams = step.num_beams if step.num_tokens else 0  # none yet: the trunk's last row is read
             if step.num_candidates:
                 last_rows = layout.beam_last_rows[start : start + num_beams]
                 self.rows += last_rows or [layout.last_row[step.req_id]]
@@ -43,8 +43,8 @@ class CandidatesReader:
 def choose_candidates(
     steps: list[BeamStep], logits: torch.Tensor, output: ModelRunnerOutput, beam_rows: BeamRows
 ) -> None:
-    """From the logits [B, V] of all beams of these searches. They are changed. As in transformers, rules work on
-    log-probabilities, which are not normalised again behind them; masks give the same on logits."""
+    """From the logits [B, V] of all beams of these searches, which are changed in place. As in transformers, rules
+    apply to log-probabilities, which are not renormalised afterwards; masks have the same effect on logits."""
     searches: list[SearchRows] = []
     scores: list[float] = []
     rules: list[Sequence[LogitsRule]] = []  # of every row: those that are active

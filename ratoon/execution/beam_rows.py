@@ -1,6 +1,5 @@
-"""The rows of beams: beams of one search are consecutive numbers under their trunk's id, and come and go together.
-
-It moves rows as a plan says. Which beams live on is not known here, nor what their tokens mean.
+"""The rows of beams. The beams of one search are numbered under their trunk's id, and added and removed together. Rows
+move as the plan says; the scheduler decides which beams survive.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ratoon.execution.sampling_rows import SamplingRows
 
 
 class BeamRows:
-    """The row of every beam, by search. The first is the trunk's own, which it has from the prompt on."""
+    """The row of every beam, by search. The first is the trunk's own row."""
 
     def __init__(self, rows: InputBatch, sampling_rows: SamplingRows) -> None:
         self._rows = rows
@@ -28,12 +27,12 @@ class BeamRows:
         return len(self._of_search)
 
     def rows_of(self, req_id: str) -> np.ndarray:
-        """[B]: of a search whose beams do not exist yet, the trunk's row."""
+        """[B]; the trunk's row while the search has no beams yet."""
         beams = self._of_search.get(req_id)
         return np.array([self._rows.row_of[req_id]]) if beams is None else beams
 
     def rules_of(self, req_id: str) -> list[RowRules]:
-        """Of every beam; of a search whose beams do not exist yet, the trunk's. None where the search has no rules."""
+        """Of every beam, or the trunk's while the search has no beams yet. Empty if the search has no rules."""
         beams = self._rules.get(req_id)
         if beams is not None:
             return beams
@@ -41,7 +40,7 @@ class BeamRows:
         return [trunk] if trunk else []
 
     def drop(self, req_ids: Iterable[str]) -> None:
-        """Give rows back. The trunk's own goes the way of all branches."""
+        """Free rows. The trunk's own is freed like that of any branch."""
         for req_id in req_ids:
             beams = self._of_search.pop(req_id, None)
             if beams is not None:
@@ -49,7 +48,7 @@ class BeamRows:
                 self._rules.pop(req_id, None)
 
     def apply(self, step: BeamStep) -> None:
-        """Bring a search's rows to where the step begins."""
+        """Update a search's rows to the state at the start of the step."""
         if step.parents is not None:
             self._fork(step)
         beams, rows = self.rows_of(step.req_id), self._rows
@@ -68,7 +67,7 @@ class BeamRows:
         parents = old[step.parents]  # [B]
         beams = self._resize(old, len(parents))
         num_columns = -(-step.num_computed_tokens // rows.block_size)
-        # Rows of a search differ only behind the prompt; a row that is new to it needs all that comes before as well.
+        # Rows of a search differ only after the prompt; a new row needs the columns before as well.
         first = int(rows.num_prompt[old[0]]) // rows.block_size
         for table in rows.block_tables:
             behind = table[parents, first:num_columns]  # a copy
@@ -77,7 +76,7 @@ class BeamRows:
         if rows.cross_tables is not None:
             rows.cross_tables[beams[len(old) :]] = rows.cross_tables[old[0]]
             rows.encoder_lens[beams] = rows.encoder_lens[old[0]]
-        # Of the tokens only those are read that are not computed yet.
+        # Only tokens that are not computed yet are read.
         new_tokens = np.array(step.token_ids).reshape(len(beams), -1)  # [B, N]
         start = step.num_computed_tokens - step.num_restored_tokens
         end = start + new_tokens.shape[1]
@@ -87,7 +86,7 @@ class BeamRows:
         self._of_search[step.req_id] = beams
         before = self.rules_of(step.req_id)
         if before:
-            # A search that lost its rows has lost its rules with them: it brings all its tokens, computed or not.
+            # A search whose rows were dropped has lost its rules too: the step has all its tokens, computed or not.
             moves = zip(step.parents, new_tokens.tolist(), strict=True)
             self._rules[step.req_id] = [before[parent].after_all(tokens) for parent, tokens in moves]
 

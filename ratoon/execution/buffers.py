@@ -1,4 +1,4 @@
-"""Arrays that live on the host and on the device: written with numpy, read by the model, allocated once."""
+"""Arrays on the host and on the device: written with numpy, read by the model, allocated once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def indices_on(device: torch.device, indices: list[int]) -> torch.Tensor:
 
 class StepBuffer:
     """`array` and a host tensor share memory. On a CPU the device tensor is the host tensor; elsewhere it is a copy
-    that `to_device` brings up to date without waiting (the host side is pinned). There are two host sides then, and
-    steps write to them in turn: a copy that is still under way reads the other one."""
+    that `to_device` updates asynchronously (the host side is pinned). There are then two host sides, to which steps
+    write in turn, because a copy in flight still reads the other one."""
 
     __slots__ = ("_device", "_host", "_other", "array")
 
@@ -29,7 +29,7 @@ class StepBuffer:
         self.array: np.ndarray = self._host.numpy()
 
     def turn(self) -> None:
-        """A new step writes to the side that the last one did not."""
+        """Switch sides for a new step."""
         if self._other is not self._host:
             self._host, self._other = self._other, self._host
             self.array = self._host.numpy()
@@ -42,12 +42,13 @@ class StepBuffer:
 
 
 class StepBuffers:
-    """The buffers of all inputs of a step. `turn` before a step writes to them, `copied` behind its last copy."""
+    """The buffers of all inputs of a step. Call `turn` before a step writes to them, and `copied` after its last
+    copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._all: list[StepBuffer] = []
-        # When the copies of the last step, and of the one before it, have been made
+        # Recorded after the copies of the last two steps
         self._copied: deque[torch.cuda.Event] = deque(maxlen=2)
 
     def make(self, *shape: int, dtype: torch.dtype) -> StepBuffer:
@@ -57,7 +58,7 @@ class StepBuffers:
 
     def turn(self) -> None:
         if len(self._copied) == 2:
-            self._copied[0].synchronize()  # of the step that wrote to the side which is written to now
+            self._copied[0].synchronize()  # the step that used this side
         for buffer in self._all:
             buffer.turn()
 

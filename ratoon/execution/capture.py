@@ -1,6 +1,6 @@
-"""Hidden states for the runner: which rows of a step are read out, of which layers, and the arrays made of them.
+"""Hidden states for the runner: which rows of a step are read out, at which layers, and the resulting arrays.
 
-Rows come out of the ordinary forward pass by index. A step with nothing to read out has none of this.
+Rows are selected by index in the ordinary forward pass. A step without captures does not use this module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class SpanRows:
 
 
 def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
-    """A row for each span, with its tokens at their positions and the blocks that they read. Give the rows back."""
+    """A row for each span, with its tokens at their positions and the blocks that they read. The caller frees the
+    rows."""
     taken = rows.take(sum(len(capture.spans) for capture in captures))
     free = iter(taken.tolist())
     counts: list[int] = []
@@ -54,7 +55,7 @@ def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
 
 
 def only_reads(plan: SchedulerOutput) -> bool:
-    """Is there nothing in the step but rows to read out whose keys and values are there already?"""
+    """Whether the step only reads out rows whose keys and values are already cached."""
     written = any(is_written for capture in plan.captures for _, _, is_written in capture.spans)
     return not written and not plan.num_scheduled_tokens and not plan.beam_steps
 
@@ -71,7 +72,7 @@ class CapturedRows:
 
 
 def captured_rows(captures: list[CaptureStep], first_row: int) -> list[CapturedRows]:
-    """Where in the step the rows are that are read out. The first span begins at `first_row`."""
+    """The rows of the step that are read out. The first span begins at `first_row`."""
     found = []
     for capture in captures:
         if capture.captured:
@@ -81,14 +82,14 @@ def captured_rows(captures: list[CaptureStep], first_row: int) -> list[CapturedR
 
 
 class StepCapture:
-    """Takes rows out of the residual stream while a forward pass runs. Layer l is the stream behind l layers: 0 is the
-    embeddings, `num_layers` the end of the stream, and one more stands for what the final norm makes of it."""
+    """Copies rows of the residual stream during a forward pass. Layer l is the stream after l layers: 0 is the
+    embeddings, `num_layers` the end of the stream, and `num_layers` + 1 the output of the final norm."""
 
     def __init__(self, captured: list[CapturedRows], num_layers: int, device: torch.device) -> None:
         self._num_layers = num_layers
         self._captured = captured
         self._late = [one for one in captured if max(one.step.layers) >= num_layers]
-        self._rows: dict[int, Tensor] = {}  # [R] of a layer: the rows of all extractions that want it, one by one
+        self._rows: dict[int, Tensor] = {}  # [R] by layer: the rows of all extractions that read it
         self._taken: dict[int, Tensor] = {}  # [R, H]
         for layer in {layer for one in captured for layer in one.step.layers}:
             wanted = [row for one in captured if layer in one.step.layers for row in one.rows]
@@ -96,23 +97,23 @@ class StepCapture:
 
     @property
     def last_rows(self) -> list[int]:
-        """The rows that are wanted at the end of the stream or behind it: these must be computed that far."""
+        """The rows that are read at the end of the stream or after the final norm."""
         return [row for one in self._late for row in one.rows]
 
     @property
     def num_layers_read(self) -> int:
-        """So many layers have to run before nobody reads any further."""
+        """The number of layers that must run for all captures."""
         return min(max(self._rows, default=0), self._num_layers)
 
     def take(self, layer: int, stream: Tensor, update: Tensor | None = None) -> None:
-        """The stream [T, H] behind `layer` layers; `update` is what is still to be added to it."""
+        """The stream [T, H] after `layer` layers; `update` is yet to be added to it."""
         rows = self._rows.get(layer)
         if rows is not None:
             taken = stream[rows]
             self._taken[layer] = taken if update is None else taken.add_(update[rows])
 
     def take_end(self, stream: Tensor, normed: Tensor) -> None:
-        """The end of the stream and what the final norm made of it, both [L, H]: of `last_rows`, in their order."""
+        """The end of the stream and the final norm's output, both [L, H], for `last_rows` in their order."""
         for layer, states in ((self._num_layers, stream), (self._num_layers + 1, normed)):
             if layer not in self._rows:
                 continue
@@ -121,7 +122,7 @@ class StepCapture:
             self._taken[layer] = torch.cat(wanted)
 
     def give(self, output: ModelRunnerOutput) -> None:
-        """Put what was taken into the step's output: [layers, rows, H] for each extraction."""
+        """Put the captured rows into the step's output: [layers, rows, H] for each extraction."""
         offsets = dict.fromkeys(self._taken, 0)
         for one in self._captured:
             count = len(one.rows)
@@ -133,7 +134,7 @@ class StepCapture:
 
 
 def to_wire(states: Tensor, dtype: str) -> WireTensor:
-    """The bytes of a tensor as they lie in host memory, not copied again."""
+    """The bytes of a tensor in host memory, without a further copy."""
     host = states.cpu().contiguous()
     array = host.view(torch.int16).numpy() if dtype == "bfloat16" else host.numpy()
     return WireTensor(dtype, tuple(host.shape), array.data)

@@ -1,4 +1,4 @@
-"""Cells of logits: which rows and tokens an edit is about, as index tensors on the device. It edits nothing itself."""
+"""Cells of logits: the rows and tokens that an edit applies to, as index tensors on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cells(
 ) -> list[Tensor]:
     """The cells (row, token) for one list of tokens a row, as row ids and token ids [E], and the cells' values.
 
-    Tokens outside the vocabulary (placeholders in a prompt, for one) have no logit and are left out.
+    Tokens outside the vocabulary (such as placeholders in a prompt) have no logit and are left out.
     """
     row_ids = np.repeat(rows, [len(tokens) for tokens in token_lists])
     token_ids = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in token_lists])

@@ -1,7 +1,7 @@
-"""Runs encoder inputs: all of a step together, each whole, one behind the other without padding.
+"""Runs encoder inputs: all inputs of a step in one batch, each whole, concatenated without padding.
 
-What cross-attention reads of them goes to the paged cache; their states are read out where somebody asked, and gone
-otherwise. Which inputs run when is the plan's.
+Keys and values for cross-attention go to the paged cache; the encoder's states are read out where a request asked for
+them, and not kept. The plan decides which inputs run when.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class EncoderRunner:
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._scratch: LayerCache | None = None  # keys and values of one encoder layer: every layer writes it anew
+        self._scratch: LayerCache | None = None  # keys and values of one encoder layer, overwritten by the next
 
     def run(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> StepCapture | None:
-        """Encode, and store what decoders read. What was asked to be read out is in the capture."""
+        """Encode, and store what decoders read. Returns the capture of states to read out, if any."""
         lengths = np.array([step.encoder_input.num_positions for step in steps])
         metadata = self._backend.build_metadata(self._own_inputs(lengths))
         stored = self._kv.cross_backend.build_metadata(self._stored_inputs(steps, lengths))
@@ -64,7 +64,7 @@ class EncoderRunner:
     # ---- attention's inputs ----
 
     def _own_inputs(self, lengths: np.ndarray) -> CommonAttentionMetadata:
-        """Every input in blocks of its own of the scratch cache, in order from 1."""
+        """Every input in separate blocks of the scratch cache, in order from 1."""
         num_blocks = -(-lengths // self._block_size)
         first_blocks = 1 + np.cumsum(num_blocks) - num_blocks
         tables = np.zeros((len(lengths), int(num_blocks.max())), np.int32)
@@ -74,7 +74,7 @@ class EncoderRunner:
         return self._group_inputs(lengths, tables, slots)
 
     def _stored_inputs(self, steps: list[EncoderStep], lengths: np.ndarray) -> CommonAttentionMetadata:
-        """The slots of the cross tables. States that nobody reads across go to the null block."""
+        """The slots of the cross tables. States without a cross table go to the null block."""
         tables = np.full((len(lengths), -(-int(lengths.max()) // self._block_size)), NULL_BLOCK, np.int32)
         for row, step in enumerate(steps):
             tables[row, : len(step.block_ids)] = step.block_ids
@@ -120,7 +120,7 @@ class EncoderRunner:
 
 
 def _counted(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, … for each of them, one behind the other."""
+    """0, 1, … length - 1 for each length, concatenated."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 

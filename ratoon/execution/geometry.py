@@ -1,6 +1,6 @@
 """What the layers of a model need, group by group: memory, and a backend that can read it.
 
-Known from the declaration of a model, before weights are loaded. How many blocks there are is cut in worker.py.
+Derived from the declaration of a model, before weights are loaded. worker.py determines the number of blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Layers = Sequence[AttentionLayer | CrossAttentionLayer]
 class Geometry:
     groups: tuple[KVCacheGroup, ...]  # those whose tables grow with the sequence
     cross: KVCacheGroup | None
-    choices: list[BackendChoice]  # for each of `groups`, and for `cross` behind them
+    choices: list[BackendChoice]  # for each of `groups`, then for `cross`
     encoder_choice: BackendChoice | None  # for the attention of an encoder to its own input
 
     @property
@@ -35,7 +35,7 @@ class Geometry:
 def geometry_of(
     model: LanguageModel, backend: str, block_size: int, device: torch.device, dtype: torch.dtype
 ) -> Geometry:
-    """`backend`: the one asked for, or "auto". A ConfigError where layers of the model have none."""
+    """`backend`: a name, or "auto". Raises ConfigError if no backend supports some layers of the model."""
 
     def groups_of(layers: Layers) -> tuple[KVCacheGroup, ...]:
         return group_layers([layer.kv_spec(block_size, dtype_name(dtype)) for layer in layers])

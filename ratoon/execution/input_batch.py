@@ -1,4 +1,4 @@
-"""Persistent state of every branch the runner knows: a row of token ids, block tables, counts. No step inputs in here.
+"""Persistent state of every branch the runner knows: a row of token ids, block tables, counts. No step inputs.
 
 A branch keeps its row until it is dropped; steps gather from the rows by index.
 """
@@ -15,7 +15,7 @@ from ratoon.core.plan import BlockCopy, BlockIds, NewRequestData
 
 
 class InputBatch:
-    """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group. Of a model with an
+    """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group. For a model with an
     encoder also `cross_tables` [rows, blocks of the longest encoder input]."""
 
     def __init__(
@@ -24,7 +24,7 @@ class InputBatch:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.max_blocks = -(-max_model_len // block_size)
-        # Zeroed memory is not touched before it is written: a large table costs only what is used of it.
+        # np.zeros commits pages when they are written, so a large table costs only what is used of it.
         self.token_ids = np.zeros((max_rows, max_model_len), np.int32)
         self.block_tables = [np.zeros((max_rows, self.max_blocks), np.int32) for _ in range(num_groups)]
         self.cross_tables: np.ndarray | None = None
@@ -70,7 +70,7 @@ class InputBatch:
         return row
 
     def take(self, count: int) -> np.ndarray:
-        """Rows without a name of their own, for whoever keeps them under another's."""
+        """Rows that have no branch id of their own (beams, spans)."""
         if count > len(self._free_rows):
             raise ValueError(f"{count} rows asked for, {len(self._free_rows)} are free")
         return np.array([self._free_rows.pop() for _ in range(count)])
@@ -91,7 +91,7 @@ class InputBatch:
                 counts[row] = start + len(ids)
 
     def set_cross_table(self, row: int, block_ids: list[int], num_positions: int) -> None:
-        """What the row's cross-attention reads. It never changes while the row has its name."""
+        """Set what the row's cross-attention reads. It does not change while the branch has the row."""
         if self.cross_tables is not None:
             self.cross_tables[row, : len(block_ids)] = block_ids
             self.encoder_lens[row] = num_positions

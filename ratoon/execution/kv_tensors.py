@@ -15,7 +15,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.buffers import indices_on
 
 HOST = torch.device("cpu")
-WORD = torch.int64  # what blocks are moved in, whatever their layers keep in them: pages are whole numbers of words
+WORD = torch.int64  # the unit of block copies, for any dtype: pages are whole numbers of words
 
 
 class KVTensors:
@@ -30,7 +30,7 @@ class KVTensors:
         self._layout = lay_out_pages(config.all_groups)
         self._device = device
         self._tensors: list[torch.Tensor] = []  # [blocks, words]
-        self._host_tensors: list[torch.Tensor] = []  # the same blocks again, for what is swapped out
+        self._host_tensors: list[torch.Tensor] = []  # the same in host memory, for swapped-out blocks
         self.allocate()
 
     @property
@@ -43,7 +43,7 @@ class KVTensors:
             self._tensors = [make_rows(config.num_blocks, width, self._device) for width in widths]
             if config.num_host_blocks:  # block 0 is not used there either
                 self._host_tensors = [make_rows(config.num_host_blocks + 1, width, HOST) for width in widths]
-        except (RuntimeError, MemoryError) as error:  # torch's and numpy's ways of saying that memory ran out
+        except (RuntimeError, MemoryError) as error:  # torch's and numpy's out-of-memory errors
             wanted = config.num_blocks * config.bytes_per_block
             raise ConfigError(
                 "num_blocks",
@@ -56,16 +56,15 @@ class KVTensors:
                 caches[layer] = view_pages(self._tensors[tensor], start, group.spec, self.backends[number])
 
     def release(self) -> None:
-        """Give the memory back. Nothing may run before `allocate`, and what the blocks held is gone."""
+        """Free the memory. The content of all blocks is lost, and nothing may run before `allocate`."""
         self._tensors = []
         self._host_tensors = []
         self.of_layer.clear()
         self.of_cross_layer.clear()
 
     def move_blocks(self, plan: SchedulerOutput) -> None:
-        """What is swapped out, copied on write and swapped in, in all layers and in the plan's order. All sources of
-        copies are read before a target is written: a block that was freed and handed out again within the step may be
-        both."""
+        """Swap out, copy on write and swap in, in all layers and in the plan's order. All sources of copies are read
+        before a target is written: a block that was freed and reallocated within the step may be both."""
         copies = plan.block_copies
         if not (copies or plan.swapped_out or plan.swapped_in):
             return
@@ -82,13 +81,13 @@ class KVTensors:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As specs and people write it."""
+    """The name without "torch.", as in specs and settings."""
     return str(dtype).removeprefix("torch.")
 
 
 def make_rows(num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
-    """[rows, words] of zeros, so that nothing that was never written is NaN. On a CPU as untouched pages of memory:
-    torch would write them all."""
+    """[rows, words] of zeros, so that memory never written holds no NaN. On a CPU by numpy, which leaves the pages
+    uncommitted: torch would write them all."""
     shape = (num_rows, row_bytes // WORD.itemsize)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=WORD, device=device)
@@ -101,6 +100,6 @@ def view_pages(rows: torch.Tensor, start: int, spec: KVCacheSpec, backend: Atten
     for tensor, shape in zip(spec.tensors, backend.page_shapes(spec), strict=True):
         end = start + tensor.num_bytes
         elements = rows.view(torch.uint8)[:, start:end].view(getattr(torch, tensor.dtype))
-        views.append(elements[:, : math.prod(shape)].view(len(rows), *shape))  # without what only aligns the next
+        views.append(elements[:, : math.prod(shape)].view(len(rows), *shape))  # without the padding
         start = end
     return tuple(views)

@@ -1,7 +1,7 @@
-"""The runner: carries a step plan out in two phases, `execute_model` (forward pass) and `sample_tokens`.
+"""The runner: executes a step plan in two phases, `execute_model` (forward pass) and `sample_tokens`.
 
-It wires the parts together and orders them; each part has its own module. It knows branches only by their rows, and
-nothing of requests, queues or block accounting.
+It wires and orders the parts, each of which has its own module. It knows branches by their rows only; requests, queues
+and block accounting are the scheduler's.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from ratoon.models.encoder_decoder import EncoderDecoderLM
 
 @dataclass(slots=True)
 class ExecutedStep:
-    """What the first phase leaves for the second. Tensors are on the device and may still be in the making."""
+    """What the first phase leaves for the second. Tensors are on the device and may still be being computed."""
 
-    # [R + C, H]: the final states of the readers' rows, one reader behind another, and of rows that captures have taken
+    # [R + C, H]: the final states of the readers' rows, concatenated, and of captured rows
     states: torch.Tensor
     readers: list[RowReader]
-    captures: list[StepCapture]  # of the decoder's rows, and of the encoder's
+    captures: list[StepCapture]  # of the decoder's rows and the encoder's
 
 
 class ModelRunner:
@@ -80,12 +80,12 @@ class ModelRunner:
         self.pooling = PoolingBranches()
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
         self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
-        self.num_computed_tokens = 0  # rows that went through the model, since the start
+        self.num_computed_tokens = 0  # rows run through the model since the start
         self._executed: ExecutedStep | None = None
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
-        """Bring the rows up to date and launch the forward pass. Waits for nothing on the device."""
+        """Update the rows and launch the forward pass. Does not wait for the device."""
         self._executed = None
         self._apply_changes(plan)
         encoder_capture = None
@@ -119,7 +119,7 @@ class ModelRunner:
         return ExecutedStep(states, readers, [] if capture is None else [capture])
 
     def _readers(self, plan: SchedulerOutput, layout: StepLayout) -> list[RowReader]:
-        """What reads the step, one for each kind of result that is due."""
+        """The readers of the step, one for each kind of result that it has."""
         next_token: list[LogitsReader] = []
         if plan.sampled_req_ids:
             next_token.append(SampledRowsReader(plan, layout, self.input_batch, self.sampler))
@@ -145,7 +145,7 @@ class ModelRunner:
         try:
             return self.inputs.prepare(rows, num_scheduled, unwritten)
         finally:
-            self.input_batch.give_back(spans.rows)  # the step has what it needs of them
+            self.input_batch.give_back(spans.rows)  # their content is in the step's inputs now
 
     def _capture(self, plan: SchedulerOutput) -> StepCapture:
         first_row = plan.total_num_scheduled_tokens - sum(len(capture.token_ids) for capture in plan.captures)
@@ -186,7 +186,7 @@ class ModelRunner:
         new_ids.update(step.req_id for step in plan.beam_steps if step.num_tokens)
         new_ids.update(capture.req_id for capture in plan.captures)
         for copy in plan.block_copies:
-            if copy.req_id not in new_ids:  # those come with it in their tables
+            if copy.req_id not in new_ids:  # new rows have it in their tables
                 self.input_batch.replace_block(copy)
         cached = plan.scheduled_cached_reqs
         for req_id, computed, blocks in zip(
@@ -202,7 +202,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_tokens(self) -> ModelRunnerOutput:
-        """Choose a token for every branch that the plan names."""
+        """Sample a token for every branch in `sampled_req_ids`, and read out all other results."""
         executed, self._executed = self._executed, None
         output = ModelRunnerOutput()
         if executed is None:

@@ -1,7 +1,7 @@
-"""Pooling for the runner: which hidden states of a step belong to vectors, and the vectors made of them.
+"""Pooling for the runner: which hidden states of a step are pooled, and the resulting vectors.
 
-Hidden states come from the ordinary forward pass, after the final norm. Cutting a vector to fewer dimensions and
-bringing it to length 1 is not done here: the caller's side does both.
+Hidden states come from the ordinary forward pass, after the final norm. The front end truncates and normalises the
+vectors.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class PooledBranch:
 
     num_tokens: int
     kind: str | None  # mean, first; anything else is the last
-    total: Tensor | None = None  # float64 [H]: the sum over its rows so far, of a mean
+    total: Tensor | None = None  # float64 [H]: for a mean, the sum over its rows so far
 
 
 @dataclass(slots=True)
 class PoolingSpan:
-    """Consecutive rows of a step that go into the vector of one branch."""
+    """Consecutive rows of a step that are pooled into the vector of one branch."""
 
     req_id: str
     first: int  # row of the step
     count: int
-    is_end: bool  # the branch's last row is among them: the vector is due
+    is_end: bool  # the branch's last row is among them: the vector is complete
 
 
 class PoolingBranches:
-    """All pooling branches that have a row. Empty, as it mostly is, it is false and costs nothing."""
+    """All pooling branches that have a row. Falsy when empty, the usual case, which costs nothing."""
 
     def __init__(self) -> None:
         self._branches: dict[str, PooledBranch] = {}
@@ -65,7 +65,7 @@ class PoolingBranches:
         return PoolingReader(self._spans(plan, layout.last_row), self._branches)
 
     def _spans(self, plan: SchedulerOutput, last_row: dict[str, int]) -> list[PoolingSpan]:
-        """The rows of this step that are needed: of a mean all, else one."""
+        """The rows of this step that are needed: all for a mean, otherwise one."""
         ends = set(plan.pooled_req_ids)
         spans = []
         for req_id, branch in self._branches.items():
@@ -81,7 +81,7 @@ class PoolingBranches:
 
 
 class PoolingReader:
-    """Reads the rows of a step that go into vectors."""
+    """Reads the rows of a step that are pooled."""
 
     def __init__(self, spans: list[PoolingSpan], branches: dict[str, PooledBranch]) -> None:
         self.rows = [row for span in spans for row in range(span.first, span.first + span.count)]
@@ -89,9 +89,9 @@ class PoolingReader:
         self._branches = branches
 
     def read(self, states: Tensor, output: ModelRunnerOutput) -> None:
-        """Take in the rows of the spans, and put the vectors that are due into `output`.
+        """Add the rows of the spans, and put the completed vectors into `output`.
 
-        A vector with a NaN or an infinite number in it fails its branch, and no other.
+        A vector with a NaN or an infinite number fails its branch and no other.
         """
         due: list[str] = []
         vectors: list[Tensor] = []
@@ -116,8 +116,8 @@ class PoolingReader:
 def add_rows(total: Tensor | None, rows: Tensor) -> Tensor:
     """`total` [H] and the sum of `rows` [T, H], in float64.
 
-    On a CPU one row after the other: the order of the additions is that of the tokens, however the prompt was cut into
-    steps, and so are the bits. On other devices, where the states themselves depend on shapes, all at once.
+    On a CPU one row at a time, in token order, so that the result is bit-identical however the prompt was chunked. On
+    other devices, where the states themselves depend on shapes, all at once.
     """
     if total is None:
         total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)

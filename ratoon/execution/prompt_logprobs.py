@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts for the runner: what the model expected at the prompt's own positions."""
+"""Log-probabilities of prompt tokens for the runner."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROWS_AT_ONCE = 128  # prompt rows whose logits are held at one time
 
 @dataclass(slots=True)
 class PromptSpan:
-    """Consecutive rows of one branch whose next token is a prompt token that the caller wants to know about."""
+    """Consecutive rows of one branch whose next token is a prompt token with requested log-probabilities."""
 
     req_id: str
     row: int  # of the branch
-    start: int  # prompt position of the first one
+    start: int  # prompt position of the first row
     count: int
     num_logprobs: int
 

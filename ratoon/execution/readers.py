@@ -1,7 +1,7 @@
-"""Readers of a step: each kind of result says which rows of the batch it wants, and takes its slice of their states.
+"""Readers of a step: each kind of result names the rows of the batch that it needs, and gets their states.
 
-The runner lays the rows of all readers one behind another, has the model compute their final states, and hands each
-reader its own. A new kind of result is a reader in a file of its own and a line in the runner's `_readers`.
+The runner concatenates the rows of all readers, computes their final states, and passes each reader its slice. A new
+kind of result is a reader in a new file and a line in the runner's `_readers`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ ComputeLogits = Callable[[Tensor], Tensor]  # [R, H] → [R, V]
 
 
 class RowReader(Protocol):
-    """What reads some rows of one step. It belongs to that step alone."""
+    """Reads some rows of one step; not reused for another."""
 
-    rows: list[int]  # of the step's batch, in the order in which `read` gets them
+    rows: list[int]  # of the step's batch, in the order of `read`'s states
 
     def read(self, states: Tensor, output: ModelRunnerOutput) -> None:
-        """The final states [len(rows), H] of the rows; what is made of them goes into `output`."""
+        """The final states [len(rows), H] of the rows; results go into `output`."""
         ...
 
 
 class LogitsReader(Protocol):
-    """The same of rows whose logits are needed: the product with the vocabulary is made once for all such readers."""
+    """The same for rows whose logits are needed, which are computed once for all such readers."""
 
     rows: list[int]
 
@@ -44,7 +44,7 @@ class StepLayout:
     """Where in a step's batch the rows of its branches and beams are."""
 
     last_row: dict[str, int]  # of every branch: the row of its last token
-    beam_last_rows: list[int]  # the same of every beam, search after search
+    beam_last_rows: list[int]  # the same of every beam, search by search
 
     @classmethod
     def of(cls, plan: SchedulerOutput, cu_num_tokens: Sequence[int]) -> StepLayout:
@@ -55,7 +55,7 @@ class StepLayout:
 
 
 class NextTokenReader:
-    """Readers of logits as one reader of states."""
+    """Combines readers of logits into one reader of states."""
 
     def __init__(self, readers: Sequence[LogitsReader], compute_logits: ComputeLogits) -> None:
         self._readers = readers
@@ -73,7 +73,7 @@ def rows_of(readers: Sequence[RowReader]) -> list[int]:
 
 
 def read_all(readers: Sequence[RowReader], states: Tensor, output: ModelRunnerOutput) -> None:
-    """`states` are those of `rows_of(readers)`; rows behind them, which no reader has, are passed over."""
+    """`states` are those of `rows_of(readers)`; further rows are ignored."""
     start = 0
     for reader in readers:
         end = start + len(reader.rows)

@@ -28,7 +28,7 @@ class SampledRowsReader:
             logits = logits[torch.from_numpy(source).to(logits.device)]
         sampled = self._sampler.sample(logits, rows, seeds)
 
-        tokens = sampled.to_numpy()  # the one wait for the device in a step
+        tokens = sampled.to_numpy()  # the only device synchronisation of a step
         bad = set(sampled.bad_rows)
         own = np.array([index for index in range(num_branches) if index not in bad], np.int64)
         self._branches.append_tokens(rows[own], tokens[own])
@@ -42,7 +42,7 @@ class SampledRowsReader:
         output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}
 
     def _draws(self) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
-        """Who gets a token: ids, their rows, their seeds, and which of the sampled rows each draws from.
+        """The branches that get a token: ids, rows, seeds, and the sampled row that each draws from.
 
         The sampled branches come first, in the plan's order, then the children of fan-outs.
         """

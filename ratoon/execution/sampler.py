@@ -1,6 +1,6 @@
-"""Sampling for the runner: the choice of a token for each row, as its request asks (execution/sampling_rows.py).
+"""Sampling for the runner: chooses a token for each row by its request's params (execution/sampling_rows.py).
 
-The arithmetic is in layers/sampling.py. Which token belongs to which branch, and when a branch ends, is not known here.
+The arithmetic is in layers/sampling.py. Branches and their ends are unknown here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 class SampledTokens:
     """One token for each row, still on the device, and what else the rows asked for.
 
-    The first question about values (to_numpy, bad_rows, logprobs_lists) copies everything to the host, in one go.
+    The first access to values (to_numpy, bad_rows, logprobs_lists) copies everything to the host at once.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class SampledTokens:
         chosen: Chosen,
         logprobs: TokenLogprobs | None = None,
         logprob_rows: np.ndarray | None = None,  # [L] the rows that asked
-        num_logprobs: np.ndarray | None = None,  # [L] how many alternatives each wants
+        num_logprobs: np.ndarray | None = None,  # [L] how many alternatives each asked for
     ) -> None:
         self.token_ids = chosen.token_ids  # [R] int64
         self.bad = chosen.bad  # [R] bool, on the device
@@ -51,7 +51,7 @@ class SampledTokens:
         return self._on_host()[: len(self.token_ids)].astype(np.int64)
 
     def logprobs_lists(self) -> dict[int, LogprobsLists]:
-        """For each row that asked, by its number: its own token, then as many alternatives as it wants."""
+        """For each row that asked, by its number: its own token, then as many alternatives as it asked for."""
         if self._logprobs is None or self._logprob_rows is None or self._num_logprobs is None:
             return {}
         rest = self._on_host()[2 * len(self.token_ids) :]
@@ -84,16 +84,16 @@ def _logprobs_from_host(packed: np.ndarray, shape: Sequence[int]) -> LogprobsLis
 
 
 class Sampler:
-    """Chooses a token for each row of logits as the rows' requests ask."""
+    """Chooses a token for each row of logits by the params of its request."""
 
     def __init__(self, rows: SamplingRows) -> None:
         self.rows = rows
 
     def sample(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray) -> SampledTokens:
-        """One token for each row of logits [R, V] float32, which stay as they are.
+        """One token for each row of logits [R, V] float32, which are not changed.
 
-        `slots` [R] says whose request a row serves. A slot may come several times, each with its own entry in `seeds`
-        [R] uint64: several choices from one distribution.
+        `slots` [R] is the slot of each row's request. A slot may occur several times, each with its own entry in
+        `seeds` [R] uint64: several choices from one distribution.
         """
         needs = self.rows.needs[slots]
         if not needs.any():
@@ -108,7 +108,7 @@ class Sampler:
         return SampledTokens(chosen, logprobs, asked, num_logprobs)
 
     def _choose(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
-        """Sort the rows by what they need and give each group to its function."""
+        """Group the rows by what they need, and sample each group by its function."""
         uniforms = sampling.uniform(seeds, self.rows.num_outputs[slots])
         edited = (needs & int(Needs.EDITS)) != 0
         random, filtered = (needs & Needs.RANDOM) != 0, (needs & Needs.FILTER) != 0
@@ -151,13 +151,13 @@ class Sampler:
 
 
 def _rows_with(needs: np.ndarray, need: Needs) -> np.ndarray:
-    return np.flatnonzero(needs & int(need))  # numpy takes several times as long over the flag itself
+    return np.flatnonzero(needs & int(need))  # int: the flag itself is several times slower in numpy
 
 
 def prompt_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> LogprobsLists:
-    """Log-probabilities of prompt tokens: row i of logits [N, V] is what the model expected where target_ids[i] came.
+    """Log-probabilities of prompt tokens: row i of logits [N, V] predicts target_ids[i].
 
-    The caller brings the prompt in chunks: N·V is what this holds in memory twice over.
+    Callers pass the prompt in chunks: this holds N·V values in memory twice.
     """
     logprobs = sampling.token_logprobs(logits, target_ids.to(logits.device), num_top)
     return _logprobs_from_host(_packed(logprobs).cpu().numpy(), logprobs.token_ids.shape)

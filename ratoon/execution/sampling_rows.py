@@ -1,6 +1,6 @@
-"""What the request in each row asks of sampling, kept between steps: numbers in arrays, and rules over logits.
+"""The sampling params of each row's request, kept between steps: numbers in arrays, and rules over logits.
 
-Nothing is chosen here: execution/sampler.py does that.
+execution/sampler.py samples by them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ratoon.layers import sampling
 
 
 class Needs(enum.IntFlag):
-    """What a row needs beyond the largest logit. A row that needs nothing costs an argmax."""
+    """What a row needs beyond an argmax."""
 
     NOTHING = 0
     RANDOM = 1  # temperature
     FILTER = 2  # top_k, top_p, min_p
     LOGPROBS = 4
-    EDITS = 8  # some of its rules are active now
-    TOKENS = 16  # its rules change with its tokens, or with their number
+    EDITS = 8  # some of its rules are active
+    TOKENS = 16  # its rules depend on its tokens or their number
 
 
 class SamplingRows:
-    """What the request in each slot asks for, in arrays indexed by slot. Grows when a slot lies beyond its end."""
+    """Sampling params in arrays indexed by slot. Grows when a slot is beyond its end."""
 
     def __init__(self, max_slots: int) -> None:
         self.needs = np.zeros(max_slots, dtype=np.uint16)
@@ -51,11 +51,11 @@ class SamplingRows:
         output_token_ids: Sequence[int],
         encoder_token_ids: Sequence[int] = (),
     ) -> None:
-        """Take a branch in. `output_token_ids` is what it generated before: a resumed branch goes on where it was."""
+        """Add a branch. `output_token_ids`: what a resumed branch generated before."""
         self._grow(slot + 1)
         self.num_outputs[slot] = len(output_token_ids)
         self.needs[slot] = Needs.NOTHING
-        if isinstance(params, SamplingParams):  # the trunk of a search is not sampled, and has rules alone
+        if isinstance(params, SamplingParams):  # the trunk of a search is not sampled, and has only rules
             self._set_numbers(slot, params, seed)
         rules = rules_of(params, prompt_token_ids, encoder_token_ids).after_all(output_token_ids)
         if rules.reads:
@@ -80,7 +80,7 @@ class SamplingRows:
         self.active_rules[slot] = ()
 
     def append_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """One new output token for each of these slots. No slot comes twice. A token that is not known on the host yet
+        """One new output token for each of these slots. Slots are distinct. A token not yet known on the host
         may be any number, in a slot whose rules do not need it there."""
         self.num_outputs[slots] += 1
         changing = np.flatnonzero(self.needs[slots] & int(Needs.TOKENS))
@@ -90,7 +90,7 @@ class SamplingRows:
             self._set_rules(slots, [self.rules[slot].after(token_id) for slot, token_id in moves])
 
     def _set_rules(self, slots: np.ndarray, rules: Sequence[RowRules]) -> None:
-        """A row whose rules say nothing about its next token is like one without."""
+        """A row without active rules for its next token is treated as one without rules."""
         self.needs[slots] |= np.uint16(Needs.EDITS)
         for slot, row_rules in zip(slots.tolist(), rules):
             if len(row_rules) != len(self.rules[slot]) and not row_rules.reads:
@@ -104,7 +104,7 @@ class SamplingRows:
         missing = num_slots - len(self.rules)
         if missing <= 0:
             return
-        missing = max(missing, len(self.rules))  # at least double: adding slot after slot stays linear
+        missing = max(missing, len(self.rules))  # at least double, so that adding slots one by one is linear
         for name, value in vars(self).items():
             if isinstance(value, np.ndarray):
                 room = np.zeros((missing, *value.shape[1:]), dtype=value.dtype)

@@ -1,4 +1,4 @@
-"""What the layers see of a pass: `attend` and its kin, wired to the backends, the metadata and the caches."""
+"""The StepContext that layers use in a forward pass: attention wired to backends, metadata and caches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Tensor = torch.Tensor
 
 
 class PagedStep:
-    """One forward pass of a decoder over the paged cache. `metadata`: of each KV group; `cross`: of what its
-    cross-attention reads."""
+    """One forward pass of a decoder over the paged cache. `metadata`: of each KV group; `cross`: of its
+    cross-attention."""
 
     __slots__ = ("_cross", "_kv", "_metadata")
     adapters: AdapterRows | None = None
@@ -39,7 +39,8 @@ class PagedStep:
 
 
 class EncoderPass:
-    """One pass of an encoder: its own attention goes through a scratch cache, and what it leaves to the paged one."""
+    """One pass of an encoder: self-attention uses a scratch cache; keys and values for cross-attention go to the paged
+    one."""
 
     __slots__ = ("_backend", "_kv", "_metadata", "_scratch", "_stored")
     adapters: AdapterRows | None = None

@@ -1,7 +1,7 @@
 """Input preparation: from rows and scheduled counts to the arrays of a step, with vectorised index arithmetic.
 
-Names and arithmetic are those of the worked example in the design; a test holds its table. Nothing here keeps state of
-a branch: the buffers are only reused memory.
+A test checks it against the worked example of the design. No state of branches is kept here: the buffers are only
+reused memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepInputs:
     positions: torch.Tensor  # [T]
     groups: list[CommonAttentionMetadata]
     cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
-    cross: CommonAttentionMetadata | None = None  # what cross-attention reads: sequences are then encoder inputs
+    cross: CommonAttentionMetadata | None = None  # for cross-attention, whose sequences are encoder inputs
 
 
 class InputPreparation:
@@ -48,7 +48,7 @@ class InputPreparation:
         self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None = None
     ) -> StepInputs:
         """`batch_rows` [R]: the row of each scheduled branch; `num_scheduled` [R]: its tokens in this step (≥ 1);
-        `unwritten` [R] bool: whose keys and values are not written, but go to the null block, which nobody reads."""
+        `unwritten` [R] bool: rows whose keys and values are not kept: they go to the null block."""
         self._buffers.turn()
         rows = self.rows
         num_reqs = len(batch_rows)
@@ -97,7 +97,7 @@ class InputPreparation:
         max_seq_len: int,
     ) -> CommonAttentionMetadata:
         num_reqs = len(batch_rows)
-        num_blocks = -(-max_seq_len // self.rows.block_size)  # what is read; the rest of the table stays behind
+        num_blocks = -(-max_seq_len // self.rows.block_size)  # only the columns that are read are copied
         table = self.block_tables[group].array
         table[:num_reqs, :num_blocks] = self.rows.block_tables[group][batch_rows, :num_blocks]
         return CommonAttentionMetadata(
@@ -114,7 +114,8 @@ class InputPreparation:
         )
 
     def _cross_inputs(self, batch_rows: np.ndarray, max_query_len: int) -> CommonAttentionMetadata:
-        """The same queries over what the encoder left. Nothing is stored: it was, when the encoder ran."""
+        """The same queries over the encoder's keys and values. Nothing is stored: that happened when the encoder
+        ran."""
         assert self.rows.cross_tables is not None
         num_reqs = len(batch_rows)
         lens = self.encoder_lens.array[:num_reqs]

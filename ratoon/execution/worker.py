@@ -1,4 +1,4 @@
-"""The worker: one device. Chooses device, dtype and kernels, loads the model, cuts the KV memory, owns the runner."""
+"""The worker: one device. Chooses device, dtype and kernels, loads the model, sizes the KV cache, owns the runner."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from ratoon.observe.startup import StartupTimer
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Unless asked for more: a GPU is the engine's own, a CPU's memory is also everybody else's.
+# Defaults: a GPU is normally the engine's alone, host memory is shared with other processes.
 KV_FRACTION = {"cuda": 0.85, "cpu": 0.4}
 CPU_KV_LIMIT = 4 * 2**30
 ALLOCATOR_PATIENCE = 0.3  # seconds
-DEVICE_VARIABLE = "RATOON_DEVICE"  # what the device "auto" means, instead of CUDA where it is there
+DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What the worker decided, for the scheduler's side and for people."""
+    """What the worker resolved, for the scheduler and for startup logs."""
 
     kv_config: KVCacheConfig
     max_model_len: int
@@ -64,10 +64,10 @@ class Worker:
         max_model_len = resolve_max_model_len(config.max_model_len, model_config)
         threads = config.num_threads or usable_cores()
         set_native_threads(threads)
-        if config.num_threads is not None:  # torch's own choice otherwise: it may serve others in this process
+        if config.num_threads is not None:  # otherwise torch's default stays: this process may use torch elsewhere
             torch.set_num_threads(threads)
         ops: Ops = TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
-        # Before memory is spent: whether there is a backend for all that the layers need
+        # Before memory is allocated: check that there is a backend for every layer
         declared = declare_model(model_config, max_model_len)
         geometry = geometry_of(declared, config.attention_backend, config.cache.block_size, device, dtype)
         for choice in geometry.all_choices:
@@ -109,7 +109,7 @@ class Worker:
         return self.runner.sample_tokens()
 
     def sleep(self, level: int) -> None:
-        """Level 1 gives the KV cache's memory back, level 2 the weights' too."""
+        """Level 1 frees the KV cache, level 2 the weights as well."""
         self.runner.kv.release()
         if self.runner.encoder is not None:
             self.runner.encoder.release()
@@ -126,7 +126,8 @@ class Worker:
 
 @contextmanager
 def refusing_what_does_not_fit(source: str) -> Iterator[None]:
-    """Weights and tables for which there is no memory: a ModelError. torch has a class for this on GPUs only."""
+    """Raise ModelError if weights or tables do not fit in memory. torch has an exception class for this on GPUs
+    only."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -137,11 +138,11 @@ def refusing_what_does_not_fit(source: str) -> Iterator[None]:
 
 
 def return_freed_memory() -> None:
-    """What was freed goes back to the system. Allocators keep it for a while, in the hope of using it again."""
+    """Return freed memory to the system. Allocators keep it for a while for reuse."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    # torch's allocator for CPUs lets go of memory a moment after it was freed, but only when it is asked for more.
+    # torch's CPU allocator releases memory some time after it was freed, but only at the next allocation.
     time.sleep(ALLOCATOR_PATIENCE)
     torch.empty(2**26, dtype=torch.uint8)
 
@@ -181,7 +182,7 @@ def resolve_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.
 
 
 def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device) -> KVCacheConfig:
-    """How many blocks there are: as asked for, or as many as the memory allows."""
+    """The number of blocks: as configured, or as many as the memory allows."""
     groups, cross = geometry.groups, geometry.cross
     price = bytes_per_block(groups if cross is None else (*groups, cross))
     num_blocks = cache.num_blocks
@@ -204,15 +205,15 @@ def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device) 
 
 
 def _memory_setting(cache: CacheConfig) -> str:
-    """The setting that says how much there is."""
+    """The setting that limits the memory."""
     if cache.memory_bytes is not None:
         return "kv_memory"
     return "kv_memory_fraction" if cache.gpu_memory_utilization is None else "gpu_memory_utilization"
 
 
 def share_of_gpu(device: torch.device, utilization: float) -> int:
-    """What this share of a GPU leaves for blocks beside the weights that are loaded, as vLLM counts it: of one engine,
-    whatever else is on the device."""
+    """The memory that this fraction of a GPU leaves for blocks next to the loaded weights. As in vLLM, it is a limit
+    for one engine, regardless of what else is on the device."""
     free, total = torch.cuda.mem_get_info(device)
     memory = int(total * utilization) - torch.cuda.memory_reserved(device)
     if memory > free:
@@ -229,4 +230,4 @@ def free_memory(device: torch.device) -> int:
             available = next(line for line in lines if line.startswith("MemAvailable"))
         return int(available.split()[1]) * 1024
     except (OSError, StopIteration):
-        return 8 * 2**30  # a system that doesn't tell
+        return 8 * 2**30  # the system does not report it

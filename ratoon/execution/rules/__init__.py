@@ -1,1 +1,1 @@
-"""Rules over logits, one file each: what a request does to the logits before a token is chosen (rules/base.py)."""
+"""Rules over logits, one file each: how a request changes the logits before a token is chosen (rules/base.py)."""

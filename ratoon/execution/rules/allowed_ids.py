@@ -1,4 +1,4 @@
-"""Only some tokens are possible at all (`allowed_token_ids`)."""
+"""Only these tokens may be generated (`allowed_token_ids`)."""
 
 from __future__ import annotations
 

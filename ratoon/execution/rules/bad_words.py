@@ -1,7 +1,7 @@
 """Sequences of tokens that are never completed.
 
-Two kinds differ in what they are compared with: words that a caller writes as text, with the output alone, as in vLLM;
-sequences of token ids (`bad_words_ids`), with prompt and output, as in transformers.
+Words given as text (`bad_words`) are matched against the output only, as in vLLM; sequences of token ids
+(`bad_words_ids`) against prompt and output, as in transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ratoon.execution.rules.base import ForbiddingRule, Reads
 
 
 class WordIndex:
-    """By all tokens of a word but the last, so that a step looks once for each length that words have."""
+    """Words by all their tokens but the last, so that a step does one lookup per word length."""
 
     __slots__ = ("always", "ends", "lengths")
 
@@ -33,7 +33,7 @@ class BadWords(ForbiddingRule):
 
     @classmethod
     def behind(cls, words: Sequence[Sequence[int]], token_ids: Sequence[int] = ()) -> BadWords:
-        """`token_ids`: what may be the beginning of a word already."""
+        """`token_ids`: the text so far, which may end with the beginning of a word."""
         index = WordIndex(words)
         longest = index.lengths[-1] if index.lengths else 0
         return cls(index, tuple(token_ids[max(0, len(token_ids) - longest) :]) if longest else ())

@@ -1,8 +1,8 @@
-"""What every rule over logits is, all rules of one row together, and how those of many rows change a batch of logits.
+"""The interface of a rule over logits, the rules of one row, and applying those of many rows to a batch of logits.
 
-A rule is a value: `after(token)` is another one, and the first stays what it was. So forks and beams share rules, a
-rejected draft goes back to the rule before it, and a branch that is replayed rebuilds its rules from its tokens alone.
-Which rules a request asks for is decided in rules/build.py.
+A rule is immutable: `after(token)` returns another one. So forks and beams share rules, a rejected draft returns to the
+rule before it, and a resumed branch rebuilds its rules from its tokens alone. rules/build.py decides which rules a
+request has.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Tensor = torch.Tensor
 class Stage(enum.IntEnum):
     """The fixed order in which rules change logits. Rules of one stage have one `apply`, and are applied together.
 
-    Masks come first. Timestamps are the last of them: they weigh what is still possible. A forced token goes before all
-    that forbids it. Bias and penalties work on what is left, in vLLM's order.
+    Masks come first. Timestamps are the last of them, because they compare the probabilities of tokens still possible.
+    A forced token overrides rules that forbid it. Bias and penalties follow, in vLLM's order.
     """
 
     ALLOW = 0
@@ -37,20 +37,20 @@ class Stage(enum.IntEnum):
 
     @property
     def changes_values(self) -> bool:
-        """Masks keep the logits of the tokens that they leave possible; the others do not."""
+        """Whether it changes logits of tokens that stay possible; masks do not."""
         return self >= Stage.FORCE
 
 
 class Reads(enum.IntEnum):
-    """What of a growing text a rule looks at."""
+    """What a rule depends on as the text grows."""
 
-    NOTHING = 0  # it is the same at every step: `after` gives the rule itself
-    LENGTH = 1  # it counts tokens: `after` takes any number for a token that is not known yet
+    NOTHING = 0  # constant: `after` returns the rule itself
+    LENGTH = 1  # the number of tokens: `after` accepts any value for a pending token
     TOKENS = 2  # `after` needs the token, on the host
 
 
 class LogitsRule:
-    """Over one sequence. No method but `apply` takes time that grows with the sequence."""
+    """A rule of one sequence. The cost of every method but `apply` is independent of the sequence's length."""
 
     __slots__ = ()
     stage: ClassVar[Stage]
@@ -61,7 +61,7 @@ class LogitsRule:
 
     @property
     def is_active(self) -> bool:
-        """Does it change anything for the next token?"""
+        """Whether it changes anything for the next token."""
         return True
 
     def after(self, token_id: int) -> LogitsRule | None:
@@ -70,13 +70,13 @@ class LogitsRule:
 
     @staticmethod
     def apply(logits: Tensor, rows: np.ndarray, rules: Sequence[Any]) -> None:
-        """Change logits [R, V] in place: `rules` are active and of one stage, and rules[i] is about row rows[i]. Rows
-        rise; one comes several times where it has several rules of the stage."""
+        """Change logits [R, V] in place: `rules` are active and of one stage, and rules[i] applies to row rows[i]. Rows
+        are ascending; a row with several rules of the stage occurs several times."""
         raise NotImplementedError
 
 
 class ForbiddingRule(LogitsRule):
-    """Says which tokens may not come next."""
+    """Forbids some tokens as the next one."""
 
     __slots__ = ()
     stage = Stage.FORBID
@@ -105,7 +105,7 @@ class RowRules(tuple[LogitsRule, ...]):
         return reduce(RowRules.after, token_ids, self)
 
     def active(self) -> list[LogitsRule]:
-        """Those that change something for the next token."""
+        """The rules that change something for the next token."""
         return [rule for rule in self if rule.is_active]
 
     @property

@@ -1,4 +1,4 @@
-"""Numbers that are added to the logits of some tokens (`logit_bias`)."""
+"""Values added to the logits of some tokens (`logit_bias`)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ratoon.execution.rules.timestamps import Timestamps
 def rules_of(
     params: GenerationParams, prompt_token_ids: Sequence[int], encoder_token_ids: Sequence[int] = ()
 ) -> RowRules:
-    """A model without an encoder has no encoder tokens; its prompt stands for them."""
+    """Without an encoder, the prompt is used as the encoder tokens."""
     rules: list[LogitsRule] = []
     if params.allowed_token_ids is not None:
         rules.append(AllowedIds(_sorted_ids(params.allowed_token_ids)))

@@ -1,4 +1,5 @@
-"""The last token that there is room for is an end token (`forced_eos_token_id`): a text that is cut off ends well."""
+"""The last token before the length limit is an end token (`forced_eos_token_id`), so that truncated texts end with
+one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ratoon.execution.rules.base import LogitsRule, Reads, Stage
 @dataclass(frozen=True, slots=True)
 class ForcedEnd(LogitsRule):
     token_ids: tuple[int, ...]
-    num_left: int  # tokens that may still come
+    num_left: int  # tokens left until the length limit
 
     stage = Stage.FORCE
 

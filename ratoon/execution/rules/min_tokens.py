@@ -1,4 +1,4 @@
-"""No end before a number of tokens (`min_tokens`): until then the tokens that would end the text are impossible."""
+"""No end before a number of tokens (`min_tokens`): until then the tokens that would end the text are masked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ratoon.execution.rules.base import ForbiddingRule, Reads
 @dataclass(frozen=True, slots=True)
 class MinTokens(ForbiddingRule):
     stop_token_ids: np.ndarray  # int64
-    num_left: int  # tokens that must come before one of them may
+    num_left: int  # tokens left before one of them may be generated
 
     @property
     def reads(self) -> Reads:

@@ -1,4 +1,4 @@
-"""No run of n tokens comes twice: neither one of the sequence itself, nor, as another rule, one of the encoder's input.
+"""No n-gram is repeated: neither of the sequence itself nor, as a separate rule, of the encoder's input.
 
 As in transformers (`no_repeat_ngram_size`, `encoder_no_repeat_ngram_size`), prompt and output count as one sequence.
 """
@@ -34,7 +34,7 @@ class NGramIndex:
         return self._followers.get(prefix, ())
 
 
-# Choices of one request, and requests over one document, have one index between them as long as one of them runs.
+# Choices of one request, and requests with the same source, share one index while any of them runs.
 _in_use: WeakValueDictionary[tuple[int, bytes], NGramIndex] = WeakValueDictionary()
 
 
@@ -52,7 +52,7 @@ class NoRepeatedNGrams(ForbiddingRule):
 
     size: int
     prompt: NGramIndex
-    last: Prefix  # the last n - 1 tokens, fewer while there are no more
+    last: Prefix  # the last n - 1 tokens, or all if there are fewer
     output: PersistentMap = EMPTY
 
     @classmethod

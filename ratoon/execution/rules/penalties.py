@@ -1,4 +1,4 @@
-"""Tokens that have come before are less probable (`repetition_penalty`, `frequency_penalty`, `presence_penalty`)."""
+"""Penalties on tokens that occurred before (`repetition_penalty`, `frequency_penalty`, `presence_penalty`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ratoon.layers import sampling
 class TokenCounts:
     """The distinct tokens of a row and how often its output holds each, in arrays that grow.
 
-    All rules along one text share one of these: it only grows, and a rule knows how long the output was that it stands
-    for. A rule that is not the newest any more goes on in a copy.
+    All rules along one text share one of these: it only grows, and each rule knows the length of its output. A rule
+    that is no longer the newest continues with a copy.
     """
 
     __slots__ = ("_counts", "_num_prompt", "_place", "_tokens", "output")
@@ -41,7 +41,7 @@ class TokenCounts:
         self.output.append(token_id)
 
     def at(self, num_outputs: int) -> TokenCounts:
-        """A copy as it was when the output was so long. Takes tokens back one by one: drafts, at most a few."""
+        """A copy as of an output of `num_outputs` tokens. Removes tokens one by one: drafts, at most a few."""
         copy = object.__new__(TokenCounts)
         copy._num_prompt, copy._place = self._num_prompt, self._place.copy()
         copy._tokens, copy._counts = self._tokens.copy(), self._counts.copy()
@@ -49,7 +49,7 @@ class TokenCounts:
         for token_id in reversed(self.output[num_outputs:]):
             place = copy._place[token_id]
             copy._counts[place] -= 1
-            if copy._counts[place] == 0 and place >= self._num_prompt:  # it was new, and is the last one then
+            if copy._counts[place] == 0 and place >= self._num_prompt:  # not in the prompt: it is the last entry
                 del copy._place[token_id]
         return copy
 
@@ -63,7 +63,7 @@ class Penalties(LogitsRule):
     """Repetition looks at prompt and output, frequency and presence at the output alone."""
 
     weights: tuple[float, float, float]  # repetition, frequency, presence
-    counts: TokenCounts  # of `num_outputs` tokens, or of more
+    counts: TokenCounts  # of at least `num_outputs` tokens
     num_outputs: int = 0
 
     stage = Stage.PENALTIES

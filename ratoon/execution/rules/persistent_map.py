@@ -1,7 +1,6 @@
-"""A map that never changes: setting a key gives another map, which shares all but a few nodes with the first.
+"""An immutable map: setting a key returns another map, which shares all but a few nodes with the first.
 
-Beams that fork at every step each have a map of their own, and copy none. Reading and setting take time that grows with
-the logarithm of the size, to the base 16.
+Beams that fork at every step each have a map, without copies. Reading and setting take O(log16 n) time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens that never come (`suppressed_token_ids`), and those that do not come first (`suppressed_first_token_ids`)."""
+"""Tokens never generated (`suppressed_token_ids`), or not as the first (`suppressed_first_token_ids`)."""
 
 from __future__ import annotations
 

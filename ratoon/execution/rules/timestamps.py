@@ -1,4 +1,4 @@
-"""What Whisper's rules for timestamps need to know of a text, and what they let come next.
+"""The state of Whisper's timestamp rules for a text, and the tokens that they allow next.
 
 The rules are equal to those of transformers. The arithmetic is in layers/timestamps.py.
 """
@@ -22,7 +22,7 @@ NO_LIMIT = sys.maxsize
 
 
 class Bounds(NamedTuple):
-    """The ids that may come next: text from `text_from` on, timestamps from `earliest` to `latest`."""
+    """The ids allowed next: text from `text_from` on, timestamps from `earliest` to `latest`."""
 
     text_from: int
     earliest: int
@@ -31,12 +31,12 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timestamps(LogitsRule):
-    """The generated tokens alone count. What comes before the first of them counts as a timestamp."""
+    """Considers generated tokens only. The position before the first of them counts as a timestamp."""
 
     params: TimestampRules
     last_is_timestamp: bool = True
     before_is_timestamp: bool = True  # the token before the last
-    newest: int | None = None  # the last timestamp there is
+    newest: int | None = None  # the last timestamp
 
     stage = Stage.TIMESTAMPS
 
@@ -50,18 +50,18 @@ class Timestamps(LogitsRule):
 
     def bounds(self) -> Bounds:
         first = self.params.first_token_id
-        if not self.last_is_timestamp:  # within a part
+        if not self.last_is_timestamp:  # within a segment
             return Bounds(0, first if self.newest is None else self.newest + 1, NO_LIMIT)
         if self.newest is None:  # no token yet
             index = self.params.max_initial_index
             return Bounds(first, first, NO_LIMIT if index is None else first + index)
-        if self.before_is_timestamp:  # a part begins, with text
+        if self.before_is_timestamp:  # a segment begins, with text
             return Bounds(0, NO_LIMIT, NO_LIMIT)
-        return Bounds(self.params.end_token_id, self.newest, NO_LIMIT)  # it has ended: the next begins, or all ends
+        return Bounds(self.params.end_token_id, self.newest, NO_LIMIT)  # it has ended: a timestamp, or the end
 
     @staticmethod
     def apply(logits: torch.Tensor, rows: np.ndarray, rules: Sequence[Timestamps]) -> None:
-        places_of: dict[TimestampRules, list[int]] = {}  # nearly always the same params for all
+        places_of: dict[TimestampRules, list[int]] = {}  # usually one entry
         for place, rule in enumerate(rules):
             places_of.setdefault(rule.params, []).append(place)
         for params, places in places_of.items():

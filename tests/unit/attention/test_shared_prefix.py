@@ -1,4 +1,4 @@
-"""Requests whose block tables begin alike are computed together on the CPU, and nobody can tell by the numbers."""
+"""Requests whose block tables share a prefix are computed together on the CPU, with bit-identical results."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Step:
 
 @pytest.fixture(autouse=True, params=[1, 3], ids=lambda threads: f"threads{threads}")
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How requests are put together depends on the number of threads; what comes out does not."""
+    """How requests are put together depends on the number of threads; results do not."""
     kernels = library()
     assert kernels is not None
     kernels.ratoon_set_threads(request.param)
@@ -193,7 +193,7 @@ def test_whoever_shares_with_whom_each_gets_what_it_gets_alone(
 
 
 def test_common_keys_are_read_through_one_table() -> None:
-    """Of eight beams, the later ones lose the beginning of their tables: nobody looks there."""
+    """The later of eight beams lose the beginning of their tables, which is not read."""
     step, backend = Step(beams(8, 128), SMOLLM2), CpuAttentionBackend()
     expected = step.together(backend)
     inputs = step.inputs(step.tables, step.seq_lens, step.query_lens)
@@ -214,8 +214,8 @@ def test_common_keys_are_read_through_one_table() -> None:
         ([[5, 6, 7], [5, 9, 7]], [40, 40], [0, 16]),
         ([[5, 6, 7], [5, 6, 7]], [48, 48], [0, 48]),
         ([[5, 6, 7], [5, 6, 7]], [48, 41], [0, 41]),
-        ([[0, 6, 7], [0, 6, 7]], [40, 40], [0, 0]),  # a window has left the first block behind
-        ([[5, 6, 0], [5, 6, 0]], [20, 32], [0, 20]),  # what stands behind the end is nothing
+        ([[0, 6, 7], [0, 6, 7]], [40, 40], [0, 0]),  # a sliding window has freed the first block
+        ([[5, 6, 0], [5, 6, 0]], [20, 32], [0, 20]),  # entries beyond the end do not count
         ([[5, 6, 7, 0], [5, 6, 8, 9], [5, 6, 8, 4], [3, 6, 8, 4], [3, 1, 0, 0]], [48, 60, 49, 64, 17],
          [0, 32, 48, 0, 16]),
     ],

@@ -1,4 +1,4 @@
-"""Rows outlive steps; what is dropped leaves nothing behind."""
+"""Rows persist between steps; a dropped row leaves no state."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Hidden states, read out of plans that are written by hand: which rows, of which layers, and what stays untouched."""
+"""Hidden states, read out of plans that are written by hand: which rows, of which layers, and what is not written."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def capture_of(
 def run(
     driver: Driver, captures: list[CaptureStep], new: Sequence[NewRequestData] = (), **rest: Any
 ) -> ModelRunnerOutput:
-    """A step of these captures, behind branches that come in whole."""
+    """A step of these captures, after new branches."""
     total = sum(len(branch.token_ids) for branch in [*new, *captures])
     return driver.step(new=new, captures=captures, total_num_scheduled_tokens=total, **rest)
 
@@ -292,7 +292,7 @@ def test_what_is_taken_of_each_layer_goes_to_those_who_asked_for_it() -> None:
 
     captures = [step("late", [4, 1]), step("early", [1, 0]), step("end", [3])]
     capture = StepCapture(captured_rows(captures, first_row=2), 3, CPU)
-    assert capture.last_rows == [2, 4, 8, 10]  # of those who ask for the end of the stream or the norm
+    assert capture.last_rows == [2, 4, 8, 10]  # of captures at the end of the stream or the norm
     capture.take(0, stream(0, range(11)))
     for layer in (1, 2):  # what is still to be added counts
         capture.take(layer, stream(layer, range(11)) - 7.0, torch.full((11, 1), 7.0))

@@ -1,4 +1,4 @@
-"""What layers need decides over memory and backends, group by group."""
+"""Memory and backends follow from what layers need, group by group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIXED = replace(
 
 
 class PlainBackend(TorchReferenceBackend):
-    """Takes nothing that is not plain."""
+    """Supports plain causal attention only."""
 
     name = "plain"
     seen: list[AttentionNeeds] = []  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""The runner, driven by plans that are written by hand: it does what the plan says, and knows nothing else."""
+"""The runner, driven by plans that are written by hand: it executes exactly what the plan says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BACKENDS = ["torch", pytest.param("native", marks=needs_kernels)]
 
 
 class Driver:
-    """A runner, and short ways to write a plan for it and to carry it out."""
+    """A runner, with helpers that write plans for it and execute them."""
 
     def __init__(self, tiny: TinyModel = LLAMA, backend: str = "torch", max_num_reqs: int = 8) -> None:
         ops = NativeOps() if backend == "native" else TorchOps()
@@ -109,7 +109,7 @@ class Driver:
         return self.runner.sample_tokens()
 
     def decode(self, req_id: str, computed: int, count: int) -> list[int]:
-        """So many more tokens of one branch, a step for each."""
+        """`count` more tokens of one branch, one step each."""
         return [token_of(self.step(known={req_id: computed + i}), req_id) for i in range(count)]
 
 
@@ -390,11 +390,11 @@ def test_decoding_brings_no_further_prompt_logprobs() -> None:
     assert driver.step(known={"a": len(PROMPT), "b": len(OTHER)}).prompt_logprobs == {}
 
 
-# ---- numbers that are none ----
+# ---- NaN ----
 
 
 def poisoned(tiny: TinyModel) -> TinyModel:
-    """The same model, but whoever meets NAN_TOKEN gets NaN keys, values and logits."""
+    """The same model, but NAN_TOKEN yields NaN keys, values and logits."""
     tensors = dict(tiny.source.tensors)
     embedding = tensors["model.embed_tokens.weight"].clone()
     embedding[NAN_TOKEN] = float("nan")
@@ -433,7 +433,7 @@ def test_blocks_that_hold_nan_from_an_earlier_branch_do_no_harm_to_the_next(tiny
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_in_a_block_that_fell_out_of_the_window_does_no_harm(backend: str) -> None:
-    """The row's table still names the block; the pool may have given it to somebody else long ago."""
+    """The row's table still names the block, which may belong to another sequence by then."""
     driver = Driver(poisoned(TWO_GROUPS), backend)
     tokens = [token_of(driver.step(new=[driver.new("a", PROMPT, 1)]), "a")]
     windowed = next(index for index, group in enumerate(driver.groups) if hasattr(group.spec, "window"))

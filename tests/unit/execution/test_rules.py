@@ -1,4 +1,4 @@
-"""The rules over tokens by themselves: values that never change, whose work does not grow with the text."""
+"""The rules over tokens by themselves: immutable values, with a cost independent of the text's length."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Harness:
 
 
 def everything(sampled: SampledTokens, row: int) -> tuple:
-    """All that a row gets, with floats as they are: equality is equality of bits."""
+    """All results of a row; floats are compared bit for bit."""
     lists = sampled.logprobs_lists().get(row)
     logprobs = None if lists is None else (lists.token_ids, lists.logprobs, lists.sampled_ranks)
     return sampled.to_numpy().tolist()[row], row in sampled.bad_rows, logprobs
@@ -164,7 +164,7 @@ def test_frequencies_over_a_branch_follow_the_filtered_distribution():
     assert ((counts[here] - expected[here]) ** 2 / expected[here]).sum() < 20  # 5 degrees of freedom at most, 0.1%
 
 
-# --- who pays for what
+# --- cost: rows pay only for what they use
 
 
 def test_a_plain_greedy_batch_runs_nothing_but_the_argmax(monkeypatch):

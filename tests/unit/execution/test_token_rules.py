@@ -1,5 +1,5 @@
-"""Rules over the next token against transformers on random texts: tokens that may not come, n-grams that may not come
-again, an end that is forced, Whisper's timestamps."""
+"""Rules over the next token against transformers on random texts: forbidden tokens, n-grams that may not
+repeat, a forced end, Whisper's timestamps."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def oracle(fields: dict[str, Any], num_prompt_tokens: int) -> LogitsProcessorLis
 
 
 def random_text(chance: random.Random) -> list[int]:
-    """Of any kind, those that the rules would not have let happen included."""
+    """Any text, including ones that the rules would not allow."""
     kinds = chance.choice([[range(END)], [range(FIRST_TIMESTAMP, VOCAB_SIZE)], [range(END), range(40, 60), range(60)]])
     text = [chance.choice(chance.choice(kinds)) for _ in range(chance.choice([0, 0, 1, 1, 2, 2, 3, 5, 12]))]
     return text if chance.random() < 0.5 else [chance.choice([*PROMPT, *text]) for _ in text]  # with repeats
@@ -161,7 +161,7 @@ def test_sampled_rows_keep_the_rules_that_transformers_keeps(seed):
 
 
 def test_random_texts_meet_every_rule():
-    """The test above is worth as much as its cases."""
+    """The cases above cover every rule."""
     chance = random.Random(0)
     outcomes = set()
     for _ in range(500):
