@@ -101,8 +101,9 @@ def test_every_row_of_the_table_is_an_entry_with_code_that_a_test_here_runs() ->
     assert tested == set(ENTRIES)
 
 
-def test_files_and_tests_that_the_page_names_exist() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_and_tests_that_pages_for_contributors_name_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
     for name in set(re.findall(r"`((?:tests|ratoon|bench|docs|\.github)/[\w./-]+)`", text)):
         assert (ROOT / name).exists(), name
     rooms = {path.name for path in (ROOT / "ratoon").iterdir() if path.is_dir()}
