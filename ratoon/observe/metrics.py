@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from ratoon.core.health import EngineState, Health
@@ -19,7 +20,7 @@ from ratoon.version import __version__
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.metrics_core import Metric
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 Values: TypeAlias = Mapping[tuple[str, ...], float]  # by the values of the labels
 
@@ -29,6 +30,27 @@ AS_ASKED = ("stop", "length")  # reasons of requests that ran to their own end: 
 REASONS = (*AS_ASKED, "abort", "error", REFUSED)
 SOURCES = ("lease", "prefix_cache", "recomputed")  # of what continuations begin with
 PROMPT = "prompt"  # beside them, for hidden states: of a prompt of their own
+
+# Of each engine: the name, the help, and where a snapshot has it.
+ENGINE_GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = (
+    ("requests_running", "Sequences in the running batch.", attrgetter("num_running")),
+    ("requests_waiting", "Sequences that wait for a place.", attrgetter("num_waiting")),
+    ("kv_cache_usage_ratio", "Share of the KV cache's blocks in use.", attrgetter("kv_usage")),
+    ("prefix_cache_hit_ratio", "Share of prompt tokens that were cached.", attrgetter("prefix_cache.hit_rate")),
+    ("leases_active", "Ended sequences whose memory is kept.", attrgetter("leases.num_active")),
+    ("lease_blocks", "Blocks of the KV cache that leases hold.", attrgetter("leases.num_blocks")),
+)
+ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], int]], ...] = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", attrgetter("prefix_cache.queries")),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", attrgetter("prefix_cache.hits")),
+    ("preemptions", "Sequences that gave their memory up for others.", attrgetter("num_preemptions")),
+    ("engine_steps", "Steps of the engine.", attrgetter("num_steps")),
+    ("encoder_runs", "Encoder inputs that were run.", attrgetter("num_encoder_runs")),
+    ("leases_granted", "Leases that began.", attrgetter("leases.granted")),
+    ("leases_refused", "Leases too large for all that leases may hold.", attrgetter("leases.refused")),
+    ("leases_expired", "Leases that ended at their time.", attrgetter("leases.expired")),
+    ("leases_evicted", "Leases that gave their memory up for others.", attrgetter("leases.evicted")),
+)
 
 
 def one_two_five(lowest: int, highest: int) -> tuple[float, ...]:
@@ -69,42 +91,16 @@ class GrowingCount:
 class EngineFigures:
     """What one engine reported: its newest snapshot, and sums that outlive its process."""
 
-    __slots__ = (
-        "encoder_runs",
-        "hits",
-        "leases_evicted",
-        "leases_expired",
-        "leases_granted",
-        "leases_refused",
-        "newest",
-        "preemptions",
-        "queries",
-        "steps",
-    )
+    __slots__ = ("newest", "sums")
 
     def __init__(self) -> None:
         self.newest = SchedulerStats()
-        self.steps = GrowingCount()
-        self.preemptions = GrowingCount()
-        self.queries = GrowingCount()
-        self.hits = GrowingCount()
-        self.encoder_runs = GrowingCount()
-        self.leases_granted = GrowingCount()
-        self.leases_refused = GrowingCount()
-        self.leases_expired = GrowingCount()
-        self.leases_evicted = GrowingCount()
+        self.sums = {name: GrowingCount() for name, _, _ in ENGINE_COUNTERS}
 
     def update(self, stats: SchedulerStats) -> None:
         self.newest = stats
-        self.steps.update(stats.num_steps)
-        self.preemptions.update(stats.num_preemptions)
-        self.queries.update(stats.prefix_cache.queries)
-        self.hits.update(stats.prefix_cache.hits)
-        self.encoder_runs.update(stats.num_encoder_runs)
-        self.leases_granted.update(stats.leases.granted)
-        self.leases_refused.update(stats.leases.refused)
-        self.leases_expired.update(stats.leases.expired)
-        self.leases_evicted.update(stats.leases.evicted)
+        for name, _, read in ENGINE_COUNTERS:
+            self.sums[name].update(read(stats))
 
 
 class EngineMetrics:
@@ -268,44 +264,12 @@ class EngineMetrics:
         yield _histogram("request_generation_tokens", "Tokens generated for a request.", self.request_generation_tokens)
         yield _histogram("extraction_seconds", "From asking for hidden states to the last.", self.extraction_time)
 
-    def _of_each_engine(self, value: Callable[[EngineFigures], float]) -> Values:
-        return {(str(index),): value(figures) for index, figures in sorted(self.engines.items())}
-
     def _engine_metrics(self) -> Iterator[Metric]:
-        of_each = self._of_each_engine
-        running = of_each(lambda engine: engine.newest.num_running)
-        waiting = of_each(lambda engine: engine.newest.num_waiting)
-        kv_usage = of_each(lambda engine: engine.newest.kv_usage)
-        hit_rate = of_each(lambda engine: engine.newest.prefix_cache.hit_rate)
-        queries = of_each(lambda engine: engine.queries.total)
-        hits = of_each(lambda engine: engine.hits.total)
-        preemptions = of_each(lambda engine: engine.preemptions.total)
-        steps = of_each(lambda engine: engine.steps.total)
-        encoder_runs = of_each(lambda engine: engine.encoder_runs.total)
-        yield _gauge("requests_running", "Sequences in the running batch.", running, "engine")
-        yield _gauge("requests_waiting", "Sequences that wait for a place.", waiting, "engine")
-        yield _gauge("kv_cache_usage_ratio", "Share of the KV cache's blocks in use.", kv_usage, "engine")
-        yield _gauge("prefix_cache_hit_ratio", "Share of prompt tokens that were cached.", hit_rate, "engine")
-        yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries, "engine")
-        yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits, "engine")
-        yield _counter("preemptions", "Sequences that gave their memory up for others.", preemptions, "engine")
-        yield _counter("engine_steps", "Steps of the engine.", steps, "engine")
-        yield _counter("encoder_runs", "Encoder inputs that were run.", encoder_runs, "engine")
-        yield from self._lease_metrics()
-
-    def _lease_metrics(self) -> Iterator[Metric]:
-        active = self._of_each_engine(lambda engine: engine.newest.leases.num_active)
-        blocks = self._of_each_engine(lambda engine: engine.newest.leases.num_blocks)
-        granted = self._of_each_engine(lambda engine: engine.leases_granted.total)
-        refused = self._of_each_engine(lambda engine: engine.leases_refused.total)
-        expired = self._of_each_engine(lambda engine: engine.leases_expired.total)
-        evicted = self._of_each_engine(lambda engine: engine.leases_evicted.total)
-        yield _gauge("leases_active", "Ended sequences whose memory is kept.", active, "engine")
-        yield _gauge("lease_blocks", "Blocks of the KV cache that leases hold.", blocks, "engine")
-        yield _counter("leases_granted", "Leases that began.", granted, "engine")
-        yield _counter("leases_refused", "Leases too large for all that leases may hold.", refused, "engine")
-        yield _counter("leases_expired", "Leases that ended at their time.", expired, "engine")
-        yield _counter("leases_evicted", "Leases that gave their memory up for others.", evicted, "engine")
+        engines = {(str(index),): figures for index, figures in sorted(self.engines.items())}
+        for name, text, read in ENGINE_GAUGES:
+            yield _gauge(name, text, {label: read(engine.newest) for label, engine in engines.items()}, "engine")
+        for name, text, _ in ENGINE_COUNTERS:
+            yield _counter(name, text, {label: engine.sums[name].total for label, engine in engines.items()}, "engine")
 
     def _health_metrics(self) -> Iterator[Metric]:
         engines = self._health().engines
@@ -320,16 +284,16 @@ class EngineMetrics:
 def _counter(name: str, text: str, values: Values, *labels: str) -> Metric:
     from prometheus_client.metrics_core import CounterMetricFamily
 
-    family = CounterMetricFamily(f"{NAMESPACE}_{name}", text, labels=labels)
-    for label_values, value in values.items():
-        family.add_metric(label_values, value)
-    return family
+    return _with_values(CounterMetricFamily(f"{NAMESPACE}_{name}", text, labels=labels), values)
 
 
 def _gauge(name: str, text: str, values: Values, *labels: str) -> Metric:
     from prometheus_client.metrics_core import GaugeMetricFamily
 
-    family = GaugeMetricFamily(f"{NAMESPACE}_{name}", text, labels=labels)
+    return _with_values(GaugeMetricFamily(f"{NAMESPACE}_{name}", text, labels=labels), values)
+
+
+def _with_values(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
     for label_values, value in values.items():
         family.add_metric(label_values, value)
     return family
