@@ -14,7 +14,13 @@ INVALID_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<c
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse makes subparsers of the class of their parent, so that each command answers for its own options."""
+    """argparse makes subparsers of the class of their parent, so that each command answers for its own options. A
+    description of several paragraphs keeps its line breaks."""
+
+    def __init__(self, **options: Any) -> None:
+        if "\n\n" in (options.get("description") or ""):
+            options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**options)
 
     def parse_known_args(  # type: ignore[override]  # argparse declares it by overloads
         self, args: Sequence[str] | None = None, namespace: Any = None

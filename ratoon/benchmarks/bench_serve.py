@@ -29,12 +29,7 @@ Requests come at a rate (--request-rate), as the last ones end (--concurrency), 
 
 
 def add_parser(kinds: Subparsers) -> None:
-    parser = kinds.add_parser(
-        "serve",
-        help="load on a server",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = kinds.add_parser("serve", help="load on a server", description=DESCRIPTION)
     add_remote_options(parser, required=True)
     parser.add_argument("--endpoint", choices=("completions", "chat"), help="default: what the dataset needs")
     _add_dataset_options(parser.add_argument_group("what is sent"))

@@ -47,10 +47,7 @@ SIZES = (
 
 def add_parser(kinds: Subparsers) -> None:
     parser = kinds.add_parser(
-        "two-stage",
-        help="beam search behind a sampled answer, by what is reused",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "two-stage", help="beam search behind a sampled answer, by what is reused", description=DESCRIPTION
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=f"default {DEFAULT_MODEL}; without --url")
     for option, default, help_text in SIZES:

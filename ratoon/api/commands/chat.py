@@ -41,7 +41,6 @@ Enter sends, Alt-Enter begins a new line; so does Enter between \"\"\" and \"\"\
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("chat", help="talk with a model", description=f"Talk with a model.\n\n{HELP}")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a GGUF file, a hub id or an embedded name")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_remote_options(parser, required=False)

@@ -39,12 +39,7 @@ Answer = dict[str, Any]  # what a server sent back
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "complete",
-        help="have a server answer prompts",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("complete", help="have a server answer prompts", description=DESCRIPTION)
     parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to answer; - reads standard input")
     add_remote_options(parser, required=True)
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")

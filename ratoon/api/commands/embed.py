@@ -22,12 +22,7 @@ lines of standard input that are not empty: each is a text."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "embed",
-        help="vectors of texts",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("embed", help="vectors of texts", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
     parser.add_argument("prompts", metavar="TEXT", nargs="*", help="a text; - reads standard input, a text a line")
     parser.add_argument(

@@ -32,12 +32,7 @@ A single answer is streamed on a terminal. The prompt "-" is read from standard 
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "generate",
-        help="answer prompts",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("generate", help="answer prompts", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
     parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to answer; - reads standard input")
     form = parser.add_mutually_exclusive_group()

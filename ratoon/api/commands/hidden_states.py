@@ -36,12 +36,7 @@ FIELDS = ("positions", "scope", "layers", "dtype", "deadline", "side")
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "hidden-states",
-        help="what the layers leave at each token",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("hidden-states", help="what the layers leave at each token", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a GGUF file, a hub id or an embedded name")
     parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="a text; - reads standard input")
     parser.add_argument(

@@ -37,12 +37,7 @@ SIGTERM or Ctrl-C ends it once what is under way has finished; a second one ends
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "serve",
-        help="serve a model over HTTP",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
     add_server_options(parser)
     add_setting_options(

@@ -26,12 +26,7 @@ WAV files at 16 kHz need PyAV: pip install "ratoon[audio]"."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "transcribe",
-        help="write down what recordings say",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("transcribe", help="write down what recordings say", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     parser.add_argument("prompts", metavar="AUDIO", nargs="*", help="a recording's file; - reads standard input")
     parser.add_argument("--format", choices=FORMATS, default="text", help="default text")
