@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
-from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -262,6 +262,9 @@ class FakeClient:
         for request_id in {key[0] for key in self._left}:
             if isinstance(self._requests[request_id].params, BeamSearchParams):
                 outputs += self._search(self._requests[request_id])
+        for key in [key for key in self._left if isinstance(self._requests[key[0]].params, PoolingParams)]:
+            del self._left[key]
+            outputs.append(EngineCoreOutput(key[0], [], finish_reason=FinishReason.ERROR, error="it has no vector"))
         for key in [key for key in self._left if isinstance(self._requests[key[0]].params, SamplingParams)]:
             params = self._requests[key[0]].params
             token = self._left[key].pop(0)

@@ -829,4 +829,4 @@ async def test_what_requests_experience_is_measured():
     assert sum(metrics.inter_token_latency.counts) == 3
     assert sum(metrics.e2e_request_latency.counts) == 2
     assert sum(metrics.time_per_output_token.counts) == 1
-    assert metrics.engines[0].steps.total == client.num_steps
+    assert metrics.engines[0].sums["engine_steps"].total == client.num_steps
