@@ -4,6 +4,7 @@ used as the page says. A diff whose lines are not in the source (comments aside)
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 import types
@@ -82,9 +83,13 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
         sources = {}
         for language, path, text in blocks:
             sources[path] = text if language == "python" else apply_diff((ROOT / path).read_text(), text, path)
+        names = {path: path.removesuffix(".py").replace("/", ".") for path in sources}
+        for path, name in names.items():
+            if (ROOT / path).exists():
+                importlib.import_module(name)  # with all that it imports: none of that may keep what is made below
         found = {}
         for path in sorted(sources, key=lambda path: (not path.startswith("ratoon/core/"), (ROOT / path).exists())):
-            module = types.ModuleType(path.removesuffix(".py").replace("/", "."))
+            module = types.ModuleType(names[path])
             monkeypatch.setitem(sys.modules, module.__name__, module)
             exec(compile(sources[path], path, "exec"), module.__dict__)
             found[Path(path).stem] = module
