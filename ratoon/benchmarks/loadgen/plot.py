@@ -13,6 +13,7 @@ from ratoon.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LATENCIES: tuple[tuple[str, str, Callable[[RequestRecord], list[float | None]]], ...] = (
     ("Time to first token", "ttft", lambda record: [record.ttft]),
@@ -32,14 +33,18 @@ def check_plotting(path: str) -> None:
         raise ConfigError("--plot", "needs matplotlib, which is not installed", "pip install matplotlib")
 
 
-def draw(path: str, title: str, rounds: Sequence[Round], limits_ms: dict[str, float]) -> None:
-    """Three distributions above (a line for each round), the first round over time below."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def new_figure(title: str, width: float, height: float) -> Figure:
+    """An empty picture of so many inches, which needs no display."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 7.5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(textwrap.fill(title, 130), fontsize=12)
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    figure.suptitle(textwrap.fill(title, int(10 * width)), fontsize=12)
+    return figure
+
+
+def draw(path: str, title: str, rounds: Sequence[Round], limits_ms: dict[str, float]) -> None:
+    """Three distributions above (a line for each round), the first round over time below."""
+    figure = new_figure(title, 12, 7.5)
     grid = figure.add_gridspec(2, 3, height_ratios=[1.0, 0.9])
     for column, (label, name, read) in enumerate(LATENCIES):
         _draw_spread(figure.add_subplot(grid[0, column]), label, rounds, read, limits_ms.get(name))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ratoon.benchmarks.loadgen.plot import new_figure
 from ratoon.benchmarks.two_stage.experiment import Round
 from ratoon.benchmarks.two_stage.measures import WaySummary
 from ratoon.benchmarks.two_stage.ways import WAYS
@@ -20,12 +21,7 @@ LABELS = [textwrap.fill(way.label, 13) for way in WAYS]
 
 
 def draw(path: str, title: str, rounds: Sequence[Round], summaries: Mapping[str, WaySummary]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 5.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(textwrap.fill(title, 150), fontsize=12)
+    figure = new_figure(title, 16, 5.2)
     first, second, third = figure.subplots(1, 3)
     _draw_ttft(first, rounds, summaries)
     _draw_totals(second, rounds)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ratoon.benchmarks.loadgen.plot import new_figure
 from ratoon.benchmarks.two_stage.over_http.experiment import Measured
 from ratoon.benchmarks.two_stage.over_http.measures import WaySummary
 from ratoon.benchmarks.two_stage.over_http.run import Trip
@@ -20,13 +20,9 @@ WAY_COLORS = {"no_reuse": "#8a8a8a", "prefix_cache": POINT_COLOR, "continuation"
 
 
 def draw(path: str, title: str, measured: Measured, summaries: Mapping[str, WaySummary]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure(figsize=(15, 4.8), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(textwrap.fill(title, 150), fontsize=12)
+    figure = new_figure(title, 15, 4.8)
     first, second, third = figure.subplots(1, 3)
     _draw_spread(first, measured, summaries, "Stage-2 time to first token", _stage2_ttft)
     first.set_xscale("log")  # the ways lie orders of magnitude apart
