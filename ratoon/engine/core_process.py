@@ -16,6 +16,8 @@ written to: the parent sees it close when this process ends, however it ends.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import queue
 import signal
@@ -51,7 +53,6 @@ from ratoon.core.wire import Decoder, WireError, encode
 from ratoon.engine.build import build_core, calm_thread_pools, describe
 from ratoon.engine.core import EngineCore
 from ratoon.engine.faults import fault_of
-from ratoon.engine.parent_death import continue_when_parent_dies
 from ratoon.engine.placement import place_engine
 from ratoon.engine.socket_directory import remove_if_abandoned
 from ratoon.engine.utilities import EngineUtilities
@@ -64,6 +65,7 @@ MAX_STEPS_AHEAD = 4  # messages with outputs that the client has not taken; the 
 MAX_HEARTBEATS_WAITING = 16
 SECONDS_TO_TIDY_UP = 2.0
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,17 @@ def read_launch(stream: BinaryIO) -> EngineLaunch:
     """Four bytes of length, then the message. The stream stays open: its end is the parent's end."""
     size = int.from_bytes(stream.read(4), "little")
     return msgspec.msgpack.decode(stream.read(size), type=EngineLaunch)
+
+
+def continue_when_parent_dies() -> None:
+    """Ask the system for SIGCONT when the parent is gone, however it ends: then the lifeline ends this process.
+
+    Not SIGKILL: it would leave the sockets behind, and the signal also comes when only the parent's thread that started
+    us ends, where SIGCONT does no harm. Where there is no such call (macOS), a stopped process waits to be continued.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def main() -> int:

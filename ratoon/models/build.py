@@ -5,21 +5,26 @@ Reading files is not done here, and neither is choosing a device or a dtype.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.ops import Ops
 from ratoon.layers.shard import Shard
+from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
-from ratoon.layers.weights import TensorSource, Weights, read_tensor
+from ratoon.layers.weights import TensorRequest, TensorSource, Weights, read_tensor
 from ratoon.models.base import LanguageModel
 from ratoon.models.dummy_source import DummySource
-from ratoon.models.read_ahead import ReadAhead
 from ratoon.models.registry import find_model_class
 
 META = torch.device("meta")
+TENSORS_AHEAD = 4  # read but not yet taken: what this costs in memory
 
 
 def build_model(
@@ -55,6 +60,33 @@ def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def declare_model(config: ModelConfig, max_position: int) -> LanguageModel:
     """The model on the meta device, whatever file it will come from: what its layers need, before memory is spent."""
     return find_model_class(config.architecture)(config, _RecordingWeights(), max_position)
+
+
+class ReadAhead:
+    """Reads tensors on another thread while the model is built from those before: reading waits for disks and
+    dequantises, building copies and packs, and both leave the interpreter free.
+
+    Called as `read` is. It expects requests in the given order; others are answered when they are made."""
+
+    def __init__(self, read: Callable[[TensorRequest], StoredTensor], order: Iterable[TensorRequest]) -> None:
+        self._read = read
+        self._to_come = deque(order)
+        self._reading: deque[tuple[TensorRequest, Future[StoredTensor]]] = deque()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ratoon-weights")
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    def __call__(self, request: TensorRequest) -> StoredTensor:
+        while self._to_come and len(self._reading) <= TENSORS_AHEAD:
+            upcoming = self._to_come.popleft()
+            self._reading.append((upcoming, self._executor.submit(self._read, upcoming)))
+        if self._reading and self._reading[0][0] == request:
+            return self._reading.popleft()[1].result()
+        return self._read(request)
 
 
 class _RecordingWeights(Weights):

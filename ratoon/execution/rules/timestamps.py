@@ -1,6 +1,6 @@
 """The state of Whisper's timestamp rules for a text, and the tokens that they allow next.
 
-The rules are equal to those of transformers. The arithmetic is in layers/timestamps.py.
+The rules are equal to those of transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from ratoon.core.params import TimestampRules
 from ratoon.execution.cells import take, to_device
 from ratoon.execution.rules.base import LogitsRule, Reads, Stage
-from ratoon.layers.timestamps import TimestampMasks, keep_timestamp_rules
 
 NO_LIMIT = sys.maxsize
 
@@ -83,3 +82,26 @@ def _masks(params: TimestampRules, bounds: list[Bounds], vocab_size: int, device
         timestamps[row, : earliest - first] = -np.inf
         timestamps[row, latest - first + 1 :] = -np.inf
     return TimestampMasks(*(to_device(mask, device) for mask in (words, endings, timestamps)))
+
+
+class TimestampMasks(NamedTuple):
+    """What may come next, as a sum of logits and 0, or -inf where it may not. (On a CPU a sum is several times faster
+    than a mask over that many columns.) T is the number of timestamps, the last ids of the vocabulary."""
+
+    words: torch.Tensor  # [R] float32: ids below the end token
+    endings: torch.Tensor  # [R] float32: the end token and all that follow it up to the timestamps
+    timestamps: torch.Tensor  # [R, T] float32
+
+
+def keep_timestamp_rules(logits: torch.Tensor, masks: TimestampMasks, end_token: int) -> None:
+    """Forbid in logits [R, V], in place, what the masks say, and all that is no timestamp where timestamps together are
+    more probable than any other token."""
+    first_timestamp = logits.shape[1] - masks.timestamps.shape[1]
+    words, endings = logits[:, :end_token], logits[:, end_token:first_timestamp]
+    timestamps = logits[:, first_timestamp:].add_(masks.timestamps)
+    best_other = torch.maximum(words.amax(dim=-1).add_(masks.words), endings.amax(dim=-1).add_(masks.endings))
+    together = (timestamps - best_other[:, None]).exp_().sum(dim=-1)  # [R] how many times as probable
+    forced = torch.where(together > 1, -torch.inf, 0.0)
+    for columns, mask in ((words, forced + masks.words), (endings, forced + masks.endings)):
+        if mask.device.type != "cpu" or mask.any():  # elsewhere to ask would be to wait
+            columns.add_(mask[:, None])
