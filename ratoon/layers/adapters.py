@@ -1,7 +1,7 @@
-"""Adapters beside linear layers (LoRA): a low-rank product for each row, of the adapter that the row's slot names.
+"""Adapters of linear layers (LoRA): a low-rank product for each row, of the adapter in the row's slot.
 
-A model has an AdapterTarget for each linear layer of its checkpoint, by name. Which adapter lies in which slot, and
-reading adapters from files, are not known here.
+A model has an AdapterTarget for each linear layer of its checkpoint, by name. Assigning adapters to slots and reading
+them from files are not done here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterRows:
-    """The adapters of a pass. A pass whose rows have none has no such object, and pays nothing."""
+    """The adapters of a pass. None for a pass without adapters, which costs nothing."""
 
     slots: Tensor  # [T] int64: the slot of each row's adapter; -1: the base model alone
 
@@ -28,14 +28,14 @@ class AdapterRows:
 
 
 class AdapterTarget:
-    """Room for the matrices of several adapters beside one layer of the checkpoint, as far as this rank has it."""
+    """The matrices of several adapters for one layer of the checkpoint, or this rank's part of it."""
 
     __slots__ = ("_a", "_b", "_columns", "_inputs", "_name", "_ops", "_outputs", "_shape")
 
     def __init__(
         self, ops: Ops, name: str, shape: tuple[int, int], inputs: range, outputs: Sequence[range], first_column: int
     ) -> None:
-        """A layer [out, in] of which this rank has `inputs` and `outputs`: columns of its product from the first on."""
+        """A layer [out, in] of which this rank has `inputs` and `outputs`, from `first_column` of the product."""
         self._ops = ops
         self._name = name
         self._shape = shape
@@ -46,7 +46,7 @@ class AdapterTarget:
         self._b: Tensor | None = None  # [slots, rank, out]
 
     def open_slots(self, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make room; a slot that was never loaded adds nothing."""
+        """Allocate the slots; a slot that was never loaded adds nothing."""
         num_outputs = self._columns.stop - self._columns.start
         self._a = torch.zeros(num_slots, max_rank, len(self._inputs), device=device, dtype=dtype)
         self._b = torch.zeros(num_slots, max_rank, num_outputs, device=device, dtype=dtype)

@@ -1,6 +1,6 @@
-"""The attention layer as a model sees it: a declaration of what it needs, and a call that the step carries out.
+"""The attention layer as a model sees it: a declaration of what it needs, and a call that the step executes.
 
-Which backend computes it, where keys and values lie and how they are paged is the runner's business.
+The backend, and how keys and values are stored and paged, are the runner's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ratoon.layers.adapters import AdapterRows
 
 
 class StepContext(Protocol):
-    """What a forward pass of one step, of a decoder or of an encoder, offers to the layers."""
+    """The interface of one forward pass, of a decoder or an encoder, for its layers."""
 
     @property
     def adapters(self) -> AdapterRows | None:
@@ -27,17 +27,18 @@ class StepContext(Protocol):
         ...
 
     def attend_across(self, layer: CrossAttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        """Attend with q [T, heads, head_dim] to what `store_across` left of the row's encoder input."""
+        """Attend with q [T, heads, head_dim] to the keys and values that `store_across` stored for the row's encoder
+        input."""
         ...
 
     def store_across(self, layer: CrossAttentionLayer, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Only an encoder's pass: keep k and v [E, heads, head_dim] of its rows for the decoder."""
+        """Only in an encoder's pass: store k and v [E, heads, head_dim] of its rows for the decoder."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """Self-attention over one sequence's own tokens."""
+    """Self-attention over one sequence."""
 
     index: int  # among the model's attention layers
     num_heads: int
@@ -45,9 +46,9 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window: int | None = None  # attend to the last `window` tokens only, the query's own included
-    causal: bool = True  # False: every row sees all of its sequence, which then runs whole
-    # [heads, 2 · reach + 1] float32: added to the score of a key `distance` behind the query, at [distance + reach]. A
-    # key before it has a negative distance. No sequence is longer than reach + 1.
+    causal: bool = True  # False: every row sees its whole sequence, which runs in one step
+    # [heads, 2 · reach + 1] float32: [distance + reach] is added to the score of a key `distance` positions after the
+    # query (negative: before). No sequence is longer than reach + 1.
     bias: torch.Tensor | None = None
 
     def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
@@ -61,14 +62,14 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CrossAttentionLayer:
-    """A decoder's attention to its encoder's states, whose keys and values are made once."""
+    """A decoder's attention to its encoder's states, whose keys and values are computed once."""
 
     index: int  # among the model's cross-attention layers
     num_heads: int
     head_dim: int
     scale: float
 
-    # What backends ask of any layer
+    # Fields that backends expect of any layer
     window = None
     causal = False
     bias = None

@@ -1,7 +1,7 @@
 """The best continuations of beam searches, from logits, as pure tensor functions: no state, no requests.
 
-scheduling/beams.py says what becomes of them. Log-probabilities are those of torch.log_softmax, bit for bit on a CPU,
-and a search's result does not depend on the searches beside it.
+scheduling/beams.py chooses among them. Log-probabilities are those of torch.log_softmax, bit for bit on a CPU, and a
+search's result does not depend on the other searches of the batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SearchRows(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Best first; among equals the lowest beam first, then the lowest token. -inf: impossible, there was no better."""
+    """Best first; among equals the lowest beam first, then the lowest token. -inf: fewer tokens were possible."""
 
     scores: Tensor  # [K] float32: the beam's score and the token's log-probability
     beams: Tensor  # [K] int64, counted from the search's first row
@@ -36,8 +36,8 @@ class Candidates(NamedTuple):
 
 
 class _Offsets(NamedTuple):
-    """What turns logits into scores, a value a row. Added one by one, and always in this order: each sum is rounded as
-    in the definition, and rounding keeps the order of a row's logits."""
+    """What turns logits into scores, one value per row. Added one by one, always in this order: each sum is rounded as
+    in the definition, and rounding preserves the order of a row's logits."""
 
     peak: Tensor  # [R] the largest logit
     log_sum: Tensor  # [R] of the exponentials, the peak subtracted
@@ -61,12 +61,12 @@ def best_candidates_of_searches(
     scores: Tensor,  # [R] float32, of the beams
     searches: Sequence[SearchRows],
     edit: Edit | None = None,
-    logprob_rows: Sequence[int] = (),  # rows in which `edit` finds log-probabilities, not logits
+    logprob_rows: Sequence[int] = (),  # rows in which `edit` gets log-probabilities, not logits
 ) -> list[Candidates | None]:
-    """For each search the best of all its beams' continuations: `num_candidates` of them, or all there are.
+    """For each search the best of all its beams' continuations: `num_candidates` of them, or all if there are fewer.
 
-    `edit` does not change the probabilities of tokens that it leaves alone.
-    None for a search with a row of NaN or infinite logits, or with no token left.
+    `edit` does not renormalise: tokens that it does not change keep their probabilities. None for a search with a row
+    of NaN or infinite logits, or with no token left.
     """
     offsets = _Offsets(*_normalizers(logits), scores)
     sound = (offsets.peak.isfinite() & offsets.log_sum.isfinite()).tolist()
@@ -93,7 +93,7 @@ def _normalizers(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_logprobs(logits: Tensor, offsets: _Offsets, rows: Tensor) -> None:
-    """Put log-probabilities in the place of these rows of logits. The scores that come of them stay, bit for bit."""
+    """Replace these rows of logits by log-probabilities. The resulting scores stay the same, bit for bit."""
     for part in rows.split(_rows_at_once(logits)):
         logits[part] = (logits[part] - offsets.peak[part, None]).sub_(offsets.log_sum[part, None])
     offsets.peak[rows] = offsets.log_sum[rows] = 0.0
@@ -104,15 +104,15 @@ def _rows_at_once(logits: Tensor) -> int:
 
 
 def _choose(logits: Tensor, offsets: _Offsets, maxima: Tensor, num_candidates: int) -> Candidates:
-    """The best of [B, V] logits. `maxima` [B, C] holds the best score of every chunk of columns, so that only those
-    chunks are looked at closely that can hold one of the best."""
+    """The best of [B, V] logits. `maxima` [B, C] holds the best score of every chunk of columns, so that only chunks
+    that can hold one of the best are examined."""
     vocab_size, num_chunks = logits.shape[1], maxima.shape[1]
     chunks, least = _promising_chunks(maxima.flatten(), num_candidates)
     rows = chunks // num_chunks  # [G]
     columns = (chunks % num_chunks)[:, None] * CHUNK + torch.arange(CHUNK, device=logits.device)  # [G, CHUNK]
     inside = columns < vocab_size
     scores = offsets.select(rows).apply(logits[rows[:, None], columns.clamp_max(vocab_size - 1)])
-    # In the order of beam and token, which a stable sort keeps among equals.
+    # Ordered by beam and token, which a stable sort keeps among equals.
     places = (inside & (scores >= least)).flatten().nonzero().squeeze(1)
     values, order = scores.flatten()[places].sort(descending=True, stable=True)
     chosen = places[order[:num_candidates]]
@@ -120,10 +120,10 @@ def _choose(logits: Tensor, offsets: _Offsets, maxima: Tensor, num_candidates: i
 
 
 def _promising_chunks(maxima: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """The chunks that hold the best candidates, in rising order, and a score that none of these is below.
+    """The chunks that hold the best candidates, in ascending order, and a lower bound of their scores.
 
-    Every maximum is a candidate, so the best K candidates are no worse than the K-th best maximum. Of the chunks that
-    only reach it, the first K hold enough: were all logits equal, we would otherwise take them all.
+    Every maximum is a candidate, so the best K candidates are no worse than the K-th best maximum. Of the chunks with
+    exactly that maximum, the first K are enough; otherwise all chunks would be taken where all logits are equal.
     """
     if len(maxima) <= num_candidates:
         return torch.arange(len(maxima), device=maxima.device), maxima.new_tensor(-torch.inf)

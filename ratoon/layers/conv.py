@@ -9,7 +9,7 @@ from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
 
-KERNEL = 3  # frames in a window; one of zeros goes before the first and one behind the last
+KERNEL = 3  # frames in a window; the input is padded by one frame of zeros at each end
 
 
 class TimeConvolution:
@@ -26,7 +26,7 @@ class TimeConvolution:
     def __call__(self, x: Tensor) -> Tensor:
         count, frames, channels = x.shape
         padded = functional.pad(x, (0, 0, 1, 1)).contiguous()  # [N, frames + 2, in]
-        # A window is KERNEL frames that lie one behind the other in memory: rows overlap, and nothing is copied.
+        # A window is KERNEL consecutive frames in memory: rows overlap, and nothing is copied.
         shape = (count, (frames - 1) // self.stride + 1, KERNEL * channels)
         windows = padded.as_strided(shape, (padded.stride(0), self.stride * channels, 1))
         return torch.stack([self.multiply(item) for item in windows])  # N times [windows, 3 · in] → [windows, out]

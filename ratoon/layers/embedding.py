@@ -21,7 +21,7 @@ class Embedding:
     __slots__ = ("lookup", "table")
 
     def __init__(self, weights: Weights, count: int, size: int, num_unused: int = 0) -> None:
-        """`num_unused` rows stand in the checkpoint before the one of id 0."""
+        """`num_unused` rows precede that of id 0 in the checkpoint."""
         self.table = weights.take("weight", num_unused + count, size)[num_unused:]
         self.lookup = weights.ops.embedding
 
@@ -30,7 +30,8 @@ class Embedding:
 
 
 class VocabParallelEmbedding:
-    """The vocabulary's table, kept as Ops wants it: [T] → [T, size], in new memory. A rank has some of the rows."""
+    """The vocabulary's table, in the format that Ops chose: [T] → [T, size], in new memory. A rank has some of the
+    rows."""
 
     __slots__ = ("lookup", "reduce", "rows", "vocab_size", "weight")
 
@@ -54,9 +55,9 @@ class VocabParallelEmbedding:
 
 
 class SinusoidalPositions:
-    """Called as Embedding is, with positions. A row holds size/2 sines, then as many cosines, of falling frequency.
+    """Called as Embedding is, with positions. A row holds size/2 sines, then as many cosines, of descending frequency.
 
-    The table is made and not read: files that hold one hold the same.
+    The table is computed, not read: files that have one hold the same values.
     """
 
     __slots__ = ("lookup", "table")

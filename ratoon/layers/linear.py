@@ -1,7 +1,7 @@
-"""Linear layers: they take their weights by name, fuse what is always multiplied together, and own the result.
+"""Linear layers: they take their weights by name, fuse weights of the same input, and own the result.
 
-A layer is format × shard × adapter. Ops decides how a weight is kept and multiplied; the class of the layer, which part
-of it a rank takes; and adapters add their low-rank products by row, beside any of them.
+A layer combines format, shard and adapter. Ops decides how a weight is stored and multiplied, the class of the layer
+decides which part of it a rank takes, and adapters add their low-rank products by row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class Piece(NamedTuple):
-    """One layer of the checkpoint, below `weights`, and the outputs of it that are wanted."""
+    """One layer of the checkpoint, below `weights`, and which of its outputs are used."""
 
     weights: Weights
     out_features: int
@@ -32,7 +32,8 @@ class Piece(NamedTuple):
 class Linear:
     """[T, in] → [T, out]: one or more layers of the checkpoint over the same input, as one product.
 
-    The subclasses say what a rank takes. `inputs`: of the input features; then results are summed over the ranks.
+    Subclasses say which part a rank takes. `inputs`: some of the input features; results are then summed over the
+    ranks.
     """
 
     __slots__ = ("multiply", "reduce", "targets")
@@ -89,7 +90,7 @@ class RowParallelLinear(Linear):
 
 
 class MergedLinear(Linear):
-    """Several column-parallel layers as one product. A rank has as large a part of each."""
+    """Several column-parallel layers as one product. A rank has an equal part of each."""
 
     __slots__ = ()
 
@@ -101,7 +102,7 @@ class MergedLinear(Linear):
         out_sizes: Sequence[int],
         bias: bool | Sequence[bool] = False,
     ) -> None:
-        """`bias`: do all parts have one, or does each? One that has none gets zeros if another has one."""
+        """`bias`: whether the parts have one, for all or by part. A part without one gets zeros if another has one."""
         biased = [bias] * len(names) if isinstance(bias, bool) else bias
         super().__init__(
             [
@@ -113,7 +114,7 @@ class MergedLinear(Linear):
 
 
 class QKVLinear:
-    """Query, key and value as one product, handed out as views of it. A rank has some of the heads.
+    """Query, key and value as one product, returned as views of it. A rank has some of the heads.
 
     `names` are the three layers of a checkpoint that keeps them apart, or the one of a checkpoint that has them fused.
     """
@@ -158,7 +159,7 @@ class QKVLinear:
 
 
 def make_product(ops: Ops, parts: list[StoredTensor], bias: Tensor | None) -> Product:
-    """The product with weights [out, in] that stand one below the other, each in the format that it came in."""
+    """The product with weights [out, in] concatenated by rows, each in its stored format."""
     groups = [list(group) for _, group in groupby(parts, key=lambda part: part.format)]
     if len(groups) > 1:
         sizes = [sum(part.shape[0] for part in group) for group in groups]
@@ -198,6 +199,6 @@ def _bias_part(piece: Piece, outputs: range) -> Tensor:
 def _join(parts: list[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0].contiguous()
-    if parts[0].device.type == "meta":  # torch.cat of meta tensors loads two seconds' worth of torch's compiler
+    if parts[0].device.type == "meta":  # torch.cat of meta tensors imports torch's compiler, which takes two seconds
         return torch.empty(sum(map(len, parts)), *parts[0].shape[1:], device="meta")
     return torch.cat(parts)

@@ -45,7 +45,7 @@ class GatedMLP:
             return ops.activation(gate, activation).mul_(up)
 
         self.activate: Callable[[Tensor], Tensor] = activate
-        if activation == "silu":  # what most families have is one call, where no adapter comes between
+        if activation == "silu":  # the usual case is one fused call, without adapters
             self.activate = ops.silu_and_mul
             self.fused = ops.make_gated_mlp(self.gate_up.multiply, self.down.multiply)
 

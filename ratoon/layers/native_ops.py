@@ -1,7 +1,6 @@
-"""Ops for float32 on a CPU, by our own kernels (native/). Weights are packed once into the layout the product reads.
+"""Ops for float32 on a CPU, by the kernels in native/. Weights are packed once into the layout the product reads.
 
-Every kernel computes a row from that row alone, in a fixed order: a request's numbers are the same, to the bit,
-whatever it is batched with.
+Every kernel computes a row from that row alone, in a fixed order: a request's results are bit-identical in any batch.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class NativeLinear:
 
 
 class NativeGatedMLP:
-    """[T, H] → [T, H]: two products and what is between them, in one call."""
+    """[T, H] → [T, H]: two products and the activation between them, in one call."""
 
     __slots__ = ("_down", "_gate_up", "_run")
 
@@ -60,7 +59,7 @@ class NativeGatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate_up, down, rows = self._gate_up, self._down, x.shape[0]
-        between = torch.empty(rows, 3 * down.in_features)  # gate and up side by side, then what goes down
+        between = torch.empty(rows, 3 * down.in_features)  # gate and up side by side, then the input of down
         y = torch.empty(rows, down.out_features)
         self._run(
             x.data_ptr(), x.stride(0), rows, gate_up.packed_pointer, gate_up.bias_pointer, gate_up.in_features,

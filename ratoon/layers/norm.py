@@ -27,12 +27,12 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """Called as RMSNorm is; takes the mean away too, and has a bias."""
+    """Called as RMSNorm is; also subtracts the mean, and has a bias."""
 
     __slots__ = ("add_norm", "bias", "eps", "norm", "weight")
 
     def __init__(self, weights: Weights, size: int, eps: float) -> None:
-        old_names = weights.has("gamma") and not weights.has("weight")  # of the first BERT's files
+        old_names = weights.has("gamma") and not weights.has("weight")  # in the original BERT's files
         self.weight = weights.take("gamma" if old_names else "weight", size)
         self.bias = weights.take("beta" if old_names else "bias", size)
         self.eps = eps

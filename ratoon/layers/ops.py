@@ -1,7 +1,7 @@
 """The arithmetic of layers, as an interface with one implementation for each kind of device.
 
-`TorchOps` (torch_ops.py) runs anywhere and is the reference. `NativeOps` (native/) is for fp32 on a CPU. A layer holds
-the Ops that its weights came with and never asks what device it is on.
+`TorchOps` (torch_ops.py) runs anywhere and is the reference. `NativeOps` (native/) is for fp32 on a CPU. A layer uses
+the Ops of its weights and is independent of the device.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Product = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
 
 
 class WeightFormat(Protocol):
-    """Products with weights that stay as their file has them."""
+    """Products with weights in their file's format."""
 
     def make_linear(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> Product:
-        """As Ops.make_linear, with a weight in parts, all of this format, that stand one below the other."""
+        """As Ops.make_linear, with a weight in parts of this format, concatenated by rows."""
         ...
 
     def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
@@ -35,11 +35,11 @@ class Ops(Protocol):
     name: str
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
-        """How a weight is multiplied as it is stored. None: it has to become floats, for `make_linear`."""
+        """How a weight is multiplied in its stored format. None: it must be converted to floats, for `make_linear`."""
         ...
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
-        """Take a weight [out, in] of floats over, in whatever form is fast here."""
+        """Take over a weight [out, in] of floats, converted to the fastest layout."""
         ...
 
     def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
@@ -74,10 +74,10 @@ class Ops(Protocol):
         ...
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-        """Turn q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place (strided views are fine).
+        """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place (strided views are allowed).
 
         cos_sin [max_position, rotary_dim]: row p holds rotary_dim/2 cosines, then as many sines. The first rotary_dim
-        of each head turn, as two halves (not interleaved); the rest stays.
+        of each head are rotated, as two halves (not interleaved); the rest is unchanged.
         """
         ...
 

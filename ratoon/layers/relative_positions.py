@@ -1,6 +1,6 @@
-"""Attention bias by distance, T5's: a small table of buckets from the checkpoint, spread out over all distances once.
+"""Attention bias by distance, T5's: a small table of buckets from the checkpoint, expanded to all distances once.
 
-What adds it to the scores is the attention backend, by `AttentionLayer.bias`.
+The attention backend adds it to the scores (`AttentionLayer.bias`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def relative_bias(
 
 
 def bucket_of_distance(distances: Tensor, relative: RelativePositions, both_ways: bool) -> Tensor:
-    """Which row of the table a distance (key's position minus query's) has: [D] → [D].
+    """The row of the table for a distance (key's position minus query's): [D] → [D].
 
     The first half of the buckets are single distances; those of the other half widen, and the last one takes all from
-    `max_distance` on. Looking both ways, keys behind the query have one half of all buckets for themselves. Looking
-    back only, they have no score, and any row will do.
+    `max_distance` on. With `both_ways`, one half of all buckets is for keys after the query. Otherwise such keys are
+    masked, and their row does not matter.
     """
     count = relative.num_buckets // 2 if both_ways else relative.num_buckets
     first = (distances > 0) * count if both_ways else torch.zeros_like(distances)

@@ -1,16 +1,16 @@
-"""Rotary position embedding: the table of angles, made once for a model, and the layer that turns queries and keys.
+"""Rotary position embedding: the table of angles, computed once per model, and the layer that applies it.
 
 The table is a pure function of the config. It follows the arithmetic of `transformers` step by step in float32, because
 at position 100,000 the last bit of a frequency is a visible angle.
 
-Dynamic scaling stretches the frequencies with the length that a sequence has reached. Cached keys can't be turned again
-and are shared by sequences of any length, so here an angle depends on its own position alone: row p has the frequencies
-of a sequence of p + 1 tokens. Up to the original length that is exactly the unscaled table. Beyond it, it is what
-decoding token by token computes in `transformers`, but not what it computes for a prompt that is longer than the
-original length at once (there all positions get the frequencies of the whole prompt).
+Dynamic scaling stretches the frequencies with the length that a sequence has reached. Cached keys can't be rotated
+again and are shared by sequences of any length, so here an angle depends on its position only: row p has the
+frequencies of a sequence of p + 1 tokens. Up to the original length that is exactly the unscaled table. Beyond it, it
+is what decoding token by token computes in `transformers`, but not what it computes for a prompt that is longer than
+the original length at once (there all positions get the frequencies of the whole prompt).
 
 Longrope has two sets of frequencies, for sequences within the original length and for longer ones. For the same reason
-one of them is chosen for all sequences, by the longest that may be run.
+one of them is used for all sequences, chosen by max_model_len.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 
 class Rotary:
-    """Turns q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. One for all layers of a model."""
+    """Rotates q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. One for all layers of a model."""
 
     __slots__ = ("cos_sin", "rotate")
 
@@ -116,7 +116,7 @@ def _llama3_frequencies(dim: int, theta: float, scaling: RopeScaling, original_m
 
 
 def _yarn_frequencies(dim: int, theta: float, scaling: RopeScaling, original_max: int) -> Tensor:
-    """Kept where a dimension turns often within the original length, stretched where it hardly does, a ramp between."""
+    """Kept for dimensions that rotate often within the original length, stretched for slow ones, a ramp between."""
 
     def dimension_that_turns(times: float) -> float:
         return dim * math.log(original_max / (times * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,10 +1,10 @@
 """From logits to one token a row, as pure tensor functions over a batch: edits, filters, the draw, log-probabilities.
 
-It knows nothing of requests and keeps no state: execution/sampler.py decides which rows need which function.
+There are no requests and no state here: execution/sampler.py decides which rows need which function.
 
-A row's result never depends on the rows beside it, bit for bit. Two things see to that: every operation works within
-one row, and probabilities are rounded to multiples of 2^-52 before they are added up, so that sums in float64 are exact
-and no order of summation can show. The random number of a row is a hash of its seed and position.
+A row's result is independent of the other rows, bit for bit: every operation works within one row, and probabilities
+are rounded to multiples of 2^-52 before they are added up, so that sums in float64 are exact in any order. The random
+number of a row is a hash of its seed and position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 Tensor = torch.Tensor
 
-CHUNK = 256  # columns that the draw and the argmax look at as one, before they look inside
+CHUNK = 256  # columns per chunk in the two-level draw and argmax
 SMALL_TOP_K = 128  # candidates for rows whose top_k is below this; also for alternatives in log-probabilities
 NUCLEUS_CANDIDATES = 512  # candidates for rows with top_p or min_p; a row that needs more sorts its whole vocabulary
 CANDIDATE_GROUPS = 16  # see top_candidates
@@ -33,11 +33,11 @@ _MASK64 = (1 << 64) - 1
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each pair of a seed (uint64) and a position: float64 with 53 random bits.
 
-    A hash, not a generator: nothing is kept between calls, so a branch that is preempted, replayed or moved to another
-    batch draws what it would have drawn. The seed is mixed before the position joins it: neighbouring seeds (the
-    choices of one request) would otherwise run along shifted copies of one sequence.
+    A hash, not a generator: nothing is kept between calls, so preemption, replay and batching do not change what a
+    branch draws. The seed is mixed before the position is added: neighbouring seeds (the choices of one request) would
+    otherwise yield shifted copies of one sequence.
     """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what we want
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         key = _mix(seeds.astype(np.uint64) + _GOLDEN)
         mixed = _mix(key + positions.astype(np.uint64) * _GOLDEN)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -56,7 +56,7 @@ def seed_to_uint64(seed: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Edits of logits, in place. Entry e of the index lists is the cell (row_ids[e], token_ids[e]); no cell comes twice.
+# Edits of logits, in place. Entry e of the index lists is the cell (row_ids[e], token_ids[e]); cells are distinct.
 
 
 def apply_penalties(
@@ -81,7 +81,7 @@ def add_bias(logits: Tensor, row_ids: Tensor, token_ids: Tensor, bias: Tensor) -
 
 
 def forbid_tokens(logits: Tensor, row_ids: Tensor, token_ids: Tensor) -> None:
-    """For bad words and min_tokens. Cells may come twice here."""
+    """For bad words and min_tokens. Cells may repeat here."""
     logits[row_ids, token_ids] = -torch.inf
 
 
@@ -98,7 +98,7 @@ def allow_only(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor)
 
 class Chosen(NamedTuple):
     token_ids: Tensor  # [R] int64, always a valid id
-    bad: Tensor  # [R] bool: NaN or infinite logits, or no token left; the row's token means nothing
+    bad: Tensor  # [R] bool: NaN or infinite logits, or no token left; the row's token is undefined
 
 
 def greedy(logits: Tensor) -> Chosen:
@@ -123,8 +123,8 @@ DrawRows = Callable[["Tensor | slice"], Chosen]  # rows of the batch → what wa
 
 
 class Filters(NamedTuple):
-    """What is left to draw from, a value a row. All three keep the tokens whose probability reaches some value, so
-    together they are one threshold. Tokens of equal probability stay or go together: their ids decide nothing."""
+    """The filters of a draw, one value per row. Each keeps the tokens whose probability reaches some value, so together
+    they are one threshold. Tokens of equal probability are kept or removed together."""
 
     top_k: Tensor  # [R] int64; 0: all
     top_p: Tensor  # [R] float64; 1: all
@@ -135,9 +135,9 @@ class Filters(NamedTuple):
 
 
 def draw_filtered(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
-    """Draw after temperature, min_p, top_k and top_p, in this order; each looks at what the one before left."""
+    """Draw after temperature, min_p, top_k and top_p, in this order; each applies to what the one before left."""
     if logits.device.type != "cpu" or logits.shape[1] <= NUCLEUS_CANDIDATES * 4:
-        # To ask which rows need a sort would be to wait for the device. There, to sort them all is cheap.
+        # Finding the rows that need a sort would synchronise with the device, where sorting all rows is cheap.
         return _draw_sorted(exact_probabilities(logits / temperature[:, None]), filters, uniforms)
     small = (filters.top_k > 0) & (filters.top_k < SMALL_TOP_K)
     return _in_two_groups(
@@ -148,13 +148,13 @@ def draw_filtered(logits: Tensor, temperature: Tensor, filters: Filters, uniform
 
 
 def _draw_sorted(probabilities: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
-    """The plain way, right for every row."""
+    """The general method, by a full sort."""
     threshold, _ = keep_threshold(_sort(probabilities), filters)
     return _draw_from(_cut(probabilities, threshold), uniforms)
 
 
 def _draw_small_top_k(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
-    """The same from the top candidates alone: what top_k cuts off needs no exponential."""
+    """The same from the top candidates only: tokens beyond top_k need no exponential."""
     values, token_ids = top_candidates(logits, SMALL_TOP_K)
     probabilities = exact_probabilities(values / temperature[:, None])
     threshold, floor = keep_threshold(probabilities.flip(-1), filters)
@@ -167,7 +167,7 @@ def _draw_small_top_k(logits: Tensor, temperature: Tensor, filters: Filters, uni
 
 
 def _draw_nucleus(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
-    """The same with a sort only where the top candidates do not settle it."""
+    """The same, sorting only rows for which the top candidates are not enough."""
     probabilities = exact_probabilities(logits / temperature[:, None])
     values, token_ids = top_candidates(probabilities, NUCLEUS_CANDIDATES)
     only_top_p = (filters.top_k == 0) & (filters.min_p == 0)
@@ -195,7 +195,7 @@ def _cut(probabilities: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _draw_candidates(probabilities: Tensor, token_ids: Tensor, threshold: Tensor, uniforms: Tensor) -> Chosen:
-    """Draw from [R, K] candidates in the order of their ids, as _draw_from does: the same token, on either way."""
+    """Draw from [R, K] candidates in the order of their ids, as _draw_from does: both give the same token."""
     token_ids, order = token_ids.sort(dim=-1)
     kept = _cut(probabilities, threshold).gather(1, order)
     cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
@@ -205,7 +205,7 @@ def _draw_candidates(probabilities: Tensor, token_ids: Tensor, threshold: Tensor
 
 
 def _in_two_groups(first: Tensor, draw_first: DrawRows, draw_rest: DrawRows) -> Chosen:
-    """Draw the rows where `first` is set in one way, the others in another. On the CPU only: it looks at `first`."""
+    """Draw the rows where `first` is set in one way, the others in another. CPU only: it reads `first` on the host."""
     num_first = int(first.sum())
     if num_first == len(first):
         return draw_first(slice(None))
@@ -227,7 +227,7 @@ def exact_probabilities(logits: Tensor) -> Tensor:
 
 
 def keep_threshold(ascending: Tensor, filters: Filters, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The least probability that survives all filters [R], and that which min_p and top_k alone ask for [R].
+    """The least probability that passes all filters [R], and that which passes min_p and top_k [R].
 
     `ascending` [R, K] holds exact probabilities in rising order: all of a row, or the largest. In the latter case
     `whole` [R] is the mass that min_p and top_k leave, if that is more than what they leave of these K.
@@ -241,8 +241,8 @@ def keep_threshold(ascending: Tensor, filters: Filters, whole: Tensor | None = N
         num_below = torch.searchsorted(ascending, floor[:, None])
         below = torch.where(num_below > 0, mass.gather(1, (num_below - 1).clamp_min(0)), 0.0).squeeze(1)
         whole = mass[:, -1] - below
-    # A token stays while the mass of the larger ones is below what top_p wants: while its own place in the rising sum
-    # is above the rest. The largest always stays.
+    # A token is kept while the mass of the larger ones is below top_p: while its place in the ascending sum is above
+    # the rest. The largest is always kept.
     rest = mass[:, -1] - filters.top_p * whole
     last = torch.searchsorted(mass, rest[:, None], right=True).clamp_max(num_columns - 1)
     return ascending.gather(1, last).squeeze(1), floor
@@ -317,8 +317,8 @@ def _ranks(logits: Tensor, own: Tensor, leading: Tensor) -> Tensor:
 def top_candidates(x: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
     """The largest values of each row, descending, and their columns: [R, V] → two of [R, num_candidates].
 
-    As topk, but faster on long rows. Columns w apart form a group of CANDIDATE_GROUPS members; the largest K values
-    lie in the K groups with the largest maxima, and only those are looked at closely.
+    As topk, but faster on long rows. Columns w apart form a group of CANDIDATE_GROUPS members; the largest K values are
+    in the K groups with the largest maxima, and only those are examined.
     """
     num_rows, num_columns = x.shape
     width = num_columns // CANDIDATE_GROUPS  # number of groups
@@ -340,7 +340,7 @@ def top_candidates(x: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
 
 def _sort(x: Tensor) -> Tensor:
     """Each row in rising order."""
-    if x.device.type == "cpu":  # numpy sorts values alone, torch drags their indices along and takes four times as long
+    if x.device.type == "cpu":  # numpy sorts values only; torch sorts indices too, which takes four times as long
         return torch.from_numpy(np.sort(x.numpy(), axis=-1))
     return x.sort(dim=-1).values
 

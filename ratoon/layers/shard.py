@@ -1,4 +1,4 @@
-"""Which part of every weight one of several ranks takes, and the interface by which ranks put results together.
+"""Which part of every weight one of several ranks takes, and the interface for combining results.
 
 Column-parallel layers are cut by outputs, row-parallel ones by inputs, tables and heads by vocabulary. Processes and
 the transport between them belong to `distributed`; layers only cut and call.
@@ -31,7 +31,7 @@ class Collective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank of a tensor-parallel group; by default the only one, which takes everything and exchanges nothing."""
+    """One rank of a tensor-parallel group; by default the only one, which has all weights and does not communicate."""
 
     rank: int = 0
     world_size: int = 1
@@ -47,7 +47,7 @@ class Shard:
         return None if self.collective is None else self.collective.all_reduce
 
     def cut(self, what: str, size: int) -> range:
-        """This rank's of `size` things, all ranks having as many."""
+        """This rank's range of `size` items; all ranks have equally many."""
         if size % self.world_size:
             problem = f"{size} {what} can't be cut into {self.world_size} equal parts"
             raise ModelError("tensor parallel", problem, f"a number of ranks that divides {size}")

@@ -1,7 +1,7 @@
-"""A tensor as its file holds it: the data, how they are laid out, and a way to make floats of them.
+"""A tensor in its file's format: the data, their layout, and a function that decodes them to floats.
 
-A source hands these out and decides nothing: whether a quantised weight stays as it is is up to the layer that takes
-it and its Ops. Importing this does not import torch.
+A source only returns these: the layer and its Ops decide whether a quantised weight stays quantised. Importing this
+does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FLOAT_FORMATS = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16"
 
 
 class TensorSlice(NamedTuple):
-    """The stretch of a tensor that is wanted: from `start` to `stop` along one of its dimensions."""
+    """A part of a tensor: from `start` to `stop` along one of its dimensions."""
 
     dim: int
     start: int
@@ -37,14 +37,14 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """Numbers in the form of their file. Floats have `data` of the tensor's shape and no `decode`."""
+    """Numbers in their file's format. Floats have `data` of the tensor's shape and no `decode`."""
 
     shape: tuple[int, ...]  # of the numbers
     format: str  # the file's name of it: F32, BF16, Q4_0, …
     data: torch.Tensor  # what the format says: GGUF's blocks are [rows, blocks of a row, bytes of a block]
-    decode: Callable[[torch.Tensor], torch.Tensor] | None = None  # `data` to floats, in the order in which they lie
+    decode: Callable[[torch.Tensor], torch.Tensor] | None = None  # `data` to floats, in storage order
     transposed: bool = False  # encoded data hold the numbers of the transposed tensor
-    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of formats with scales or zero points apart
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # for formats with separate scales or zero points
 
     @classmethod
     def of_floats(cls, data: torch.Tensor, part: TensorSlice | None = None) -> StoredTensor:
@@ -53,7 +53,7 @@ class StoredTensor:
         return cls(tuple(data.shape), FLOAT_FORMATS.get(str(data.dtype), str(data.dtype)), data)
 
     def floats(self) -> torch.Tensor:
-        """The numbers, in whatever floating dtype comes without loss."""
+        """The numbers, in a floating dtype that represents them exactly."""
         if self.decode is None:
             return self.data
         numbers = self.decode(self.data)

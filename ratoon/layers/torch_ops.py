@@ -1,4 +1,4 @@
-"""The arithmetic of layers in plain torch: any device, any floating dtype. It is what other Ops are tested against.
+"""The arithmetic of layers in plain torch: any device, any floating dtype. Other Ops are tested against it.
 
 Norms and rotations of 16-bit tensors are computed in float32. Nothing here knows about models, caches or steps.
 """
@@ -78,7 +78,8 @@ class TorchOps:
 
 
 def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-    """See `Ops`. All slots are multiplied and those of other rows masked: nothing waits for the device to say which."""
+    """See `Ops`. All slots are multiplied and those of other rows masked, to avoid a synchronisation with the
+    device."""
     low = functional.linear(x, a.flatten(0, 1)).view(len(x), *a.shape[:2])  # [T, S, rank]
     others = slots[:, None] != torch.arange(len(a), device=slots.device)  # [T, S]
     low = low.masked_fill_(others[:, :, None], 0).flatten(1)  # [T, S · rank]

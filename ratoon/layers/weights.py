@@ -1,9 +1,9 @@
-"""How layers get their weights: they pull them by name, with the shape they need, while they are built.
+"""How layers get their weights: by name and expected shape, while they are built.
 
-A model is built twice. The first time on the meta device, where names and shapes are compared and what will be read is
-noted: a file that does not fit is refused before memory is spent. The second time for real. Loading is strict both
-ways: what a layer asks for must be there, and what no layer asks for is an error. Where the tensors come from (files,
-random numbers) is not known here.
+A model is built twice. First on the meta device, where names and shapes are compared and the tensors to read are
+recorded: a file that does not match is refused before memory is allocated. Then with its weights. Loading is strict
+both ways: a missing tensor is an error, and so is one that no layer takes. Where the tensors come from (files, random
+numbers) is not known here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TensorSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
-        """What is stored, on the CPU, in its own format. With `part`, no more than that is read."""
+        """The stored tensor, on the CPU, in its file's format. With `part`, only that part is read."""
         ...
 
 
@@ -39,12 +39,12 @@ class TensorRequest(NamedTuple):
 
     name: str
     part: TensorSlice | None = None  # None: all of it
-    transposed: bool = False  # the layer has it the other way round than the checkpoint
-    as_stored: bool = False  # it may stay in the file's format, where Ops can use that; otherwise it becomes floats
+    transposed: bool = False  # the layer needs the transpose of the checkpoint's tensor
+    as_stored: bool = False  # keep the file's format if Ops supports it; otherwise convert to floats
 
 
 def read_tensor(source: TensorSource, ops: Ops, request: TensorRequest) -> StoredTensor:
-    """The slow part of taking a tensor: reading and, where Ops has no use for its format, decoding."""
+    """The slow part of taking a tensor: reading and, if Ops does not support its format, decoding."""
     stored = source.read(request.name, request.part)
     if request.transposed:
         stored = stored.t()
@@ -57,7 +57,7 @@ def read_tensor(source: TensorSource, ops: Ops, request: TensorRequest) -> Store
 
 
 class Weights:
-    """A view of a checkpoint below a prefix, together with where and in what form its tensors are wanted."""
+    """A view of a checkpoint below a prefix, with the device, dtype and Ops for its tensors."""
 
     def __init__(
         self,
@@ -68,8 +68,7 @@ class Weights:
         shard: Shard | None = None,
         fetch: Callable[[TensorRequest], StoredTensor] | None = None,
     ) -> None:
-        """`shard`: the rank that takes its part, if there are several. `fetch` does what `read_tensor` does, perhaps
-        ahead of time."""
+        """`shard`: this rank among several. `fetch` replaces `read_tensor`, for example to read ahead."""
         self.source = source
         self.ops = ops
         self.device = device
@@ -77,7 +76,7 @@ class Weights:
         self.shard = shard or Shard()
         self.prefix = ""
         self.adapter_targets: dict[str, AdapterTarget] = {}  # of all views, by the name of the layer
-        self.requests: list[TensorRequest] = []  # of all views: the order in which another pass will make them
+        self.requests: list[TensorRequest] = []  # of all views, in the order of the second pass
         self._fetch = fetch or partial(read_tensor, source, ops)
         self._placed: set[str] = set()  # taken or ignored, by all views
 
@@ -99,7 +98,7 @@ class Weights:
     def take_stored(
         self, name: str, *shape: int, part: TensorSlice | None = None, transposed: bool = False
     ) -> StoredTensor:
-        """The same as its file has it, where Ops has a use for that. Shape and part are those in the checkpoint."""
+        """The same in its file's format, if Ops supports it. Shape and part are those in the checkpoint."""
         return self._take(TensorRequest(self.prefix + name, part, transposed, as_stored=True), shape, self.dtype)
 
     def _take(self, request: TensorRequest, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
@@ -124,7 +123,7 @@ class Weights:
     def add_target(
         self, shape: tuple[int, int], inputs: range, outputs: Sequence[range], first_column: int
     ) -> AdapterTarget:
-        """The place for adapters beside the linear layer whose weight is below this prefix."""
+        """Register the adapters' target for the linear layer whose weight is below this prefix."""
         name = self.prefix.removesuffix(".")
         target = AdapterTarget(self.ops, name, shape, inputs, outputs, first_column)
         self.adapter_targets[name] = target

@@ -1,12 +1,12 @@
-// Attention over the paged cache, with an online softmax: causal, where a row sees what stands before it and itself, or
-// not, where it sees all keys of its request. A table of numbers by distance may be added to the scores.
+// Attention over the paged cache, with an online softmax: causal, where a row sees earlier keys and its own, or not,
+// where it sees all keys of its request. A bias by distance may be added to the scores.
 //
 // A block of the cache holds, for each KV head, the keys transposed and the values in panels:
 //     keys   [kv_heads][head_dim][block_size]              a run of 16 tokens is a ready-made tile of B for q · kᵀ
 //     values [kv_heads][head_dim / 16][block_size][16]     and so is a run of tokens here, for p · v
 //
 // A unit of work is one KV head and a part of the batch: a few tokens of one request, or the one token of each of a few
-// requests whose block tables begin alike (beams, choices, a common prompt). It has the rows of all query heads that share
+// requests whose block tables share a prefix (beams, choices, one prompt). It has the rows of all query heads that share
 // the KV head, so that keys and values are read once for them. Requests that begin alike go through what they have in
 // common together, then in smaller groups as their tables part:
 //
@@ -175,8 +175,8 @@ static void attend_stretch(const attention_call *c, scratch *s, const row_run *r
     const float *values[STRETCH / TILE], *next_values[STRETCH / TILE];
     float *p = s->p + run->first_row * STRETCH;
     int64_t num_next = 0;
-    // Runs of keys that lie before the window of every row are not touched: their blocks may belong to somebody else by
-    // now, and zero times what stands there need not be zero.
+    // Runs of keys before the window of every row are not read: their blocks may belong to another sequence by now, and
+    // zero times a NaN there is not zero.
     int64_t lowest = c->window > 0 ? run->first_position - c->window + 1 : 0;
     int64_t skipped = lowest > first_key ? (lowest - first_key) / TILE * TILE : 0;
     for (int64_t i = skipped; i < keys; i += TILE) {

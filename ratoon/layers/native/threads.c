@@ -1,7 +1,7 @@
 // The pool behind parallel_units. Units are handed out by an atomic counter, so that a core which is slowed down by
-// something else takes fewer of them. Who has nothing to do spins for a moment (the next call, or the end of the last
-// unit, usually follows within microseconds) and then sleeps: an idle engine costs nothing, and a thread that lost its
-// core to another process gets the one of whoever waits for it.
+// other load takes fewer of them. An idle thread spins for a moment (the next call, or the end of the last unit,
+// usually follows within microseconds) and then sleeps: an idle engine uses no CPU time, and a thread that lost its
+// core to another process can run on the core of one that sleeps.
 #define _POSIX_C_SOURCE 200809L  // clock_gettime
 #include "threads.h"
 
@@ -18,7 +18,7 @@
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake;              // workers: there is a call to join
-    pthread_cond_t done;              // the caller: nobody is inside any more
+    pthread_cond_t done;              // the caller: no worker is inside any more
     atomic_uint_fast64_t generation;  // counts calls; a worker that sees a new value may join
     atomic_uint_fast64_t open;        // the call that may be joined now; 0: none
     atomic_int joined;                // workers inside the open call
@@ -46,7 +46,7 @@ static int64_t nanoseconds(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-// How long somebody has spun: true until it is time to sleep.
+// Spin timer: true until it is time to sleep.
 struct spin {
     int count;
     int64_t began;
