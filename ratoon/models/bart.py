@@ -1,5 +1,5 @@
-"""BART: learned positions, layer norms behind what they norm, tied head. Other families have its tensor names and are
-made of it: mBART, Marian, Whisper."""
+"""BART: learned positions, post-norm layers, tied head. mBART, Marian and Whisper have its tensor names and are
+subclasses of it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ratoon.models.text_input import TextInput, shared_embedding
 
 Tensor = torch.Tensor
 
-UNUSED_POSITIONS = 2  # rows before the first position's: a place that padding once had
+UNUSED_POSITIONS = 2  # rows before the first position's, formerly for padding
 
 
 class BartForConditionalGeneration(EncoderDecoderLM):
-    pre_norm = False  # norms before what they norm, and a final one
-    key_bias = True  # of q, k and v, does k have one?
+    pre_norm = False  # pre-norm layers, and a final norm
+    key_bias = True  # whether k has a bias, as q and v do
 
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
         super().__init__(config, weights)

@@ -1,8 +1,7 @@
-"""What the runner knows of a model: its config, the memory its attention layers need, a forward pass and logits.
+"""The interface of a model for the runner: its config, its attention layers, a forward pass and logits.
 
-A family subclasses LanguageModel and builds four parts: `embed`, `layers`, `final_norm` and `lm_head`. What stands
-beside an encoder is in encoder_decoder.py. Where keys and values lie, and which rows are sampled, is known to the
-runner alone.
+A family subclasses LanguageModel and builds four parts: `embed`, `layers`, `final_norm` and `lm_head`. Models with an
+encoder are in encoder_decoder.py. Where keys and values are stored, and which rows are sampled, is the runner's.
 """
 
 from __future__ import annotations
@@ -23,40 +22,40 @@ Tensor = torch.Tensor
 
 
 class StreamLayer(Protocol):
-    """A layer between the embeddings and the final norm: in two halves, so that rows can be dropped between them."""
+    """A layer between the embeddings and the final norm: two halves, so that rows can be dropped between them."""
 
     def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor | None:
-        """All [T, H]. Adds `update` to the stream in place; returns what is still to be added, None if nothing is."""
+        """All [T, H]. Adds `update` to the stream in place; returns the next update, or None."""
         return self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
-        """The first half, in which rows look at each other: → [T, heads · head_dim]."""
+        """The first half, in which rows depend on each other: → [T, heads · head_dim]."""
         ...
 
     def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor | None:
-        """The second half, in which every row is on its own: → what is still to be added [T, H]."""
+        """The second half, in which rows are independent: → the next update [T, H]."""
         ...
 
 
 class StreamReader(Protocol):
-    """Looks at the residual stream while a forward pass runs, and takes rows out of it."""
+    """Copies rows of the residual stream during a forward pass."""
 
     @property
     def last_rows(self) -> list[int]:
-        """The rows whose state at the end of the stream is wanted."""
+        """The rows whose state at the end of the stream is read."""
         ...
 
     def take(self, layer: int, stream: Tensor, update: Tensor | None = None) -> None:
-        """Behind `layer` layers: `stream` [T, H] and what is still to be added to it."""
+        """After `layer` layers: `stream` [T, H] and the update yet to be added to it."""
 
     def take_end(self, stream: Tensor, normed: Tensor) -> None:
-        """The end of the stream and what the final norm made of it, of `last_rows`."""
+        """The end of the stream and the final norm's output, for `last_rows`."""
 
 
 def end_of_stream(final_norm: RMSNorm | LayerNorm | None, update: Tensor | None, stream: Tensor) -> Tensor:
-    """What the final norm makes of the stream [R, H] and of what is still to be added to it.
+    """The final norm of the stream [R, H] plus the last update.
 
-    Layers that norm the stream themselves (post_norm.py) leave nothing to add, and no norm follows them.
+    Post-norm layers (post_norm.py) leave no update, and no norm follows them.
     """
     if update is None:
         return stream
@@ -65,20 +64,20 @@ def end_of_stream(final_norm: RMSNorm | LayerNorm | None, update: Tensor | None,
 
 
 class LanguageModel:
-    """A stack of layers over tokens. Everything is decided when it is built; a forward pass only computes.
+    """A stack of layers over tokens. All choices are made when it is built.
 
-    Most are decoders. With `config.causal` False it is an encoder alone, which has states and no logits.
+    Most are decoders. With `config.causal` False it is an encoder only, which has states and no logits.
     """
 
     config: ModelConfig
     attention_layers: Sequence[AttentionLayer]
-    cross_layers: Sequence[CrossAttentionLayer] = ()  # of a decoder beside an encoder: one for each of its layers
+    cross_layers: Sequence[CrossAttentionLayer] = ()  # of a decoder with an encoder: one per layer
     encoder_attention_layers: Sequence[AttentionLayer] = ()  # of that encoder
     embed: VocabParallelEmbedding
     layers: Sequence[StreamLayer]
     final_norm: RMSNorm | LayerNorm | None
     lm_head: LMHead
-    adapter_targets: Mapping[str, AdapterTarget]  # places for adapters, by the names of the checkpoint's linear layers
+    adapter_targets: Mapping[str, AdapterTarget]  # by the names of the checkpoint's linear layers
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
@@ -99,8 +98,8 @@ class LanguageModel:
     def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext, rows: Tensor | None = None) -> Tensor:
         """[T], [T] → hidden states after the final norm: of all rows [T, H], or of these `rows` [R] → [R, H].
 
-        `stream` is the residual stream and is added to in place; `update` is what the layer before wants added. The
-        hidden state after a layer is their sum. The next norm does the addition, so that memory is read once.
+        `stream` is the residual stream and is added to in place; `update` is the output of the layer before. The hidden
+        state after a layer is their sum. The next norm does the addition, so that memory is read once.
         """
         stream = self.embed_tokens(input_ids, positions)
         update: Tensor | None = None
@@ -117,9 +116,9 @@ class LanguageModel:
         reader: StreamReader,
         num_layers: int,
     ) -> Tensor:
-        """The same, and the residual stream is shown to `reader` behind every layer. Its rows are the last of `rows`.
+        """The same, and `reader` gets the residual stream after every layer. Its rows are the last of `rows`.
 
-        With fewer `num_layers` than there are it ends behind them, and no row has a final state.
+        With `num_layers` below the model's, the pass ends after them, and no row has a final state.
         """
         stream = self.embed_tokens(input_ids, positions)
         reader.take(0, stream)
@@ -151,5 +150,5 @@ class LanguageModel:
         return self.lm_head(hidden, adapters)
 
 
-# A family is built from a config, its weights, and the number of positions that it makes tables for.
+# A family is built from a config, its weights, and the number of positions in its tables.
 ModelClass = Callable[[ModelConfig, Weights, int], LanguageModel]

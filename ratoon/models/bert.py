@@ -1,4 +1,4 @@
-"""BERT and what has its shape (MiniLM): an encoder of text alone, for vectors. Heads for other tasks are not read."""
+"""BERT and models of the same shape (MiniLM): an encoder only, for embeddings. Heads for other tasks are not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ratoon.models.text_input import TextInput
 
 Tensor = torch.Tensor
 
-# Of files saved with a head: what follows the layers.
+# In files saved with a head: the tensors after the layers.
 HEADS = (
     "cls.predictions.bias", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias",
     "cls.predictions.transform.dense.weight", "cls.predictions.transform.dense.bias",

@@ -1,6 +1,6 @@
-"""Making a model from a config and a source of tensors: once on the meta device to compare, then for real.
+"""Builds a model from a config and a source of tensors: once on the meta device to compare shapes, then with weights.
 
-Reading files is not done here, and neither is choosing a device or a dtype.
+Reading files, and choosing device and dtype, are done elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ratoon.models.dummy_source import DummySource
 from ratoon.models.registry import find_model_class
 
 META = torch.device("meta")
-TENSORS_AHEAD = 4  # read but not yet taken: what this costs in memory
+TENSORS_AHEAD = 4  # read but not yet taken, which bounds the memory
 
 
 def build_model(
@@ -36,10 +36,10 @@ def build_model(
     max_position: int | None = None,
     shard: Shard | None = None,
 ) -> LanguageModel:
-    """The model with its weights. A source that does not fit is a ModelError before any tensor of it is read.
+    """The model with its weights. A source that does not match raises ModelError before any tensor is read.
 
-    `max_position` is the longest sequence that will be run, where it is less than what the model could do. `shard`: the
-    rank that takes its part of the weights, of several.
+    `max_position` is the longest sequence that will be run, where it is less than the model's limit. `shard`: this rank
+    among several, which takes its part of the weights.
     """
     length = config.max_position if max_position is None else max_position
     model_class = find_model_class(config.architecture)
@@ -58,7 +58,7 @@ def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def declare_model(config: ModelConfig, max_position: int) -> LanguageModel:
-    """The model on the meta device, whatever file it will come from: what its layers need, before memory is spent."""
+    """The model on the meta device, for any checkpoint: what its layers need, before memory is allocated."""
     return find_model_class(config.architecture)(config, _RecordingWeights(), max_position)
 
 
@@ -66,7 +66,7 @@ class ReadAhead:
     """Reads tensors on another thread while the model is built from those before: reading waits for disks and
     dequantises, building copies and packs, and both leave the interpreter free.
 
-    Called as `read` is. It expects requests in the given order; others are answered when they are made."""
+    Called as `read` is. Expects requests in the given order; others are read on demand."""
 
     def __init__(self, read: Callable[[TensorRequest], StoredTensor], order: Iterable[TensorRequest]) -> None:
         self._read = read
@@ -90,7 +90,7 @@ class ReadAhead:
 
 
 class _RecordingWeights(Weights):
-    """Has every tensor that it is asked for, in the shape that is asked for, and notes it down."""
+    """Provides every requested tensor in the requested shape, and records it."""
 
     def __init__(self) -> None:
         super().__init__(DummySource({}), TorchOps(), META, torch.float32)

@@ -1,7 +1,7 @@
 """Renders chat templates: the small Jinja programs that model files ship to turn messages into a prompt.
 
-They run in Jinja's sandbox (template_sandbox.py). What a template does not know of tools is written into its messages
-(tool_rendering.py). Choosing the template, and the process that renders it, is the tokenizer's business.
+They run in Jinja's sandbox (template_sandbox.py). Tools that a template does not support are written into its messages
+(tool_rendering.py). The tokenizer chooses the template and the process that renders it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from ratoon.models.template_sandbox import CompiledTemplate
 
 MAX_ERROR_CHARACTERS = 500
-PROBE = "c2f6a1e8-probe"  # a text that no template has of its own
+PROBE = "c2f6a1e8-probe"  # a text that occurs in no template
 UNDEFINED = re.compile(r"'([^']*)' is undefined|has no (?:attribute|element) '?([^']*)'?")
 
 
 class TrustedTemplate(str):
-    """A template that the operator chose, by itself or with the model. Others run in a child process."""
+    """A template that the operator chose, explicitly or with the model. Others run in a child process."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
     text: str
-    notes: tuple[str, ...] = ()  # what was written in another form, because the template does not know it
+    notes: tuple[str, ...] = ()  # what was written in another form, because the template does not support it
 
 
 def render_chat_template(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -47,9 +47,9 @@ def render_chat(
     *,
     continue_final_message: bool = False,
 ) -> RenderedChat:
-    """The prompt. A template that is broken or goes over a limit is at fault itself, else the messages that feed it.
+    """The prompt. RequestError names the template if it is broken or exceeds a limit, otherwise the messages.
 
-    With `continue_final_message` the prompt ends right behind the text of the last message, which is the assistant's.
+    With `continue_final_message` the prompt ends right after the text of the last message, which is the assistant's.
     """
     compiled = _compile(template)
     checked = check_messages(messages, compiled.roles)
@@ -65,7 +65,7 @@ def render_chat(
 
 
 def _with_mark(messages: list[Message], mark: str) -> Message:
-    """The last message with a mark at its end. The blank behind it shows whether the template trims texts."""
+    """The last message with a mark at its end. The space after it shows whether the template trims texts."""
     last, name = messages[-1], f"messages[{len(messages) - 1}]"
     if last["role"] != "assistant":
         expected = "a last message of the role assistant"
@@ -76,7 +76,7 @@ def _with_mark(messages: list[Message], mark: str) -> Message:
 
 
 def _cut_behind_message(text: str, mark: str) -> str:
-    """As transformers does it: where a template trims texts, so is the one that is continued."""
+    """As in transformers: if the template trims texts, the continued one is trimmed too."""
     place = text.rfind(mark)
     if place < 0:
         problem = "the chat template does not write the last message as it is, so it can't be continued"
@@ -87,7 +87,7 @@ def _cut_behind_message(text: str, mark: str) -> str:
 def _fit_to_template(
     template: str, compiled: CompiledTemplate, messages: list[Message], variables: Mapping[str, Any]
 ) -> tuple[list[Message], tuple[str, ...]]:
-    """The messages in a form that this template writes, and what had to be written otherwise."""
+    """The messages in a form that this template supports, and notes on what was rewritten."""
     notes: list[str] = []
     if "developer" not in compiled.roles:
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
@@ -108,7 +108,7 @@ def _fit_to_template(
 
 @lru_cache(maxsize=64)
 def _writes_role(template: str, special_tokens: tuple[tuple[str, Any], ...], role: str) -> bool:
-    """Whether what a message of this role says gets into the prompt; templates drop or refuse roles they don't know."""
+    """Whether a message of this role appears in the prompt; templates drop or refuse unknown roles."""
     message, user = {"role": role, "content": PROBE}, {"role": "user", "content": "Hello"}
     chat = [message, user] if role == "system" else [user, {"role": "assistant", "content": "Hello"}, message]
     try:
@@ -135,17 +135,17 @@ def _render_checked(compiled: CompiledTemplate, messages: list[Message], variabl
         raise RequestError("chat_template", "calls itself too often") from error
     except MemoryError as error:
         raise RequestError("chat_template", "needs too much memory") from error
-    except Exception as error:  # a foreign program can raise anything, and only its request may fail
-        if any(message["content"] is None for message in messages):  # it knows tool calls, but takes text to be there
+    except Exception as error:  # a template can raise anything, and only its request may fail
+        if any(message["content"] is None for message in messages):  # it supports tool calls, but requires text
             filled = [{**message, "content": message["content"] or ""} for message in messages]
             return _render_checked(compiled, filled, variables)
-        if type(error) is TemplateError:  # by raise_exception: the words of the template's author
+        if type(error) is TemplateError:  # by raise_exception: the message is the template author's
             raise RequestError("messages", f"the chat template refuses them: {_shorten(str(error))}") from error
         raise RequestError("messages", f"the chat template fails on them{_explain(error)}") from error
 
 
 def _explain(error: Exception) -> str:
-    """Where and why, in words that do not take knowing how templates are run."""
+    """Where and why, without internals of the renderer."""
     from jinja2.exceptions import SecurityError, UndefinedError
 
     place, trace = "", error.__traceback__
@@ -177,7 +177,7 @@ def _compile(text: str) -> CompiledTemplate:
     except jinja2.TemplateSyntaxError as error:
         problem = f"is no valid template: line {error.lineno}: {_shorten(error.message or '')}"
         raise RequestError("chat_template", problem, "Jinja, as model files have it") from error
-    except (jinja2.TemplateError, SyntaxError, ValueError) as error:  # the latter two from Python, for what Jinja makes
+    except (jinja2.TemplateError, SyntaxError, ValueError) as error:  # the latter two from Python
         raise RequestError("chat_template", "is no valid template", "Jinja, as model files have it") from error
     except (RecursionError, MemoryError) as error:
         raise RequestError("chat_template", "is nested too deep") from error

@@ -1,4 +1,4 @@
-"""Reads typed fields of a Hugging Face config, the dict of a config.json. What they mean is the parsers' business."""
+"""Reads typed fields of a Hugging Face config, the dict of a config.json. The parsers interpret them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from ratoon.core.errors import ModelError
 from ratoon.models.damage import show
 
-LARGEST = 2**31 - 1  # of whole numbers that a config may have: what counts tokens and positions has 32 bits
+LARGEST = 2**31 - 1  # of integers in a config: token and position counts have 32 bits
 LARGEST_NUMBER = 1e30  # of others; infinity is none
 MAX_TEXT = 200
-MOST_LAYERS = 4096  # each costs time before anything is known of the weights
+MOST_LAYERS = 4096  # each costs time before the weights are checked
 DTYPES = ("float32", "float16", "bfloat16")
 
 Value = TypeVar("Value")
@@ -98,7 +98,7 @@ class ConfigFields:
         return ModelError(self.source, f"config field {self.prefix}{name} {problem}", f"expected {expected}")
 
     def divisible(self, name: str, value: int, divisor_name: str, divisor: int) -> int:
-        """`value` over `divisor`, without a rest."""
+        """`value` / `divisor`, which must divide it."""
         if value % divisor:
             raise self.wrong(name, f"is {value}", f"a multiple of {divisor_name} ({divisor})")
         return value // divisor

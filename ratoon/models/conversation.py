@@ -1,7 +1,7 @@
 """Messages as chat templates expect them: checked, with known roles, text as content, and tool calls as objects.
 
-OpenAI's protocol writes some of this otherwise (`content: null`, arguments as JSON text, the role "developer"). HTTP
-and Python share this code. Rendering is chat_template.py's.
+OpenAI's protocol differs in places (`content: null`, arguments as JSON text, the role "developer"). HTTP and Python
+share this code. Rendering is in chat_template.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 def check_messages(messages: Sequence[Mapping[str, Any]], further_roles: Collection[str] = ()) -> list[Message]:
     """The messages as new, plain dicts; a RequestError names the first that is wrong. `further_roles` are those that
-    the template names beside the usual ones."""
+    the template names in addition to the usual ones."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages", f"{type(messages).__name__} is not a list", MESSAGE_FORM)
     if not messages:
@@ -44,7 +44,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _check_message(name: str, message: Mapping[str, Any], further_roles: Collection[str]) -> Message:
-    if not isinstance(message, (dict, Mapping)):  # dict first: to ask for any Mapping is slow
+    if not isinstance(message, (dict, Mapping)):  # dict first: the check for Mapping is slow
         raise RequestError(name, f"is of type {type(message).__name__}", MESSAGE_FORM)
     role = message.get("role")
     if not isinstance(role, str) or not role:

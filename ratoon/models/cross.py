@@ -1,7 +1,7 @@
-"""A decoder's look at its encoder: cross-attention, and the pre-norm layer that has it between its two halves.
+"""Cross-attention of a decoder, and the pre-norm layer that has it between its two halves.
 
-As in decoder.py, blocks are put together from parts that the family has built. Where the encoder's keys and values lie
-is the step's business.
+As in decoder.py, blocks are assembled from parts that the family has built. The step stores the encoder's keys and
+values.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True, eq=False)
 class CrossAttention:
-    """Queries of decoder rows on keys and values of encoder states, which are made once for each encoder input.
+    """Queries of decoder rows over keys and values of encoder states, which are computed once per encoder input.
 
-    `output`, the product that follows, is called by the layer: rows that are not needed any more are dropped before it.
+    `output`, the product that follows, is called by the layer: rows that are no longer needed are dropped before it.
     """
 
     layer: CrossAttentionLayer
@@ -38,7 +38,7 @@ class CrossAttention:
         return self.layer(q.view(-1, self.layer.num_heads, self.layer.head_dim), step)  # [T, heads · head_dim]
 
     def store(self, states: Tensor, step: StepContext) -> None:
-        """[E, H], the encoder's states: their keys and values are kept for the decoder's steps."""
+        """[E, H], the encoder's states: store their keys and values for the decoder's steps."""
         heads = self.layer.num_heads
         both = self.key_value(states, step.adapters)  # [E, 2 · heads · head_dim]
         k, v = both.view(-1, 2 * heads, self.layer.head_dim).split_with_sizes([heads, heads], 1)
@@ -47,7 +47,7 @@ class CrossAttention:
 
 @dataclass(slots=True, eq=False)
 class PreNormCrossLayer(StreamLayer):
-    """Self-attention, cross-attention and feed-forward, each behind a norm and each adding to the residual stream."""
+    """Self-attention, cross-attention and feed-forward, each after a norm, each added to the residual stream."""
 
     attention_norm: RMSNorm | LayerNorm
     attention: SelfAttention
@@ -57,12 +57,12 @@ class PreNormCrossLayer(StreamLayer):
     mlp: FeedForward
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
-        """All in which a row looks at others: → what cross-attention found [T, heads · head_dim]."""
+        """The part in which rows depend on others: → cross-attention's output [T, heads · head_dim]."""
         x = self.attention_norm(stream) if update is None else self.attention_norm(update, stream)
         attended = self.attention(x, positions, step)
         attended = self.attention.output(attended, step.adapters)
         return self.cross(self.cross_norm(attended, stream), step)
 
     def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor:
-        """The rest, in which every row is on its own: → [T, H]."""
+        """The rest, in which rows are independent: → [T, H]."""
         return self.mlp(self.mlp_norm(self.cross.output(attended, adapters), stream), adapters)

@@ -1,7 +1,7 @@
-"""Damaged model files: whatever they make the code that reads them do becomes a ModelError, in words of one line.
+"""Damaged model files: any exception while reading them becomes a ModelError with a message of one line.
 
-What is known to go wrong is checked where it is read, in terms of the file. This is for the rest, and for the library
-of tokenizers, which panics on some files: its panics are no Exceptions, and write to standard error by themselves.
+Known defects are checked where the file is read. This is for the rest, and for the tokenizers library, which panics on
+some files: a panic is not an Exception, and writes to standard error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from ratoon.core.errors import ModelError, RatoonError
 
-MAX_SHOWN = 80  # characters of a value, or of another library's words
+MAX_SHOWN = 80  # characters of a value, or of another library's message
 PANIC = "PanicException"  # of pyo3, which has no module to import it from
 FETCH_AGAIN = "fetch the file again"
 
@@ -25,7 +25,7 @@ _repr.maxlevel = 3
 
 
 def show(value: object) -> str:
-    """A value of a file as messages have it: never more than a line."""
+    """A value of a file for messages: at most one line."""
     return shorten(_repr.repr(value))
 
 
@@ -40,7 +40,7 @@ def is_panic(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reading(source: str, expected: str = FETCH_AGAIN) -> Iterator[None]:
-    """A ModelError about `source` for anything that goes wrong in the block."""
+    """Raise ModelError about `source` for any exception in the block."""
     try:
         yield
     except RatoonError:
@@ -53,20 +53,20 @@ def reading(source: str, expected: str = FETCH_AGAIN) -> Iterator[None]:
         raise ModelError(source, f"can't be read: {error.strerror or shorten(str(error))}", expected) from error
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
-            raise  # Ctrl-C, and its like
+            raise  # KeyboardInterrupt, SystemExit
         raise ModelError(source, f"is damaged: {shorten(str(error) or type(error).__name__)}", expected) from error
 
 
 @contextlib.contextmanager
 def without_panic_messages() -> Iterator[None]:
-    """What a panic writes to standard error is dropped: its error says the same. All else is written afterwards."""
+    """Drop what a panic writes to standard error, which its exception repeats. Other output is written afterwards."""
     with contextlib.ExitStack() as stack:
         try:
             kept = os.dup(2)
             stack.callback(os.close, kept)
             written = stack.enter_context(tempfile.TemporaryFile())
             os.dup2(written.fileno(), 2)
-        except OSError:  # there is no standard error, or no place for a file
+        except OSError:  # no standard error, or no space for a file
             yield
             return
         panicked = False

@@ -1,6 +1,6 @@
 """The blocks that families share: self-attention and the pre-norm layer, of decoders and of encoders alike.
 
-They are put together from parts that the family has built, so they know no tensor names and take no weights themselves.
+They are assembled from parts that the family has built, so they use neither tensor names nor weights directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 class SelfAttention:
     """Query, key and value; the norms of their heads and the rotation, where a family has them; attention.
 
-    `output`, the product that follows, is called by the layer: rows that are not needed any more are dropped before it.
+    `output`, the product that follows, is called by the layer: rows that are no longer needed are dropped before it.
     """
 
     layer: AttentionLayer
@@ -48,7 +48,7 @@ class SelfAttention:
 
 @dataclass(slots=True, eq=False)
 class PreNormLayer(StreamLayer):
-    """Attention and feed-forward, each behind a norm and each adding to the residual stream."""
+    """Attention and feed-forward, each after a norm, each added to the residual stream."""
 
     attention_norm: RMSNorm | LayerNorm
     attention: SelfAttention
@@ -56,10 +56,10 @@ class PreNormLayer(StreamLayer):
     mlp: FeedForward
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
-        """The first half, in which rows look at each other: → [T, heads · head_dim]."""
+        """The first half, in which rows depend on each other: → [T, heads · head_dim]."""
         x = self.attention_norm(stream) if update is None else self.attention_norm(update, stream)
         return self.attention(x, positions, step)
 
     def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor:
-        """The second half, in which every row is on its own: → [T, H]."""
+        """The second half, in which rows are independent: → [T, H]."""
         return self.mlp(self.mlp_norm(self.attention.output(attended, adapters), stream), adapters)

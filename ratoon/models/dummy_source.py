@@ -1,4 +1,4 @@
-"""Random weights of given shapes, as a TensorSource: for tests, benchmarks and sizing, where no file is wanted.
+"""Random weights of given shapes, as a TensorSource: for tests, benchmarks and sizing without files.
 
 A tensor depends only on the seed, its name and its shape, so that two runs, and two ranks, have the same model.
 """

@@ -1,7 +1,7 @@
-"""What the runner knows of an encoder-decoder model: the decoder is a LanguageModel with cross-attention in its layers,
-and an encoder stands beside it, whose states become keys and values of that attention at once.
+"""The interface of an encoder-decoder model for the runner: the decoder is a LanguageModel with cross-attention in its
+layers, and keys and values of that attention are computed from the encoder's states once.
 
-Where those are kept, and which encoder inputs run together, is the runner's business.
+Where those are stored, and which encoder inputs run together, is the runner's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class EncoderBatch:
-    """Inputs of several requests, one behind the other, nothing padded: tokens, or features of audio."""
+    """Inputs of several requests, concatenated without padding: tokens, or features of audio."""
 
     positions: Tensor  # [E] of each state within its own input
     input_ids: Tensor | None = None  # [E]
@@ -32,7 +32,7 @@ class EncoderBatch:
 
 
 class Encoder:
-    """Layers in which every row of an input sees all others of it, between what embeds the input and the last norm."""
+    """Embedding, layers with bidirectional attention within each input, and a final norm."""
 
     def __init__(
         self,

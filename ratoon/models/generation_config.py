@@ -1,7 +1,7 @@
-"""What a model's files preset for generation: generation_config.json, or, without one, the same keys of config.json.
+"""Generation defaults of a model's files: generation_config.json, or, without one, the same keys of config.json.
 
-Pure: the keys that are obeyed become plain defaults, and those that would change answers in transformers but have no
-effect here are listed by name. engine/default_params.py and engine/own_rules.py say what becomes of the defaults.
+Pure: supported keys become defaults, and keys that would change answers in transformers but have no effect here are
+listed by name. engine/default_params.py and engine/own_rules.py apply the defaults.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_
 SAMPLING_NAMES = {"max_new_tokens": "max_tokens"}  # where SamplingParams has another name
 COUNTS = ("max_length", "min_length", "min_new_tokens", "num_beams")
 NGRAM_SIZES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
-# Where config.json stands alone and is silent, transformers has these for it.
+# transformers' defaults, if there is only a config.json without the key.
 FORCED_EOS_OF_FAMILIES = {
     "BartForConditionalGeneration": 2,
     "MBartForConditionalGeneration": 2,
@@ -35,7 +35,7 @@ class GenerationDefaults(NamedTuple):
 
 
 def generation_fields(raw_generation: Raw, raw_config: Raw, config: ModelConfig) -> dict[str, Any]:
-    """The keys that count: those of generation_config.json alone where there is one."""
+    """The keys that apply: only those of generation_config.json, if there is one."""
     if raw_generation:
         return dict(raw_generation)
     known = {*NUMBERS, *COUNTS, *NGRAM_SIZES, *WITHOUT_EFFECT, "do_sample", "early_stopping", "forced_eos_token_id"}
@@ -63,12 +63,12 @@ def read_generation_defaults(raw: Raw, config: ModelConfig, source: str) -> Gene
         values["encoder_no_repeat_ngram_size"] = None
     forced_eos = [token for token in fields.token_ids("forced_eos_token_id") if token < config.vocab_size]
     values["forced_eos_token_id"] = forced_eos[:MAX_FORCED_TOKENS] or None
-    # The file's temperature is for those who turn sampling on, which transformers does not do by itself. A model with
-    # an encoder translates, sums up or hears, and wants the likeliest text. Of others, a silent file says nothing.
+    # The file's temperature applies once sampling is on, which is not transformers' default. A model with an encoder
+    # (translation, summaries, speech) is greedy by default; for others a file without do_sample decides nothing.
     if raw.get("do_sample") is False or (config.encoder is not None and not _samples(raw)):
         values["temperature"] = 0.0
     if _samples(raw):
-        values["num_beams"] = None  # it would be a search that draws
+        values["num_beams"] = None  # beam search with sampling is not supported
     values["eos_token_ids"] = fields.token_ids("eos_token_id") or None
     return GenerationDefaults({name: value for name, value in values.items() if value is not None}, tuple(ignored))
 
@@ -80,7 +80,7 @@ def _number(fields: ConfigFields, name: str) -> int | float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST_NUMBER:
         raise fields.wrong(name, f"is {show(value)}", "a number")
     parameter = SAMPLING_NAMES.get(name, name)
-    if parameter in SamplingParams.__struct_fields__:  # else a request that leaves it open would be refused for it
+    if parameter in SamplingParams.__struct_fields__:  # otherwise requests with the default would be refused
         given: dict[str, Any] = {parameter: value}
         try:
             SamplingParams(**given).verify()
@@ -104,8 +104,8 @@ def _early_stopping(fields: ConfigFields) -> Any:
 
 
 def _long_bad_words(fields: ConfigFields, config: ModelConfig) -> list[list[int]]:
-    """Those of several tokens; the others are suppressed tokens. Lists are copied from model to model, and may name
-    tokens that this one has not."""
+    """Those of several tokens; the others are suppressed tokens. Lists may name tokens outside the vocabulary, which
+    are ignored."""
     words = bad_words(fields)
     return [word for word in words if len(word) > 1 and max(word) < config.vocab_size]
 
@@ -175,7 +175,7 @@ WITHOUT_EFFECT: dict[str, Callable[[Raw, ModelConfig], bool]] = {
     "token_healing": _always,
     "stop_strings": _always,
     "max_time": _always,
-    # Of a model that hears, the language and the task are the request's.
+    # For speech models, language and task are the request's.
     "forced_decoder_ids": lambda raw, config: not _reads_audio(config),
     "forced_bos_token_id": lambda raw, config: config.encoder is None,
 }

@@ -1,7 +1,7 @@
 """Reads GGUF files: the header (metadata and the list of tensors) and the blocks of one tensor at a time.
 
-Knows nothing of models. The `gguf` package reads the same files, but spends seconds on building an object for every
-word of the vocabulary; here the header of a 50,000-word model takes some 50 ms. gguf_quants.py makes numbers of blocks.
+Independent of models. The `gguf` package reads the same files, but spends seconds on building an object for every
+word of the vocabulary; here the header of a 50,000-word model takes some 50 ms. gguf_quants.py decodes blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4  # of a tensor, by the format
 MAX_NESTING = 2  # of arrays in metadata; files in use have none
 
-# Metadata value types. The scalars by their struct format; strings and arrays have code of their own.
+# Metadata value types. The scalars by their struct format; strings and arrays are handled separately.
 SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING_TYPE = 8
 ARRAY_TYPE = 9
@@ -125,7 +125,7 @@ class GGUFFile:
 
 
 class _Cursor:
-    """Reads values one after the other; running off the end is a ModelError that says so."""
+    """Reads values one after the other; reading past the end raises ModelError."""
 
     def __init__(self, data: mmap.mmap, source: str) -> None:
         self.data = data
@@ -199,7 +199,7 @@ class _Cursor:
 def _map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            # A private mapping: torch warns of read-only memory, and no write of ours could reach the file.
+            # A private mapping: torch warns about read-only memory, and writes do not reach the file.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except ValueError as error:  # mmap refuses an empty file
         raise ModelError(str(path), "is empty", "fetch the file again") from error

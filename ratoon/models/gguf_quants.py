@@ -1,7 +1,7 @@
-"""Makes floats of GGUF's quantised blocks. Knows bytes only, no files and no models.
+"""Decodes GGUF's quantised blocks to floats. Works on bytes, independent of files and models.
 
-A tensor is a row of equal blocks: a few scales, and then small whole numbers, packed. The types that files mostly
-consist of are done here, on whole tensors with torch; the others by the `gguf` package, which takes four times as long.
+A tensor is a sequence of equal blocks: a few scales, then small packed integers. Common types are decoded here, on
+whole tensors with torch; the others by the `gguf` package, which takes four times as long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BlockLayout(NamedTuple):
     num_bytes: int
 
 
-# Known here, so that opening a usual file does not import `gguf`.
+# Listed here, so that opening a usual file does not import `gguf`.
 COMMON_LAYOUTS = {
     F32: BlockLayout("F32", 1, 4), F16: BlockLayout("F16", 1, 2), BF16: BlockLayout("BF16", 1, 2),
     Q4_0: BlockLayout("Q4_0", 32, 18), Q4_1: BlockLayout("Q4_1", 32, 20), Q8_0: BlockLayout("Q8_0", 32, 34),
@@ -46,7 +46,7 @@ def block_layout(type_id: int, source: str, tensor: str) -> BlockLayout:
 
 
 def plain_dtype(type_id: int) -> torch.dtype | None:
-    """Of a type that holds floats as torch does."""
+    """The dtype of a type that stores plain floats."""
     import torch
 
     return {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}.get(type_id)
@@ -81,7 +81,7 @@ def _dequantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
     """Eight sub-blocks of 32 numbers; each has a scale and a minimum of 6 bits, packed into 12 bytes for all eight."""
     import torch
 
-    whole = _half_floats(blocks[:, :4])  # [blocks, 2]: what the small scales and minima are multiplied by
+    whole = _half_floats(blocks[:, :4])  # [blocks, 2]: factors of the small scales and minima
     first, second, high = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
     scales = torch.cat((first & 63, (high & 15) | (first >> 6 << 4)), 1) * whole[:, 0:1]  # [blocks, 8]
     minima = torch.cat((second & 63, (high >> 4) | (second >> 6 << 4)), 1) * whole[:, 1:2]

@@ -66,7 +66,7 @@ LLAMA3_ORIGINAL_LENGTHS = (8192, 4096, 2048, 16384, 32768)
 
 
 class GGUFSource:
-    """Implements TensorSource, and says what the model is (`raw_config`)."""
+    """Implements TensorSource, and has the model's config (`raw_config`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,7 +101,7 @@ class GGUFSource:
         return replace(stored, data=_restore_rotary_halves(stored.data, head_dim))
 
     def _hugging_face_name(self, gguf_name: str) -> str:
-        """A tensor that we can't place keeps its name, so that strict loading can report it."""
+        """An unknown tensor keeps its name, so that strict loading can report it."""
         names = GPT2_NAMES if self.architecture == "gpt2" else LLAMA_NAMES
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
         if match is None or match[2] not in names or ("{}" in names[match[2]]) != (match[1] is not None):
@@ -126,7 +126,7 @@ class GGUFSource:
         return 0
 
     def _get(self, key: str) -> Any:
-        """A value of this architecture. Some files have a list with one entry a layer; only equal entries are known."""
+        """A value of this architecture. Some files have a list with one entry per layer; all must be equal."""
         value = self.metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, list):
             if not value or any(entry != value[0] for entry in value):
@@ -264,12 +264,12 @@ class GGUFSource:
         return list(dict.fromkeys(token for token in found if token is not None))
 
     def _dtype(self, embedding_type: int) -> str:
-        """What the numbers had before; quantised tensors are dequantised to float32."""
+        """The dtype of the original checkpoint; quantised tensors are dequantised to float32."""
         return {F16: "float16", BF16: "bfloat16"}.get(embedding_type, "float32")
 
 
 def llama3_frequency_factors(theta: float, rotary_dim: int, factor: float, original_length: int) -> list[float]:
-    """By what each rotary frequency is divided: 1 for the fast ones, `factor` for the slow ones, a blend between."""
+    """The divisor of each rotary frequency: 1 for the fast ones, `factor` for the slow ones, a blend between."""
     low, high = LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR
     factors = []
     for index in range(rotary_dim // 2):

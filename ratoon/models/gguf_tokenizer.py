@@ -1,7 +1,7 @@
 """Builds a tokenizer from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece-style BPE ("llama").
 
-GGUF keeps the vocabulary but only the name of the splitting rules before it; the rules themselves are written here, as
-the models' own tokenizer.json files have them.
+GGUF has the vocabulary but only the name of the pre-tokenizer; the rules themselves are defined here, as in the models'
+tokenizer.json files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-# Values of tokenizer.ggml.token_type that mean something to us; 1 is a normal token, 5 an unused one.
+# The values of tokenizer.ggml.token_type that are used; 1 is a normal token, 5 an unused one.
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 
 CONVERT_AGAIN = "convert the model again"
@@ -28,7 +28,7 @@ MAX_TOKEN_CHARACTERS = 65536
 SPACE_MARK = "▁"  # SentencePiece's visible space
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# The splitting of Llama 3 and Qwen2, which differ in how many digits stay together.
+# The pre-tokenizer of Llama 3 and Qwen2, which differ in how many digits stay together.
 SPLIT_PATTERN = (
     CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -63,7 +63,7 @@ def load_tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokeni
         raise
     except (
         BaseException
-    ) as error:  # the library raises bare Exception, for a merge of unknown tokens for one, or panics
+    ) as error:  # the library raises bare Exception (such as for a merge of unknown tokens), or panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ModelError(source, f"its tokenizer is damaged: {shorten(str(error))}", CONVERT_AGAIN) from error
@@ -108,7 +108,7 @@ def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str], types: lis
         raise ModelError(source, "has no tokenizer.ggml.merges", CONVERT_AGAIN)
     merges = [_split_merge(merge, source) for merge in _listed(metadata, "merges", str, source)]
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    # Llama 3 takes a word that is in the vocabulary whole, even where the merges would not lead to it.
+    # Llama 3 uses a word of the vocabulary whole, even if the merges would not produce it.
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting in _LLAMA3_NAMES))
     backend.pre_tokenizer = _PRE_TOKENIZERS[splitting](bool(metadata.get("tokenizer.ggml.add_space_prefix", False)))
     backend.decoder = decoders.ByteLevel()
@@ -197,7 +197,7 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Se
     ranked: list[tuple[float, int, int, int, int, str, str]] = []
     lengths = sorted({len(token) for token in plain})
     for whole, id in plain.items():
-        for cut in lengths:  # of left parts that exist: a token of damaged files may be long
+        for cut in lengths:  # of existing left parts: tokens of damaged files may be long
             if cut >= len(whole):
                 break
             left_id, right_id = plain.get(whole[:cut]), plain.get(whole[cut:])
@@ -209,7 +209,7 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Se
 
 
 def _add_tokens(backend: Backend, tokens: list[str], types: list[int]) -> None:
-    """Both kinds are found in a text before all else; control tokens are also left out of decoded text."""
+    """Both kinds are matched before pre-tokenization; control tokens are also skipped in decoded text."""
     from tokenizers import AddedToken
 
     control = [token for token, type in zip(tokens, types) if type in (CONTROL, UNKNOWN) and token]

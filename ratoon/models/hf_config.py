@@ -52,7 +52,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
 
 
 def _check_sizes(config: ModelConfig, source: str) -> None:
-    """What no model has would only be noticed when memory is taken for it."""
+    """Implausible sizes would otherwise fail only when memory is allocated."""
     for part in (config, config.encoder, config.relative_positions):
         for name, most in MOST.items():
             value = getattr(part, name, None)
@@ -174,7 +174,7 @@ def _head_dim(fields: ConfigFields, architecture: str, hidden_size: int, num_hea
 
 
 def _num_kv_heads(fields: ConfigFields, architecture: str, num_heads: int) -> int:
-    """Written as null, it means as many as query heads; left out, each family has its own default."""
+    """null means as many as query heads; if absent, the family's default applies."""
     defaults = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
     left_out = "num_key_value_heads" not in fields.raw
     count = fields.count("num_key_value_heads", defaults.get(architecture, num_heads) if left_out else num_heads)
@@ -185,7 +185,7 @@ def _num_kv_heads(fields: ConfigFields, architecture: str, num_heads: int) -> in
 def _sliding_window(
     fields: ConfigFields, architecture: str, num_layers: int
 ) -> tuple[int | None, tuple[bool, ...] | None]:  # fmt: skip
-    """The window, and which layers have it where not all have."""
+    """The window, and which layers have it, if not all."""
     if architecture == "LlamaForCausalLM":
         return None, None
     window = fields.optional_count("sliding_window") if "sliding_window" in fields.raw else 4096
@@ -221,9 +221,8 @@ def _rope_theta(fields: ConfigFields, rope: ConfigFields) -> float:
 
 
 def _rotary_dim(fields: ConfigFields, rope: ConfigFields) -> int | None:
-    """These families turn whole heads. In transformers `partial_rotary_factor` then changes nothing without a rope
-    scaling, and does not run with one. A GGUF file means what llama.cpp does: it turns the first `rotary_dim` numbers
-    of a head."""
+    """These families rotate whole heads. In transformers `partial_rotary_factor` then has no effect without rope
+    scaling, and fails with it. For GGUF files, as in llama.cpp, the first `rotary_dim` values of a head are rotated."""
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if share != 1.0 and _rope_kind(rope) != "default":
         raise rope.wrong(
@@ -246,7 +245,7 @@ def _rope_scaling(
         return RopeScaling()
     if kind == "linear":
         return RopeScaling(kind=kind, factor=rope.number("factor"))
-    if kind == "dynamic":  # transformers starts stretching at the model's own length, whatever else is written
+    if kind == "dynamic":  # transformers always starts stretching at the model's own length
         return RopeScaling(kind=kind, factor=rope.number("factor"), original_max_position=max_position)
     original = original_outside or rope.count("original_max_position_embeddings", max_position)
     if kind == "llama3":

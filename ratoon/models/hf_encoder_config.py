@@ -1,7 +1,7 @@
 """Turns Hugging Face configs of models with an encoder into a ModelConfig: BART and its relatives, T5, Whisper, BERT.
 
-Pure, like hf_config.py, which calls this. What such models are told about decoding (the first token, tokens that never
-come) stands in config.json or in generation_config.json: where there is the second, it counts alone.
+Pure, like hf_config.py, which calls this. Their decoding fields (first token, suppressed tokens) are in config.json or
+in generation_config.json; if the latter exists, only it applies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL_TYPES = {
     "whisper": "WhisperForConditionalGeneration",
     "bert": "BertModel",
 }
-# The same tensors, saved from another class.
+# Other class names for the same tensors.
 ALIASES = {
     "BartModel": "BartForConditionalGeneration",
     "T5WithLMHeadModel": "T5ForConditionalGeneration",
@@ -32,7 +32,7 @@ ALIASES = {
 }
 ACTIVATION_NAMES = {"swish": "silu"}  # older name → ours
 LAYER_NORM_EPS = 1e-5  # where a family has no field for it
-T5_POSITIONS = 4096  # T5 has no limit of its own; this is how far our tables of distances reach, at least
+T5_POSITIONS = 4096  # T5 has no limit; the least reach of its distance tables
 
 
 def _parse_bart_like(fields: ConfigFields, architecture: str) -> ModelConfig:
@@ -58,7 +58,7 @@ def _parse_whisper(fields: ConfigFields, architecture: str) -> ModelConfig:
 def _encoder_decoder(
     fields: ConfigFields, architecture: str, encoder_positions: int, decoder_positions: int
 ) -> ModelConfig:
-    """What BART's relatives and Whisper call alike."""
+    """Fields that BART's relatives and Whisper share."""
     hidden_size = fields.count("d_model")
     decoder_heads, encoder_heads = fields.count("decoder_attention_heads"), fields.count("encoder_attention_heads")
     encoder = EncoderConfig(
@@ -120,10 +120,10 @@ def _parse_t5(fields: ConfigFields, architecture: str) -> ModelConfig:
         max_position=positions,
         position_kind=PositionKind.RELATIVE,
         norm_eps=fields.number("layer_norm_epsilon", 1e-6),
-        # Of the two kinds of gelu, a gate of T5 has the one with tanh, whatever is written.
+        # T5's gated-gelu is always the tanh form.
         activation="gelu_new" if feed_forward == "gated-gelu" else ACTIVATION_NAMES.get(activation, activation),
         gated_mlp=feed_forward.startswith("gated-"),
-        # T5's configs use this field to say that states are scaled before the head, which only the tied one needs.
+        # In T5's configs this field means that states are scaled before the head, as only a tied head needs.
         tie_word_embeddings=fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True)),
         checkpoint_dtype=fields.dtype(),
         eos_token_ids=fields.token_ids("eos_token_id"),
@@ -179,8 +179,8 @@ def _activation(fields: ConfigFields, name: str) -> str:
 
 
 def with_generation_config(config: ModelConfig, raw: Mapping[str, Any], source: str, alone: bool) -> ModelConfig:
-    """A model's config, with what its generation fields say about decoding. `alone`: they are a file of their own, and
-    not the same keys of config.json, which an encoder-decoder model's config has already."""
+    """A model's config, with the decoding fields of its generation config. `alone`: they come from
+    generation_config.json, not from the keys of config.json, which an encoder-decoder model's config already has."""
     fields = ConfigFields(raw, source)
     if config.encoder is None:
         return _with_suppressed_tokens(config, fields)
@@ -207,11 +207,11 @@ def _with_suppressed_tokens(config: ModelConfig, fields: ConfigFields) -> ModelC
 
 
 def _bad_words(fields: ConfigFields, eos_token_ids: tuple[int, ...]) -> list[int]:
-    """Those of one token: so Marian says that padding is never generated. Longer ones are rules over texts."""
+    """Those of one token: Marian's way to suppress padding. Longer ones are rules over texts."""
     single = [word[0] for word in bad_words(fields) if len(word) == 1]
     return [token for token in single if token not in eos_token_ids]
 
 
 def _known(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Lists are copied from model to model, and may name tokens that this one has not."""
+    """Lists may name tokens outside the vocabulary, which are ignored."""
     return tuple(token for token in token_ids if token < vocab_size)

@@ -1,5 +1,5 @@
 """Models of the Hugging Face hub: fetched into its cache by `huggingface_hub`, which heeds HF_HOME, HF_TOKEN,
-HF_ENDPOINT and HF_HUB_OFFLINE. Only what an engine reads is fetched. Errors are said in our words."""
+HF_ENDPOINT and HF_HUB_OFFLINE. Only the files that an engine reads are fetched. Errors become ModelErrors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ HUB_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja",
     "additional_chat_templates/*.jinja", "1_Pooling/config.json",
 )  # fmt: skip
-HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # the same weights once more
+HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # duplicates of the weights
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-WATCH_INTERVAL = 0.2  # seconds between looks at how much is there
+WATCH_INTERVAL = 0.2  # seconds between polls
 
-Watch = Callable[[int], None]  # called with the bytes that are there
+Watch = Callable[[int], None]  # called with the bytes fetched so far
 
 
 def download(hub_id: str, expected: str) -> Path:
-    """The model's folder in the hub's cache, fetched if it is not there. `expected` ends the error of an unknown id."""
+    """The model's folder in the hub's cache, fetched if missing. `expected` ends the error of an unknown id."""
     from huggingface_hub import snapshot_download
 
     with hub_errors(hub_id, expected):
@@ -37,7 +37,7 @@ def download(hub_id: str, expected: str) -> Path:
 
 
 def file_sizes(hub_id: str, expected: str) -> dict[str, int]:
-    """The files that `download` would have in the cache, and their bytes. ModelError also for one without a config."""
+    """The files that `download` fetches, and their sizes. Raises ModelError for a repository without a config too."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import filter_repo_objects
 
@@ -53,7 +53,7 @@ def file_sizes(hub_id: str, expected: str) -> dict[str, int]:
 
 
 def fetch_config(hub_id: str, expected: str) -> Path:
-    """Where its config.json is now: a small file that says whether the large ones are worth fetching."""
+    """Fetch config.json only, to check that the model is supported before large files are fetched."""
     from huggingface_hub import hf_hub_download
 
     with hub_errors(hub_id, expected):
@@ -68,18 +68,18 @@ def cache_folder(hub_id: str) -> Path:
 
 
 def num_bytes_cached(hub_id: str) -> int:
-    """What is there of it, files that are still being fetched among it."""
+    """Bytes in the cache, including partially fetched files."""
     total = 0
     for file in (cache_folder(hub_id) / "blobs").glob("*"):
         try:
             total += file.stat().st_size
-        except OSError:  # it was renamed, as happens when it is complete
+        except OSError:  # renamed on completion
             continue
     return total
 
 
 def verify_space(hub_id: str, num_bytes: int) -> None:
-    """ModelError if so many bytes more would not fit where the cache is."""
+    """Raise ModelError if `num_bytes` more do not fit on the cache's disk."""
     folder = cache_folder(hub_id)
     while not folder.exists():
         folder = folder.parent
@@ -91,8 +91,8 @@ def verify_space(hub_id: str, num_bytes: int) -> None:
 
 @contextmanager
 def watched(hub_id: str, watch: Watch) -> Iterator[None]:
-    """Inside the block, `watch` is told again and again how much of the model is there. The hub's own bars are off:
-    each of its versions has others."""
+    """Inside the block, `watch` is called periodically with the bytes fetched so far. The hub's own progress bars are
+    off, since they differ between its versions."""
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     done = threading.Event()
@@ -115,7 +115,7 @@ def watched(hub_id: str, watch: Watch) -> Iterator[None]:
 
 @contextmanager
 def hub_errors(hub_id: str, expected: str) -> Iterator[None]:
-    """What the hub's library raises inside, as a ModelError."""
+    """Convert the hub library's exceptions to ModelError."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -137,7 +137,7 @@ def hub_errors(hub_id: str, expected: str) -> Iterator[None]:
             "is neither a path here nor in the hub's cache, and the hub can't be reached (or HF_HUB_OFFLINE is set)"
         )
         raise ModelError(hub_id, problem, expected) from error
-    except Exception as error:  # connection errors have the classes of whatever HTTP library the hub uses this year
+    except Exception as error:  # the class of connection errors depends on the hub's HTTP library
         if _is_full_disk(error):
             problem = f"can't be kept: no space is left at {cache_folder(hub_id)}"
             raise ModelError(hub_id, problem, "make room, or set HF_HOME to a folder on another disk") from error

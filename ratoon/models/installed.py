@@ -15,21 +15,21 @@ from ratoon.models.tokenizer import read_json
 
 FOLDERS_VARIABLE = "RATOON_MODELS"
 MAX_DEPTH = 3  # of folders below one that is named
-MAX_FOLDERS = 2000  # that are looked into: a home directory has many
+MAX_FOLDERS = 2000  # that are searched: a home directory has many
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledModel:
-    name: str  # what commands take as MODEL
+    name: str  # the MODEL argument of commands
     kind: str  # embedded, hub, folder or gguf
     path: str
     size: int  # bytes on the disk
-    architecture: str | None  # None: it is not known without opening the file, or not supported
-    note: str = ""  # why it can't be used, if it can't
+    architecture: str | None  # None: unknown without opening the file, or not supported
+    note: str = ""  # why it can't be used, if so
 
 
 def installed_models(folders: Sequence[Path]) -> list[InstalledModel]:
-    """All that are found, by kind and name. ConfigError: a folder is not there."""
+    """All models found, by kind and name. Raises ConfigError for a missing folder."""
     return [*_embedded_models(), *_hub_models(), *_models_in([*folders, *_folders_of_environment()])]
 
 
@@ -72,7 +72,7 @@ def _models_in(folders: Iterable[Path]) -> Iterator[InstalledModel]:
 
 
 def _walk(folder: Path, depth: int, seen: set[Path]) -> Iterator[InstalledModel]:
-    """Models in a folder and below it, each once. What can't be read is left out."""
+    """Models in a folder and below it, each once. Unreadable folders are skipped."""
     resolved = folder.resolve()
     if resolved in seen or len(seen) >= MAX_FOLDERS:
         return
@@ -92,7 +92,7 @@ def _walk(folder: Path, depth: int, seen: set[Path]) -> Iterator[InstalledModel]
 
 
 def _describe(name: str, kind: str, folder: Path, size: int) -> InstalledModel:
-    """By its config. Why it can't be used is a note, and no reason not to list it."""
+    """From its config. A model that can't be used is listed with a note."""
     architecture, note = None, ""
     try:
         raw = read_json(folder / "config.json")

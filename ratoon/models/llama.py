@@ -1,4 +1,4 @@
-"""Llama and the families that have its shape and its tensor names: RMS norm, rotary positions, gated MLP.
+"""Llama, and the families with its structure and tensor names: RMS norm, rotary positions, gated MLP.
 
 Mistral is Llama with a sliding window, which the config carries.
 """

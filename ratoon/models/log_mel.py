@@ -1,7 +1,7 @@
-"""Sound as Whisper's encoder reads it: the logarithm of the energy in mel bands, a hundred frames a second.
+"""Whisper's input features: the logarithm of the energy in mel bands, a hundred frames a second.
 
-Equal to transformers' WhisperFeatureExtractor. Numpy alone: the server does this, and has no torch. Files are decoded,
-mixed down and resampled elsewhere; here sound is samples of one channel at 16 kHz, from -1 to 1.
+Equal to transformers' WhisperFeatureExtractor. Numpy only: this runs in the server, which does not import torch. Files
+are decoded, mixed down and resampled elsewhere; here sound is samples of one channel at 16 kHz, from -1 to 1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 SAMPLE_RATE = 16_000
-FRAME_SIZE = 400  # samples that a frame looks at, under a Hann window
+FRAME_SIZE = 400  # samples per frame, under a Hann window
 HOP = 160  # samples from one frame to the next
 FRAMES_PER_SECOND = SAMPLE_RATE // HOP
 WINDOW_SECONDS = 30  # what the encoder reads at a time
@@ -22,11 +22,11 @@ WINDOW_FRAMES = WINDOW_SECONDS * FRAMES_PER_SECOND
 HALF_FRAME = FRAME_SIZE // 2
 BLOCK_FRAMES = 1000  # transformed at a time: large enough for numpy, small enough for the processor's cache
 SMALLEST_ENERGY = 1e-10
-DYNAMIC_RANGE = 8.0  # powers of ten below the loudest; what is quieter is as quiet as this
+DYNAMIC_RANGE = 8.0  # powers of ten below the loudest; quieter values are clamped to this
 
 
 def log_mel(waveform: np.ndarray, num_mel_bins: int) -> np.ndarray:
-    """One window's features, float32 [mel bins, 3000]: of 30 seconds, to which samples are filled up or cut."""
+    """One window's features, float32 [mel bins, 3000]: of 30 seconds, to which samples are padded or truncated."""
     stream = LogMelStream(num_mel_bins)
     stream.add(np.asarray(waveform)[:WINDOW_SAMPLES])
     return stream.finish().window(0)
@@ -36,9 +36,9 @@ def log_mel(waveform: np.ndarray, num_mel_bins: int) -> np.ndarray:
 class Spectrogram:
     """The features of a whole recording, from which windows are cut.
 
-    The loudest place of the whole sets the floor for all windows, as in openai-whisper and in transformers' long-form
-    generation. A recording of up to 30 seconds is followed by silence up to there; a longer one has none, and a window
-    that looks beyond its end is filled up with zeros (also as there: a feature of 0 is no silence).
+    The maximum of the whole recording sets the floor for all windows, as in openai-whisper and in transformers'
+    long-form generation. A recording of up to 30 seconds is followed by silence up to there; a longer one has none, and
+    a window beyond its end is padded with zeros (also as there: a feature of 0 is not silence).
     """
 
     frames: np.ndarray  # float32 [frames, mel bins]
@@ -63,13 +63,13 @@ class Spectrogram:
 
 
 class LogMelStream:
-    """Makes a spectrogram of samples as they come, so that hours of them are never in memory at once."""
+    """Computes a spectrogram from a stream of samples, so that a long recording is never in memory as a whole."""
 
     def __init__(self, num_mel_bins: int) -> None:
         self.num_samples = 0
         self._filters = mel_filters(num_mel_bins).astype(np.float32)
         self._window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(FRAME_SIZE) / FRAME_SIZE)  # Hann, periodic
-        self._pending: list[np.ndarray] = []  # samples that frames are still to be made of
+        self._pending: list[np.ndarray] = []  # samples without frames yet
         self._num_pending = 0
         self._blocks: list[np.ndarray] = []  # [frames, mel bins], powers of ten
 
@@ -97,7 +97,7 @@ class LogMelStream:
         self._num_pending += len(samples)
 
     def _make_frames(self, last: bool = False) -> None:
-        """Of all samples that are here. Frames are centred: at both ends the sound is mirrored."""
+        """From all pending samples. Frames are centred: at both ends the signal is mirrored."""
         samples = np.concatenate(self._pending)
         if not self._blocks:
             samples = np.concatenate((samples[HALF_FRAME:0:-1], samples))
@@ -106,7 +106,7 @@ class LogMelStream:
         framed = np.lib.stride_tricks.sliding_window_view(samples, FRAME_SIZE)[::HOP]
         for start in range(0, len(framed), BLOCK_FRAMES):
             spectrum = np.fft.rfft(framed[start : start + BLOCK_FRAMES] * self._window)  # [frames, 201]
-            # From here on nothing is subtracted, and float32 is as good.
+            # No subtractions follow, so float32 is sufficient.
             energy = (spectrum.real**2 + spectrum.imag**2).astype(np.float32) @ self._filters
             self._blocks.append(np.log10(np.maximum(energy, SMALLEST_ENERGY)))
         rest = samples[len(framed) * HOP :]

@@ -1,4 +1,4 @@
-"""Marian: BART with sinusoidal positions and no norm behind the embeddings."""
+"""Marian: BART with sinusoidal positions and no norm after the embeddings."""
 
 from __future__ import annotations
 

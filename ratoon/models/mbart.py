@@ -1,4 +1,4 @@
-"""mBART: BART with the norms before what they norm, and one behind the last layer."""
+"""mBART: BART with pre-norm layers and a final norm."""
 
 from __future__ import annotations
 

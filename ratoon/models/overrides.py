@@ -1,4 +1,4 @@
-"""Settings in the place of fields of a model's config.json: `hf_overrides`, of which `rope_scaling` is one."""
+"""Settings that override fields of a model's config.json: `hf_overrides`, of which `rope_scaling` is one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROPE_FIELDS = ("rope_parameters", "rope_scaling")  # the newer and the older nam
 
 
 def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with these fields in it. What is said of the rotary embedding replaces its scaling and keeps its base,
-    wherever the file has it."""
+    """The config with these fields replaced. An override of the rotary embedding replaces its scaling and keeps its
+    base, under either name."""
     changed = {**raw, **overrides}
     for name in ROPE_FIELDS:
         rope = overrides.get(name)

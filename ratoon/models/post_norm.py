@@ -1,7 +1,6 @@
-"""Layers whose norms come behind what they add, as in BERT and BART: the stream itself is what a norm has made.
+"""Post-norm layers, as in BERT and BART: the residual stream itself is normed after each addition.
 
-They are called as pre-norm layers are, and leave the stream finished: nothing is to be added behind them, and no norm
-follows the last one.
+They have the interface of pre-norm layers, but leave no update to be added, and no norm follows the last one.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ class PostNormLayer(StreamLayer):
     mlp: FeedForward
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
-        """The first half, in which rows look at each other: → [T, heads · head_dim]."""
+        """The first half, in which rows depend on each other: → [T, heads · head_dim]."""
         return self.attention(stream, positions, step)
 
     def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> None:
-        """The second half, in which every row is on its own."""
+        """The second half, in which rows are independent."""
         x = self.attention_norm(self.attention.output(attended, adapters), stream)
         stream.copy_(self.mlp_norm(self.mlp(x, adapters), x))
 
 
 @dataclass(slots=True, eq=False)
 class PostNormCrossLayer(StreamLayer):
-    """The same with cross-attention between the two, its norm behind it too."""
+    """The same with cross-attention between the two, followed by its norm."""
 
     attention_norm: LayerNorm
     attention: SelfAttention
@@ -52,12 +51,12 @@ class PostNormCrossLayer(StreamLayer):
     mlp: FeedForward
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
-        """All in which a row looks at others: → what cross-attention found [T, heads · head_dim]."""
+        """The part in which rows depend on others: → cross-attention's output [T, heads · head_dim]."""
         attended = self.attention(stream, positions, step)
         stream.copy_(self.attention_norm(self.attention.output(attended, step.adapters), stream))
         return self.cross(stream, step)
 
     def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> None:
-        """The rest, in which every row is on its own."""
+        """The rest, in which rows are independent."""
         x = self.cross_norm(self.cross.output(attended, adapters), stream)
         stream.copy_(self.mlp_norm(self.mlp(x, adapters), x))

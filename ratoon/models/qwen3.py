@@ -1,4 +1,4 @@
-"""Qwen3: Llama with an RMS norm over each query and key head before the rotation, and a head size of its own."""
+"""Qwen3: Llama with an RMS norm over each query and key head before the rotation, and an explicit head size."""
 
 from __future__ import annotations
 

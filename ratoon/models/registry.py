@@ -1,4 +1,4 @@
-"""Which class builds an architecture. One line for each; a module is imported when a model of it is asked for."""
+"""Maps architectures to model classes. One line each; a module is imported when first used."""
 
 from __future__ import annotations
 

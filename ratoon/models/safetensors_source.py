@@ -1,7 +1,7 @@
-"""The safetensors files of a Hugging Face folder as a TensorSource. Headers are read at once, tensors when asked for.
+"""The safetensors files of a Hugging Face folder as a TensorSource. Headers are read at once, tensors on demand.
 
-Every file is checked against its own header first: one that is cut short, damaged or missing is an error before memory
-is spent.
+Every file is checked against its header first: one that is truncated, damaged or missing is an error before memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SafetensorsSource:
         return StoredTensor(tuple(data.shape), entry.dtype, data)
 
     def most_common_dtype(self) -> str:
-        """What most numbers of the checkpoint are stored as, for configs that do not say."""
+        """The dtype of most numbers in the checkpoint, for configs without one."""
         totals: dict[str, int] = {}
         for tensor in self._tensors.values():
             name = DTYPE_NAMES.get(tensor.dtype, "float32")
@@ -82,7 +82,7 @@ class SafetensorsSource:
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """The files that make up the checkpoint: what the index names, or model.safetensors, or all shards there are."""
+    """The files that make up the checkpoint: those of the index, or model.safetensors, or all shards."""
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if weight_map is not None:
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -91,7 +91,7 @@ def find_weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     names = sorted(path.name for path in folder.glob("*.safetensors"))
-    # Mistral's folders have the same weights once more in their own format.
+    # Mistral's folders also have the weights in another format.
     names = [name for name in names if not name.startswith("consolidated")] or names
     if not names:
         raise ModelError(
@@ -101,7 +101,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, HeaderEntry]:
-    """Names, shapes and types; a ModelError when they don't fit the file's size."""
+    """Names, shapes and types; raises ModelError if they do not match the file's size."""
     with reading(str(file)):
         return _read_header(file)
 
@@ -134,7 +134,7 @@ def _read_header(file: Path) -> dict[str, HeaderEntry]:
 
 
 def _check_types(entries: Mapping[str, Any]) -> None:
-    """ValueError for an entry that is none."""
+    """Raise ValueError for an invalid entry."""
     for name, entry in entries.items():
         numbers = [*entry["shape"], *entry["data_offsets"]]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
@@ -161,7 +161,7 @@ def _all_present(folder: Path, names: list[str]) -> list[Path]:
 
 
 def _with_missing_shards(names: list[str]) -> list[str]:
-    """Shards say in their names how many there are: with no index, that is how a missing one is noticed."""
+    """Shard names contain their number: without an index, that reveals a missing one."""
     expected = set(names)
     for name in names:
         if match := re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.safetensors", name):

@@ -1,7 +1,7 @@
-"""Finds a model by name and says all there is to know about it before its weights are read: `resolve_model`.
+"""Finds a model by name and reads all metadata before its weights: `resolve_model`.
 
-A name is a folder, a GGUF file, an embedded model or a hub id. What comes back is the same for all of them. Building
-the model is not done here, and torch is not imported until a tensor is read.
+A name is a folder, a GGUF file, an embedded model or a hub id. The result has the same form for all of them. The model
+is not built here, and torch is not imported until a tensor is read.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Overrides: TypeAlias = Mapping[str, Any]  # fields that take the place of those of a config.json
+Overrides: TypeAlias = Mapping[str, Any]  # fields that override those of a config.json
 MAX_NAME = 4096  # characters: the longest path that Linux takes
 MAX_SHOWN_NAME = 300
 
-# Flags of sentence-transformers, one of which is set.
+# Flags of sentence-transformers, exactly one of which is set.
 POOLING_MODES = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
@@ -54,17 +54,17 @@ POOLING_MODES = {
 class ModelSource:
     """Where a model is and what it is. `tensors` opens the weight files, `load_tokenizer` reads the tokenizer."""
 
-    name: str  # short: for people, and what a server lists it as
+    name: str  # short: for messages, and the model id that a server lists
     path: Path
     format: str  # "safetensors" or "gguf"
     config: ModelConfig
-    raw_config: dict[str, Any]  # in Hugging Face's terms, whatever the file was
-    generation_defaults: dict[str, Any]  # what its files preset for requests that leave it open, and eos_token_ids
+    raw_config: dict[str, Any]  # in Hugging Face's terms, for all formats
+    generation_defaults: dict[str, Any]  # defaults of its files for requests, and eos_token_ids
     chat_template: str | None
-    pooling: str | None  # how the model's makers turn states into one vector, where a file says it
+    pooling: str | None  # the pooling that the model was trained with, if a file says so
     open_tensors: Callable[[], TensorSource] = field(repr=False)
     open_tokenizer: Callable[[], Tokenizer] = field(repr=False)
-    ignored_generation_keys: tuple[str, ...] = ()  # that its files set, and that have no effect here
+    ignored_generation_keys: tuple[str, ...] = ()  # set by its files, without effect here
 
     @cached_property
     def tensors(self) -> TensorSource:
@@ -77,8 +77,8 @@ class ModelSource:
 
 
 def resolve_model(name: str, overrides: Mapping[str, Any] | None = None) -> ModelSource:
-    """Find the model and read its config, with `overrides` in the place of what it says. A ModelError says what is
-    wrong with the name or with what it leads to."""
+    """Find the model and read its config, with `overrides` applied. Raises ModelError if the name or the model is
+    invalid."""
     shown = shorten(name, MAX_SHOWN_NAME)
     if "\0" in name or not _is_text(name):
         raise ModelError(show(name), "has characters that no name has", what_would_be_right())
@@ -91,7 +91,7 @@ def resolve_model(name: str, overrides: Mapping[str, Any] | None = None) -> Mode
 
 
 def _is_text(name: str) -> bool:
-    """False for bytes that are no text, which Python lets pass as halves of characters: no message could hold them."""
+    """False for undecodable bytes, which Python represents as lone surrogates: no message could contain them."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -105,7 +105,7 @@ def _open_model(name: str, overrides: Overrides) -> ModelSource:
     path = Path(name).expanduser()
     if path.is_file():
         return _open_file(path, overrides)
-    if name and path.is_dir():  # an empty name would be the current folder
+    if name and path.is_dir():  # an empty path would be the current folder
         return _open_folder(path, overrides)
     if HUB_ID.fullmatch(name) and not name.startswith("."):
         return replace(_open_folder(download(name, what_would_be_right()), overrides), name=name)
@@ -147,7 +147,7 @@ def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
     if not (folder / "config.json").is_file():
         return _open_folder_without_config(folder, overrides)
     raw_config = with_overrides(read_json(folder / "config.json"), overrides)
-    tensors: list[SafetensorsSource] = []  # opened at most once, and early only where the config is silent on the dtype
+    tensors: list[SafetensorsSource] = []  # opened at most once, and early only if the config has no dtype
 
     def open_tensors() -> SafetensorsSource:
         if not tensors:
@@ -191,7 +191,7 @@ def _open_folder_without_config(folder: Path, overrides: Overrides) -> ModelSour
 
 
 def _read_pooling(folder: Path) -> str | None:
-    """What a folder of sentence-transformers says, in the words of PoolingParams; None for ways that we have not."""
+    """The pooling of a sentence-transformers folder, as in PoolingParams; None if unsupported."""
     raw = read_json(folder / "1_Pooling" / "config.json")
     ours = next((ours for theirs, ours in POOLING_MODES.items() if raw.get(theirs) is True), None)
     others = [mode for mode, is_set in raw.items() if mode.startswith("pooling_mode") and is_set is True]

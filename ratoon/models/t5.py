@@ -1,7 +1,7 @@
-"""T5 and Flan-T5: RMS norms, and no positions but a bias on scores by distance, which all layers of a stack share.
+"""T5 and Flan-T5: RMS norms, and positions only as a bias on scores by distance, shared by all layers of a stack.
 
-Scores are not scaled. The older form has a plain feed-forward half and a tied head behind a scaling; the newer one a
-gate and a head of its own.
+Scores are not scaled. The older form has a plain feed-forward half and a tied head after a scaling; the newer one a
+gated half and a separate head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         self.embed = shared_embedding(weights, names, config.vocab_size, config.hidden_size)
         self.encoder = self.build_encoder(weights / "encoder")
         decoder = weights / "decoder"
-        # Some files have a second table, which never did anything.
+        # Some files have a second table, which is unused.
         decoder.ignore("block.0.layer.1.EncDecAttention.relative_attention_bias.weight")
         bias = self.build_bias(decoder, config.num_heads, max_position, both_ways=False)
         self.attention_layers = [replace(layer, scale=1.0, bias=bias) for layer in self.attention_layers]

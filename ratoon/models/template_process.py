@@ -1,9 +1,9 @@
-"""Renders chat templates that come with a request: in child processes that can be stopped, whatever a template does.
+"""Renders chat templates that come with a request: in child processes that can be killed at any time.
 
 A child has a limit on its memory and on the processor time of each template, and the parent kills it when it takes too
-long by the clock. It has no file but its two pipes and nothing of the parent's environment; messages are msgpack. It is
-started when it is first needed, kept for the next template, and replaced when it dies. Works without a GPU, torch or an
-event loop; callers wait in a thread.
+long by the clock. It has no open files but its two pipes and nothing of the parent's environment; messages are msgpack.
+It is started on demand, reused, and replaced when it dies. Works without a GPU, torch or an event loop; callers wait in
+a thread.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ratoon.models.chat_template import RenderedChat, render_chat
 
 MAX_PROCESSES = 2
 MAX_SECONDS = 2.0  # of processor time, for one template
-MAX_WAIT_SECONDS = 60.0  # by the clock, its start included: a child may have to wait for a busy machine
+MAX_WAIT_SECONDS = 60.0  # by the clock, its start included: the machine may be busy
 MAX_MEMORY_BYTES = 512 * 2**20  # of address space, the interpreter's included
-MAX_FRAME_BYTES = 64 * 2**20  # more than the sandbox takes or gives in UTF-8
-# What the interpreter may need to start, and the time zone, which a template may ask for.
+MAX_FRAME_BYTES = 64 * 2**20  # above the sandbox's limits on input and output in UTF-8
+# What the interpreter may need to start, and the time zone, which a template may use.
 KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
 START = "import sys; sys.path[:] = sys.argv[1:]; from ratoon.models.template_process import serve; serve()"
 
@@ -58,7 +58,7 @@ def render_in_child(
     *,
     continue_final_message: bool = False,
 ) -> RenderedChat:
-    """What render_chat makes of it, within limits. Waits where all children are busy."""
+    """render_chat in a child, within limits. Waits while all children are busy."""
     job = Job(template, messages, dict(variables), continue_final_message, MAX_SECONDS)
     try:
         frame = msgspec.msgpack.encode(job, enc_hook=_encode_other)
@@ -83,7 +83,7 @@ def _encode_other(value: Any) -> Any:
 
 
 class TemplateProcesses:
-    """At most so many children at once; an idle one is used again."""
+    """At most `size` children at once; idle ones are reused."""
 
     def __init__(self, size: int) -> None:
         self._places = BoundedSemaphore(size)
@@ -94,7 +94,7 @@ class TemplateProcesses:
             child = self._take()
             is_new = child is None
             answer = self._ask(child or _Child(), frame)
-            if answer.is_out_of_memory and not is_new:  # earlier templates may be to blame: what a new one says, counts
+            if answer.is_out_of_memory and not is_new:  # earlier templates may be the cause: retry in a new child
                 answer = self._ask(_Child(), frame)
             return answer
 
@@ -135,7 +135,7 @@ class _Child:
             stdout=PIPE,
             env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ},
             cwd="/",
-            start_new_session=True,  # an interrupt from the terminal is the parent's to handle
+            start_new_session=True,  # the parent handles interrupts from the terminal
         )
 
     def ask(self, frame: bytes) -> Answer:
@@ -158,7 +158,7 @@ class _Child:
         self.process.kill()
 
     def _explain_death(self) -> RequestError:
-        self.process.wait()  # it closed its pipe, so it has ended
+        self.process.wait()  # it closed its pipe, so it is exiting
         status = self.process.returncode
         if status == -signal.SIGPROF:
             return RequestError("chat_template", f"takes more than {MAX_SECONDS:g} seconds")
@@ -182,10 +182,10 @@ atexit.register(_children.close)
 
 def serve() -> None:
     """Answers jobs until the parent closes the pipe."""
-    import ratoon.models.template_sandbox  # noqa: F401  (before there are limits, and before the first job waits)
+    import ratoon.models.template_sandbox  # noqa: F401  (before limits are set and the first job arrives)
 
     _limit_resources()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # from here on it would be the template's
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # templates must not write to it
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
     while (frame := _read(jobs)) is not None:
         job = msgspec.msgpack.decode(frame, type=Job)
@@ -196,7 +196,7 @@ def serve() -> None:
 
 
 def _limit_resources() -> None:
-    """On macOS the limit on memory is not enforced: there time and the size of the output are all that limit it."""
+    """macOS does not enforce the memory limit: there only time and the size of the output are limited."""
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0)]
     if sys.platform == "linux":
         limits.append((resource.RLIMIT_AS, MAX_MEMORY_BYTES))
@@ -232,7 +232,7 @@ def _write(pipe: IO[bytes], frame: bytes) -> None:
 
 
 def _read(pipe: IO[bytes]) -> bytes | None:
-    """None: the other side is gone."""
+    """None: the other side closed the pipe."""
     head = pipe.read(8)
     if len(head) < 8:
         return None

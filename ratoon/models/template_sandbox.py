@@ -1,7 +1,7 @@
-"""Jinja's sandbox as chat templates expect it: the helpers that Hugging Face gives them, and nothing else.
+"""Jinja's sandbox as chat templates expect it: only the helpers that Hugging Face provides.
 
-It keeps a template from reaching outside and from changing what it is given, and limits the size of what it reads and
-writes. It does not limit time or memory: a template that comes with a request runs in template_process.py.
+It prevents a template from accessing anything else and from changing its input, and limits the size of input and
+output. It does not limit time or memory: a template that comes with a request runs in template_process.py.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ROLE = "role"
 
 
 class LimitReached(Exception):
-    """The template goes over a limit, which the text names."""
+    """The template exceeds a limit, which the message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledTemplate:
     program: jinja2.Template
-    read: frozenset[str]  # the variables, fields and keys that its text names
+    read: frozenset[str]  # the variables, fields and keys that it names
     roles: frozenset[str]  # the texts that it compares a role with
 
     def render(self, variables: Mapping[str, Any]) -> str:
@@ -78,7 +78,7 @@ def check_input_size(values: Mapping[str, Any]) -> None:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only has to be let through."""
+    """`{% generation %}` marks the assistant's text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own convention)
 
@@ -90,18 +90,18 @@ class GenerationBlock(Extension):
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        # From a class one gets to its methods without an object, past the checks on what they may change.
+        # A class gives access to unbound methods, which bypass the checks on mutation.
         return not isinstance(obj, type) and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        if modifies_known_mutable(obj, attribute):  # may also be meant as a key, so it is an error only if it gets used
+        if modifies_known_mutable(obj, attribute):  # may also be a key, so it is an error only if used
             return super().unsafe_undefined(obj, attribute)
         raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe.")
 
 
 @lru_cache(maxsize=1)
 def _environment() -> ChatEnvironment:
-    # Jinja's optimizer would run parts of a template when it compiles it, outside of the checks on rendering.
+    # Jinja's optimizer would run parts of a template at compile time, outside of the checks on rendering.
     extensions = [GenerationBlock, loopcontrols]
     environment = ChatEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
     environment.filters["tojson"] = _to_json
@@ -117,7 +117,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which models have never seen."""
+    """Jinja's own filter escapes HTML, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

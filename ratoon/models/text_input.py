@@ -1,4 +1,4 @@
-"""What tokens become before the first layer of encoders, of their decoders, and of BERT. Neither layers nor heads."""
+"""The embedding of tokens before the first layer of encoders, their decoders, and BERT."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class TextInput:
         return stream if self.norm is None else self.norm(stream)
 
     def of_batch(self, batch: EncoderBatch) -> Tensor:
-        """What an encoder of text embeds its inputs with."""
+        """The embedding of a text encoder's inputs."""
         assert batch.input_ids is not None, "this encoder reads tokens"
         return self(batch.input_ids, batch.positions)
 
 
 def shared_embedding(weights: Weights, names: tuple[str, ...], count: int, size: int) -> VocabParallelEmbedding:
-    """One token table that a file may hold under any of these names, or under several: then they are copies."""
+    """One token table that a file may have under any of these names, or as copies under several."""
     found = next((name for name in names if weights.has(f"{name}.weight")), names[0])
     for name in names:
         (weights / name).ignore("weight")

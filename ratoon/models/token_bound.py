@@ -1,7 +1,7 @@
-"""How many tokens a text has at least, found without tokenising it: what is far too long is refused at once.
+"""A lower bound on the tokens of a text, without tokenising it, so that far too long texts are refused at once.
 
-Where nothing is sure, the bound is 0: it must never refuse a text that fits. It looks at what a tokenizer does with a
-text (normalize, split, look up), and knows the usual steps; a step that it does not know ends it.
+The bound must never exceed the real number: where nothing is certain it is 0. It is derived from the tokenizer's steps
+(normalize, split, look up); with an unknown step there is no bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-# A text, and a number of tokens above which it need not be exact.
+# A text, and a number of tokens above which the bound need not be exact.
 MinTokens: TypeAlias = Callable[[str, int], int]
 
 SPACE_MARK = "▁"
@@ -28,8 +28,8 @@ LONGEST_ENCODED = 4  # bytes of a character in UTF-8
 LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 DIGITS = b"0123456789"
 OTHER_ASCII = bytes(set(range(0x21, 0x7F)) - set(LETTERS) - set(DIGITS))
-# Kinds of bytes. A token has at most so many of each, whatever text it is found in, so that a text with many of one
-# kind has many tokens. Beyond ASCII they are the first bytes of characters, in groups of scripts.
+# Classes of bytes. The most bytes of a class in any one token are known, so a text with many of them has many tokens.
+# Beyond ASCII these are the first bytes of characters, in groups of scripts.
 SOLID_KINDS = (
     LETTERS,
     DIGITS,
@@ -40,13 +40,13 @@ SOLID_KINDS = (
     bytes(range(0xEA, 0xF0)),  # Hangul
     bytes(range(0xF0, 0xF5)),  # emoji, rare Han
 )
-# The same where white space counts as well.
+# The same including white space.
 ALL_BYTES = bytes(range(256))
 ALL_KINDS = (ALL_BYTES, *SOLID_KINDS, b"\xc2", b"\xe1", b"\xe2", b"\xe3")
 
 SPLITTERS = ("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split")
 WHITE_SPACE_SPLITTERS = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")  # they drop it
-# Words in which there is something that no normalizer drops. Those of the first kind end at any white space, of the
+# Words with a character that no normalizer drops. Those of the first kind end at any white space, of the
 # second at a space alone.
 WORD = re.compile(r"[0-9A-Za-z][^ \t\n\r]*")
 WORD_OR_HAN = re.compile(r"[一-鿿]|[0-9A-Za-z][^ \t\n\r一-鿿]*")
@@ -54,7 +54,7 @@ SPACED_WORD = re.compile(r"[0-9A-Za-z][^ ]*")
 
 
 def find_bound(backend: Backend) -> MinTokens:
-    """The best that is known of this tokenizer."""
+    """The best bound for this tokenizer."""
     steps = _Steps(_list_steps(backend.normalizer), _list_steps(backend.pre_tokenizer))
     kind = type(backend.model).__name__
     bound = _bound_by_bytes(backend, steps) if kind == "BPE" else None
@@ -64,7 +64,7 @@ def find_bound(backend: Backend) -> MinTokens:
 
 
 class _Steps(NamedTuple):
-    """As tokenizer.json has them, those in sequences in their order."""
+    """The steps of tokenizer.json, with sequences flattened."""
 
     normalizers: list[dict[str, Any]]
     splitters: list[dict[str, Any]]
@@ -78,7 +78,7 @@ def _list_steps(component: Any) -> list[dict[str, Any]]:
         return []
     try:
         return list(_flatten(json.loads(component.__getstate__())))
-    except Exception:  # written in Python, or of a version to come
+    except Exception:  # written in Python, or of a newer version
         return [{"type": "unknown"}]
 
 
@@ -94,7 +94,7 @@ def _flatten(step: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _bound_by_bytes(backend: Backend, steps: _Steps) -> MinTokens | None:
-    """None: a token may stand for any number of characters."""
+    """None: a token may represent any number of characters."""
     kept = _kept_bytes(backend, steps)
     if not kept:
         return None
@@ -112,7 +112,7 @@ def _bound_by_bytes(backend: Backend, steps: _Steps) -> MinTokens | None:
         elif step["type"] not in SPLITTERS or step.get("behavior") == "Removed":
             return None
     added = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # white space beside such a token becomes part of it
+    if any(token.lstrip or token.rstrip for token in added):  # adjacent white space becomes part of such a token
         shrinks_spaces = True
     kinds = [bytes(kept.intersection(kind)) for kind in (SOLID_KINDS if shrinks_spaces else ALL_KINDS)]
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -141,8 +141,8 @@ def _bound_by_bytes(backend: Backend, steps: _Steps) -> MinTokens | None:
 
 
 def _kept_bytes(backend: Backend, steps: _Steps) -> frozenset[int]:
-    """Those that are in a token wherever they are in a text, and in one that holds no more than what is written in the
-    vocabulary. What a vocabulary lacks may be dropped, or become one token together with its neighbours."""
+    """Bytes that always end up in a token no longer than its text in the vocabulary. Bytes that a vocabulary lacks may
+    be dropped, or merged with their neighbours into one token."""
     model: Any = backend.model
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if steps.has("ByteLevel"):
@@ -151,25 +151,25 @@ def _kept_bytes(backend: Backend, steps: _Steps) -> frozenset[int]:
         return frozenset(ALL_BYTES)
     if model.unk_token is not None and not model.fuse_unk:
         return frozenset(ALL_BYTES)
-    if model.continuing_subword_prefix or model.end_of_word_suffix:  # single characters are written otherwise there
+    if model.continuing_subword_prefix or model.end_of_word_suffix:  # single characters have another form there
         return frozenset()
     return frozenset(byte for byte in range(128) if chr(byte) in vocabulary)
 
 
 def _replaces_space(step: dict[str, Any]) -> bool:
-    """By something as long."""
+    """Whether it replaces spaces by something of the same length."""
     return step["type"] == "Replace" and step["pattern"] == {"String": " "} and bool(step["content"])
 
 
 def _stays_as_it_is(text: str, forms: list[str]) -> bool:
-    """Whether the normalizers leave all letters and signs of a kind in their kind."""
+    """Whether the normalizers keep all characters of a class in it."""
     if not forms or text.isascii():
         return True
     return all(form != "Lowercase" and unicodedata.is_normalized(form, text) for form in forms)  # type: ignore[arg-type]
 
 
 def _token_bytes(token: str, byte_level: bool) -> bytes:
-    """What a token stands for in a text, or something longer."""
+    """The text of a token as bytes, or something longer."""
     if byte_level:
         alphabet = byte_level_alphabet()
         try:
@@ -180,7 +180,7 @@ def _token_bytes(token: str, byte_level: bool) -> bytes:
 
 
 def _most(tokens: list[bytes], kind: bytes) -> int:
-    """A byte that stands alone, and a character that the vocabulary lacks, are tokens, too."""
+    """Single bytes, and characters that the vocabulary lacks, are tokens too."""
     most = LONGEST_ENCODED if kind == ALL_BYTES else 1
     for token in tokens:
         if len(token) <= most:  # the longest come first
@@ -207,12 +207,12 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def _bound_by_words(backend: Backend, steps: _Steps) -> MinTokens | None:
-    """Words are split from each other before anything else, and each is at least one token. None: not so here."""
+    """Words are split first, and each is at least one token. None: not for this tokenizer."""
     pattern = _word_pattern(steps)
     if pattern is None or not _keeps_words(backend, steps, " " if pattern is SPACED_WORD else " \t\n\r"):
         return None
     model: Any = backend.model
-    if type(model).__name__ == "BPE" and model.unk_token is None:  # drops what it does not know
+    if type(model).__name__ == "BPE" and model.unk_token is None:  # drops unknown characters
         return None
 
     def min_tokens(text: str, enough: int) -> int:
@@ -247,7 +247,7 @@ def _keeps_words(backend: Backend, steps: _Steps, spaces: str) -> bool:
         return False
     if backend.normalizer is None:
         return True
-    words = list((DIGITS + LETTERS).decode())  # some normalizers are tables that say anything
+    words = list((DIGITS + LETTERS).decode())  # some normalizers are arbitrary tables
     for space in spaces:
         found = backend.normalizer.normalize_str(space.join(words)).replace(SPACE_MARK, " ").split()
         if found not in (words, [word.lower() for word in words]):

@@ -1,7 +1,7 @@
 """Text to token ids and back, over the `tokenizers` library, with the model's special tokens and chat template.
 
-Built from the files of a Hugging Face folder here, from GGUF metadata in gguf_tokenizer.py. Incremental decoding is the
-detokenizer's business, which works on `backend`.
+Built from the files of a Hugging Face folder here, from GGUF metadata in gguf_tokenizer.py. Incremental decoding is in
+the detokenizer, which uses `backend`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"  # preferred where tools are passed, if the model has one of this name
-LONG_TEXT = 10_000  # characters; tokenising more takes so long that others should run meanwhile
+LONG_TEXT = 10_000  # characters; tokenising more takes long, so other threads should run
 
 logger = get_logger(__name__)
 
@@ -38,7 +38,7 @@ class Tokenizer:
     def __init__(
         self, backend: Backend, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str] | None = None
     ) -> None:
-        backend.no_truncation()  # files may carry what their training used; a prompt is never cut or padded silently
+        backend.no_truncation()  # files may set truncation and padding; a prompt is never changed silently
         backend.no_padding()
         self.backend = backend
         self.special_tokens = dict(special_tokens)
@@ -67,12 +67,12 @@ class Tokenizer:
         return self.chat_templates.get(DEFAULT_TEMPLATE)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """With `add_special_tokens`, what the model expects around a text (often a bos token) is put there."""
+        """With `add_special_tokens`, the special tokens that the model expects around a text (often bos) are added."""
         try:
-            if isinstance(text, str) and len(text) > LONG_TEXT:  # as a batch of one: only that lets other threads run
+            if isinstance(text, str) and len(text) > LONG_TEXT:  # as a batch of one, which releases the GIL
                 return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeError) as error:  # JSON can smuggle half a character in: "\\ud800"
+        except (TypeError, UnicodeError) as error:  # JSON can contain a lone surrogate: "\\ud800"
             problem = f"{type(text).__name__} is no text" if not isinstance(text, str) else "is no valid Unicode"
             raise RequestError("prompt", problem, "expected a text of whole characters") from error
         except BaseException as error:
@@ -83,14 +83,13 @@ class Tokenizer:
             raise RequestError("prompt", problem, "expected words that the model knows") from error
 
     def min_tokens(self, text: str, enough: int) -> int:
-        """So many tokens it has at least, without counting far beyond `enough`. 0: nothing is known without tokenising
-        it."""
+        """A lower bound on its tokens, not counted far beyond `enough`. 0: unknown without tokenising."""
         return self._bound(text, enough) if len(text) > enough else 0
 
     def refuse_early(self, text: str, longest: int) -> int | None:
-        """For a text that surely has more tokens than `longest`, how many it has at least: such a text is refused
-        before it is tokenised, which takes long and much memory. None: tokenise it; a short one always, so that its
-        exact number can be told."""
+        """For a text that certainly has more tokens than `longest`, a lower bound on its tokens: such a text is refused
+        before it is tokenised, which would take long and much memory. None: tokenise it. Short texts always are, so
+        that errors have the exact number."""
         if len(text) <= LONG_TEXT:
             return None
         num_tokens = self.min_tokens(text, longest)
@@ -108,7 +107,7 @@ class Tokenizer:
         return self.backend.id_to_token(id) if id >= 0 else None
 
     def token_text(self, id: int) -> str:
-        """What the token adds to a text; � for bytes that are no character by themselves. "" for an unknown id."""
+        """The text of the token; � for bytes that are not a whole character, "" for an unknown id."""
         text = self._token_texts.get(id)
         if text is None:
             text = self._token_texts[id] = self._find_token_text(id)
@@ -117,7 +116,7 @@ class Tokenizer:
     def _find_token_text(self, id: int) -> str:
         if self.id_to_token(id) is None:
             return ""
-        # Some decoders drop a space at the very start of a text, so the token is decoded behind another one.
+        # Some decoders drop a space at the start of a text, so the token is decoded after another one.
         anchor = self._anchor
         if anchor is not None:
             before, both = self.decode([anchor], False), self.decode([anchor, id], False)
@@ -131,7 +130,7 @@ class Tokenizer:
         return ids[-1] if ids else None
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt for these messages; takes what render_chat takes."""
+        """The prompt for these messages. Options as in render_chat."""
         return self.render_chat(messages, **options).text
 
     def render_chat(
@@ -144,12 +143,12 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> RenderedChat:
-        """The prompt for these messages, and what the template does not know of them (it is also logged, once).
+        """The prompt for these messages, and notes on what the template does not support (also logged, once).
 
-        `add_generation_prompt` ends it where the answer begins, and is the default; `continue_final_message` ends it
-        behind the text of the last message, the assistant's, for the model to go on with. `chat_template`: another
-        template, or the name of one of the model's own. Another one runs in a child process with limits on time and
-        memory, unless it is a TrustedTemplate.
+        `add_generation_prompt`, the default, ends it where the answer begins; `continue_final_message` ends it after
+        the text of the last message, the assistant's, for the model to continue. `chat_template`: another template, or
+        the name of one of the model's own. Another one runs in a child process with limits on time and memory, unless
+        it is a TrustedTemplate.
         """
         if add_generation_prompt and continue_final_message:
             problem = "contradicts continue_final_message: an answer begins or goes on"
@@ -194,7 +193,7 @@ def load_tokenizer_from_folder(folder: Path) -> Tokenizer:
         with without_panic_messages():
             tokenizer = Tokenizer(Backend.from_file(str(path)), special_tokens, chat_templates)
             try_out(tokenizer)
-    except BaseException as error:  # the library raises bare Exception for whatever it can't parse, or panics
+    except BaseException as error:  # the library raises bare Exception for invalid files, or panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ModelError(str(path), f"is no valid tokenizer: {shorten(str(error))}", FETCH_AGAIN) from error
@@ -202,7 +201,7 @@ def load_tokenizer_from_folder(folder: Path) -> Tokenizer:
 
 
 def try_out(tokenizer: Tokenizer) -> None:
-    """Some damage shows when a text is tokenised for the first time: better now than in a request."""
+    """Tokenise a text at load time, because some damage shows only then."""
     try:
         ids = tokenizer.backend.encode("Hello, 1 wörld").ids
         tokenizer.backend.decode(ids)
@@ -211,8 +210,8 @@ def try_out(tokenizer: Tokenizer) -> None:
 
 
 def _check_merges(path: Path) -> None:
-    """The library cuts the prefix of continuing words off the second half of each merge, and where it is not there ends
-    the whole process."""
+    """The library strips the continuing-subword prefix from the second half of each merge, and aborts the process if it
+    is missing."""
     if re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', path.read_bytes()) is None:
         return
     model = read_json(path).get("model")
@@ -226,7 +225,7 @@ def _check_merges(path: Path) -> None:
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Templates by name, "default" being the usual one. Files of their own go before those in tokenizer_config.json."""
+    """Templates by name, "default" being the usual one. Separate files take precedence over tokenizer_config.json."""
     templates: dict[str, str] = {}
     for file in ("tokenizer_config.json", "chat_template.json"):
         templates.update(_configured_templates(folder / file))

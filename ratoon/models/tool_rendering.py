@@ -1,7 +1,7 @@
-"""Tools for chat templates that know nothing of them: written into messages, in the form that Hermes made common.
+"""Tools for chat templates that do not support them: written into messages, in the form of Hermes.
 
-Signatures stand in the system message, a call in the assistant's text, a result in a user's message. Models that were
-not trained on tools may still follow that, and nothing that a request says is lost in silence.
+Signatures are in the system message, a call in the assistant's text, a result in a user's message. Models not trained
+on tools may still follow that, and no part of a request is dropped silently.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_results_of_user(messages: Sequence[Message]) -> list[Message]:
-    """Results that follow each other are one message, for templates in which turns alternate."""
+    """Consecutive results become one message, for templates in which turns alternate."""
     made: list[Message] = []
     previous = None
     for message in messages:

@@ -1,7 +1,7 @@
-"""Whisper: an encoder of log-mel features behind two convolutions, and a decoder of text. Turning audio into features
-and choosing what the decoder is prompted with are not here.
+"""Whisper: an encoder of log-mel features after two convolutions, and a decoder of text.
 
-Layers have BART's tensor names, with the norms before what they norm and no bias on keys.
+Layers have BART's tensor names, with pre-norm and no bias on keys. Audio features and the decoder's prompt are made
+elsewhere.
 """
 
 from __future__ import annotations

@@ -85,17 +85,17 @@ def _masks(params: TimestampRules, bounds: list[Bounds], vocab_size: int, device
 
 
 class TimestampMasks(NamedTuple):
-    """What may come next, as a sum of logits and 0, or -inf where it may not. (On a CPU a sum is several times faster
-    than a mask over that many columns.) T is the number of timestamps, the last ids of the vocabulary."""
+    """Added to logits: 0 for tokens allowed next, -inf for others. (On a CPU an addition is several times faster than a
+    mask over that many columns.) T is the number of timestamps, the last ids of the vocabulary."""
 
     words: torch.Tensor  # [R] float32: ids below the end token
-    endings: torch.Tensor  # [R] float32: the end token and all that follow it up to the timestamps
+    endings: torch.Tensor  # [R] float32: the end token and all ids from there to the timestamps
     timestamps: torch.Tensor  # [R, T] float32
 
 
 def keep_timestamp_rules(logits: torch.Tensor, masks: TimestampMasks, end_token: int) -> None:
-    """Forbid in logits [R, V], in place, what the masks say, and all that is no timestamp where timestamps together are
-    more probable than any other token."""
+    """Mask logits [R, V] in place by `masks`, and all other tokens where timestamps together are more probable than any
+    other token."""
     first_timestamp = logits.shape[1] - masks.timestamps.shape[1]
     words, endings = logits[:, :end_token], logits[:, end_token:first_timestamp]
     timestamps = logits[:, first_timestamp:].add_(masks.timestamps)
@@ -103,5 +103,5 @@ def keep_timestamp_rules(logits: torch.Tensor, masks: TimestampMasks, end_token:
     together = (timestamps - best_other[:, None]).exp_().sum(dim=-1)  # [R] how many times as probable
     forced = torch.where(together > 1, -torch.inf, 0.0)
     for columns, mask in ((words, forced + masks.words), (endings, forced + masks.endings)):
-        if mask.device.type != "cpu" or mask.any():  # elsewhere to ask would be to wait
+        if mask.device.type != "cpu" or mask.any():  # on other devices the check would synchronise
             columns.add_(mask[:, None])
