@@ -5,7 +5,6 @@ Times are seconds from the beginning of the round in records, and milliseconds i
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -101,23 +100,15 @@ class Summary(msgspec.Struct, kw_only=True):
     goodput: Goodput | None
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest of sorted values, as numpy does."""
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
 def distribution(values: Iterable[float | None], scale: float = 1e3) -> Distribution | None:
     """Of the values that exist; None if there are none."""
-    ordered = sorted(value * scale for value in values if value is not None)
-    if not ordered:
+    import numpy
+
+    found = numpy.array([value * scale for value in values if value is not None])
+    if not found.size:
         return None
-    mean = math.fsum(ordered) / len(ordered)
-    variance = math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)
-    median, p90, p95, p99 = (percentile(ordered, percent) for percent in PERCENTILES)
-    return Distribution(mean, median, p90, p95, p99, ordered[0], ordered[-1], math.sqrt(variance))
+    percentiles = numpy.percentile(found, PERCENTILES)
+    return Distribution(*map(float, (found.mean(), *percentiles, found.min(), found.max(), found.std())))
 
 
 def peak_concurrency(intervals: Iterable[tuple[float, float]]) -> int:
