@@ -51,11 +51,6 @@ class _Offsets(NamedTuple):
         return (logits - self.peak[:, None]).sub_(self.log_sum[:, None]).add_(self.scores[:, None])
 
 
-def best_candidates(logits: Tensor, scores: Tensor, num_candidates: int, edit: Edit | None = None) -> Candidates | None:
-    """The same for one search whose beams are all rows."""
-    return best_candidates_of_searches(logits, scores, [SearchRows(0, len(logits), num_candidates)], edit)[0]
-
-
 def best_candidates_of_searches(
     logits: Tensor,  # [R, V] float32
     scores: Tensor,  # [R] float32, of the beams

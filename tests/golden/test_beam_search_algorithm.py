@@ -12,7 +12,6 @@ import torch
 
 from ratoon.core.params import BeamSearchParams
 from ratoon.core.request import FinishReason
-from ratoon.layers.beams import best_candidates
 from ratoon.scheduling.beams import BeamSearch, Hypothesis
 from tests.golden.beam_oracle import (
     EARLY_STOPPING,
@@ -25,6 +24,7 @@ from tests.golden.beam_oracle import (
 )
 from tests.golden.engines import tiny_model
 from tests.golden.tiny_models import TinyModel, random_token_ids
+from tests.unit.layers.one_search import best_candidates
 
 FAMILY = "llama with grouped heads"
 WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8, 16]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ratoon.layers import beams
-from ratoon.layers.beams import Candidates, SearchRows, best_candidates, best_candidates_of_searches
+from ratoon.layers.beams import Candidates, SearchRows, best_candidates_of_searches
+from tests.unit.layers.one_search import best_candidates
 
 Tensor = torch.Tensor
 
