@@ -1,5 +1,5 @@
-"""Whether a request of any kind can ever be served: the checks that all kinds share. What passes them and those of its
-own kind (kinds/) ends some day; the rest is refused, with the numbers.
+"""Whether a request of any kind can ever be served: the checks that all kinds share. A request that passes them and
+those of its kind (kinds/) is guaranteed to finish; others are refused, with the numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_model
 def verify_encoder_input(request: EngineCoreRequest, kv_cache: KVCacheManager) -> None:
     encoder_input = request.encoder_input
     if (encoder_input is not None) != kv_cache.has_cross_group:
-        problem, expected = ("is missing", "one") if encoder_input is None else ("has nobody to read it", "None")
+        problem, expected = ("is missing", "one") if encoder_input is None else ("cannot be used", "None")
         raise RequestError(
             "encoder_input", f"{problem}: the model has {'an' if encoder_input is None else 'no'} encoder", expected
         )
@@ -68,13 +68,13 @@ def verify_continuation(request: EngineCoreRequest) -> None:
 
 
 def longest_total(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
-    """Prompt and output together, at most."""
+    """The most tokens of prompt and output together."""
     return max_model_len if max_tokens is None else min(num_prompt_tokens + max_tokens, max_model_len)
 
 
 def verify_memory(request: EngineCoreRequest, kv_cache: KVCacheManager, step: int, max_new_tokens: int | None) -> None:
     """One branch at its full length must fit into the empty pool, in steps of at most `step` tokens. Then the first in
-    the order always gets on: all others can be preempted for it. More branches than fit at a time take turns."""
+    the order always makes progress, because all others can be preempted for it. Others take turns."""
     num_prompt_tokens = len(request.prompt_token_ids)
     max_total = longest_total(num_prompt_tokens, max_new_tokens, kv_cache.max_model_len)
     num_usable = kv_cache.num_usable_blocks - verify_cross_memory(request, kv_cache)
@@ -94,7 +94,7 @@ def verify_memory(request: EngineCoreRequest, kv_cache: KVCacheManager, step: in
 
 
 def verify_cross_memory(request: EngineCoreRequest, kv_cache: KVCacheManager) -> int:
-    """The blocks that its encoder input takes, which others may hold as well, but not for its sake."""
+    """The blocks of its encoder input, counted in full although other requests may share them."""
     if request.encoder_input is None:
         return 0
     num_blocks = kv_cache.num_cross_blocks(request.encoder_input.num_positions)

@@ -1,8 +1,8 @@
-"""The beams of one request as the scheduler sees them: the search, the memory behind it, and the steps that they need.
+"""The beams of one request as the scheduler sees them: the search, its memory, and the steps that it needs.
 
-A beam request has one branch, the trunk, which computes the prompt like any other. Its beams come into being when the
-prompt is done, run in step with each other, all or none, and lose their memory together. Which requests run, and who
-gives way when memory is short, is the scheduler's.
+A beam request has one branch, the trunk, which computes the prompt like any other. Its beams are created when the
+prompt is computed, run in the same steps, all or none, and are preempted together. The scheduler decides which requests
+run and which are preempted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BeamGroup(Task):
         "width",
     )
 
-    leases_branches = False  # but the texts that it ends with
+    leases_branches = False  # only its final texts
 
     def __init__(self, trunk: Branch, params: BeamSearchParams, max_new_tokens: int) -> None:
         self.params = params
@@ -46,13 +46,13 @@ class BeamGroup(Task):
         self.width = params.beam_width
         self._max_new_tokens = max_new_tokens
         self.wants_snapshots = params.output_kind == RequestOutputKind.CUMULATIVE
-        self._retained = trunk.request.retain_kv is not None  # the best texts' memory is kept to be leased at the end
-        self._tails: BeamTails | None = None  # None: the prompt is not computed (any more)
-        # What the runner does not know yet: which beam each comes from, and the tokens behind its computed ones.
+        self._retained = trunk.request.retain_kv is not None  # keep the best texts' memory, to lease it at the end
+        self._tails: BeamTails | None = None  # None: the prompt is not computed
+        # Not sent to the runner yet: the parent of each beam, and the tokens after its computed ones.
         self._moves: tuple[list[int], list[int]] | None = None
-        self._num_restored_tokens = 0  # of the tokens in `_moves`: those that came back from the host computed
+        self._num_restored_tokens = 0  # of the tokens in `_moves`: those swapped in as computed
         self._changed: tuple[int, BlockIds] = (0, ())
-        self._num_unwritten_tokens = 0  # of each beam: there is memory for them, and no step that runs them yet
+        self._num_unwritten_tokens = 0  # of each beam: allocated, but not in a step yet
         self._kept: dict[int, KeptTail] = {}  # by the number of the finished text
 
     # ---- steps ----
@@ -70,12 +70,12 @@ class BeamGroup(Task):
 
     @property
     def gap(self) -> int:
-        """Tokens of every beam that are not computed."""
+        """Tokens per beam that are not computed."""
         assert self._tails is not None
         return self.trunk.num_tokens + self.search.num_tokens - self._tails.num_computed_tokens
 
     def is_ready(self, kv_cache: KVCacheManager) -> bool:
-        """Are there beams that can run? Beams that lost their memory come back behind a trunk that is computed anew."""
+        """Whether there are beams that can run. Preempted beams resume after their trunk is computed again."""
         if self._tails is None and self.search.num_tokens and self.trunk.num_computed_tokens == self.trunk.num_tokens:
             self._tails = BeamTails(kv_cache, self.trunk)
             self._tails.fork([0] * self.num_beams)
@@ -83,18 +83,18 @@ class BeamGroup(Task):
         return self._tails is not None
 
     def _move_all_from_trunk(self) -> None:
-        """The runner has forgotten the beams: they come with all their tokens."""
+        """The runner has no rows for the beams: send them with all their tokens."""
         tokens = [token for beam in range(self.num_beams) for token in self.search.running_token_ids(beam)]
         self._moves = ([0] * self.num_beams, tokens)
 
     def num_blocks_to_come(self, kv_cache: KVCacheManager) -> int:
-        """What beams will need as soon as the prompt is computed, all that they had before included."""
+        """The blocks that the beams need as soon as the prompt is computed, for all their tokens so far."""
         num_new_tokens = min(max(self.search.num_tokens, 1) + 1, self._max_new_tokens)
         tail = tail_blocks(kv_cache.block_size, kv_cache.num_groups, self.trunk.num_tokens, num_new_tokens)
         return self.width * tail
 
     def allocate(self, num_tokens: int) -> bool:
-        """Memory for so many tokens of every beam. False: it is short, and nothing changed."""
+        """Allocate `num_tokens` for every beam. False: not enough memory, and nothing changed."""
         assert self._tails is not None
         changed = self._tails.allocate(num_tokens)
         if changed is None:
@@ -104,7 +104,7 @@ class BeamGroup(Task):
         return True
 
     def take_step(self, num_tokens: int) -> BeamStep:
-        """The step that `allocate` made room for."""
+        """The step that `allocate` was called for."""
         assert self._tails is not None
         parents, token_ids = self._moves if self._moves is not None else (None, [])
         self._moves = None
@@ -125,7 +125,7 @@ class BeamGroup(Task):
         return step if self.gap else self._with_candidates(step)
 
     def complete(self, plan: SchedulerOutput, branch_id: str) -> None:
-        """The trunk's last step brings the first candidates, unless the search has begun, and has them."""
+        """The trunk's last step yields the first candidates, unless the search already has them."""
         if not self.search.num_tokens:
             plan.beam_steps.append(self._with_candidates(BeamStep(req_id=branch_id, scores=self.search.scores)))
 
@@ -136,7 +136,7 @@ class BeamGroup(Task):
     # ---- results ----
 
     def advance(self, kv_cache: KVCacheManager, found: BeamCandidates) -> None:
-        """Take candidates in: beams end, fork and give their memory back."""
+        """Apply candidates: beams finish, fork and free memory."""
         if self._tails is None:
             self._tails = BeamTails(kv_cache, self.trunk)
         moves = self.search.advance(found.scores, found.beams, found.token_ids)
@@ -146,7 +146,7 @@ class BeamGroup(Task):
         self._moves = (moves.parents, moves.tokens)
 
     def _keep_leading(self, tails: BeamTails) -> None:
-        """Hold the memory of the best texts, and of no others."""
+        """Keep the memory of the best texts only."""
         leading = {finished.number: finished for finished in self.search.leading()}
         for number in self._kept.keys() - leading.keys():
             tails.drop(self._kept.pop(number))
@@ -155,7 +155,7 @@ class BeamGroup(Task):
                 self._kept[number] = tails.keep(finished.beam)
 
     def kept_sequences(self, branch_ids: list[str]) -> Iterator[TokenSequence]:
-        """What was kept of the best texts, the best last. Whoever takes one, owns it."""
+        """The kept memory of the best texts, the best last. The caller takes ownership."""
         texts = self.search.hypotheses()
         for choice, finished in reversed(list(enumerate(self.search.leading()))):
             kept = self._kept.pop(finished.number, None)
@@ -167,7 +167,7 @@ class BeamGroup(Task):
     # ---- memory ----
 
     def forget_kept(self) -> bool:
-        """Memory is short: what is kept for later goes before what runs. False: there was nothing."""
+        """Free kept memory before running branches are preempted. False: there was none."""
         if not self._kept:
             return False
         assert self._tails is not None
@@ -177,20 +177,20 @@ class BeamGroup(Task):
         return True
 
     def is_on_host(self, kv_cache: KVCacheManager) -> bool:
-        """Are the beams swapped out, with their trunk? Ask each time: where their copy is lost, they are not."""
+        """Whether the beams are swapped out with their trunk. Do not cache the answer: their host copy may be lost."""
         return kv_cache.num_tail_tokens_on_host(self.trunk) > 0
 
     def swap_out(self) -> bool:
-        """Move the trunk and the beams to the host. What is kept of finished texts is given back. False: there is no
-        room for all of it, or no beam has computed anything, and nothing changed."""
+        """Move the trunk and the beams to the host. Kept memory of finished texts is freed. False: not enough host
+        memory, or no beam has computed anything, and nothing changed."""
         if self._tails is None or not self._tails.swap_out(self._num_unwritten_tokens):
             return False
         self.set_back()
         return True
 
     def swap_in(self, kv_cache: KVCacheManager) -> bool:
-        """Bring the trunk and the beams back from the host, where there is memory for them and for the tokens that they
-        have not computed. False: it is short, and nothing changed."""
+        """Swap in the trunk and the beams, if there is memory for them and for their tokens to compute. False: not
+        enough memory, and nothing changed."""
         num_wanted = kv_cache.num_blocks_to_swap_in(self.trunk) + self.num_blocks_to_come(kv_cache)
         if num_wanted > kv_cache.num_free_blocks:
             return False
@@ -200,7 +200,7 @@ class BeamGroup(Task):
         return True
 
     def set_back(self) -> None:
-        """Give all memory behind the trunk back. The search stays where it is."""
+        """Free the memory of the beams. The state of the search is kept."""
         if self._tails is None:
             return
         self.forget_kept()

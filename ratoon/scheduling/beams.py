@@ -1,7 +1,7 @@
-"""One beam search as a state machine: which candidates live on, which texts are finished, when it is over, who wins.
+"""One beam search as a state machine: which candidates survive, which texts are finished, when it ends, the result.
 
-It gives what `generate(num_beams=…, do_sample=False)` of transformers gives, scores included. It knows no model, no
-blocks and no requests: somebody else computes the candidates of a step, and forks and prunes branches as told.
+The result is that of `generate(num_beams=…, do_sample=False)` in transformers, scores included. There is no model,
+block or request here: callers compute the candidates of a step, and fork and prune branches.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 from ratoon.core.params import BeamSearchParams
 from ratoon.core.request import FinishReason
 
-# The tokens of a beam, as the last of them and the node of those before it; None: no token yet. Beams share what they
-# have in common, and what no beam has any more is freed by itself.
+# The tokens of a beam, as a linked list: the node of the tokens before, and the last token; None: no token yet. Beams
+# share common nodes, and unreferenced nodes are freed automatically.
 Node = tuple["Node", int] | None
 
 
 class BeamMoves(NamedTuple):
-    """The beams of the next step, best first: beam i is beam `parents[i]` of this step and `tokens[i]` behind it."""
+    """The beams of the next step, best first: beam i is beam `parents[i]` of this step followed by `tokens[i]`."""
 
     parents: list[int]
     tokens: list[int]
@@ -36,19 +36,19 @@ class Hypothesis(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The same before its tokens are gathered, and where it came from."""
+    """The same before its tokens are collected, and its origin."""
 
     score: float
     cumulative_logprob: float
     node: Node
     finish_reason: FinishReason
-    number: int  # of its own in this search
-    beam: int  # that it was the end of
+    number: int  # unique in this search
+    beam: int  # that it finished
     num_tokens: int
 
 
 class BeamSearch:
-    """Starts with one beam without tokens. Each step the caller brings the best candidates over all running beams to
+    """Starts with one beam without tokens. In each step the caller passes the best candidates over all running beams to
     `advance`, and gets the beams of the next step, until `done`."""
 
     __slots__ = (
@@ -64,14 +64,14 @@ class BeamSearch:
     )
 
     def __init__(self, params: BeamSearchParams, max_new_tokens: int) -> None:
-        """`max_new_tokens`: by params.max_tokens and by the room behind the prompt; at least 1."""
+        """`max_new_tokens`: limited by params.max_tokens and max_model_len; at least 1."""
         self._params = params
         self._max_new_tokens = max_new_tokens
         self._stop_tokens = frozenset(params.all_stop_token_ids or ())
         self._num_tokens = 0  # of each running beam
         self._nodes: list[Node] = [None]  # of the running beams
         self._finished: list[Finished] = []  # best first, beam_width at most
-        self._num_finished = 0  # those included that better ones have pushed out
+        self._num_finished = 0  # including those replaced by better ones
         self.scores: list[float] = [0.0]  # of the running beams: sums of log-probabilities
         self.done = False
 
@@ -86,12 +86,12 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many candidates a step needs: among so many, `beam_width` do not end with a stop token."""
+        """How many candidates a step needs so that at least `beam_width` do not end with a stop token."""
         return self._params.beam_width * (1 + len(self._stop_tokens))
 
     def advance(self, scores: Sequence[float], beams: Sequence[int], tokens: Sequence[int]) -> BeamMoves:
-        """Take the best candidates of a step, best first: candidate i is token `tokens[i]` behind running beam
-        `beams[i]`, and `scores[i]` the sum of log-probabilities of both. There are `num_candidates`, or all there are.
+        """Take the best candidates of a step, best first: candidate i is running beam `beams[i]` followed by
+        `tokens[i]`, and `scores[i]` is the sum of log-probabilities of both. At most `num_candidates`.
         """
         assert not self.done
         self._num_tokens += 1
@@ -108,10 +108,10 @@ class BeamSearch:
         return moves
 
     def _divide(self, tokens: Sequence[int], num_possible: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The candidates that live on and those that are finished, best first, as indices.
+        """The candidates that survive and those that are finished, best first, as indices.
 
         Only the first `beam_width` can finish: a stop token further back ends a text that the search would have
-        dropped. Those that fill the places of the finished come from further back.
+        dropped. Candidates further back replace the finished ones.
         """
         leading = range(min(self._params.beam_width, num_possible))
         if self._num_tokens == self._max_new_tokens:
@@ -132,7 +132,7 @@ class BeamSearch:
         for i in ending:
             score = scores[i] / divisor
             if score <= worst:
-                break  # nor are those behind it better
+                break  # later ones are no better
             reason = self._finish_reason(tokens[i])
             node = (self._nodes[beams[i]], tokens[i])
             finished.append(Finished(score, scores[i], node, reason, self._num_finished, beams[i], self._num_tokens))
@@ -141,7 +141,7 @@ class BeamSearch:
         del finished[self._params.beam_width :]
 
     def _finish_reason(self, token: int) -> FinishReason:
-        """An end that was forced because there is room for no other token is the end of the room."""
+        """A forced end token at the length limit counts as LENGTH."""
         is_forced = self._num_tokens == self._max_new_tokens and token in (self._params.forced_eos_token_id or ())
         return FinishReason.STOP if token in self._stop_tokens and not is_forced else FinishReason.LENGTH
 
@@ -151,8 +151,8 @@ class BeamSearch:
             return False
         if params.early_stopping is True:
             return True
-        # With a penalty above 0 a sum counts for more in a longer text, so the most that "never" can hope for is that
-        # the best beam grows to full length and loses nothing.
+        # With a penalty above 0 a longer text has a better score for the same sum, so the upper bound for "never" is
+        # the best beam at full length without further loss.
         hopeful = params.early_stopping == "never" and params.length_penalty > 0
         length = self._max_new_tokens if hopeful else self._num_tokens
         return best_running / self._divisor(length) <= self._finished[-1].score
@@ -165,18 +165,18 @@ class BeamSearch:
         return float(length + self._params.num_forced_tokens) ** self._params.length_penalty
 
     def leading(self) -> list[Finished]:
-        """The best finished texts so far, best first, `n` at most. None but a better one pushes one of them out."""
+        """The best finished texts so far, best first, `n` at most. Only a better one replaces one of them."""
         return self._finished[: self._params.n]
 
     def hypotheses(self) -> list[Hypothesis]:
         """The best finished texts, best first: `n` when the search is done.
 
-        Fewer only where there are not so many texts: a vocabulary smaller than the width, or all tokens forbidden.
+        Fewer only if fewer texts exist: a vocabulary smaller than the width, or all tokens forbidden.
         """
         return [_gathered(found) for found in self.leading()]
 
     def best_so_far(self) -> Hypothesis | None:
-        """The best text, finished or not: what would be at the front if the search ended now. None: no token yet."""
+        """The best text, finished or not: the first result if the search ended now. None: no token yet."""
         finished = self._finished[0] if self._finished else None
         if self._nodes and self._num_tokens:
             score = self.scores[0] / self._divisor(self._num_tokens)

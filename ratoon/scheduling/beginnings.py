@@ -1,5 +1,5 @@
-"""What a branch has before it runs: its parent's memory, a cached prefix, the cross table of its encoder input, or what
-was swapped out of it. Whether it gets into the step, and who gives way for it, is the planners' to say.
+"""What a branch starts with: its parent's memory, a prefix cache hit, the cross table of its encoder input, or its
+swapped-out blocks. The planners decide whether it is admitted and what is preempted for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ logger = get_logger(__name__)
 
 
 class Admission(enum.Enum):
-    """What came of the try to let a waiting branch in."""
+    """The result of trying to admit a waiting branch."""
 
     ADMITTED = enum.auto()
     NO_MEMORY = enum.auto()
-    NOT_NOW = enum.auto()  # it does not fit into what is left of this step
+    NOT_NOW = enum.auto()  # it does not fit in the rest of this step
 
 
 class Beginnings:
@@ -29,7 +29,7 @@ class Beginnings:
         self._state = state
 
     def inherit(self, branch: Branch, most: int, num_left: int = 1) -> int:
-        """Give a continuation its parent's memory, where that is kept or still runs. How many tokens it has then."""
+        """Let a continuation share its parent's memory, if leased or still running. Returns its computed tokens."""
         request = branch.request
         if request.continuation_of is None or branch.choice != 0 or request.task.needs_every_prompt_row:
             return 0
@@ -38,8 +38,8 @@ class Beginnings:
         if parent is None:
             return 0
         if running is not None and parent is running and not running.known_to_runner:
-            # It comes in in this very step, and what it found may be written only in it: such a block can be read as it
-            # is, but not copied.
+            # The parent enters in this same step, which may write its prefix hits: such blocks are shared, never
+            # copied.
             most -= most % self._state.kv_cache.block_size
         return self._state.kv_cache.inherit_blocks_from_parent(parent, branch, most, num_left)
 
@@ -64,14 +64,14 @@ class Beginnings:
         )
 
     def find_prefix(self, branch: Branch) -> tuple[GroupBlocks | None, int]:
-        # Log-probabilities of the prompt and means over it need every prompt row computed: there is nothing to look up.
+        # Prompt log-probabilities and mean pooling need every prompt row computed: no lookup.
         if branch.choice == 0 and branch.request.task.needs_every_prompt_row:
             return None, 0
         return self._state.kv_cache.get_computed_blocks(branch)
 
     def attach_cross(self, step: StepDraft, branch: Branch) -> Admission:
-        """See to it that cross-attention finds what the branch's encoder input becomes: it is there, or the encoder
-        runs in this step. An input is never divided; one that is longer than the budget runs alone."""
+        """Give the branch its cross table: an existing one, or a new one that the encoder writes in this step. An input
+        is never split; one that is longer than the budget runs alone."""
         encoder_input = branch.request.encoder_input
         if encoder_input is None or branch.cross is not None:
             return Admission.ADMITTED
@@ -86,7 +86,7 @@ class Beginnings:
         return Admission.ADMITTED
 
     def num_missing_cross_blocks(self, branch: Branch) -> int:
-        """What the table of its encoder input takes, where it is not there."""
+        """Blocks needed for the cross table of its encoder input, if it does not exist."""
         encoder_input, kv_cache = branch.request.encoder_input, self._state.kv_cache
         if encoder_input is None or kv_cache.has_cross(branch, encoder_input):
             return 0

@@ -1,8 +1,8 @@
-"""Requests and their branches as the scheduler sees them: state only. What to do with them is the scheduler's.
+"""Requests and their branches as the scheduler sees them: state only; the scheduler acts on it.
 
 A request owns n branches, one for each choice. Branch 0 computes the prompt; the others are forked from it when the
-prompt is done, and from then on every branch lives, waits and ends on its own. What else there is of a request is in
-its task, which its kind (kinds/) makes.
+prompt is computed, and from then on every branch runs, waits and ends independently. State specific to the request's
+kind (kinds/) is in its task.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.task import Task
 
-NEVER = 1 << 62  # a step that does not come
+NEVER = 1 << 62  # a step number that is never reached
 _MASK_64 = (1 << 64) - 1
 
 
 class BranchStatus(enum.IntEnum):
     WAITING = 0  # never ran
     RUNNING = 1
-    PREEMPTED = 2  # ran, lost its memory, waits to run again
+    PREEMPTED = 2  # ran, was preempted, waits to run again
     FINISHED = 3
 
 
 class Request:
-    """What all branches of a request have in common, whatever its kind."""
+    """The state that all branches of a request share."""
 
     __slots__ = (
         "arrival_time",
@@ -53,7 +53,7 @@ class Request:
         "traced",
     )
 
-    task: Task  # its kind sets it
+    task: Task  # set by its kind
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Request:
         self.priority = request.priority
         self.arrival_time = request.arrival_time
         self.sequence_number = sequence_number
-        self.queued_time: float | None = None  # until it is told, with its first schedule
-        self.traced = request.trace_headers is not None  # told of every part of its prompt
+        self.queued_time: float | None = None  # until reported, when it is first scheduled
+        self.traced = request.trace_headers is not None  # reports every prefill chunk
         self.branch_ids = [branch_id_of(request.request_id, choice) for choice in range(num_choices)]
         self.finished_choices: set[int] = set()
         self.branches: list[Branch] = [Branch(self, 0, list(request.prompt_token_ids), extra_keys_of(request))]
@@ -122,17 +122,17 @@ class Branch(TokenSequence):
         self.status = BranchStatus.WAITING
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache when it first ran
         self.known_to_runner = False  # the runner has a row for it
-        # Tokens that steps in flight will bring, and that the runner feeds to the next step itself: they count as
-        # tokens to compute, and their values are not known here.
+        # Tokens that steps in flight will sample, and that the runner feeds to the next step itself: they count as
+        # tokens to compute, but their values are not known here.
         self.num_pending = 0
-        self.plans_ahead = False  # True: a token that is sampled is pending; else the next step waits for its result
-        self.first_step = NEVER  # of this run of it: results of earlier steps belong to another branch of its name
-        self.num_rows = 1  # that it takes on the runner; a search needs one for each beam
-        # Copies of the request's, one attribute away: these are read for every branch in every step.
+        self.plans_ahead = False  # True: sampled tokens may be pending; else the next step waits for the result
+        self.first_step = NEVER  # of this run: results of earlier steps are for an earlier branch with its id
+        self.num_rows = 1  # in the runner; a search needs one per beam
+        # Copied from the request, because they are read for every branch in every step.
         self.request_id = request.request_id
         self.max_total_tokens = request.max_total_tokens
         self.stop_token_ids = request.stop_token_ids
-        # First come, first served; the scheduler puts the priority in front where the policy asks for it.
+        # First come, first served; with the priority policy the scheduler compares the priority first.
         self.order = (request.priority, request.arrival_time, request.sequence_number, choice)
 
     @property
@@ -148,7 +148,7 @@ class Branch(TokenSequence):
         self.num_tokens += len(token_ids)
 
     def as_new_request(self, block_ids: BlockIds) -> NewRequestData:
-        """All of it, for a runner that does not know it."""
+        """The full branch, for a runner that has no row for it."""
         request, encoder_token_ids = self.request, None
         if request.encoder_input is not None and request.task.reads_encoder_tokens:
             encoder_token_ids = request.encoder_input.token_ids
@@ -171,7 +171,7 @@ def branch_id_of(request_id: str, choice: int) -> str:
 
 
 def extra_keys_of(request: EngineCoreRequest) -> ExtraKeys:
-    """What besides tokens must agree before two requests may share blocks."""
+    """What besides tokens must be equal for two requests to share blocks."""
     keys = []
     if request.adapter is not None:
         keys.append(("adapter", request.adapter))

@@ -1,7 +1,7 @@
-"""What happened to requests in the engine, and is told with their next outputs: queued, scheduled, preempted, chunks.
+"""Events of requests in the engine, sent with their next outputs: queued, scheduled, preempted, prefill chunks.
 
-Knows no clock: the time is an argument. There are a few events for a request and none for a token, so that they cost
-little where they are not read; parts of prompts are noted for traced requests only.
+The time is an argument. There are a few events per request and none per token, so that they cost little; chunks are
+recorded for traced requests only.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from ratoon.core.request import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
 from ratoon.scheduling.branch import Branch, Request
 
-MAX_EVENTS = 1024  # of a request between two outputs; what is more is not told
+MAX_EVENTS = 1024  # of a request between two outputs; further ones are dropped
 
 
 class EventLog:
     def __init__(self) -> None:
-        # By request id, of requests that have been scheduled: that they were queued is told then, not before. So there
-        # is nothing here to look through while requests wait, or get their tokens.
+        # By request id, from the first schedule on, when the queued event is recorded too. So it is usually empty while
+        # requests wait or decode.
         self._untold: dict[str, list[EngineCoreEvent]] = {}
         self._chunks: list[tuple[int, EngineCoreEvent]] = []  # of steps in flight, by their numbers
 
@@ -33,7 +33,7 @@ class EventLog:
         self._note(branch.request, EngineCoreEvent(EngineCoreEventType.PREEMPTED, now, choice=branch.choice))
 
     def chunk(self, branch: Branch, num_tokens: int, step: int, now: float) -> None:
-        """Part of a prompt is in the step that is planned now."""
+        """A part of a prompt is in the step being planned."""
         event = EngineCoreEvent(EngineCoreEventType.PREFILL_CHUNK, now, 0.0, num_tokens, branch.choice)
         self._note(branch.request, event)
         self._chunks.append((step, event))
@@ -50,12 +50,12 @@ class EventLog:
             events.append(event)
 
     def tell(self, outputs: list[EngineCoreOutput]) -> None:
-        """Put them on the first output of each request."""
+        """Attach them to the first output of each request."""
         untold = self._untold
         for output in outputs:
             if output.request_id in untold:
                 output.events = untold.pop(output.request_id)
 
     def request_ids(self) -> set[str]:
-        """Of whom there is something to tell, for checks."""
+        """For checks: requests with unsent events."""
         return set(self._untold)

@@ -1,8 +1,8 @@
-"""Requests for hidden states as the scheduler sees them: which rows are still to be run, and who waits for them.
+"""Requests for hidden states as the scheduler sees them: which rows are still to be run, and the queue of extractions.
 
-An extraction reads the keys and values of another sequence and runs only the rows that it was asked for. Rows whose own
-keys and values are there already are run without being written; what is missing is computed like a prompt, and rows
-are read out in passing. Who runs when is the planner's.
+An extraction reads the keys and values of another sequence and runs only the rows that it was asked for. Rows whose
+keys and values are cached are run without writing them; missing ones are computed like a prompt, and their rows are
+read out in the same pass. The planner decides which extraction runs when.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ratoon.scheduling.task import Task
 Span = tuple[int, int, bool]  # first position, count, whether keys and values are written
 
 MAX_WAITING = 1024  # extractions that have not begun
-PATIENCE = 16  # times that the first may be passed by; from then on nobody overtakes it or takes its memory
-AGED_SHARE = 8  # one part in so many of a step's tokens is then its own
+PATIENCE = 16  # times that the first may be overtaken; after that no request overtakes it or takes its memory
+AGED_SHARE = 8  # it then gets 1/AGED_SHARE of a step's tokens
 
 
 class ExtractionTask(Task):
-    """One extraction: positions rising, the first `num_captured` of them done."""
+    """One extraction: ascending positions, the first `num_captured` of them done."""
 
     __slots__ = (
         "branch",
@@ -43,9 +43,9 @@ class ExtractionTask(Task):
         self.branch = branch
         self.extraction = extraction
         self.deadline: float | None = None  # on the scheduler's clock
-        self.is_in_flight = False  # a step of it runs: which rows are next is known when it has ended
+        self.is_in_flight = False  # a step of it is in flight: the next rows are known when it is done
         self.num_captured = 0
-        self.num_passed_by = 0  # times that others came first since it last gave something
+        self.num_passed_by = 0  # times that others were planned first since its last result
         self.num_rows_run = 0
 
     @property
@@ -67,8 +67,8 @@ class ExtractionTask(Task):
     def next_spans(self, num_computed: int, budget: int, max_spans: int) -> list[Span]:
         """What to run next, within `budget` rows: (first position, count, whether it is written).
 
-        Positions before `num_computed` are there: those asked for are run as they come, in runs. From there on all
-        that lies before the next position asked for has to be computed.
+        Positions before `num_computed` are cached: only requested ones are run. From there on, all positions before the
+        next requested one must be computed.
         """
         spans: list[Span] = []
         positions = self.extraction.positions
@@ -92,7 +92,7 @@ class ExtractionTask(Task):
         return spans
 
     def take_step(self, spans: list[Span], block_ids: BlockIds) -> CaptureStep:
-        """Write spans down as a step."""
+        """The step for these spans."""
         tokens: list[int] = []
         captured: list[int] = []
         positions, index = self.extraction.positions, self.num_captured
@@ -115,7 +115,7 @@ class ExtractionTask(Task):
         )
 
     def take_encoder_step(self) -> EncoderStep:
-        """All of it at once: an encoder input is never divided."""
+        """The whole input: an encoder input is never split."""
         encoder_input, extraction = self.branch.request.encoder_input, self.extraction
         assert encoder_input is not None
         self.is_in_flight = True
@@ -124,7 +124,7 @@ class ExtractionTask(Task):
         )
 
     def confirm(self, step: CaptureStep | EncoderStep) -> None:
-        """The step's rows were run, and those it named were read out."""
+        """The step's rows were run, and the requested ones read out."""
         self.is_in_flight = False
         self.num_captured += len(step.captured)
         if isinstance(step, EncoderStep):
@@ -148,8 +148,7 @@ class ExtractionTask(Task):
 
 
 class ExtractionQueue:
-    """Those who have not begun, and those who have. Waiting owners take turns; an owner's own are served first come,
-    first served."""
+    """Waiting and running extractions. Waiting owners take turns; those of one owner are served in order."""
 
     def __init__(self) -> None:
         self.running: list[ExtractionTask] = []  # hold blocks
@@ -168,15 +167,15 @@ class ExtractionQueue:
 
     @property
     def first(self) -> ExtractionTask | None:
-        """Whose turn it is."""
+        """The next extraction."""
         if self.running:
             return self.running[0]
         return self._waiting[0] if self._waiting else None
 
     @property
     def aged(self) -> ExtractionTask | None:
-        """The first, if others came before it too often. Rows that were run on the way do not make it younger: their
-        keys and values may be lost again. Rows that were read out do, so that generation has its turn as well."""
+        """The first, if it was overtaken too often. Only rows read out reset the count, so that generation gets its
+        turn; rows that were merely computed do not, since their keys and values may be lost again."""
         first = self.first
         return first if first is not None and first.num_passed_by >= PATIENCE else None
 
@@ -191,7 +190,7 @@ class ExtractionQueue:
         self._waiting.insert(self._place_for(state), state)
 
     def _place_for(self, state: ExtractionTask) -> int:
-        """Behind as many of each other owner's as there are of its own."""
+        """After as many of each other owner's as this owner has."""
         if not self._waiting or self._waiting[-1].owner == state.owner:
             return len(self._waiting)  # without owners, always
         num_own = sum(other.owner == state.owner for other in self._waiting)
@@ -207,7 +206,7 @@ class ExtractionQueue:
         self.running.append(state)
 
     def set_back(self, state: ExtractionTask) -> None:
-        """It has lost its memory."""
+        """It was preempted."""
         state.num_passed_by += 1
         self.running.remove(state)
         self._waiting.appendleft(state)

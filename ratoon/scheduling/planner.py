@@ -1,7 +1,7 @@
-"""The planner: which branches run in a step, with how many tokens, and who gives way when memory is short.
+"""The planner: which branches run in a step, with how many tokens, and which are preempted for memory.
 
 There are no phases. Every branch has a gap between its tokens and its computed tokens, and a step closes part of it
-within a token budget. What becomes of a plan's results is in results.py.
+within a token budget. results.py applies a plan's results.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ class StepPlanner:
         if self._state.shares.contended:
             self._charge(step)
         self._schedule_waiting_and_kinds(step)
-        if step.gave_way and step.is_empty:  # for a branch that did not fit in nevertheless
+        if step.gave_way and step.is_empty:  # for a branch that did not fit after all
             self._schedule_running(step)
         return self._build_plan(step)
 
     def _schedule_waiting_and_kinds(self, step: StepDraft) -> None:
-        """What waits comes in, and behind it the rows of kinds that stand back for generation, but for those that have
-        waited too long."""
+        """Admit waiting branches, then rows of kinds that yield to generation, unless they waited too long."""
         kinds, has_room = self._kinds.with_rows, not step.preempted
         for kind in kinds:
             has_room = kind.plan_early(step) and has_room
-        if has_room:  # if memory is short, what comes in now would be the next to go
+        if has_room:  # if memory is short, a newly admitted branch would be preempted next
             self._schedule_waiting(step)
             for kind in kinds:
                 kind.plan_late(step)
@@ -85,8 +84,8 @@ class StepPlanner:
             self._schedule_prompts(step, long_gaps)
 
     def _schedule_prompts(self, step: StepDraft, long_gaps: list[Branch]) -> None:
-        """Prompts take what single tokens leave, so that a long one does not silence all that came in after it, and
-        leave its share to a kind that has waited for too long."""
+        """Prompts take what decoding leaves, so that a long one does not stall later branches, and leave a share to a
+        kind that waited too long."""
         held_back = sum(kind.held_back(step) for kind in self._kinds.with_rows)
         step.budget -= held_back
         if self._state.shares.contended and self._state.config.enable_chunked_prefill:
@@ -98,7 +97,7 @@ class StepPlanner:
         step.budget += held_back
 
     def _share_out(self, step: StepDraft, long_gaps: list[Branch]) -> None:
-        """Several owners want the tokens of this step: long prompts of one leave their shares to those that wait."""
+        """Several owners compete for the tokens of this step: long prompts of one leave waiting owners their shares."""
         state = self._state
         wants: Counter[Owner] = Counter()
         for branch in long_gaps:
@@ -114,18 +113,18 @@ class StepPlanner:
             owner, before = branch.request.owner, step.budget
             most = min(branch.num_tokens - branch.num_computed_tokens, given[owner])
             if branch is long_gaps[0]:
-                most = max(most, 1)  # those that wait may not fit in
+                most = max(most, 1)  # waiting branches may not fit
             if step.budget > 0 and most > 0:
                 self._schedule_with_memory(step, branch, most)
-                given[owner] -= max(0, before - step.budget)  # more may be left, where others gave way
+                given[owner] -= max(0, before - step.budget)  # more may be left, if others were preempted
 
     def _schedule_with_memory(self, step: StepDraft, branch: Branch, gap: int) -> None:
-        """Give a running branch tokens and memory. If memory is short, the last in the order gives way, maybe itself.
+        """Give a running branch tokens and memory. If memory is short, the last in the order is preempted.
 
-        The first in the order thus always gets on, and since it fits into the pool alone, it ends.
+        The first in the order thus always makes progress, and since it fits into the pool alone, it finishes.
         """
         if branch.status != BranchStatus.RUNNING:
-            return  # it had to give way a moment ago
+            return  # it was just preempted
         num_new_tokens = gap if gap == 1 else min(gap, step.budget, self._state.max_step_tokens)
         while True:
             appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens)
@@ -137,7 +136,7 @@ class StepPlanner:
 
     def _schedule_waiting(self, step: StepDraft) -> None:
         state = self._state
-        num_running = len(state.running)  # what comes in now stands behind them, and does not give way
+        num_running = len(state.running)  # branches admitted now come after them, and are not preempted
         while state.waiting and step.budget > 0:
             branch = state.waiting.peek()
             if branch in step.gave_way:
@@ -150,14 +149,14 @@ class StepPlanner:
                 if state.shares.contended:
                     state.shares.charge(branch.request.owner, budget - step.budget)
             elif has_rows and admission == Admission.NOT_NOW:
-                break  # nobody overtakes the first in the queue
+                break  # the first in the queue is not overtaken
             elif not self._preemption.preempt_beyond_share(step, branch, state.running[:num_running]):
                 break
             else:
                 num_running -= 1
 
     def _charge(self, step: StepDraft) -> None:
-        """Count what owners have got so far in this step; what still comes in is counted as it does."""
+        """Count what owners got so far in this step; later admissions are counted as they happen."""
         charge = self._state.shares.charge
         for owner, count in Counter(branch.request.owner for branch in step.in_place).items():
             charge(owner, count)
@@ -167,7 +166,7 @@ class StepPlanner:
             charge(rows.branch.request.owner, rows.num_tokens)
 
     def _schedule_alone(self, step: StepDraft, request: Request) -> None:
-        """One request, whatever its place in the order. If memory or rows are short, others give way."""
+        """Plan one request, regardless of the order. If memory or rows are short, others are preempted."""
         for kind in self._kinds.all:
             kind.stand_back(request)
         if self._kinds.of(request).plan_alone(step, request):
@@ -186,7 +185,7 @@ class StepPlanner:
                 self._state.waiting.remove({branch})
 
     def _admit(self, step: StepDraft, branch: Branch) -> Admission:
-        """Let a branch in, if it fits. Leases give way to it, where that is enough."""
+        """Admit a branch, if it fits. Leases are evicted for it, if that is enough."""
         leases = self._state.leases
         while True:
             admission = self._try_to_admit(step, branch)
@@ -203,7 +202,7 @@ class StepPlanner:
                 return Admission.NO_MEMORY
 
     def _num_wanted_blocks(self, branch: Branch) -> int:
-        """What has to be free before a branch can come in."""
+        """Blocks that must be free before a branch is admitted."""
         kv_cache = self._state.kv_cache
         if kv_cache.is_swapped(branch):
             num_wanted = kv_cache.num_blocks_to_swap_in(branch)
@@ -226,7 +225,7 @@ class StepPlanner:
             num_inherited = num_hit_tokens = branch.num_computed_tokens
         else:
             num_inherited = num_hit_tokens = self._beginnings.inherit(branch, branch.request.num_inheritable_tokens)
-        # Before the prefix is looked up: what is found there is nobody's yet, and memory for this may be taken from it.
+        # Before the prefix lookup: hits are not referenced yet, and this allocation may evict them.
         attached = self._beginnings.attach_cross(step, branch)
         if attached == Admission.ADMITTED and not num_hit_tokens:
             hit_blocks, num_hit_tokens = self._beginnings.find_prefix(branch)
@@ -237,7 +236,7 @@ class StepPlanner:
         if attached == Admission.ADMITTED:
             attached = Admission.NO_MEMORY if fits_step else Admission.NOT_NOW
             if fits_step and self._has_memory_to_come(branch, num_hit_tokens, hit_blocks):
-                num_found_tokens = num_hit_tokens - num_inherited  # what is inherited is in its tables already
+                num_found_tokens = num_hit_tokens - num_inherited  # inherited blocks are in its tables already
                 appended = kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_found_tokens)
         if appended is None:
             if not (was_swapped and kv_cache.swap_out(branch)):
@@ -245,9 +244,9 @@ class StepPlanner:
             del step.encoder_lengths[num_encoder_inputs:]
             return attached
         self._state.running.append(branch)
-        if branch.status == BranchStatus.WAITING:  # its first time; what a resumed branch finds is its own work
+        if branch.status == BranchStatus.WAITING:  # first admission; a resumed branch finds its own blocks
             branch.num_cached_tokens = num_hit_tokens
-            if hit_blocks is not None or num_inherited:  # what a parent left saves as much as what a hash finds
+            if hit_blocks is not None or num_inherited:  # inherited tokens count as hits too
                 self._state.kv_cache.count_lookup(branch.num_tokens, num_hit_tokens)
             self._beginnings.note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING
@@ -258,8 +257,8 @@ class StepPlanner:
         return Admission.ADMITTED
 
     def _has_memory_to_come(self, branch: Branch, num_hit_tokens: int, hit_blocks: GroupBlocks | None) -> bool:
-        """One that has memory for its prompt alone, and needs more then, would lose it again as soon as the prompt is
-        computed."""
+        """A branch with memory for its prompt only, that needs more afterwards, would be preempted as soon as the
+        prompt is computed."""
         kv_cache = self._state.kv_cache
         num_to_come = branch.request.task.num_blocks_to_come(kv_cache)
         if not num_to_come:
@@ -268,12 +267,12 @@ class StepPlanner:
         return missing + num_to_come <= kv_cache.num_free_blocks
 
     def _may_split(self, gap: int) -> bool:
-        """With chunked prefill off a prompt runs whole. A branch that grew beyond the budget and was then preempted has
-        no other way back in than in parts."""
+        """With chunked prefill off a prompt runs whole. A branch that grew beyond the budget and was then preempted can
+        only resume in parts."""
         return self._state.config.enable_chunked_prefill or gap > self._state.config.max_num_batched_tokens
 
     def _build_plan(self, step: StepDraft) -> SchedulerOutput:
-        """Write the draft down as a diff for the runner, and count the scheduled tokens as computed."""
+        """Turn the draft into a diff for the runner, and count the scheduled tokens as computed."""
         in_place = step.in_place
         known = CachedRequestData(
             [branch.branch_id for branch in in_place],
@@ -333,14 +332,14 @@ class StepPlanner:
             self._state.events.chunk(branch, num_new_tokens, plan.step, self._state.now)
         branch.num_computed_tokens += num_new_tokens
         if branch.num_computed_tokens < branch.num_tokens:
-            branch.write_limit = 0  # the end of a prompt must come through here, for it may fork
+            branch.write_limit = 0  # the end of a prompt must be handled here, because it may fork
         else:
             branch.request.task.complete(plan, branch_id)
-            if branch.plans_ahead and branch_id not in plan.fanout:  # choices come into being with the result
+            if branch.plans_ahead and branch_id not in plan.fanout:  # choices are created with the result
                 self._expect_token(branch)
 
     def _expect_token(self, branch: Branch) -> None:
-        """A branch is sampled in this step, and may be in the next one before its token is known, unless that token is
-        its last."""
+        """A branch is sampled in this step, and may run in the next one before its token is known, unless it is the
+        last."""
         if branch.num_tokens + branch.num_pending + 1 < branch.max_total_tokens:
             branch.num_pending += 1

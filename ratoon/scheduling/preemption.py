@@ -1,4 +1,4 @@
-"""Who gives way when memory or rows are short. What a branch loses and how it comes back is in state.py."""
+"""Preemption: which branch is preempted when memory or rows are short. state.py frees or swaps its memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ratoon.scheduling.step_draft import StepDraft
 class Preemption:
     def __init__(self, state: SchedulerState) -> None:
         self.num_preemptions = 0
-        # Kinds of requests that give memory back before any branch does: each says whether it has.
+        # Kinds of requests that free memory before any branch is preempted: each returns whether it did.
         self.first_to_go: list[Callable[[], bool]] = []
         self._state = state
 
     def make_room(self, step: StepDraft, branch: Branch) -> Branch | None:
-        """A branch is short of memory: what has ended gives way before what runs, what stands back for generation
-        before generation, and of that the last in the order, which is returned; where several owners compete, the last
-        of the one that holds most. With steps in flight nothing gives way, and the branch is left out of this one."""
+        """A branch needs memory: leases are evicted first, then kinds that yield to generation, then the last running
+        branch in the order is preempted and returned; if several owners compete, the last of the one that holds most.
+        With steps in flight nothing is preempted, and the branch is left out of this step."""
         state = self._state
         if not state.may_take_memory:
             state.wants_quiet = True
             return branch
         if state.leases.evict_one(state.spared_owners(branch)) or any(give_way() for give_way in self.first_to_go):
             return None
-        tried = next(iter(state.quarantined.values()), None)  # others give way to it, whatever their order
+        tried = next(iter(state.quarantined.values()), None)  # others are preempted for it, whatever their order
         others = [other for other in state.running if other.request is not tried] or state.running
         victim = state.last_of_largest_owner(others) if state.shares.contended else None
         if victim is None:
@@ -35,7 +35,7 @@ class Preemption:
         return victim
 
     def preempt(self, step: StepDraft, branch: Branch) -> None:
-        """Take a branch's memory. What is neither swapped out nor kept by the prefix cache is computed again."""
+        """Free a branch's memory. What is neither swapped out nor in the prefix cache is computed again."""
         step.remove(branch)
         step.preempted = True
         if branch.known_to_runner:
@@ -47,8 +47,8 @@ class Preemption:
         self.num_preemptions += 1
 
     def preempt_beyond_share(self, step: StepDraft, branch: Branch, running: list[Branch]) -> bool:
-        """A waiting branch has no row, or no memory, and its owner runs less than its share: of an owner that runs more
-        than its share, the last gives way. False: there is none."""
+        """A waiting branch lacks a row or memory, and its owner runs less than its share: preempt the last branch of an
+        owner that runs more than its share. False: there is none."""
         victim = self._state.find_one_beyond_its_share(branch, running)
         if victim is None:
             return False
@@ -60,7 +60,7 @@ class Preemption:
         return True
 
     def preempt_another(self, step: StepDraft, request: Request) -> bool:
-        """The last in the order of those that run beside this request loses its memory. False: there is none."""
+        """Preempt the last running branch of another request. False: there is none."""
         others = [other for other in self._state.running if other.request is not request]
         if others:
             self.preempt(step, max(others, key=self._state.order))

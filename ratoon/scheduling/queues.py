@@ -1,4 +1,4 @@
-"""Waiting branches in the order in which they may start. Order only: whether one fits is the scheduler's question."""
+"""Waiting branches in the order in which they may start. Order only: the scheduler decides whether one fits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def priority_order(branch: Branch) -> tuple[float, ...]:
 
 
 def sort_key_for(policy: SchedulingPolicy) -> SortKey:
-    """Who goes first (and, seen from the other end, who is preempted first)."""
+    """The order of admission; preemption takes the last first."""
     return priority_order if policy == SchedulingPolicy.PRIORITY else first_come_order
 
 
 class FirstComeQueue:
-    """Arrival order. What was preempted is put back in front: it came before everything that still waits."""
+    """Arrival order. Preempted branches are put back in front: they arrived before all that still wait."""
 
     def __init__(self) -> None:
         self._branches: deque[Branch] = deque()
@@ -55,8 +55,8 @@ class FirstComeQueue:
 
 
 class PriorityQueue:
-    """Lower priority values first, then earlier arrival, then the order of adding. `prepend` needs no place of its own:
-    a preempted branch kept its priority and its arrival, and these decide."""
+    """Lower priority values first, then earlier arrival, then the order of adding. `prepend` is `add`: a preempted
+    branch keeps its priority and arrival, which decide."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, ...], Branch]] = []
@@ -85,8 +85,8 @@ class PriorityQueue:
 
 
 class FairQueue:
-    """A queue for each owner, in the policy's order. Among them, a better priority goes first where the policy knows
-    priorities; then the owner that has been given least. Without owners it is one queue, in its own order."""
+    """A queue for each owner, in the policy's order. Among owners, the better priority goes first (priority policy
+    only), then the owner that was given least. Without owners it is a single queue."""
 
     def __init__(self, policy: SchedulingPolicy, shares: OwnerShares) -> None:
         self._knows_priorities = policy == SchedulingPolicy.PRIORITY
@@ -114,12 +114,12 @@ class FairQueue:
         self._queue_of(branch).prepend(branch)
 
     def peek(self) -> Branch:
-        """Whose turn it is."""
+        """The next branch to admit."""
         heads = [queue.peek() for queue in self._queues.values()]
         return heads[0] if len(heads) == 1 else min(heads, key=self._turn)
 
     def take(self, branch: Branch) -> None:
-        """Take out what `peek` has shown."""
+        """Remove the branch that `peek` returned."""
         owner = branch.request.owner
         taken = self._queues[owner].pop()
         assert taken is branch, "it is not its owner's first"

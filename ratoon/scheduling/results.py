@@ -1,6 +1,6 @@
-"""What a step brought: each kind of request takes its own, and what is new for every choice is told.
+"""Applies the results of a step: each kind of request takes its own, and outputs are made for every choice.
 
-A request that is ended by it leaves the scheduler's state here. What runs next is decided in planner.py.
+Finished requests leave the scheduler's state here. planner.py decides what runs next.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ class StepResults:
         self._kinds = kinds.all
 
     def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Take in the results of a plan: append tokens, end what is done, and say what is new for every choice.
+        """Apply the results of a plan: append tokens, end finished branches, and return the new outputs of every
+        choice.
 
         Results for branches that ended while the step ran are dropped.
         """
         children = [child for kind in self._kinds for child in kind.fork(plan)] if plan.fanout else []
-        inherited = self._state.inherited.copy()  # a request may end, and be forgotten, with its first token
+        inherited = self._state.inherited.copy()  # a request may end with its first token
         outputs: list[EngineCoreOutput] = []
         for branch_id, message in output.errors.items():
             outputs += self._state.fail_requests([branch_id], message)
@@ -43,8 +44,8 @@ class StepResults:
         return outputs
 
     def _place_children(self, children: list[Branch]) -> None:
-        """New choices run at once while there are rows for them. The rest give their memory back and queue in front:
-        waiting branches hold no blocks, so they can't keep anyone from ending. The prefix cache has their prompt."""
+        """New choices run at once while there are rows for them. The rest free their memory and queue in front: waiting
+        branches hold no blocks, so they cannot block running ones. The prefix cache has their prompt."""
         queued = []
         for child in children:
             if child.status == BranchStatus.FINISHED:

@@ -1,6 +1,6 @@
-"""The scheduler: the entry to requests and queues (state), what runs in a step (planner), what it brought (results).
+"""The scheduler: the interface to requests and queues (state), the plan of a step (planner) and its results (results).
 
-Knows no clock, no tensor and no text; the memory that it hands out is counted by the KVCacheManager.
+No clock, no tensors and no text here; the KVCacheManager counts the memory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Scheduler:
     # ---- requests come and go ----
 
     def add_request(self, request: EngineCoreRequest, now: float | None = None) -> None:
-        """Queue a request at this time, which unless given is the last that was told. Raises RequestError for one that
-        could never be served, and for an id that is in use."""
+        """Queue a request at time `now` (default: the last known time). Raises RequestError for one that cannot be
+        served, and for an id in use."""
         if now is not None:
             self.state.now = now
         kind = self.kinds.of_new(request)
@@ -61,9 +61,8 @@ class Scheduler:
         self._num_added += 1
 
     def abort_requests(self, ids: Iterable[str], keep: bool = False) -> list[EngineCoreOutput]:
-        """End what callers no longer want: whole requests by their ids, one choice of several by `id#choice`. Ids that
-        are unknown or finished are passed over. `keep`: a stop string ended them on the other side, and their memory
-        is leased where that was asked for."""
+        """Abort requests by id, or one of several choices by `id#choice`. Unknown and finished ids are ignored. `keep`:
+        a stop string found by the front end ended them, and their memory is leased if requested."""
         outputs = []
         for some_id in ids:
             request = self.state.requests.get(some_id)
@@ -76,7 +75,7 @@ class Scheduler:
     def _abort_choice(self, choice_id: str, keep: bool) -> list[EngineCoreOutput]:
         request_id, _, number = choice_id.rpartition("#")
         request = self.state.requests.get(request_id)
-        if request is None or len(request.branches) < request.num_choices:  # not forked: none has a token to stop at
+        if request is None or len(request.branches) < request.num_choices:  # not forked: no choice has a token yet
             return []
         for branch in request.branches:
             if str(branch.choice) == number and branch.status != BranchStatus.FINISHED:
@@ -91,18 +90,18 @@ class Scheduler:
     def fail_requests(self, ids: Iterable[str], message: str) -> list[EngineCoreOutput]:
         """End requests, named by their ids or by those of their branches, with an error.
 
-        For a step that raised: name every branch of its plan, before anything else is done with the scheduler. None of
-        their blocks will be found in the prefix cache again, for nobody knows what the step has left in them.
+        For a step that raised: name every branch of its plan, before anything else is done with the scheduler. Their
+        blocks leave the prefix cache, because their content is undefined after the failure.
         """
         return self.state.fail_requests(ids, message)
 
     def step_failed(self, plan: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """The oldest step in flight raised, and those behind it were not carried out. Call it before anything else is
-        done with the scheduler.
+        """The oldest step in flight raised, and later ones were skipped. Call this before anything else is done with
+        the scheduler.
 
-        A request that was alone in the step was at fault, and fails. Of several it is not known: they give their memory
-        back, and each runs alone until it has got something; the one at fault then fails alone, and the others go on.
-        Requests of the skipped steps are planned anew. What the step may have spoilt is not found again.
+        A request alone in the step is the cause, and fails. With several the cause is unknown: all are preempted, and
+        each runs alone until it gets a result; the faulty one then fails alone, and the others go on. Requests of the
+        skipped steps are planned again. Blocks that the step may have corrupted leave the prefix cache.
         """
         state = self.state
         assert state.in_flight and state.in_flight[0] is plan, "the oldest step in flight fails first"
@@ -118,12 +117,12 @@ class Scheduler:
         return outputs
 
     def _still_there(self, plan: SchedulerOutput) -> list[str]:
-        """The branches of a plan that have not ended since. An id may be in use again."""
+        """The branches of a plan that have not ended since. Ids may have been reused."""
         branches = self.state.branches
         return [name for name in plan.req_ids if name in branches and branches[name].first_step <= plan.step]
 
     def _plan_anew(self, failed: list[SchedulerOutput]) -> None:
-        """The branches of these plans lose their memory, and wait before all that came later."""
+        """Preempt the branches of these plans; they wait in front of later ones."""
         state = self.state
         found = {name: state.branches[name] for plan in failed for name in self._still_there(plan)}
         for plan in failed:
@@ -142,11 +141,11 @@ class Scheduler:
         return bool(self.state.requests)
 
     def has_requests(self) -> bool:
-        """Is there anything to plan: unfinished requests, or rows that the runner should drop?"""
+        """Whether there is anything to plan: unfinished requests, or rows for the runner to drop."""
         return bool(self.state.requests) or bool(self.state.finished_rows)
 
     def tick(self, now: float) -> list[EngineCoreOutput]:
-        """What time it is: leases and deadlines count from here, and end."""
+        """Set the current time: expired leases and overdue requests end."""
         self.state.now = now
         self.leases.expire(now)
         return [output for kind in self.kinds.all for output in kind.end_overdue()]
@@ -159,19 +158,19 @@ class Scheduler:
     # ---- one step ----
 
     def schedule(self) -> SchedulerOutput:
-        """Plan a step, which may be before the results of earlier ones are known. Plans are carried out in order; one
-        that is void need not be."""
+        """Plan a step, possibly before the results of earlier ones are known. Plans must be executed in order; void
+        ones may be skipped."""
         return self.planner.plan()
 
     @property
     def can_plan(self) -> bool:
-        """False: the next plan has to wait until no step is in flight, because something must give its memory up, or
-        because a request runs alone until it has got something."""
+        """False: the next plan must wait until no step is in flight, because a branch must be preempted, or because a
+        request runs alone until it gets a result."""
         return not self.state.in_flight or not (self.state.wants_quiet or self.state.quarantined)
 
     def step_done(self, plan: SchedulerOutput, now: float | None = None) -> None:
-        """A plan has been carried out, at this time, which unless given is the last that was told: what it computed is
-        there. What it sampled is told by `update_from_output`; requests may be aborted in between."""
+        """A plan was executed at time `now` (default: the last known time): its keys and values are written.
+        `update_from_output` passes what it sampled; requests may be aborted in between."""
         if now is not None:
             self.state.now = now
         self.state.step_done(plan.step)
@@ -179,14 +178,14 @@ class Scheduler:
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float | None = None
     ) -> list[EngineCoreOutput]:
-        """Take in the results of a plan. Results for branches that ended while the step ran are dropped."""
+        """Apply the results of a plan. Results for branches that ended while the step ran are dropped."""
         self.step_done(plan, now)
         return self.results.take(plan, output)
 
     # ---- figures and checks ----
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, and end all leases. Refused (False) while any request is under way."""
+        """Drop all cached blocks, and end all leases. Refused (False) while any request is unfinished."""
         if self.state.requests:
             return False
         self.leases.end_all()

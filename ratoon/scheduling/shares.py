@@ -1,8 +1,8 @@
-"""Owners (API keys) that compete for an engine: what each was given, whose turn it is, and whose branch gives way.
+"""Owners (API keys) that compete for an engine: what each was given, which is next, and whose branch is preempted.
 
 An owner's counter grows with the tokens that are computed for it, and the waiting owner with the smallest goes first,
-as in "Fairness in Serving Large Language Models" (Sheng et al., 2024). An owner that comes back after a while starts
-level with the others: waiting does not save up credit. Without owners there is one counter and nothing to compare.
+as in "Fairness in Serving Large Language Models" (Sheng et al., 2024). An owner that returns after a pause starts level
+with the others: idle time earns no credit. Without owners there is one counter and nothing to compare.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OwnerShares:
         self._num_requests[owner] = self._num_requests.get(owner, 0) + 1
 
     def leave(self, owner: Owner) -> None:
-        """One less. What is known of an owner that has none is dropped as soon as it makes no difference."""
+        """One less. The counter of an owner without requests is dropped as soon as it has no effect."""
         left = self._num_requests[owner] - 1
         if left:
             self._num_requests[owner] = left
@@ -69,7 +69,8 @@ class OwnerShares:
 
 
 def fair_split(budget: int, wants: Mapping[Owner, int]) -> dict[Owner, int]:
-    """What each owner gets of a budget: none more than it wants, and none less than another that wants as much."""
+    """Each owner's share of a budget (max-min fair): at most what it wants, and no less than another that wants as
+    much."""
     given: dict[Owner, int] = {}
     left = budget
     for number, (owner, want) in enumerate(sorted(wants.items(), key=lambda item: item[1])):
@@ -79,7 +80,7 @@ def fair_split(budget: int, wants: Mapping[Owner, int]) -> dict[Owner, int]:
 
 
 def tokens_of(branch: Branch) -> int:
-    """What a running branch holds, in tokens; each beam of a search as much as its trunk."""
+    """The size of a running branch in tokens; each beam of a search counts as much as its trunk."""
     return branch.num_tokens * branch.num_rows
 
 
@@ -101,9 +102,9 @@ def last_of_largest(
     may_go: Callable[[Branch], bool],
     above: int = 0,
 ) -> Branch | None:
-    """Of the owner that holds most, and more than `above`, the last in the order of those that may go.
+    """Of the owner that holds most, and more than `above`, the last preemptible branch in the order.
 
-    The first branch of each owner never goes: every owner gets on, whatever it holds.
+    The first branch of each owner is never preempted: every owner makes progress.
     """
     held = held_by_owners(running, size)
     firsts: dict[Owner, Branch] = {}

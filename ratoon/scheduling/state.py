@@ -1,6 +1,6 @@
-"""The scheduler's state: requests and their branches, the queues they stand in, the memory they hold, how they leave.
+"""The scheduler's state: requests and their branches, their queues, their memory, and how they end.
 
-What runs in a step is decided in planner.py, what a step brought is taken in in results.py.
+planner.py decides what runs in a step, results.py applies its results.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class SchedulerState:
         self.shares = OwnerShares()
         self.waiting = FairQueue(config.policy, self.shares)
         self.order = sort_key_for(config.policy)
-        # Unfinished branches with rows of their own behind them, which run all or none: one token of each in every step
+        # Unfinished branches with several rows that run all or none: one token of each in every step
         self.all_or_none: dict[str, Branch] = {}
-        self.quarantined: dict[str, Request] = {}  # of a step that failed; each runs alone until it has got something
-        self.inherited: dict[str, InheritedFrom] = {}  # of continuations that have no token yet: said with their first
+        self.quarantined: dict[str, Request] = {}  # of a failed step; each runs alone until it gets a result
+        self.inherited: dict[str, InheritedFrom] = {}  # of continuations without a token yet: sent with the first
         self.finished_rows: list[str] = []  # for the next plan
         self.events = EventLog()
         self.in_flight: list[SchedulerOutput] = []  # plans whose results are not known, the oldest first
         self.next_step = 1  # number of the next plan
-        # A plan left a branch out for which others must give way: that waits until nothing is in flight.
+        # A plan left out a branch for which others must be preempted, once no step is in flight.
         self.wants_quiet = False
-        # What branches in flight held and do not any more, because they ended or have passed it, with the number of the
-        # last step that may touch it
+        # Blocks freed by branches in flight (ended, or before a sliding window), with the number of the last step that
+        # may access them
         self.left_in_flight: list[tuple[int, list[Block]]] = []
-        self._reserved_ids: set[str] = set()  # branch ids of unfinished requests, those not forked yet included
+        self._reserved_ids: set[str] = set()  # branch ids of unfinished requests, including those not forked yet
 
     def verify_ids(self, request: Request) -> None:
         """Raise RequestError for an id that is in use."""
@@ -71,13 +71,13 @@ class SchedulerState:
 
     @property
     def may_take_memory(self) -> bool:
-        """May what holds memory lose it to a branch that needs some? Not while steps are in flight: their results may
-        make it unnecessary, and tokens that they bring belong to branches that run."""
+        """Whether branches may be preempted. Not while steps are in flight: their results may make it unnecessary, and
+        belong to running branches."""
         return not self.in_flight
 
     def land(self, branch: Branch) -> bool:
-        """A branch ends: what steps in flight compute of it does not count, nor what they sample. False: the first step
-        of this run of it is among them, so that nothing that it holds is sure to be there."""
+        """A branch ends: discard what steps in flight compute and sample for it. False: its first step is among them,
+        so the content of its blocks is not certain."""
         flying = [plan for plan in self.in_flight if plan.step >= branch.first_step]
         if not flying:
             return True
@@ -92,22 +92,21 @@ class SchedulerState:
         return flying[0].step > branch.first_step
 
     def note_given_back(self) -> None:
-        """A plan was made: what branches gave back for it may be read or written by the steps before."""
+        """A plan was made: blocks that branches freed for it may still be accessed by earlier steps in flight."""
         blocks = self.kv_cache.take_given_back()
         if blocks and self.in_flight:
             self.left_in_flight.append((self.in_flight[-1].step, blocks))
 
     def step_done(self, step: int) -> None:
-        """A step was carried out."""
+        """A step was executed."""
         self.in_flight = [plan for plan in self.in_flight if plan.step > step]
         if self.left_in_flight:
             self.left_in_flight = [left for left in self.left_in_flight if left[0] > step]
         self.events.step_done(step, self.now)
 
     def steps_failed(self) -> list[SchedulerOutput]:
-        """The oldest step in flight failed, and those behind it were not carried out: they are returned. What they
-        should have written, or may have spoilt, is not found again; what the runner should have heard, it is told with
-        the next plan."""
+        """The oldest step in flight failed, and later ones were skipped: they are returned. Blocks that they should
+        have written leave the prefix cache; dropped rows are sent again with the next plan."""
         failed, self.in_flight = self.in_flight, []
         left, self.left_in_flight = self.left_in_flight, []
         self.events.step_done(failed[-1].step, self.now)
@@ -119,8 +118,8 @@ class SchedulerState:
         return failed
 
     def has_rows_for(self, branch: Branch) -> bool:
-        """Are there as many rows as it takes? While rows run all or none, there are no more of them than tokens in a
-        step, so that they always find room in one."""
+        """Whether there are enough free rows. While searches run, rows are limited to the token budget, so that all of
+        them fit in one step."""
         num_rows, limit = len(self.running) + branch.num_rows, self.config.max_num_seqs
         if self.all_or_none:
             num_rows += sum(
@@ -130,8 +129,8 @@ class SchedulerState:
         return num_rows <= limit
 
     def spared_owners(self, branch: Branch) -> Collection[Owner]:
-        """Whose leases are not taken for this branch: with it, its owner runs more than its share of the pool, and they
-        hold no more than theirs of the leases. One branch of each owner gets on in any case."""
+        """Owners whose leases are not evicted for this branch: those within their share of the leases, if this branch
+        would take its owner beyond its share of the pool. One branch of each owner always makes progress."""
         owner = branch.request.owner
         if not self.leases.owners() - {owner} or self.quarantined:
             return ()
@@ -142,13 +141,14 @@ class SchedulerState:
         return self.leases.owners_within_share() - {owner}
 
     def last_of_largest_owner(self, branches: list[Branch]) -> Branch | None:
-        """Of the least important, the last of the owner that holds most memory; None: each owner has one alone."""
+        """Of the least important branches, the last of the owner that holds most memory; None: each owner has only
+        one."""
         worst = max(map(self._importance, branches))
         return last_of_largest(branches, tokens_of, self.order, lambda branch: self._importance(branch) == worst)
 
     def find_one_beyond_its_share(self, waiting: Branch, among: list[Branch]) -> Branch | None:
-        """Which of these running branches gives its row or its memory to one that waits, and whose owner runs less than
-        its share. None: there is none of an owner that runs more than its own."""
+        """The running branch to preempt for a waiting one whose owner runs less than its share. None: no owner runs
+        more than its share."""
         if not self.shares.contended:
             return None
         if self.has_rows_for(waiting):
@@ -164,7 +164,7 @@ class SchedulerState:
         )
 
     def _importance(self, branch: Branch) -> int:
-        """Lower is more important. First come, first served, all are equal."""
+        """Lower is more important. With FCFS all are equal."""
         return branch.request.priority if self.config.policy == SchedulingPolicy.PRIORITY else 0
 
     def find_requests(self, ids: Iterable[str]) -> list[Request]:
@@ -178,8 +178,8 @@ class SchedulerState:
         return list(found.values())
 
     def fail_requests(self, ids: Iterable[str], message: str) -> list[EngineCoreOutput]:
-        """End requests, named by their ids or by those of their branches, with an error. None of their blocks will be
-        found in the prefix cache again."""
+        """End requests, named by their ids or by those of their branches, with an error. Their blocks leave the prefix
+        cache."""
         return self.end_requests(self.find_requests(ids), FinishReason.ERROR, message)
 
     def end_requests(
@@ -189,10 +189,10 @@ class SchedulerState:
         error: str | None = None,
         *,
         keep: bool = False,
-        trusted: bool | None = None,  # unless said, where nothing went wrong
+        trusted: bool | None = None,  # default: if no error occurred
         refusal: Fault | None = None,
     ) -> list[EngineCoreOutput]:
-        """End all choices that are not finished, those included that were never forked."""
+        """End all unfinished choices, including those never forked."""
         outputs = []
         branches = []
         for request in requests:
@@ -220,7 +220,7 @@ class SchedulerState:
         return outputs
 
     def set_back(self, branch: Branch, trusted: bool = True, may_swap: bool = False) -> None:
-        """A branch loses its memory: it is computed again, or, where it may be and there is room, kept on the host."""
+        """Take a branch's memory: it is swapped out if `may_swap` and there is room, otherwise computed again."""
         if not (may_swap and self._swap_out(branch)):
             branch.request.task.set_back()
             self.kv_cache.free(branch, trusted)
@@ -237,8 +237,8 @@ class SchedulerState:
             return True
         task.set_back()
         num_computed_tokens = branch.num_computed_tokens
-        # Who is let in again runs. Of a trunk that is kept alone, that is the prompt's last token once more; what beams
-        # had behind it is computed again.
+        # A resumed branch must have a token to run. For a trunk swapped out without its beams that is the prompt's last
+        # token; the beams' tokens are computed again.
         branch.num_computed_tokens = min(num_computed_tokens, branch.num_tokens - 1)
         if self.kv_cache.swap_out(branch):
             return True
@@ -246,7 +246,7 @@ class SchedulerState:
         return False
 
     def release(self, branches: list[Branch], trusted: bool = True, keep: bool = False) -> None:
-        """Take ended branches out of everything, and give their memory back, or lease it where that was asked for."""
+        """Remove ended branches from all queues, and free their memory, or lease it if requested."""
         waiting = {branch for branch in branches if branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED)}
         for branch in branches:
             request = branch.request
@@ -280,8 +280,8 @@ class SchedulerState:
                     self.leases.end(request.continuation_of)
 
     def check(self, held: list[TokenSequence], own_running: set[Branch], own_waiting: set[Branch]) -> None:
-        """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests. What kinds of
-        requests hold beside their branches, and what runs and waits in queues of their own, is told."""
+        """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests. `held`,
+        `own_running`, `own_waiting`: what kinds of requests hold and queue beyond the shared queues."""
         self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *held])
         self.leases.check()
         self.shares.check(request.owner for request in self.requests.values())

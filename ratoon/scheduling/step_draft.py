@@ -1,4 +1,4 @@
-"""A step plan while it is being made: who is in it, and what is left of its budget. Who comes in is the planner's."""
+"""A step plan under construction: its branches and the remaining budget. The planner decides what enters."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from ratoon.scheduling.branch import Branch
 
 
 class PlannedRows(Protocol):
-    """Rows of a step beside the tokens of branches. The kind of request that plans them writes them down."""
+    """Rows of a step other than the tokens of branches, written to the plan by the kind of request that planned
+    them."""
 
     @property
     def branch(self) -> Branch:
-        """On whose account they run. They leave the step with it."""
+        """The branch that they belong to. They leave the step with it."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """What they take of the step's budget."""
+        """Their cost in the step's token budget."""
         ...
 
     def write(self, plan: SchedulerOutput) -> None: ...
 
 
 class StepDraft:
-    """A plan while it is being made: who runs, and what is left of the token budget."""
+    """A plan under construction: scheduled branches, and the remaining token budget."""
 
     __slots__ = (
         "allocated",
@@ -43,11 +44,11 @@ class StepDraft:
         self.budget = budget
         self.encoder_budget = encoder_budget
         self.encoder_lengths: list[int] = []  # positions of the encoder inputs that run
-        self.in_place: list[Branch] = []  # one token each, into memory that they have
+        self.in_place: list[Branch] = []  # one token each, in allocated memory
         self.allocated: list[tuple[Branch, int, BlockIds]] = []  # tokens, and blocks appended to the tables
-        self.rows: list[PlannedRows] = []  # of kinds that plan rows of their own
+        self.rows: list[PlannedRows] = []  # of kinds that plan rows
         self.preempted = False
-        self.gave_way: set[Branch] = set()  # to another owner's; they do not come back in this step
+        self.gave_way: set[Branch] = set()  # preempted for another owner; not resumed in this step
         self.dropped_rows: list[str] = []  # preempted branches that the runner knows
 
     def add(self, branch: Branch, num_tokens: int, appended: BlockIds) -> None:
@@ -59,7 +60,7 @@ class StepDraft:
         self.budget -= rows.num_tokens
 
     def fits_encoder(self, num_positions: int) -> bool:
-        """An input that is longer than the budget fits where no other runs."""
+        """An input longer than the budget fits if no other runs."""
         return not self.encoder_lengths or sum(self.encoder_lengths) + num_positions <= self.encoder_budget
 
     @property
@@ -67,7 +68,7 @@ class StepDraft:
         return not (self.in_place or self.allocated or self.rows)
 
     def remove(self, branch: Branch) -> None:
-        """Take a branch out again, if it is in, and its tokens back. The rows that run on its account go with it."""
+        """Remove a branch and its rows, if present, and return its tokens to the budget."""
         for index, rows in enumerate(self.rows):
             if rows.branch is branch:
                 del self.rows[index]

@@ -1,7 +1,7 @@
 """What one request asks for, as the scheduler's shared code sees it. Each kind of request (kinds/) has its own task.
 
-A task belongs to one request. It answers for the memory and the rows of its branches; what is planned for it, and what
-becomes of the results, is its kind's to say.
+A task belongs to one request. It manages the memory and the rows of its branches; its kind plans it and applies its
+results.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from ratoon.memory.kv_cache_manager import KVCacheManager
 
 
 class Task:
-    """What is said here holds for a task that has nothing but branches."""
+    """The defaults are for a task that has only branches."""
 
     __slots__ = ()
 
-    leases_branches = True  # `retain_kv` keeps the memory of its branches
+    leases_branches = True  # whether `retain_kv` leases the memory of its branches
 
     @property
     def needs_every_prompt_row(self) -> bool:
-        """Must the whole prompt be computed, whatever the prefix cache has of it?"""
+        """Whether the whole prompt must be computed, without prefix cache hits."""
         return False
 
     @property
     def can_be_swapped(self) -> bool:
-        """Are its blocks all that there is of it?"""
+        """Whether its blocks are its only state."""
         return True
 
     @property
     def ends_lease(self) -> bool:
-        """Was the memory that it reads kept for it alone?"""
+        """Whether the lease that it reads was granted for it alone."""
         return False
 
     @property
     def reads_encoder_tokens(self) -> bool:
-        """Does the runner need the encoder's tokens to know which are impossible?"""
+        """Whether a rule over tokens needs the encoder's tokens."""
         return False
 
     def params_for(self, choice: int) -> SamplingParams | BeamSearchParams | PoolingParams:
-        """What the runner needs to know of a branch that it gets in full."""
+        """The params of a branch that is sent in full."""
         raise NotImplementedError
 
     def complete(self, plan: SchedulerOutput, branch_id: str) -> None:
-        """All tokens of this branch are computed with this plan: say in it what the last row is for."""
+        """All tokens of this branch are computed with this plan: note in it what the last row is used for."""
         raise NotImplementedError
 
     def num_written_tokens(self, plan: SchedulerOutput, branch_id: str) -> int:
@@ -51,16 +51,16 @@ class Task:
         return plan.num_scheduled_tokens.get(branch_id, 0)
 
     def num_blocks_to_come(self, kv_cache: KVCacheManager) -> int:
-        """What it needs beside its branch's tokens as soon as these are computed."""
+        """Blocks needed, beyond those of its branch's tokens, as soon as these are computed."""
         return 0
 
     def swap_out(self) -> bool:
-        """Move the branch and all that it holds behind it to the host. False: there is nothing but the branch, or no
-        room for all of it, and nothing changed."""
+        """Swap out the branch with the task's other memory. False: there is none, or not enough host memory, and
+        nothing changed."""
         return False
 
     def set_back(self) -> None:
-        """Its branch loses its memory: give back all that is held behind it."""
+        """Its branch is preempted: free the task's other memory."""
 
     def release(self) -> None:
         """Its branch ends."""

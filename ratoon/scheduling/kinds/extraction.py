@@ -1,7 +1,7 @@
 """Extraction of hidden states: rows of a sequence are run and read out, and nothing is sampled.
 
-Extractions wait in a queue of their own. Generation goes first; one that was passed by too often has a share of its
-own. What is left of one, and who is next, is in extraction.py.
+Extractions have a separate queue. Generation goes first; an extraction that was overtaken too often gets a share of the
+step. The state of one, and the order, are in extraction.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PlannedReading:
     """An encoder input that runs to be read out."""
 
     task: ExtractionTask
-    num_tokens: int = 0  # the decoder has none of it
+    num_tokens: int = 0  # no decoder tokens
 
     @property
     def branch(self) -> Branch:
@@ -73,7 +73,7 @@ class ExtractionKind(RequestKind):
     def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
         super().__init__(state, beginnings, preemption)
         self.queue = ExtractionQueue()
-        # The tokens of a step that belong to an extraction that has waited for too long
+        # The tokens of a step reserved for an extraction that waited too long
         self._share_of_aged = max(1, state.config.max_num_batched_tokens // AGED_SHARE)
         preemption.first_to_go.append(self._give_way)
 
@@ -106,18 +106,18 @@ class ExtractionKind(RequestKind):
         self.queue.add(_task_of(request.branches[0]), self._state.now)
 
     def enqueue_again(self, branch: Branch) -> None:
-        """It stands in its queue as soon as it is set back."""
+        """Setting it back has already queued it."""
 
     # ---- a step is planned ----
 
     def held_back(self, step: StepDraft) -> int:
-        """What prompts leave to one that has waited for too long: not all, for it may wait for memory of theirs."""
+        """What prompts leave to one that waited too long: not everything, because it may wait for their memory."""
         if self.queue.aged is None:
             return 0
         return min(max(step.budget - 1, 0), self._share_of_aged)
 
     def plan_early(self, step: StepDraft) -> bool:
-        """One that was passed by too often has its share before all that wait."""
+        """One that was overtaken too often gets its share before waiting branches."""
         aged = self.queue.aged
         if aged is None or aged.is_in_flight:
             return True
@@ -125,7 +125,7 @@ class ExtractionKind(RequestKind):
         return self._extract(step, aged, step.budget if takes_all else self._share_of_aged)
 
     def plan_late(self, step: StepDraft) -> None:
-        """Those that have begun, then those that wait, as long as there is room."""
+        """Running extractions, then waiting ones, while there is room."""
         if not self.queue:
             return
         planned = {planned.branch for planned in _planned(step)}
@@ -152,7 +152,7 @@ class ExtractionKind(RequestKind):
         return True
 
     def _give_way(self) -> bool:
-        """A branch is short of memory: the last that began gives its own back, unless it has waited for too long."""
+        """A branch needs memory: preempt the extraction that began last, unless it waited too long."""
         running = self.queue.running
         if not running or running[-1] is self.queue.aged:
             return False
@@ -180,8 +180,8 @@ class ExtractionKind(RequestKind):
             return False
         while num_written and self._state.kv_cache.allocate_slots(branch, num_written) is None:
             if not self._make_room(step, task):
-                # The aged one keeps what it has, and waits for the rest, but not what only this step will write: it
-                # is not in it, and would not be told that the step has failed.
+                # The aged one keeps its blocks and waits for the rest, except blocks that only this step writes: it is
+                # not part of the step, and would not learn of its failure.
                 if begins or task is not self.queue.aged:
                     self._state.set_back(branch)
                     del step.encoder_lengths[num_encoder_inputs:]
@@ -192,7 +192,7 @@ class ExtractionKind(RequestKind):
         return True
 
     def _read_encoder(self, step: StepDraft, task: ExtractionTask) -> bool:
-        """States of the encoder are kept nowhere: it runs, whole, and needs no memory."""
+        """Encoder states are not cached: the encoder runs on the whole input, and needs no blocks."""
         branch, encoder_input = task.branch, task.branch.request.encoder_input
         assert encoder_input is not None
         if not step.fits_encoder(encoder_input.num_positions):
@@ -207,12 +207,12 @@ class ExtractionKind(RequestKind):
         return True
 
     def _begin(self, step: StepDraft, task: ExtractionTask) -> bool:
-        """Take what is there of its sequence by reference: all of it, unless a window has passed what rows read."""
+        """Share the cached blocks of its sequence: all of them, unless a window has freed some that rows read."""
         state, branch = self._state, task.branch
         most = task.next_position if state.kv_cache.gives_blocks_back else branch.num_tokens
         num_settled = most
         parent = state.branches.get(branch.request.continuation_of or "")
-        if parent is not None:  # it runs, and may write to its last block in this very step
+        if parent is not None:  # it runs, and may write to its last block in this step
             num_full_blocks = parent.num_computed_tokens // state.kv_cache.block_size
             num_settled = min(most, num_full_blocks * state.kv_cache.block_size)
         num_inherited = self._beginnings.inherit(branch, num_settled, num_left=0)
@@ -235,8 +235,8 @@ class ExtractionKind(RequestKind):
         return True
 
     def _make_room(self, step: StepDraft, task: ExtractionTask) -> bool:
-        """Those that began later give way, so that the first always gets on; leases do where it has waited for long or
-        is alone. With steps in flight nothing does."""
+        """Preempt extractions that began later, so that the first always makes progress; evict leases if it waited too
+        long or is alone. With steps in flight nothing is preempted."""
         if not self._state.may_take_memory:
             self._state.wants_quiet = True
             return False
@@ -251,7 +251,7 @@ class ExtractionKind(RequestKind):
     # ---- results ----
 
     def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """What was read out goes out at once, part by part. Rows that were only run on the way bring nothing."""
+        """Rows read out are sent at once, part by part. Rows that were only computed yield no output."""
         if not plan.captures and not plan.encoder_steps:
             return []
         outputs: list[EngineCoreOutput] = []

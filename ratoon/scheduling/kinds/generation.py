@@ -1,6 +1,6 @@
-"""Generation: n choices are sampled behind a prompt, token by token.
+"""Generation: n choices are sampled after a prompt, token by token.
 
-Stop strings are not looked for here: they need text, which only the front end has.
+Stop strings are found by the front end, which has the text.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class GenerationTask(Task):
     )
 
     def __init__(self, request: Request, params: SamplingParams, with_prompt_logprobs: set[str]) -> None:
-        """`with_prompt_logprobs`: the ids of all requests that have some, so that others are not asked."""
+        """`with_prompt_logprobs`: the ids of all requests that have some, so that others are not checked."""
         self.params = params
         self.request = request
         self.with_prompt_logprobs = with_prompt_logprobs
         self.forked = params.n == 1  # nothing to fork
-        # A prompt that is preempted computes its first rows again, so the next position that is not there yet is
-        # remembered; the first prompt token has none.
+        # A preempted prompt computes its first rows again, so the next missing position is stored; the first prompt
+        # token has none.
         self.prompt_logprobs: list[PromptLogprobsChunk] = []
         self.next_prompt_logprob = 1
         self.params_without_prompt = params
@@ -48,7 +48,7 @@ class GenerationTask(Task):
 
     @property
     def needs_every_prompt_row(self) -> bool:
-        """Are there prompt rows whose log-probabilities were asked for and are not computed yet?"""
+        """Whether requested prompt log-probabilities are not all computed yet."""
         return self.params.prompt_logprobs is not None and self.next_prompt_logprob < self.request.num_prompt_tokens
 
     @property
@@ -56,7 +56,7 @@ class GenerationTask(Task):
         return bool(self.params.encoder_no_repeat_ngram_size)
 
     def params_for(self, choice: int) -> SamplingParams:
-        """Prompt log-probabilities only where they are still wanted."""
+        """With prompt log-probabilities only where they are still needed."""
         return self.params if choice == 0 and self.needs_every_prompt_row else self.params_without_prompt
 
     def complete(self, plan: SchedulerOutput, branch_id: str) -> None:
@@ -70,8 +70,8 @@ class GenerationTask(Task):
             ]
 
     def resume(self, resumed: list[ResumedChoice]) -> None:
-        """All choices are past their prompt: each goes on behind the tokens that it had given elsewhere, as a branch
-        does that was preempted. The caller has what belongs to the prompt."""
+        """All choices are past their prompt: each resumes after the tokens that it output in another engine, like a
+        preempted branch. The caller already has the prompt's outputs."""
         request = self.request
         self.forked = True
         self.next_prompt_logprob = request.num_prompt_tokens
@@ -85,7 +85,7 @@ class GenerationTask(Task):
             request.branches.append(branch)
 
     def keep_prompt_logprobs(self, chunk: PromptLogprobsChunk) -> None:
-        """Keep the rows that are new. A prompt that was preempted computes (and sends) its first rows once more."""
+        """Keep the new rows. A preempted prompt computes (and sends) its first rows again."""
         end = chunk.start + len(chunk.rows.token_ids)
         num_had = max(0, self.next_prompt_logprob - chunk.start)
         if chunk.start + num_had >= end:
@@ -105,7 +105,7 @@ class GenerationTask(Task):
         return chunks
 
     def release(self) -> None:
-        self.take_prompt_logprobs()  # of a request that ends without a token
+        self.take_prompt_logprobs()  # if the request ends without a token
 
 
 class GenerationKind(RequestKind):
@@ -115,7 +115,7 @@ class GenerationKind(RequestKind):
 
     def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
         super().__init__(state, beginnings, preemption)
-        self._with_prompt_logprobs: set[str] = set()  # requests whose prompt rows wait for the first token
+        self._with_prompt_logprobs: set[str] = set()  # requests with prompt log-probabilities to send
 
     # ---- requests come in ----
 
@@ -159,7 +159,7 @@ class GenerationKind(RequestKind):
     # ---- results ----
 
     def fork(self, plan: SchedulerOutput) -> list[Branch]:
-        """The other choices of prompts that this step has completed, each on the memory of the first."""
+        """The other choices of prompts that this step completed, sharing the memory of the first."""
         children = []
         for root_id in plan.fanout:
             root = self._state.branches.get(root_id)
@@ -201,7 +201,7 @@ class GenerationKind(RequestKind):
         for branch_id, token_ids in zip(output.req_ids, output.sampled_token_ids):
             branch = find_branch(branch_id)
             if branch is None or branch.first_step > step:
-                continue  # it was aborted; its id may be in use again
+                continue  # aborted; its id may have been reused
             num_tokens = branch.num_tokens
             if branch.num_pending:
                 branch.num_pending -= 1
@@ -260,7 +260,7 @@ def _task_of(branch: Branch) -> GenerationTask:
 
 
 def stop_tokens_of(params: SamplingParams, eos_token_id: int | None) -> frozenset[int]:
-    """The tokens that end a branch. The InputProcessor has normally worked them out."""
+    """The tokens that end a branch. Normally computed by the InputProcessor."""
     if params.all_stop_token_ids is not None:
         return frozenset(params.all_stop_token_ids)
     stops = set(params.stop_token_ids or ())
@@ -273,8 +273,8 @@ def check_stop(branch: Branch, token_ids: list[int]) -> tuple[int, FinishReason 
     """How many of the sampled tokens count, why the branch ends there (None: it goes on), and the stop token to report.
 
     Called before the tokens are appended. The end-of-sequence tokens are stop tokens too, but only one that the caller
-    named is reported. A stop token before `min_tokens` is an ordinary token; the sampler should not have chosen it. One
-    that was forced because there is room for no other is the end of the room.
+    named is reported. A stop token before `min_tokens` is an ordinary token; the sampler should not have chosen it. A
+    forced end token at the length limit counts as LENGTH.
     """
     params = _task_of(branch).params
     num_output_tokens = branch.num_output_tokens

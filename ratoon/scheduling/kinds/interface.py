@@ -1,7 +1,7 @@
-"""The interface of a kind of request: what it plans, what it makes of results, and how its requests come in.
+"""The interface of a kind of request: admission, planning and results.
 
-A kind is one object in a scheduler, for all requests of that kind; what it knows of one of them is in the request's
-task. What is said here holds for requests that are planned as branches in the common queues, token by token.
+A kind is one object per scheduler, for all requests of that kind; the state of one of them is in the request's task.
+The defaults are for requests that are planned as branches in the common queues, token by token.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ratoon.scheduling.task import Task
 
 
 class RequestKind:
-    params_type: ClassVar[type[Any]]  # what a request of this kind asks for
+    params_type: ClassVar[type[Any]]  # the params of a request of this kind
     task_type: ClassVar[type[Task]]
-    plans_rows: ClassVar[bool] = False  # it has more to plan than the tokens of branches in the common queues
-    generates: ClassVar[bool] = True  # tokens behind the prompt
-    resumes: ClassVar[bool] = False  # it goes on behind tokens that another engine had given
+    plans_rows: ClassVar[bool] = False  # it plans more than the tokens of branches in the common queues
+    generates: ClassVar[bool] = True  # it generates tokens after the prompt
+    resumes: ClassVar[bool] = False  # it can resume after tokens that another engine output
 
     def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
         self._state = state
@@ -44,7 +44,7 @@ class RequestKind:
     # ---- requests come in ----
 
     def verify(self, request: EngineCoreRequest) -> None:
-        """Raise RequestError for a request that could never run to its end."""
+        """Raise RequestError for a request that could never finish."""
         state = self._state
         verify_prompt(request, state.config, state.kv_cache.max_model_len, self.generates)
         verify_encoder_input(request, state.kv_cache)
@@ -55,7 +55,7 @@ class RequestKind:
         self.verify_memory(request)
 
     def verify_own(self, request: EngineCoreRequest) -> None:
-        """The same for what only this kind has."""
+        """The checks specific to this kind."""
         raise NotImplementedError
 
     def verify_memory(self, request: EngineCoreRequest) -> None:
@@ -63,7 +63,7 @@ class RequestKind:
         verify_memory(request, self._state.kv_cache, self._state.max_step_tokens, max_new_tokens)
 
     def max_new_tokens(self, request: EngineCoreRequest) -> int | None:
-        """What may be generated behind the prompt, at most; None: as much as fits."""
+        """The most tokens to generate after the prompt; None: as many as fit."""
         return 0
 
     def max_total_tokens(self, request: EngineCoreRequest) -> int:
@@ -75,75 +75,75 @@ class RequestKind:
         raise NotImplementedError
 
     def enqueue(self, request: Request) -> None:
-        """Let it wait for its turn. May raise RequestError."""
-        for branch in request.branches:  # one, unless the request began elsewhere and is resumed
+        """Queue it. May raise RequestError."""
+        for branch in request.branches:  # one, unless the request is resumed from another engine
             if branch.status != BranchStatus.FINISHED:
                 self._state.waiting.add(branch)
 
     def enqueue_again(self, branch: Branch) -> None:
-        """It was set back, and goes before all that came later."""
+        """Queue a preempted branch in front of later ones."""
         self._state.waiting.prepend(branch)
 
     # ---- a step is planned; those with `plans_rows` are asked in each ----
 
     def plan_running(self, step: StepDraft) -> None:
-        """Behind the branches that decode, and before long prompts."""
+        """After decoding branches, before long prompts."""
 
     def held_back(self, step: StepDraft) -> int:
-        """The tokens that long prompts leave to this kind."""
+        """The tokens that long prompts must leave to this kind."""
         return 0
 
     def plan_early(self, step: StepDraft) -> bool:
-        """Before anything that waits comes in. False: there is no room, and nothing else may come in either."""
+        """Before waiting branches are admitted. False: there is no room, and nothing else may be admitted either."""
         return True
 
     def plan_late(self, step: StepDraft) -> None:
-        """Behind all that came in."""
+        """After waiting branches were admitted."""
 
     def close(self, step: StepDraft) -> None:
-        """Nothing more comes into the step."""
+        """The step is complete."""
 
     def stand_back(self, request: Request) -> None:
-        """This request runs alone: give back what requests of this kind hold beside it."""
+        """This request runs alone: free what other requests of this kind hold."""
 
     # ---- the same for single requests ----
 
     def plan_alone(self, step: StepDraft, request: Request) -> bool:
-        """The request runs alone. False: as a branch in the common queues does."""
+        """Plan a request that runs alone. False: plan it as a branch in the common queues."""
         return False
 
     def resume(self, step: StepDraft, branch: Branch) -> Admission | None:
-        """Let a branch in again that was swapped out. None: as any other."""
+        """Admit a swapped-out branch. None: admit it as any other."""
         return None
 
     # ---- results ----
 
     def fork(self, plan: SchedulerOutput) -> list[Branch]:
-        """The branches that come into being with this plan, before its results are taken. They get a place after."""
+        """The branches that this plan creates, before its results are applied. They are queued afterwards."""
         return []
 
     def unfork(self, plan: SchedulerOutput) -> None:
-        """The plan failed: they will not."""
+        """The plan failed: they are not created."""
 
     def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """What is new for every choice, and the end of what is done. Results for branches that ended while the step ran
-        are dropped; a branch that should have got one and did not fails, for it would wait for it forever."""
+        """The new outputs of every choice; finished branches end. Results for branches that ended while the step ran
+        are dropped; a branch without an expected result fails, since it would wait forever."""
         raise NotImplementedError
 
     # ---- time, and checks ----
 
     def end_overdue(self) -> list[EngineCoreOutput]:
-        """End the requests whose time is over."""
+        """End the requests whose deadline has passed."""
         return []
 
     def next_deadline(self) -> float | None:
-        """When the next one's is; None: there is none."""
+        """The next deadline; None: there is none."""
         return None
 
     def queued(self) -> tuple[Sequence[Branch], Sequence[Branch]]:
-        """For checks: branches that run and branches that wait in queues of this kind's own."""
+        """For checks: running and waiting branches in this kind's own queues."""
         return (), ()
 
     def held(self) -> Sequence[TokenSequence]:
-        """For checks: what holds blocks beside branches and leases."""
+        """For checks: what holds blocks besides branches and leases."""
         return ()

@@ -24,7 +24,7 @@ class PoolingTask(Task):
 
     @property
     def can_be_swapped(self) -> bool:
-        """Of a mean the runner keeps more than blocks, which is lost when it gives way."""
+        """For a mean the runner keeps a sum, which is lost on preemption."""
         return not self.needs_every_prompt_row
 
     def params_for(self, choice: int) -> PoolingParams:
@@ -59,7 +59,7 @@ class PoolingKind(RequestKind):
         for branch_id in plan.pooled_req_ids:
             branch = self._state.branches.get(branch_id)
             if branch is None or branch.first_step > plan.step:
-                continue  # it failed or was aborted; its id may be in use again
+                continue  # failed or aborted; its id may have been reused
             vector = output.pooled.get(branch_id)
             if vector is None:
                 missing.append(branch_id)

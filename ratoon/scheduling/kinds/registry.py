@@ -13,7 +13,7 @@ from ratoon.scheduling.kinds.search import SearchKind
 from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.state import SchedulerState
 
-# In the order in which results are taken
+# In the order in which results are applied
 KINDS: list[type[RequestKind]] = [GenerationKind, PoolingKind, SearchKind, ExtractionKind]
 
 
@@ -31,6 +31,6 @@ class Kinds:
         return self._by_params[type(request.params)]
 
     def queued(self) -> tuple[set[Branch], set[Branch]]:
-        """For checks: what runs and what waits in queues of the kinds' own."""
+        """For checks: running and waiting branches in the kinds' own queues."""
         running, waiting = zip(*(kind.queued() for kind in self.all))
         return {branch for some in running for branch in some}, {branch for some in waiting for branch in some}

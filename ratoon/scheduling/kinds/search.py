@@ -1,7 +1,7 @@
 """Beam search: the choices of a request are the best texts that a search finds.
 
-A search has one branch, the trunk, which is planned like any other while it computes the prompt. Its beams are rows of
-their own behind it. What they hold, and how the search goes on, is in beam_group.py.
+A search has one branch, the trunk, which is planned like any other while it computes the prompt. Its beams are separate
+rows. Their memory and the search itself are in beam_group.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PlannedBeams:
 
     def write(self, plan: SchedulerOutput) -> None:
         trunk = self.group.trunk
-        if not trunk.known_to_runner:  # it came back from the host computed: only its beams run
+        if not trunk.known_to_runner:  # swapped in and already computed: only its beams run
             plan.scheduled_new_reqs.append(trunk.as_new_request(self.kv_cache.block_ids(trunk)))
             trunk.known_to_runner = True
         plan.beam_steps.append(self.group.take_step(self.tokens_each))
@@ -70,7 +70,7 @@ class SearchKind(RequestKind):
                 )
 
     def verify_memory(self, request: EngineCoreRequest) -> None:
-        """The prompt once, and behind it all beams at their full length."""
+        """The prompt once, and all beams at their full length."""
         params, kv_cache = _params_of(request), self._state.kv_cache
         num_usable = kv_cache.num_usable_blocks - verify_cross_memory(request, kv_cache)
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -111,8 +111,8 @@ class SearchKind(RequestKind):
     # ---- a step is planned ----
 
     def plan_running(self, step: StepDraft) -> None:
-        """The budget has room for a token of every beam: beams have their rows from the start, and there are no more
-        rows than that while any search runs. Beams that have to catch up take what the others leave."""
+        """The budget has room for a token of every beam: rows for beams are reserved at admission, and limited to the
+        budget while any search runs. Beams that catch up take what the others leave."""
         if not self._state.all_or_none:
             return
         ready = [group for group in self._groups() if group.is_ready(self._state.kv_cache) and group.gap]
@@ -122,11 +122,11 @@ class SearchKind(RequestKind):
             self._plan_beams(step, group, step.budget - held_back)
 
     def _plan_beams(self, step: StepDraft, group: BeamGroup, budget: int) -> None:
-        """As other branches, but the beams of a search run all or none."""
+        """As for other branches, but the beams of a search run all or none."""
         if group.trunk.status != BranchStatus.RUNNING:
             return
         at_once = min(budget, self._state.max_step_tokens) // group.num_beams
-        num_new_tokens = min(group.gap, max(1, at_once))  # more than one where beams lost their memory
+        num_new_tokens = min(group.gap, max(1, at_once))  # more than one after preemption
         while not group.allocate(num_new_tokens):
             if not group.forget_kept() and self._preemption.make_room(step, group.trunk) is group.trunk:
                 return
@@ -143,7 +143,7 @@ class SearchKind(RequestKind):
         return True
 
     def resume(self, step: StepDraft, branch: Branch) -> Admission | None:
-        """A search that is on the host with its beams. They run at once: nothing is left of the prompt."""
+        """A search that was swapped out with its beams. They run at once, since the prompt is computed."""
         group = _group_of(branch)
         if not group.is_on_host(self._state.kv_cache):
             return None
@@ -155,13 +155,13 @@ class SearchKind(RequestKind):
         branch.status = BranchStatus.RUNNING
         branch.first_step = self._state.next_step
         self._state.events.scheduled(branch, self._state.now)
-        self._plan_beams(step, group, step.budget)  # in memory that it has come with
+        self._plan_beams(step, group, step.budget)  # in memory allocated by swap_in
         return Admission.ADMITTED
 
     # ---- results ----
 
     def take(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Let searches go on."""
+        """Advance searches by their candidates."""
         if not plan.beam_steps:
             return []
         outputs: list[EngineCoreOutput] = []
@@ -205,7 +205,7 @@ class SearchKind(RequestKind):
 
     def held(self) -> Sequence[TokenSequence]:
         assert not any(group.held() for group in self._groups() if group.is_on_host(self._state.kv_cache)), (
-            "beams are here and swapped out"
+            "beams are swapped out but have device blocks"
         )
         return [held for group in self._groups() for held in group.held()]
 
@@ -233,7 +233,7 @@ def _text_output(group: BeamGroup, choice: int, text: Hypothesis) -> EngineCoreO
         text.token_ids,
         choice,
         text.finish_reason,
-        last_token if named else None,  # the model's own end needs no reason
+        last_token if named else None,  # the model's own end token is not reported
         num_cached_tokens=group.trunk.num_cached_tokens,
         score=text.score,
         cumulative_logprob=text.cumulative_logprob,

@@ -86,7 +86,7 @@ def states_request(
 
 
 def answer_to(plan: SchedulerOutput) -> ModelRunnerOutput:
-    """What everybody in the plan waits for. All tokens are 7."""
+    """The output for every branch in the plan. All tokens are 7."""
     result = answer_of(plan)
     for read in [*plan.captures, *plan.encoder_steps]:
         if read.captured:

@@ -55,7 +55,7 @@ def add(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
 
 
 def answer_of(plan: SchedulerOutput, tokens: dict[str, int] | None = None) -> ModelRunnerOutput:
-    """One token for everybody who waits for one: 7, unless `tokens` says otherwise."""
+    """One token for every sampled branch: 7, unless `tokens` says otherwise."""
     ids = plan.sampled_req_ids + [child_id for children in plan.fanout.values() for child_id, _ in children]
     return ModelRunnerOutput(ids, [[(tokens or {}).get(branch_id, 7)] for branch_id in ids])
 

@@ -1,4 +1,4 @@
-"""Beam searches in the scheduler, driven by hand-written candidates: who runs, what the plan says, what is kept."""
+"""Beam searches in the scheduler, driven by hand-written candidates: what runs, the plan, and what is kept."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_beams_need_a_row_each_from_the_start_and_wait_until_there_are_so_many()
     assert set(plan.num_scheduled_tokens) == {"a", "b"}
     step(scheduler)  # a ends
     plan, _ = step(scheduler)
-    assert plan.num_scheduled_tokens == {"b": 1, "s": 5}  # nobody overtakes, and late finds no row
+    assert plan.num_scheduled_tokens == {"b": 1, "s": 5}  # no overtaking, and late finds no row
     plan, _ = step(scheduler)
     assert plan.num_scheduled_tokens == {"b": 1} and plan.beam_steps[0].num_beams == 3
 

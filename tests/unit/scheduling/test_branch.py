@@ -20,7 +20,7 @@ def test_without_a_request_seed_the_request_id_decides() -> None:
 
 
 def test_seeds_are_the_same_in_every_release() -> None:
-    """Whoever repeats a request with its seed expects its tokens again."""
+    """Repeating a request with its seed gives the same tokens."""
     assert branch_seed(0, "", 0) == 0xE220A8397B1DCDAF >> 1  # the first output of splitmix64 for state 0
 
 

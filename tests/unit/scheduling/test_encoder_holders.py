@@ -1,4 +1,4 @@
-"""Who holds the cross table of an encoder input, who shares it, and when it is given back or can't be trusted."""
+"""Which sequences hold and share the cross table of an encoder input, and when it is freed or invalid."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_abort_while_the_encoder_runs_does_not_take_the_table_from_others() -
 
 @pytest.mark.parametrize("when", ["in its first step", "later"])
 def test_what_a_failed_request_has_read_is_written_anew_for_the_next(when: str) -> None:
-    """Nobody knows whether it was the table. Who holds it and is well goes on with it."""
+    """The table may not be the cause. Other holders keep it and go on."""
     scheduler = encoder_scheduler()
     add_encoded(scheduler, "a", 5, document(6))
     step(scheduler)

@@ -127,7 +127,7 @@ def test_an_input_that_is_too_long_for_the_rest_of_the_budget_waits_and_nobody_o
     assert new_ids(plan) == ["a"]
     plan, _ = step(scheduler)
     assert new_ids(plan) == ["b", "c"] and list(encoder_blocks(plan)) == ["b", "c"]
-    assert plan.num_scheduled_tokens == {"a": 1, "b": 4, "c": 4}  # who runs goes on meanwhile
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 4, "c": 4}  # running branches go on meanwhile
 
 
 def test_an_input_that_is_longer_than_the_budget_runs_alone() -> None:

@@ -164,7 +164,7 @@ def test_of_a_leased_parent_the_table_is_read_and_the_encoder_does_not_run() -> 
 
 
 def test_one_that_waits_for_memory_holds_no_table_that_only_the_next_step_writes() -> None:
-    """It would not be in the step, and if that failed, nobody would know that its table can't be trusted."""
+    """It would not be in the step, and if that failed, its table would not be marked as invalid."""
     scheduler = encoder_scheduler(num_blocks=8, max_num_batched_tokens=8)
     add_encoded(scheduler, "a", 8, 4, max_tokens=12)
     request = extraction_request("x", 8)

@@ -295,7 +295,8 @@ def test_the_requests_of_a_step_that_failed_are_tried_apart_and_rows_are_not_rea
 
 
 def test_others_give_way_to_an_extraction_on_trial() -> None:
-    """One that holds memory and was not in the step that failed: whoever is tried would wait for it forever."""
+    """An extraction that holds memory and was not in the failed step: a quarantined request would wait for it
+    forever."""
     scheduler = scheduler_of(num_blocks=11, caching=False, max_num_batched_tokens=16, max_prefill_chunk=8)
     read(scheduler, "tried", 40, [39])
     read(scheduler, "idle", 40, [39])

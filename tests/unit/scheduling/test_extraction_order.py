@@ -1,4 +1,4 @@
-"""Extractions beside generation and beside each other: who goes first, who gives memory up, and that none starves."""
+"""Extractions next to generation and each other: which goes first, which is preempted, and that none starves."""
 
 from __future__ import annotations
 

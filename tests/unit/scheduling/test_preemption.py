@@ -1,4 +1,4 @@
-"""Who gives way when memory is short, and what becomes of him."""
+"""Which branch is preempted when memory is short, and how it resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def run_until_preemption(scheduler: Scheduler) -> SchedulerOutput:
         plan, _ = step(scheduler)
         if plan.preempted_req_ids:
             return plan
-    raise AssertionError("nobody was preempted")
+    raise AssertionError("no branch was preempted")
 
 
 def test_the_latest_arrival_gives_way_and_the_first_goes_on() -> None:

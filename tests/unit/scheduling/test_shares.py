@@ -1,4 +1,4 @@
-"""Several owners in one scheduler: whose turn it is, who gives way, whose leases go, and that none starves."""
+"""Several owners in one scheduler: admission order, preemption, eviction of leases, and that no owner starves."""
 
 from __future__ import annotations
 

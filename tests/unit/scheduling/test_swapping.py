@@ -27,12 +27,12 @@ def short_of_memory(num_host_blocks: int = 10, **config: object) -> Scheduler:
 
 
 def preempt(scheduler: Scheduler) -> SchedulerOutput:
-    """Up to the step in which somebody gives way."""
+    """Up to the step in which a branch is preempted."""
     for _ in range(50):
         plan, _ = step(scheduler)
         if plan.preempted_req_ids:
             return plan
-    raise AssertionError("nobody was preempted")
+    raise AssertionError("no branch was preempted")
 
 
 def preempt_last(scheduler: Scheduler, **params: object) -> SchedulerOutput:
