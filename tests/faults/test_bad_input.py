@@ -1,4 +1,5 @@
-"""Bad input, end to end: a typed error that names the field and says what would be right, and nobody else notices."""
+"""Bad input, end to end: a typed error that names the field and says what would be right, and other requests are not
+affected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Encoder-decoder requests in steps that go wrong: only the request at fault fails, the others get their numbers, and
-nobody reads what a failed step may have left in a cross table or on the host."""
+nothing reads what a failed step may have left in a cross table or on the host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAMILY = "bart"
 BEFORE, BETWEEN, AFTER = "before the encoder", "between encoder and decoder", "after all is computed"
 MOMENTS = [BEFORE, BETWEEN, AFTER]
 ONE, OTHER = source_of(FAMILY, 40), source_of(FAMILY, 20)
-TIGHT: dict[str, Any] = {"num_blocks": 14, "swap_blocks": 40}  # somebody is always on the host
+TIGHT: dict[str, Any] = {"num_blocks": 14, "swap_blocks": 40}  # some branch is always on the host
 
 REQUESTS: dict[str, tuple[Source, list[int], SamplingParams | BeamSearchParams]] = {
     "greedy": (ONE, decoder_prompt(18), greedy(14)),
@@ -117,7 +117,7 @@ def test_a_step_that_fails_once_changes_no_bit(number: int, moment: str) -> None
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("what", ["swapped_out", "swapped_in", "encoder_steps", "block_copies"])
 def test_a_step_with_swaps_that_fails_once_changes_no_bit(what: str, moment: str) -> None:
-    """Whoever was on his way to the host or back, or waited there, is computed again or comes back as he was."""
+    """Sequences that were being swapped out or in, or were on the host, are computed again or restored unchanged."""
     with core_of(FAMILY, **TIGHT) as driver:
         failing = Failing(
             driver, moment, lambda plan: bool(getattr(plan, what)) and num_requests(plan) > 1 and not failing.num_failed

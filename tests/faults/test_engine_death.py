@@ -1,4 +1,5 @@
-"""Engines that are killed, hang or are led to their death by a request: no answer is lost, nobody else is hurt."""
+"""Engines that are killed, hang or are led to their death by a request: no answer is lost, no other request is
+affected."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_stopped_engine_ends_with_a_client_that_shuts_down():
 
 
 class Squatter:
-    """A stranger who connects to an engine's socket before the engine does, under names that can be guessed."""
+    """Another process connects to an engine's socket before the engine does, under identities that can be guessed."""
 
     def __init__(self) -> None:
         self.context = zmq.Context()

@@ -1,7 +1,7 @@
 """An engine that is driven step by step, so that a test can do something between two steps.
 
-After every step the accounting is checked, and all memory that nobody holds and nobody can find is overwritten: whoever
-reads it gives himself away.
+After every step the accounting is checked, and all memory that is neither referenced nor cached is overwritten, so that
+reading it shows.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Driver:
         self.llm.engine.abort_request([request_id])
 
     def forget_unheld_memory(self) -> None:
-        """Leases end, and of what nobody holds then, nothing is found again."""
+        """End leases, and drop unreferenced blocks from the prefix cache."""
         self.scheduler.leases.end_all()
         pool = self.scheduler.kv_cache.pool
         for block in pool.blocks[1:]:

@@ -291,7 +291,7 @@ class Driver(CoreDriver):
         raise AssertionError("it does not end")
 
     def _overwrite_unheld_memory(self) -> None:
-        """On both sides. What the next plan will copy to the host is still to be read, though nobody holds it."""
+        """On both sides. Blocks that the next plan copies to the host are still read, although unreferenced."""
         if not self.overwrites_unheld_memory:
             return
         kv_cache = self.core.scheduler.kv_cache
@@ -321,7 +321,7 @@ class Driver(CoreDriver):
         return list(answer.token_ids)
 
     def check_nothing_left(self) -> None:
-        """No request, no block on either side and no row is held by anybody. Leases end."""
+        """No request, no block on either side and no row is left. Leases end."""
         self.run()
         scheduler = self.core.scheduler
         scheduler.check()

@@ -75,7 +75,7 @@ def scheduler_of(llm: LLM) -> Scheduler:
 
 
 def check_nothing_left(llm: LLM) -> None:
-    """No request, no block and, after the runner heard of it, no row is held by anybody."""
+    """No request, no block and, after the next plan, no row is left."""
     scheduler = scheduler_of(llm)
     scheduler.check()
     assert not llm.engine.has_unfinished_requests()

@@ -87,7 +87,7 @@ class Answer:
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs)
         if output.hidden_states is not None:
-            assert asked is not None, "states for somebody who wants none"
+            assert asked is not None, "states for a request that asked for none"
             self._take_states(output, asked)
         self.inherited_from = output.inherited_from if self.inherited_from is None else self.inherited_from
         self.num_cached_tokens = output.num_cached_tokens
@@ -108,7 +108,7 @@ class Answer:
 
 class CoreDriver:
     """Adds requests to the core of an engine and collects what comes. After every step the accounting is checked, and
-    all memory that nobody holds and nobody can find is overwritten: whoever reads it gives himself away."""
+    all memory that is neither referenced nor cached is overwritten, so that reading it shows."""
 
     def __init__(self, llm: LLM) -> None:
         self.core: Any = llm._client.core

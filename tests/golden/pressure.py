@@ -1,4 +1,4 @@
-"""Memory pressure at a chosen moment: somebody else holds every free block for as long as it is wanted."""
+"""Memory pressure at a chosen moment: every free block is held by the test for as long as needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.golden.engines import scheduler_of
 
 @contextmanager
 def no_free_memory(llm: LLM) -> Iterator[None]:
-    """Whoever needs a block meanwhile takes it from a lease or from somebody who runs. What was free is forgotten."""
+    """Meanwhile blocks are only available from leases or by preemption. Cached free blocks are dropped."""
     pool = scheduler_of(llm).kv_cache.pool
     taken = pool.get_new_blocks(pool.num_free_blocks)
     try:

@@ -1,4 +1,5 @@
-"""AsyncLLM over a real engine core: the same answers as LLM, and nothing left in the engine, whoever leaves when."""
+"""AsyncLLM over a real engine core: the same answers as LLM, and nothing left in the engine, whenever requests are
+cancelled."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_preemption_changes_no_bit(family: str, num_blocks: int, caching: bool) 
 def test_the_number_of_threads_changes_no_bit(family: str) -> None:
     with engine(family, num_threads=3) as llm:
         assert_same(answers(llm, REQUESTS), alone(family))
-    with engine(family):  # one thread again, for whoever comes next
+    with engine(family):  # one thread again, for later tests
         pass
 
 

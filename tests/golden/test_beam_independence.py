@@ -170,7 +170,7 @@ def test_beams_that_lose_their_memory_at_any_step_go_on_where_they_were(family: 
 def test_the_number_of_threads_changes_no_bit(family: str) -> None:
     with engine(family, num_threads=3) as llm:
         assert answers(llm, SEARCHES) == alone(family)
-    with engine(family):  # one thread again, for whoever comes next
+    with engine(family):  # one thread again, for later tests
         pass
 
 

@@ -1,4 +1,4 @@
-"""What can be the matter with a continuation's parent: it is freed, still runs, is evicted, forgotten, somebody else's.
+"""States of a continuation's parent: freed, still running, evicted, forgotten, another owner's.
 
 The classes are the edge cases 6.1 to 6.5 of the specification. Whatever the matter is, the answer is a typed error or
 the tokens of the whole text sent afresh.
@@ -320,7 +320,8 @@ class TestAnotherAdapterSaltOrOwner:
             llm.reset_prefix_cache()
 
     def test_another_owners_parent_is_as_unknown_as_one_that_never_was(self):
-        """Ended, leased or still running; to continue, to list, or to end. Nobody waits for somebody else's request."""
+        """Ended, leased or still running; to continue, to list, or to end. No owner waits for another owner's
+        request."""
 
         async def refusal(work: Any) -> str:
             with pytest.raises(UnknownParentError) as refused:

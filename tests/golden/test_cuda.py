@@ -128,7 +128,8 @@ def test_hidden_states_on_cuda_are_those_of_the_cpu(make):
 
 
 def texts_over_encoders(family, device, num_blocks, **cache):
-    """Several encoder inputs, one of them twice, sampled from and searched with beams. Also whether anybody swapped."""
+    """Several encoder inputs, one of them twice, sampled from and searched with beams. Also whether anything was
+    swapped."""
     tiny = encoder_engines.tiny_model(family)
     config = EngineConfig(
         model="tiny",

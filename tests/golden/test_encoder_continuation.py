@@ -204,7 +204,8 @@ def test_a_continuation_that_names_another_encoder_input_inherits_nothing() -> N
 
 
 def test_leases_hold_the_table_and_give_it_back_when_memory_is_short() -> None:
-    """The parents' leases share one table. Somebody who needs the memory gets it, and is told the truth."""
+    """The parents' leases share one table. A request that needs the memory gets it, and continuations report the right
+    source."""
     family = "bart"
     source, other = source_of(family, 50), source_of(family, 90)
     with core_of(family, num_blocks=17, lease_fraction=1.0) as driver:

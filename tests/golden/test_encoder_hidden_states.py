@@ -164,7 +164,7 @@ def test_states_of_a_decoder_prompt_are_those_behind_its_own_encoder_input() -> 
 @pytest.mark.parametrize("family", ["bart", "whisper"])
 @pytest.mark.parametrize("swap_blocks", [0, 40])
 def test_generation_beside_extractions_does_not_change_by_a_bit(family: str, swap_blocks: int) -> None:
-    """Memory is short enough that somebody always gives way."""
+    """Memory is so short that branches are always being preempted."""
     asked = {
         "greedy": (source_of(family, 50), decoder_prompt(20), greedy(40, logprobs=4)),
         "choices": (source_of(family, 33), decoder_prompt(7), sampled(30, n=3, logprobs=4)),

@@ -1,4 +1,4 @@
-"""The same encoder input is run once for all who bring it, and nobody reads what the encoder made of another one."""
+"""Equal encoder inputs run once for all requests, and no request reads the states of another input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask_and_check(driver: Driver, request_id: str, source: Source, prompt: list[
     return driver[request_id].num_cached_tokens
 
 
-# ---- who shares ----
+# ---- shared ----
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
@@ -97,7 +97,7 @@ def test_a_table_from_the_cache_gives_the_bits_of_a_fresh_one() -> None:
         ]
 
 
-# ---- who does not ----
+# ---- not shared ----
 
 
 def test_salts_and_adapters_never_share() -> None:

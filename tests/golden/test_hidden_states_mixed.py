@@ -298,7 +298,7 @@ def test_rows_that_are_there_are_read_without_a_write(family: str) -> None:
         for name, positions in {"run": range(79), "some": [0, 15, 16, 40, 78]}.items():
             answer = driver.extract(name, sequence, positions, all_layers(family), "g")
             assert np.array_equal(answer.states, states_alone(family, sequence)[:, list(positions)])
-        assert watch.changed() <= {0}  # the null block, which nobody reads
+        assert watch.changed() <= {0}  # the null block, which is never read
         # Written anew they would have the same bits. Where they are wrong, they stay wrong.
         for tensor in watch.tensors.values():
             tensor[sorted(leased_blocks(driver, "g"))] *= 0.5
@@ -330,7 +330,7 @@ def test_the_last_token_is_written_into_a_copy_of_one_block(family: str) -> None
         sequence = driver.generate("g", TEXTS[6], 5, retain_kv=60.0)
         watch = Watch(driver)
         driver.add(extraction_of("last", sequence, [74], [1], "g"))
-        driver.core.step()  # and the block, which nobody holds any more, is not overwritten yet
+        driver.core.step()  # and the freed block is not overwritten yet
         assert len(watch.changed() - {0}) == 1
         assert not watch.changed() & leased_blocks(driver, "g")
         llm.reset_prefix_cache()

@@ -210,8 +210,8 @@ class Drive:
             event("beams that catch up" if beam_step.num_tokens > 1 else "beams")
 
     def held_elsewhere(self, plan: SchedulerOutput) -> set[int]:
-        """Blocks that others hold than those who run: leases, and who has a break, choices included that the runner has
-        not heard of yet."""
+        """Blocks not held by running branches: by leases, and by branches left out of the step, choices included that
+        the runner has not heard of yet."""
         idle = [branch for name, branch in self.scheduler.state.branches.items() if name not in plan.req_ids]
         holders = [*self.scheduler.leases.sequences(), *idle]
         tables = [table for holder in holders for table in holder.block_tables]

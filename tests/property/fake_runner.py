@@ -237,7 +237,7 @@ class FakeRunner:
     # ---- what is read and written ----
 
     def _run_encoder(self, plan: SchedulerOutput, held: dict[int, set[str]]) -> None:
-        """Cross tables are written by the encoder, each by one step, and only while nobody can have read them."""
+        """Cross tables are written by the encoder, each by one step, and before anything can have read them."""
         new_ids = {new.req_id for new in plan.scheduled_new_reqs} | {capture.req_id for capture in plan.captures}
         written: set[int] = set()
         for step in plan.encoder_steps:
@@ -273,8 +273,8 @@ class FakeRunner:
                         assert end >= (place + 1) * self.block_size, f"{other} has hit a block that is not full"
 
     def _readers(self, plan: SchedulerOutput, spans: Sequence[tuple[str, Row, int]] = ()) -> dict[int, set[str]]:
-        """Who holds a block. Entries that fell out of a window are stale: the block may be anybody's by now. So are the
-        beams of a search that does not run: where they go on is said when it does."""
+        """The holders of a block. Entries before a sliding window are stale: the block may be another sequence's by
+        now. So are the beams of a search that does not run: where they go on is said when it does."""
         readers: dict[int, set[str]] = {}
         beams = [named for step in plan.beam_steps if step.num_tokens for named in self._named_beams(step.req_id)]
         for row_id, row in [*self.rows.items(), *beams, *((row_id, row) for row_id, row, _ in spans)]:

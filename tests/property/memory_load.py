@@ -1,4 +1,4 @@
-"""Memory as a scheduler uses it, in any order that it may: who comes, runs, forks, is swapped and goes, and steps that
+"""Memory as a scheduler uses it, in any valid order: sequences arrive, run, fork, are swapped and end, and steps that
 are carried out, or fail, on blocks with contents. Every sequence must always find what is its own.
 """
 
@@ -33,11 +33,11 @@ class MemoryLoad:
         self.sequences: list[TokenSequence] = []  # that have not ended
         self.inputs: dict[TokenSequence, EncoderInput | None] = {}
         self.salts: dict[TokenSequence, str] = {}
-        self.draft: dict[TokenSequence, int] = {}  # who runs in the step that is being planned → tokens
+        self.draft: dict[TokenSequence, int] = {}  # sequences in the step being planned → tokens
         self.num_made = 0
         self.time = 0.0
 
-    # ---- who comes, runs and goes ----
+    # ---- sequences arrive, run and end ----
 
     def arrive(self, which: int, other: int, most: int) -> None:
         beginning = BEGINNINGS[other % len(BEGINNINGS)]
@@ -48,7 +48,7 @@ class MemoryLoad:
         self.admit(sequence, most)
 
     def admit_again(self, which: int, other: int, most: int) -> None:
-        """Somebody who was refused, or preempted and not swapped out."""
+        """A sequence that was refused, or preempted and not swapped out."""
         sequence = self.choose(which, [one for one in self.waiting() if not self.manager.is_swapped(one)])
         if sequence is not None:
             self.admit(sequence, most)
@@ -78,7 +78,7 @@ class MemoryLoad:
         event("forked")
 
     def go_on(self, which: int, other: int, most: int) -> None:
-        """As a continuation does, behind somebody who runs or is leased, while a step is planned."""
+        """As a continuation does, from a running or leased sequence, while a step is planned."""
         parents = [*self.running(), *self.leases.sequences()]
         parent = self.choose(which, [one for one in parents if self.is_settled(one)])
         if parent is None:
@@ -187,7 +187,7 @@ class MemoryLoad:
             self.check_content(sequence)
 
     def failing_step(self, which: int, other: int, most: int) -> None:
-        """Who ran in it is computed again; nobody else notices."""
+        """Sequences in it are computed again; others are not affected."""
         plan = self.execute()
         spared = {block for one in self.holders() if one not in self.draft for block in self.blocks_of(one)}
         spoilt = {block for one in self.draft for block in self.blocks_of(one)} - spared
@@ -224,7 +224,7 @@ class MemoryLoad:
         assert len(set(targets)) == len(targets), "a block is the target of two transfers"
         assert len({host for _, host in plan.swapped_out}) == len(plan.swapped_out)
         used = {block for sequence in self.holders() for block in self.blocks_of(sequence)}
-        assert used.issuperset(targets), "nobody holds what is written"
+        assert used.issuperset(targets), "a written block has no holder"
         if plan.swapped_in and plan.swapped_out:
             event("swapped both ways in a step")
         if plan.swapped_in and plan.block_copies:
@@ -258,12 +258,12 @@ class MemoryLoad:
 
     def check(self) -> None:
         """What must be true between any two of these."""
-        everybody = [*self.sequences, *self.leases.sequences()]
-        self.manager.check(everybody)
+        all_sequences = [*self.sequences, *self.leases.sequences()]
+        self.manager.check(all_sequences)
         self.leases.check()
-        used = {block for sequence in everybody for block in self.blocks_of(sequence)}
+        used = {block for sequence in all_sequences for block in self.blocks_of(sequence)}
         assert self.manager.num_free_blocks == self.manager.num_usable_blocks - len(used)
-        tables = {sequence.cross for sequence in everybody if sequence.cross is not None}
+        tables = {sequence.cross for sequence in all_sequences if sequence.cross is not None}
         assert all(block.ref_cnt == 1 for table in tables for block in table.blocks)
         keys = [table.key for table in tables if table.is_findable]
         assert len(set(keys)) == len(keys), "one input has two tables that can be found"
@@ -343,7 +343,7 @@ class MemoryLoad:
         return {block for blocks in self.manager.block_ids(sequence) for block in blocks[first:last]}
 
     def may_leave(self, sequence: TokenSequence) -> bool:
-        """Nobody goes who is about to write what others have found already."""
+        """A sequence that is about to write blocks that others have already hit is not freed."""
         written = self.written(sequence)
         return all(written.isdisjoint(self.blocks_of(other)) for other in self.sequences if other is not sequence)
 

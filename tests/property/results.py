@@ -30,7 +30,7 @@ def check_results(drive: Drive) -> None:
     drive.scheduler.leases.end_all()
     drive.scheduler.check()
     assert drive.scheduler.kv_cache.usage == 0.0
-    assert not drive.runner.rows, "rows that nobody told the runner to drop"
+    assert not drive.runner.rows, "rows that the runner was not told to drop"
     assert drive.scheduler.reset_prefix_cache()
 
 

@@ -94,7 +94,7 @@ def test_allocating_takes_the_table_of_each_sequence_and_one_cross_table(made: t
 def test_freeing_gives_back_each_table_and_then_the_cross_table(
     made: tuple[Requests, SequenceGroup], swapped: bool
 ) -> None:
-    """On whichever side the group is. The cross table goes with the last who lets go of it."""
+    """On device or host. The cross table is freed with its last holder."""
     world, group = made
     if swapped:
         assert all(world.memory.swap_out(sequence) for sequence in group.sequences)

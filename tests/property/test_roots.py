@@ -63,7 +63,7 @@ class RootTableMachine(RuleBasedStateMachine):
 
     @rule(owner=OWNERS)
     def show(self, owner: str | None) -> None:
-        """Listing is not asking for one: it keeps nobody in the table."""
+        """Listing does not count as use: it keeps no root in the table."""
         own = [root for (whose, _), root in self.expected.items() if whose == owner]
         assert self.table.list(owner) == sorted(own, key=lambda root: -root.ended_at)
 
@@ -81,7 +81,7 @@ class RootTableMachine(RuleBasedStateMachine):
         self.order.append((owner, request_id))
 
     def refuses(self, ask, owner: str | None, request_id: object) -> None:
-        """In the same words, whether it never was, was forgotten, or is somebody else's."""
+        """With the same text, whether it never existed, was forgotten, or belongs to another owner."""
         with pytest.raises(UnknownParentError) as refused:
             ask(request_id, owner)
         assert refused.value.field == "continuation_of"

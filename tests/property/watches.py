@@ -15,7 +15,7 @@ from ratoon.scheduling.scheduler import Scheduler
 
 
 class SwapWatch:
-    """Who was swapped out comes back with what it had computed: a search with what its beams had, or with its prompt
+    """A swapped-out branch resumes with what it had computed: a search with what its beams had, or with its prompt
     but for the last token, behind which they are computed again."""
 
     def __init__(self, scheduler: Scheduler) -> None:
