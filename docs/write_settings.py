@@ -48,7 +48,7 @@ def page() -> str:
     tables = ((HEAD, ENGINE_SETTINGS), (FRONT_END, FRONT_END_SETTINGS), (SERVER, settings_of(ServerSettings)))
     text = "".join(f"{head}\n{table(settings)}" for head, settings in tables)
     theirs = {name: f"`{ours}`" for name, ours in RENAMED.items()}
-    theirs |= {"swap_space": "`swap_memory`, in GiB", "tokenizer": "another than the model's is refused"}
+    theirs |= {"swap_space": "`swap_memory`, in GiB", "tokenizer": "only the model's own is accepted"}
     theirs |= {name: rule.expected for name, rule in RULES.items()}
     theirs |= dict.fromkeys(NO_EFFECT, "changes nothing")
     rows = (

@@ -1,6 +1,6 @@
 """The `ratoon` command: the commands of api and those of benchmarks, in one command line.
 
-It stands above the rooms, so that api does not import benchmarks. What a command line does is in api/cli.py.
+It is above the rooms, so that api does not import benchmarks. The command line itself is in api/cli.py.
 """
 
 from __future__ import annotations

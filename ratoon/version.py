@@ -1,3 +1,3 @@
-"""The version of the package: the only place where it stands."""
+"""The version of the package: its only definition."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""What people touch: the LLM class and the command line."""
+"""The user interface: the LLM class, the command line and the server."""

@@ -22,8 +22,8 @@ Ids: TypeAlias = str | Sequence[str] | None  # None: numbers, counted from 0
 
 
 class BatchOptions(GenerationOptions, total=False):
-    progress: bool  # a bar on a terminal
-    use_tqdm: UseTqdm  # the same in vLLM's words
+    progress: bool  # a progress bar, on a terminal only
+    use_tqdm: UseTqdm  # vLLM's name for it
 
 
 class BatchChatOptions(ChatOptions, total=False):
@@ -41,7 +41,7 @@ class BatchExtractionOptions(ExtractionOptions, total=False):
 
 
 def split_progress(options: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Whether a bar is wanted, and the other options. vLLM's name counts; a class of bars in its place asks for one."""
+    """Whether a bar is wanted, and the other options. vLLM's name takes precedence; its value may be a class."""
     left = dict(options)
     progress, use_tqdm = left.pop("progress", True), left.pop("use_tqdm", None)
     return progress if use_tqdm is None else bool(use_tqdm), left
@@ -71,7 +71,7 @@ class Batches:
         self, prompts: Any, params: Any, request_id: Ids, kind: RequestOutputKind, options: dict[str, Any]
     ) -> list[Prepared]:
         engine = self._engine
-        # What is told as it comes only grows, and the best text of a search may become another one.
+        # Deltas only append, and the best text of a search may change from step to step.
         default = engine.default_params if kind == RequestOutputKind.DELTA else engine.get_default_params()
         if params is None or isinstance(params, (SamplingParams, BeamSearchParams)):
             # Shared by all: no prompt's index belongs to the error.
@@ -138,7 +138,7 @@ class Batches:
         items = [prompts] if single else list(prompts)
         params_of_each = one_for_each(params_field, params, len(items), default)
         priority_of_each = one_for_each("priority", options.pop("priority", None), len(items), 0)
-        # Of no one prompt: it is a matter of the engine's settings.
+        # About the engine's settings, not about one prompt.
         self._engine.verify_placement(any(priority_of_each), options.get("data_parallel_rank"))
         return self._each("prompts", items, single, request_id, (params_of_each, priority_of_each), prepare)
 
@@ -186,25 +186,25 @@ def one_for_each(field: str, value: Any, count: int, default: Any) -> list[Any]:
 
 
 def ids_for_each(request_id: Any, count: int, first: int) -> list[str]:
-    """The ids that were asked for, or numbers that go on from the first."""
+    """The given ids, or consecutive numbers from the first."""
     if isinstance(request_id, str) and count > 1:
         raise RequestError("request_id", f"{request_id!r} is one for {count} prompts", "a list, with one for each")
     given = one_for_each("request_id", request_id, count, None)
     ids = [str(first + index) if one is None else one for index, one in enumerate(given)]
     if len({*map(str, ids)}) < count:
-        raise RequestError("request_id", "names two prompts", "an id of its own for each")
+        raise RequestError("request_id", "names two prompts", "a different id for each")
     return ids
 
 
 def with_index(error: RequestError, index: int, field: str = "prompts") -> RequestError:
-    """The same error, of one of many."""
+    """The same error, with the index of its prompt."""
     if error.field == field:
         return type(error)(f"{field}[{index}]", error.problem, error.expected)
     return error.inside(f"{field}[{index}]")
 
 
 def in_conversation(error: RequestError, index: int) -> RequestError:
-    """The same error, of one of many conversations: `messages[2][0].role`."""
+    """The same error, with the index of its conversation: `messages[2][0].role`."""
     if not error.field.startswith("messages"):
         return error
     field = f"messages[{index}]" + error.field.removeprefix("messages")

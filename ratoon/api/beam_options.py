@@ -23,9 +23,7 @@ OPTIONS = (*COMPANIONS, *TOKEN_RULES, "n", "max_tokens", "min_tokens", "ignore_e
 
 def add_beam_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("beam search")
-    group.add_argument(
-        "--beam-width", type=int, metavar="N", help="search for the most probable texts, N at once, and sample nothing"
-    )
+    group.add_argument("--beam-width", type=int, metavar="N", help="beam search with N beams, instead of sampling")
     group.add_argument(
         "--length-penalty", type=float, metavar="X", help="above 0 favours long texts, below 0 short ones"
     )
@@ -42,7 +40,7 @@ def wants_beam_search(args: argparse.Namespace) -> bool:
 
 
 def leaves_search_open(args: argparse.Namespace) -> bool:
-    """Does the command line neither ask for a search nor say how to sample? Then it is the model's to say."""
+    """Whether the options neither request a search nor say how to sample; the model's defaults then decide."""
     if wants_beam_search(args) or getattr(args, "temperature", None) is not None:
         return False
     return find_contradiction(lambda name: getattr(args, name, None)) is None
@@ -82,13 +80,13 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those that were given, by their names, and `max_tokens` in any case: a command has a length of its own."""
+    """Those that were given, by name, and `max_tokens` in any case: commands have their own default."""
     found = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     return {"max_tokens": args.usual_max_tokens, **found} if "usual_max_tokens" in args else found
 
 
 def _switch(text: str) -> bool | str:
-    """What is neither is told from what is right when the params are checked."""
+    """Other values are rejected when the params are checked."""
     return {"true": True, "false": False}.get(text, text)
 
 

@@ -1,6 +1,6 @@
 """What goes together with a beam search and what does not, by the names that HTTP and the command line share.
 
-Light, so that the command line can ask it before anything is loaded.
+Imports nothing heavy, so that the command line can use it before anything is loaded.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# What says how to sample, or needs a text that only grows, and the values that change nothing.
+# Sampling options and those that need a text that only grows, with the values that have no effect.
 CONTRADICTIONS: dict[str, tuple[Any, ...]] = {
     "temperature": (0,),
     "top_p": (1,),
@@ -20,12 +20,12 @@ CONTRADICTIONS: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (),
     "prompt_logprobs": (),
 }
-# What has no meaning without one, and the values that change nothing.
+# Options that need a beam search, with the values that have no effect.
 COMPANIONS: dict[str, tuple[Any, ...]] = {"beam_width": (1,), "length_penalty": (1,), "early_stopping": (False,)}
 
 
 def find_contradiction(value_of: Callable[[str], Any]) -> str | None:
-    """The first name whose value contradicts a beam search. None and False are values of what was not asked for."""
+    """The first name whose value contradicts a beam search. None and False mean that it was not given."""
     for name, harmless in CONTRADICTIONS.items():
         value = value_of(name)
         if value is not None and value is not False and value not in harmless:

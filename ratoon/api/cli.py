@@ -49,7 +49,7 @@ def build_parser(commands: Sequence[ModuleType] = COMMANDS) -> argparse.Argument
 
 
 def parse_arguments(argv: Sequence[str] | None, commands: Sequence[ModuleType] = COMMANDS) -> argparse.Namespace:
-    """As argparse does, except that prompts may stand behind options, where it gives them up as unknown."""
+    """As argparse does, but prompts may follow options, which argparse reports as unknown arguments."""
     parser = build_parser(commands)
     args, rest = parser.parse_known_args(argv)
     if rest and not hasattr(args, "prompts"):
@@ -63,14 +63,14 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[ModuleType] = COM
     args = parse_arguments(argv, commands)
     configure_logging()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+        sys.stdout.reconfigure(errors="replace")  # print a replacement for characters that the terminal lacks
     debug = args.debug or os.environ.get("RATOON_DEBUG", "0") not in ("", "0")
     try:
         code: int = args.run(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever read our output is gone (`| head`). Python would complain once more while it closes the stream.
+        # The reader of the output closed the pipe (`| head`). Python would fail again while it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except KeyboardInterrupt:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[ModuleType] = COM
 
 
 def report(error: Exception) -> int:
-    """Say what went wrong in one line; the exit code says whose turn it is."""
+    """Print the error in one line; return the exit code."""
     if isinstance(error, RatoonError):
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_INPUT if isinstance(error, (RequestError, ConfigError, ModelError)) else EXIT_ENGINE

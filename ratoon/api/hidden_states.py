@@ -1,6 +1,6 @@
-"""Hidden states on their way out: what is told about them, their bytes, and the head of a safetensors file.
+"""Serialisation of hidden states: their metadata, their bytes, and the header of a safetensors file.
 
-For the server and the command line alike. Nothing here sends, writes or waits.
+For the server and the command line. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TENSOR = "hidden_states"  # its name in a safetensors file
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-SLICE = 2**20  # bytes that are handed on at once
+SLICE = 2**20  # bytes per slice
 
 _json = msgspec.json.encode  # fast: there may be very many positions
 
@@ -35,20 +35,19 @@ def facts(output: HiddenStatesOutput) -> dict[str, Any]:
 
 
 def raw_bytes(tensor: Any) -> memoryview:
-    """The numbers of a numpy array or a torch tensor: row by row, the lowest byte first. Copied only if they lie in
-    another order."""
+    """The numbers of a numpy array or a torch tensor: row by row, little-endian. Copied only if the order differs."""
     import numpy
 
     if not isinstance(tensor, numpy.ndarray):
         import torch
 
-        # numpy knows no bfloat16: its bytes go over as whole numbers.
+        # numpy has no bfloat16: its bytes are read as uint16.
         tensor = tensor.cpu().contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
     return numpy.asarray(tensor, tensor.dtype.newbyteorder("<")).reshape(-1).view(numpy.uint8).data
 
 
 def safetensors_head(dtype: str, shape: Sequence[int], num_bytes: int, notes: Mapping[str, Any]) -> bytes:
-    """What stands before the numbers. Notes are text in this format: what is no text goes in as JSON."""
+    """The part before the numbers. Metadata values must be text in this format: others are written as JSON."""
     texts = {name: value if isinstance(value, str) else _json(value).decode() for name, value in notes.items()}
     entry = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [0, num_bytes]}
     head = _json({"__metadata__": texts, TENSOR: entry})

@@ -1,6 +1,6 @@
 """Command-line options that several commands share, and what they turn into: an LLM, params.
 
-Only what is light is imported here at the top: `ratoon --help` must not wait for anything.
+Only light modules are imported at the top: `ratoon --help` must be fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Subparsers = Any  # argparse has no public name for what add_subparsers returns
 
 KINDS: dict[type, tuple[type, str]] = {int: (int, "N"), float: (float, "X"), dict: (str, "JSON")}
 SHORT_OPTIONS = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "quantization": ("-q",)}
-# Settings of the front end that every command has which starts an engine; the others are for `serve`.
+# Front-end settings of every command that starts an engine; the others are for `serve`.
 OBSERVED_SETTINGS = tuple(
     setting
     for setting in FRONT_END_SETTINGS
@@ -80,14 +80,14 @@ def add_setting_option(group: argparse._ArgumentGroup, setting: Setting, **how: 
 
 def add_vllm_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     """Options of `vllm serve` that mean the same here. Those whose other values would not are refused with them."""
-    group = parser.add_argument_group("vLLM's names, for command lines that come from there")
+    group = parser.add_argument_group("options under vLLM's names")
     settings = {setting.name: setting for setting in ENGINE_SETTINGS}
     for theirs, ours in RENAMED.items():
         add_setting_option(group, replace(settings[ours], name=theirs, default=None, help=option_of(ours)))
     group.add_argument("--swap-space", type=float, metavar="GIB", help="--swap-memory in GiB")
-    group.add_argument("--tokenizer", metavar="MODEL", help="another than the model's is refused")
+    group.add_argument("--tokenizer", metavar="MODEL", help="only the model's own is accepted")
     rules = {name: (rule.kind, rule.expected) for name, rule in RULES.items()}
-    no_effect = {name: (kind, "changes nothing") for name, kind in NO_EFFECT.items()}
+    no_effect = {name: (kind, "no effect") for name, kind in NO_EFFECT.items()}
     for name, (kind, help) in {**rules, **no_effect}.items():
         if name not in without:
             setting = Setting(name, name, help, None, kind, options=SHORT_OPTIONS.get(name, ()), metavar="VALUE")
@@ -117,7 +117,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         "--temperature",
         type=float,
         metavar="X",
-        help="0 takes the likeliest token; default: the model's own, else 0 (with --url: the server's)",
+        help="0: the likeliest token; default: the model's own, else 0 (with --url: the server's)",
     )
     group.add_argument("--top-p", type=float, metavar="X", help="sample from the likeliest tokens that sum up to X")
     group.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
@@ -125,12 +125,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--presence-penalty", type=float, metavar="X")
     group.add_argument("--frequency-penalty", type=float, metavar="X")
     group.add_argument("--repetition-penalty", type=float, metavar="X")
-    group.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="no run of N tokens comes twice")
+    group.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="no n-gram of N tokens occurs twice")
     group.add_argument(
         "--encoder-no-repeat-ngram-size",
         type=int,
         metavar="N",
-        help="no run of N tokens of the encoder's input comes (without an encoder: of the prompt)",
+        help="no n-gram of N tokens of the encoder's input occurs (without an encoder: of the prompt)",
     )
     group.add_argument(
         "--forced-eos-token-id", type=int, metavar="ID", help="the last token of an answer that --max-tokens ends"
@@ -139,11 +139,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated"
     )
-    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the model's end token")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="continue after the model's end token")
 
 
 def add_answer_options(parser: argparse.ArgumentParser) -> None:
-    """For commands that answer prompts, wherever the model runs: the form of the answers, and how they are sampled."""
+    """For commands that answer prompts, locally or by a server: the form of the answers, and how they are sampled."""
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
     parser.add_argument(
         "--stream", action=argparse.BooleanOptionalAction, help="print the answer as it comes (one prompt, one choice)"
@@ -157,7 +157,7 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords for LLM, of what was given."""
+    """Keywords for LLM, from the options that were given."""
     names = [setting.name for setting in (*ENGINE_SETTINGS, *OBSERVED_SETTINGS)]
     return given_settings(args, [*names, *RENAMED, "swap_space", "tokenizer", *RULES])
 
@@ -167,7 +167,7 @@ def given_settings(args: argparse.Namespace, names: Iterable[str]) -> dict[str, 
 
 
 def check_generation_options(args: argparse.Namespace) -> None:
-    """RequestError for what no model can make sense of, before anyone waits for the model to load."""
+    """RequestError for values that no model accepts, before the model is loaded."""
     from ratoon.core.params import SamplingParams
 
     check_beam_options(args)
@@ -176,8 +176,8 @@ def check_generation_options(args: argparse.Namespace) -> None:
 
 
 def generation_params(args: argparse.Namespace, llm: LLM, may_search: bool = True) -> GenerationParams:
-    """The model's own defaults, over them what was given. A search that was asked for has no defaults of the model's;
-    one that the model's files ask for is done where nothing is said against it, and where `may_search`."""
+    """The model's defaults, overridden by the options. A search by option takes no defaults of the model; one of the
+    model's files is done if no option contradicts it, and if `may_search`."""
     from ratoon.engine.default_params import sets_length, with_given
 
     if wants_beam_search(args):
@@ -189,7 +189,7 @@ def generation_params(args: argparse.Namespace, llm: LLM, may_search: bool = Tru
     if search is not None and may_search and leaves_search_open(args):
         of_search = {name: value for name, value in given.items() if name in search.__struct_fields__}
         return with_given(search, of_search)
-    # Plain sampling at temperature 1 suits few models; one that names no temperature is asked for its likeliest answer.
+    # Sampling at temperature 1 suits few models; a model that names no temperature is run greedily.
     if "temperature" not in llm.source.generation_defaults:
         given.setdefault("temperature", 0.0)
     return with_given(llm.get_default_sampling_params(), given)
@@ -201,11 +201,11 @@ def _given_sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def open_llm(args: argparse.Namespace, **settings: Any) -> Iterator[LLM]:
-    """The LLM that the command line asks for. While it loads, a terminal shows so."""
+    """The LLM that the command line asks for. While it loads, a terminal shows a spinner."""
     with status(f"loading {args.model}"):
         from ratoon.api.llm import LLM
 
-        # Without --seed, sampling differs from run to run, as people expect of a command.
+        # Without --seed, sampling differs from run to run, as is usual for commands.
         llm = LLM(args.model, **{"seed": None, **engine_settings(args), **settings})
     with llm:
         yield llm

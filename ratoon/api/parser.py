@@ -1,4 +1,4 @@
-"""The parser of the command line: argparse, with a suggestion where a word is nearly one that it knows."""
+"""The parser of the command line: argparse, with a suggestion for misspelt words."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ def test_bench_reports_what_failed_by_its_kind(server, tmp_path, capsys):
     assert "failed                  broke off: 4" in capsys.readouterr().out
     script.break_after, script.finish_reason = None, "abort"  # what a server that shuts down says
     assert bench(url, "--warmup", "0", "--num-requests", "3") == 1
-    assert "gave the answer up" in one_line(capsys.readouterr().err)
+    assert "aborted the answer" in one_line(capsys.readouterr().err)
     script.finish_reason, script.status = None, 503
     assert bench(url) == 1
     assert one_line(capsys.readouterr().err) == "error: server: not today (HTTP 503)\n"

@@ -1,6 +1,6 @@
 """`ratoon chat MODEL` or `ratoon chat --url URL`: a conversation on the terminal.
 
-Ctrl-C stops the answer, Ctrl-D or /exit leaves. Who answers is in chat_answerers.py, what is read in chat_input.py.
+Ctrl-C stops the answer, Ctrl-D or /exit leaves. The models are in chat_answerers.py, the input in chat_input.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ratoon.core.suggestions import did_you_mean
 
 COMMANDS = ("/continue", "/reset", "/stats", "/help", "/exit")
 HELP = """\
-/continue  go on with the last answer
+/continue  continue the last answer
 /reset     forget the conversation
 /stats     tokens so far, and how full the cache is
 /help      this
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_where(args: argparse.Namespace) -> None:
-    """Either a model here or a server, and only what belongs to it."""
+    """Either a local model or a server, and only its options."""
     if args.url is None:
         if args.model is None:
             raise RequestError("MODEL", "is missing", "a model, or --url for a server")
@@ -97,7 +97,7 @@ class Conversation:
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
         self._num_prompt_tokens = self._num_answer_tokens = 0
-        self._num_cached_tokens: int | None = None  # None: nobody said
+        self._num_cached_tokens: int | None = None  # None: not reported
 
     def handle(self, entry: Entry) -> None:
         if entry.is_command:
@@ -119,19 +119,19 @@ class Conversation:
             print(f"{command} is no command; {did_you_mean(command, COMMANDS, '/help lists them')}")
 
     def answer(self, text: str) -> None:
-        """Print the answer as it comes. What there was when it was stopped or broke off is the answer then; if that is
-        nothing, the conversation stays as it was before the message."""
+        """Print the answer as it comes. If it is stopped or fails, the text so far is the answer; without any text, the
+        conversation stays as it was before the message."""
         self._messages.append({"role": "user", "content": text})
-        new_text = self._ask("the message is taken back")
+        new_text = self._ask("the message is removed")
         if new_text is None:
             self._messages.pop()
         else:
             self._messages.append({"role": "assistant", "content": new_text})
 
     def go_on(self) -> None:
-        """The same for more of the last answer, which was stopped or cut off."""
+        """Continue the last answer, which was stopped or cut off."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
-            print("there is no answer to go on with")
+            print("there is no answer to continue")
             return
         new_text = self._ask("the answer stays as it was")
         if new_text is not None:
@@ -139,7 +139,7 @@ class Conversation:
             self._messages[-1] = {**answer, "content": answer["content"] + new_text}
 
     def _ask(self, nothing_came: str) -> str | None:
-        """Print what is new as it comes. None: there was nothing when it was stopped or failed."""
+        """Print new text as it comes. None: it was stopped or failed before any text."""
         begin = time.monotonic()
         with ExitStack() as waiting:
             if sys.stdout.isatty():
@@ -156,7 +156,7 @@ class Conversation:
             except (RequestError, RemoteError) as error:
                 if not answer.text:
                     waiting.close()
-                    hint = "; /reset begins anew" if isinstance(error, RequestError) else ""
+                    hint = "; /reset starts a new conversation" if isinstance(error, RequestError) else ""
                     print(f"error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
                     return None
                 answer.note = str(error)
@@ -184,7 +184,7 @@ class Conversation:
 
 
 def print_dim(text: str, note: str) -> None:
-    """A line beside the answer: on a terminal only, unless there is something that must be said."""
+    """A line after the answer: on a terminal only, unless it has a note."""
     line = f"({note}; {text})" if note else f"({text})"
     if sys.stdout.isatty():
         print(f"\x1b[2m{line}\x1b[0m")

@@ -1,6 +1,6 @@
-"""Who answers in `ratoon chat`: a model in this process, or one behind a server. The conversation can't tell which.
+"""The models of `ratoon chat`: one in this process, or one of a server, with the same interface.
 
-An answerer writes into an Answer piece by piece. Interrupted or failing half-way, it leaves there what had come.
+An answerer writes into an Answer piece by piece. If it is interrupted or fails, the Answer keeps the text so far.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Message = dict[str, str]
 
 
 class Answer:
-    """An answer as it comes: printed at once, and kept. `on_first` is called before its first text is printed."""
+    """An answer while it is generated: printed immediately, and kept. `on_first` is called before its first text."""
 
     def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
         self._on_first = on_first
@@ -28,7 +28,7 @@ class Answer:
         self.num_tokens = 0
         self.num_prompt_tokens: int | None = None  # None: unknown, as is what was cached
         self.num_cached_tokens: int | None = None
-        self.note = ""  # what must be said about it, such as why it ended early
+        self.note = ""  # a note for the user, such as why it ended early
 
     def add(self, text: str) -> None:
         if not text:
@@ -53,8 +53,8 @@ class Answerer(Protocol):
     def name(self) -> str: ...
 
     def answer(self, messages: Sequence[Message], answer: Answer) -> None:
-        """Answer the last message, or go on with it if it is the assistant's. Raises RequestError or RemoteError if
-        there is no answer, or no whole one."""
+        """Answer the last message, or continue it if it is the assistant's. Raises RequestError or RemoteError if the
+        answer is missing or incomplete."""
 
     def describe_state(self) -> str:
         """A line for /stats."""
@@ -122,7 +122,7 @@ class RemoteAnswerer:
             for chunk in chunks:
                 for choice in chunk.choices:
                     answer.add(choice.new_text)
-                    answer.num_tokens += choice.has_text  # about right, until the server says
+                    answer.num_tokens += choice.has_text  # an estimate, until the server sends the count
                 if chunk.usage is not None:
                     answer.num_tokens = chunk.usage.completion_tokens
                     answer.num_prompt_tokens = chunk.usage.prompt_tokens

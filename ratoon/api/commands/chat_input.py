@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
 
 def read_entry(read_text: Callable[[], str]) -> Entry | None:
-    """What comes next; None at the end of input. Ctrl-C gives up what was typed, not the program."""
+    """What comes next; None at the end of input. Ctrl-C discards the input; the program goes on."""
     try:
         return parse_entry(read_text())
     except EOFError:

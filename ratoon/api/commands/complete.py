@@ -1,6 +1,6 @@
 """`ratoon complete --url URL PROMPT…`: have a server answer prompts, and print the answers.
 
-The counterpart of `ratoon generate` without a model in this process. What is not given is left to the server.
+The counterpart of `ratoon generate` without a model in this process. Defaults are the server's.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Have a server answer prompts, and print the answers.
 
-The text is completed as it is; --chat sends it as a user's message. A single answer is streamed on a terminal.
+The text is completed unchanged; --chat sends it as a user message. A single answer is streamed on a terminal.
 The prompt "-" is read from standard input."""
-AT_ONCE = 32  # requests; more wait here
+AT_ONCE = 32  # concurrent requests
 
 Answer = dict[str, Any]  # what a server sent back
 
@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
     check_decoder_prompt(args)
     texts = read_prompts(args.prompts)
     if args.logprobs is not None and not args.json:
-        raise RequestError("--logprobs", "has no plain form", "add --json")
+        raise RequestError("--logprobs", "is only printed as JSON", "add --json")
     for option in ("system", "prefill"):
         if getattr(args, option) is not None and not args.chat:
-            raise RequestError(f"--{option}", "has no place in a prompt of plain text", "add --chat")
+            raise RequestError(f"--{option}", "can't be used with a plain prompt", "add --chat")
     client = open_client(args)
     if choose_streaming(args, len(texts)):
         asyncio.run(stream_answer(client, texts[0], args))
@@ -94,7 +94,7 @@ async def stream_answer(client: RemoteClient, text: str, args: argparse.Namespac
 async def collect_answers(
     client: RemoteClient, texts: list[str], args: argparse.Namespace
 ) -> list[Answer | RemoteError]:
-    """An answer for each prompt, or why there is none. They are requests of their own: one's fault is its own."""
+    """An answer or an error for each prompt. They are separate requests: one failure does not affect others."""
     places = asyncio.Semaphore(AT_ONCE)
 
     async def answer(text: str) -> Answer | RemoteError:
@@ -153,7 +153,7 @@ def text_of(choice: dict[str, Any]) -> str:
 
 
 def answer_as_dict(text: str, answer: Answer | RemoteError) -> dict[str, Any]:
-    """The form that `ratoon generate --json` prints, as far as a server tells."""
+    """The form of `ratoon generate --json`, with the fields that a server returns."""
     if isinstance(answer, RemoteError):
         return {"prompt": text, "outputs": [], "error": str(answer)}
     usage = answer.get("usage") or {}

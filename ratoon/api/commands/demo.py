@@ -70,17 +70,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer_all(llm: LLM, display: Display) -> tuple[list[Answer], float]:
-    """Send every prompt, those that share the beginning of another as soon as that one was read, and run to the end."""
+    """Send every prompt, those with a shared beginning as soon as that was computed, and run to the end."""
     answers = {prompt.title: Answer(prompt) for prompt in DEMO_PROMPTS}
     unsent = list(DEMO_PROMPTS)
     begin = time.monotonic()
-    display.show(list(answers.values()), 0.0)  # the first step, which reads all prompts, is the longest
+    display.show(list(answers.values()), 0.0)  # the first step, which computes all prompts, is the longest
     while unsent or llm.engine.has_unfinished_requests():
         for prompt in [prompt for prompt in unsent if prompt.after is None or answers[prompt.after].num_tokens]:
             unsent.remove(prompt)
             submit(llm, prompt)
         for output in llm.engine.step():
-            answers[output.request_id].take(output)  # type: ignore[arg-type]  # nobody asked for vectors
+            answers[output.request_id].take(output)  # type: ignore[arg-type]  # no vectors were requested
         display.show(list(answers.values()), time.monotonic() - begin)
     return list(answers.values()), time.monotonic() - begin
 
@@ -108,7 +108,7 @@ def choose_display() -> Iterator[Display]:
 
 
 class LineDisplay:
-    """In a pipe: a line now and then."""
+    """In a pipe: a line every few seconds."""
 
     def __init__(self) -> None:
         self._shown_at = 0.0

@@ -1,4 +1,4 @@
-"""`ratoon embed MODEL TEXT…`: print the vectors of texts, or how much the texts are alike."""
+"""`ratoon embed MODEL TEXT…`: print the vectors of texts, or their similarity."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Print the vectors of texts: one JSON object a line, {"index": …, "embedding": […]}.
 
-A vector is made of the hidden states behind the model's final norm. The text "-", or no text in a pipe, stands for all
-lines of standard input that are not empty: each is a text."""
+A vector is pooled from the hidden states after the model's final norm. The text "-", or no text in a pipe, means
+standard input: each line that is not empty is a text."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -28,10 +28,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--pooling",
         choices=POOLING_KINDS,
-        help="the last token's state, the mean over all tokens, or the first's; left out: what the model was made for",
+        help="the last token's state, the mean over all tokens, or the first's; default: the model's own",
     )
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of a vector")
-    parser.add_argument("--no-normalize", action="store_true", help="do not bring vectors to length 1")
+    parser.add_argument("--no-normalize", action="store_true", help="do not normalise vectors to length 1")
     parser.add_argument("--similarity", action="store_true", help="print the cosine of every pair in a table")
     add_engine_options(parser)
     add_common_options(parser)
@@ -40,7 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = PoolingParams(pooling=args.pooling, dimensions=args.dimensions, normalize=not args.no_normalize)
-    params.verify()  # before anyone waits for the model to load
+    params.verify()  # before the model is loaded
     texts = read_texts(args.prompts)
     with open_llm(args) as llm:
         outputs = llm.embed(texts if len(texts) > 1 else texts[0], params)
@@ -75,12 +75,12 @@ def read_texts(arguments: list[str]) -> list[str]:
 def output_as_dict(index: int, output: EmbeddingOutput) -> dict[str, Any]:
     if output.error is not None:
         return {"index": index, "embedding": None, "error": output.error}
-    # Through their text, numbers get the few digits that float32 has, and not the many that a float64 shows of them.
+    # Converting through text keeps the digits of float32, not those of a float64.
     return {"index": index, "embedding": [float(str(number)) for number in output.embedding]}
 
 
 def cosines(vectors: list[Any]) -> Any:
-    """[N, N] for N vectors. One of length 0 is like nothing, itself included."""
+    """[N, N] for N vectors. For a vector of length 0 they are 0."""
     import numpy
 
     matrix = numpy.stack(vectors).astype(numpy.float64)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Answer prompts and print the answers.
 
-If the model has a chat template, each prompt is sent through it as a user's message; --raw sends the text as it is.
+If the model has a chat template, each prompt is rendered as a user message; --raw uses the text unchanged.
 A single answer is streamed on a terminal. The prompt "-" is read from standard input."""
 
 
@@ -48,12 +48,14 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def add_prefill_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefill", metavar="TEXT", help="how the answer begins, for the model to go on with (chat)")
+    parser.add_argument("--prefill", metavar="TEXT", help="beginning of the answer, which the model continues (chat)")
 
 
 def add_decoder_prompt_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--decoder-prompt", metavar="TEXT", help="how answers begin (encoder-decoder models: PROMPT is the encoder's)"
+        "--decoder-prompt",
+        metavar="TEXT",
+        help="beginning of the answers (encoder-decoder models: PROMPT is the encoder's)",
     )
 
 
@@ -65,14 +67,14 @@ def run(args: argparse.Namespace) -> int:
     texts = read_prompts(args.prompts)
     stream = choose_streaming(args, len(texts))
     if args.logprobs is not None and not args.json:
-        raise RequestError("--logprobs", "has no plain form", "add --json")
+        raise RequestError("--logprobs", "is only printed as JSON", "add --json")
     for option in ("system", "prefill"):
         if getattr(args, option) is not None and args.raw:
-            raise RequestError(f"--{option}", "has no place in a raw prompt", f"leave out --raw or --{option}")
+            raise RequestError(f"--{option}", "can't be used with a raw prompt", f"leave out --raw or --{option}")
     with open_llm(args) as llm:
         params = generation_params(args, llm, may_search=not args.stream)
         prompts = [make_prompt(llm, text, args) for text in texts]
-        if stream and isinstance(params, SamplingParams):  # a search knows its text when it has ended
+        if stream and isinstance(params, SamplingParams):  # the text of a search is known at its end
             return stream_answer(llm, prompts[0], params)
         outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params)
     failed = 0
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 def check_decoder_prompt(args: argparse.Namespace) -> None:
     for option in ("chat", "system", "prefill"):
         if args.decoder_prompt is not None and getattr(args, option):
-            raise RequestError("--decoder-prompt", f"has no place beside --{option}", "leave out one of them")
+            raise RequestError("--decoder-prompt", f"can't be used with --{option}", "leave out one of them")
 
 
 def read_prompts(arguments: list[str]) -> list[str]:
@@ -99,7 +101,7 @@ def read_prompts(arguments: list[str]) -> list[str]:
         if sys.stdin.isatty():
             raise RequestError("PROMPT", "is missing", "text to answer, or - to read standard input")
         arguments = ["-"]
-    # A pipe ends its text with a line break that nobody typed.
+    # The final line break of standard input is not part of the prompt.
     texts = [sys.stdin.read().removesuffix("\n") if argument == "-" else argument for argument in arguments]
     for index, text in enumerate(texts):
         if not text:
@@ -112,7 +114,7 @@ def read_prompts(arguments: list[str]) -> list[str]:
 def choose_streaming(args: argparse.Namespace, num_prompts: int) -> bool:
     searched = wants_beam_search(args)
     if args.stream and searched:
-        raise RequestError("--stream", "a beam search knows its texts when it has ended", "leave it out")
+        raise RequestError("--stream", "the texts of a beam search are known at its end", "leave it out")
     possible = num_prompts == 1 and (args.n or 1) == 1 and not args.json and not searched
     if args.stream and not possible:
         raise RequestError("--stream", "works for one prompt with one choice, without --json", "leave it out")
@@ -124,7 +126,7 @@ def choose_streaming(args: argparse.Namespace, num_prompts: int) -> bool:
 def make_prompt(llm: LLM, text: str, args: argparse.Namespace) -> str | dict[str, Any]:
     if args.decoder_prompt is not None:
         if llm.source.config.encoder is None:
-            raise RequestError("--decoder-prompt", "the model has no encoder", "put it behind the PROMPT")
+            raise RequestError("--decoder-prompt", "the model has no encoder", "append it to PROMPT")
         return {"encoder_prompt": text, "decoder_prompt": args.decoder_prompt}
     if args.raw or not (args.chat or llm.has_chat_template):
         for option in ("system", "prefill"):
@@ -136,7 +138,7 @@ def make_prompt(llm: LLM, text: str, args: argparse.Namespace) -> str | dict[str
 
 
 def messages_of(text: str, args: argparse.Namespace) -> list[dict[str, str]]:
-    """A prompt as a conversation, with the system's message in front and the beginning of the answer behind it."""
+    """A prompt as a conversation, preceded by the system message and followed by the beginning of the answer."""
     messages = [{"role": "user", "content": text}]
     if args.system is not None:
         messages.insert(0, {"role": "system", "content": args.system})
@@ -169,7 +171,7 @@ def print_answer(output: RequestOutput, text: str, heading: bool) -> None:
 
 
 def choice_heading(index: int, score: float | None) -> str:
-    """The score tells how good a text is that a beam search found."""
+    """With the score of a text that a beam search found."""
     return f"--- choice {index}" if score is None else f"--- choice {index}, score {score:.4f}"
 
 

@@ -1,6 +1,6 @@
 """`ratoon hidden-states MODEL PROMPT`: read the hidden states of a prompt; with --url, of a server's answers, too.
 
-They are printed, or written to a safetensors file. From a server to a file they go as they come.
+They are printed, or written to a safetensors file. From a server to a file they are streamed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ratoon.core.params import HIDDEN_STATES_DTYPES, HIDDEN_STATES_SCOPES, HIDDE
 if TYPE_CHECKING:
     from ratoon.api.remote.client import RemoteClient
 
-DESCRIPTION = """Read the hidden states of a prompt: what the model's layers leave at each token.
+DESCRIPTION = """Read the hidden states of a prompt: the outputs of the model's layers at each token.
 
-They are printed, one JSON object a line for each layer and position, or written to a safetensors file. The prompt is
-taken as it is, without a chat template; - reads standard input. With --url a server does it, and there is no MODEL."""
+They are printed, one JSON object a line for each layer and position, or written to a safetensors file. No chat
+template is applied to the prompt; - reads standard input. With --url a server is asked, and MODEL is left out."""
 PATH = "/v1/hidden_states"
 FILE_TYPE = "application/octet-stream"
 FIELDS = ("positions", "scope", "layers", "dtype", "deadline", "side")
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("hidden-states", help="what the layers leave at each token", description=DESCRIPTION)
+    parser = subparsers.add_parser("hidden-states", help="outputs of the model's layers", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a GGUF file, a hub id or an embedded name")
     parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="a text; - reads standard input")
     parser.add_argument(
@@ -51,9 +51,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--states-dtype", default="float32", choices=HIDDEN_STATES_DTYPES, help="default float32")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a safetensors file")
     add_remote_options(parser, required=False)
-    parser.add_argument("--original-request-id", metavar="ID", help="with --url: of this answer, not of a prompt")
+    parser.add_argument("--original-request-id", metavar="ID", help="with --url: read this answer instead of a prompt")
     parser.add_argument("--choice", type=int, metavar="N", help="which of its choices; default 0")
-    parser.add_argument("--scope", choices=HIDDEN_STATES_SCOPES, default="all", help="what positions count in")
+    parser.add_argument("--scope", choices=HIDDEN_STATES_SCOPES, default="all", help="what positions refer to")
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -61,12 +61,12 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = make_params(args)
-    params.verify()  # before anyone waits for a model to load
+    params.verify()  # before the model is loaded
     if args.output is not None and not args.output.absolute().parent.is_dir():
         raise RequestError("--output", f"there is no folder {args.output.parent}", "one that exists")
     text = find_prompt(args)
     if args.url is None:
-        assert text is not None, "a model here reads prompts"
+        assert text is not None, "answers can only be read from a server"
         read_here(args, text, params)
     else:
         refuse_engine_options(args)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_prompt(args: argparse.Namespace) -> str | None:
-    """The one prompt. None: the states are those of an answer that a server has given."""
+    """The one prompt. None: the states are those of an answer of the server."""
     words = ([] if args.model is None else [args.model]) + args.prompts
     if args.url is None:
         if args.original_request_id is not None or args.choice is not None:
@@ -172,14 +172,14 @@ def print_states(told: dict[str, Any], data: memoryview) -> None:
     numbers = to_numbers(data, told["dtype"], told["shape"])
     for layer, rows in zip(told["layers"], numbers):
         for position, token_id, row in zip(told["positions"], told["token_ids"] or repeat(None), rows):
-            # Through their text, numbers get the few digits that they have, and not the many that a float64 shows.
+            # Converting through text keeps the digits of the type, not those of a float64.
             state = [float(str(number)) for number in row]
             print(json.dumps({"layer": layer, "position": position, "token_id": token_id, "hidden_state": state}))
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Callable[[bytes | memoryview], object]]:
-    """To a file that has its name only once it is whole."""
+    """Written to a temporary file, renamed when it is complete."""
     unfinished = path.with_name(f"{path.name}.part")
     try:
         with unfinished.open("wb") as file:

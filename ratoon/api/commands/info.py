@@ -1,4 +1,4 @@
-"""`ratoon info MODEL`: what the model is, how the engine would run it, and where start-up spends its time."""
+"""`ratoon info MODEL`: the model's properties, resolved settings, memory and start-up times."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Sizing an engine with random weights needs a config, and nothing else of the model.
+    # Sizing an engine with random weights needs only the model's config.
     with open_llm(args, skip_tokenizer=args.load_format == "dummy") as llm:
         facts = collect(llm)
         startup_table = llm.startup_timer.table()
@@ -61,7 +61,7 @@ def collect(llm: LLM) -> dict[str, Any]:
     block_size, num_blocks = engine["block_size"], engine["num_blocks"]
     memory = {name: engine.pop(name) for name in ("weight_bytes", "kv_bytes", "kv_bytes_per_token")}
     memory |= {name: engine.pop(name) for name in ("block_size", "num_blocks", "kv_groups")}
-    memory["kv_tokens"] = (num_blocks - 1) * block_size  # block 0 is never handed out
+    memory["kv_tokens"] = (num_blocks - 1) * block_size  # block 0 is reserved
     model = asdict(source.config)
     attention = engine.pop("attention")
     return {

@@ -14,13 +14,12 @@ from ratoon.core.sizes import format_size
 if TYPE_CHECKING:
     from ratoon.models.installed import InstalledModel
 
-DESCRIPTION = """Show which models are on this machine: embedded ones, the hub's cache (HF_HOME), and those in folders
-that are named here or in the variable RATOON_MODELS (several with colons). The first column is what commands take as
-MODEL."""
+DESCRIPTION = """List the models on this machine: embedded ones, the hub's cache (HF_HOME), and those in the given
+folders and in the variable RATOON_MODELS (separated by colons). The first column is the name to use as MODEL."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("models", help="which models are on this machine", description=DESCRIPTION)
+    parser = subparsers.add_parser("models", help="list the models on this machine", description=DESCRIPTION)
     parser.add_argument("folders", metavar="FOLDER", nargs="*", type=Path, help="look for models here, too")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each")
     add_common_options(parser)

@@ -15,9 +15,9 @@ from ratoon.core.sizes import format_size
 if TYPE_CHECKING:
     from ratoon.models.hub import Watch
 
-DESCRIPTION = """Fetch a model of the Hugging Face hub into its cache. Other commands do so too when they are given the
-id; this one shows how far it is, and needs no memory for the model. What is there already is not fetched again, and a
-download that broke off goes on where it was. HF_HOME says where the cache is, HF_TOKEN opens gated models."""
+DESCRIPTION = """Download a model of the Hugging Face hub into its cache. Other commands do so too when given the id;
+this one shows progress and does not load the model. Files in the cache are not downloaded again, and an
+interrupted download is resumed. HF_HOME sets the cache directory, HF_TOKEN gives access to gated models."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     with status(f"asking the hub for {name}"):
         total = sum(hub.file_sizes(name, expected).values())
     with download_bar(name, total) as watch, hub.watched(name, watch):
-        # A family that can't be run is refused before gigabytes are fetched.
+        # Unsupported families are refused before the weights are downloaded.
         parse_hf_config(read_json(hub.fetch_config(name, expected)), name)
         hub.verify_space(name, total - hub.num_bytes_cached(name))
         folder = hub.download(name, expected)

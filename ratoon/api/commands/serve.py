@@ -25,15 +25,15 @@ from ratoon.core.settings import FRONT_END_SETTINGS
 
 SERVER_SETTINGS = {setting.name: setting for setting in settings_of(ServerSettings)}
 FRONT_END = {setting.name: setting for setting in FRONT_END_SETTINGS}
-DEFAULTS = {"max_total_hidden_states_bytes": 2**30}  # clients are not trusted to read what they asked for
+DEFAULTS = {"max_total_hidden_states_bytes": 2**30}  # clients may not read what they requested
 KEY_VARIABLE = "RATOON_API_KEY"
 ADMIN_KEY_VARIABLE = "RATOON_ADMIN_KEY"
 DESCRIPTION = f"""Serve a model over HTTP, in OpenAI's protocol.
 
-The server listens on this machine only, until --host says otherwise. API keys come from --api-key, --api-key-file and
-the variable {KEY_VARIABLE} (several with commas); without any, everybody who reaches the server may use it.
---admin serves /admin/…, for an admin key of its own alone: --admin-key, --admin-key-file or {ADMIN_KEY_VARIABLE}.
-SIGTERM or Ctrl-C ends it once what is under way has finished; a second one ends it at once."""
+The server listens on 127.0.0.1 unless --host is given. API keys come from --api-key, --api-key-file and
+the variable {KEY_VARIABLE} (several with commas); without any, every client that can reach the server may use it.
+--admin serves /admin/…, which needs an admin key: --admin-key, --admin-key-file or {ADMIN_KEY_VARIABLE}.
+SIGTERM or Ctrl-C ends it when running requests have finished; a second one ends it immediately."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -65,7 +65,7 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-level", metavar="NAME", help="debug, info, warning or error")
     group.add_argument("--log-file", metavar="FILE", help="write the log to this file, too")
     add_setting_options(group, [SERVER_SETTINGS["access_log"], FRONT_END["disable_log_stats"]])
-    group.add_argument("--startup-times", action="store_true", help="show what start-up spent its time on")
+    group.add_argument("--startup-times", action="store_true", help="print the time of each part of start-up")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,11 +109,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def say_what_is_waited_for(num_prompts: int, settings: ServerSettings) -> None:
-    """Printed when the server was asked to end, so that Ctrl-C is never met by silence."""
+    """Printed when the server begins to shut down."""
     if sys.stderr.isatty():
-        print(file=sys.stderr)  # the terminal's ^C stands on this line
+        print(file=sys.stderr)  # after the terminal's ^C
     if num_prompts == 0:
-        print("ending: nothing is under way", file=sys.stderr)
+        print("ending: no requests are running", file=sys.stderr)
         return
     running = f"{num_prompts} request{'s' if num_prompts > 1 else ''} running"
     waiting = f"ending: waiting up to {settings.drain_seconds:g} s for {running}"
@@ -134,7 +134,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def read_template(path: str) -> str:
-    """ConfigError for one that no conversation could pass. Whether it fits the model is seen with the first one."""
+    """ConfigError for a template that fails for any conversation. Whether it suits the model is not checked."""
     from ratoon.models.chat_template import render_chat_template
 
     template = read_text("chat_template", path)
@@ -148,12 +148,12 @@ def read_template(path: str) -> str:
 
 def admin_keys(args: argparse.Namespace) -> list[str]:
     if not args.admin and (args.admin_key or args.admin_key_file):
-        raise ConfigError("admin_key", "opens nothing without --admin", "add --admin, or leave the key out")
+        raise ConfigError("admin_key", "has no effect without --admin", "add --admin, or leave the key out")
     return find_keys("admin_key_file", args.admin_key, args.admin_key_file, ADMIN_KEY_VARIABLE) if args.admin else []
 
 
 def find_keys(file_setting: str, given: list[str] | None, file: str | None, variable: str) -> list[str]:
-    """Keys of all three places: options, a file, and a variable of the environment."""
+    """Keys of all three sources: options, a file, and an environment variable."""
     keys = list(given or ())
     if file is not None:
         found = [line.strip() for line in read_text(file_setting, file).splitlines()]

@@ -1,4 +1,4 @@
-"""`ratoon transcribe MODEL AUDIO…`: write down what recordings say, as text, JSON or subtitles."""
+"""`ratoon transcribe MODEL AUDIO…`: speech to text, JSON or subtitles."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ratoon.transcription.vocabulary import TASKS
 if TYPE_CHECKING:
     from ratoon.transcription.results import Transcription
 
-DESCRIPTION = """Write down what recordings say, with a speech model (Whisper).
+DESCRIPTION = """Transcribe recordings with a speech model (Whisper).
 
-Recordings may be of any length, and are read together. What they say is printed, or written to files in --output-dir,
+Recordings may be of any length, and are processed together. The text is printed, or written to files in --output-dir,
 each named after its recording. The recording "-" is read from standard input. Containers and codecs other than plain
 WAV files at 16 kHz need PyAV: pip install "ratoon[audio]"."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("transcribe", help="write down what recordings say", description=DESCRIPTION)
+    parser = subparsers.add_parser("transcribe", help="transcribe recordings", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     parser.add_argument("prompts", metavar="AUDIO", nargs="*", help="a recording's file; - reads standard input")
     parser.add_argument("--format", choices=FORMATS, default="text", help="default text")
@@ -39,24 +39,22 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def add_speech_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speech")
-    group.add_argument("--language", metavar="NAME", help="a code or a name, such as en; default: found out")
+    group.add_argument("--language", metavar="NAME", help="a code or a name, such as en; default: detected")
     group.add_argument("--task", choices=TASKS, default="transcribe", help="translate: to English")
-    group.add_argument("--prompt", metavar="TEXT", help="text before the recording: names to spell right, a style")
-    group.add_argument("--beam-size", type=int, metavar="N", help="search with so many beams; default: greedy")
+    group.add_argument("--prompt", metavar="TEXT", help="context before the recording: spelling of names, a style")
+    group.add_argument("--beam-size", type=int, metavar="N", help="beam search with N beams; default: greedy")
+    group.add_argument("--temperature", type=float, metavar="X", help="default: 0, raised where a text is rejected")
     group.add_argument(
-        "--temperature", type=float, metavar="X", help="default 0, and more of it where a text is no good"
+        "--no-timestamps", action="store_true", help="windows of 30 seconds, in parallel: faster, but may cut words"
     )
     group.add_argument(
-        "--no-timestamps", action="store_true", help="windows of 30 seconds, all at once: faster, but may cut words"
-    )
-    group.add_argument(
-        "--condition-on-previous-text", action="store_true", help="a window reads what the one before said"
+        "--condition-on-previous-text", action="store_true", help="use the text of the previous window as context"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     options = transcription_options(args)
-    options.verify()  # before anyone waits for the model to load
+    options.verify()  # before the model is loaded
     check_outputs(args)
     found = [name for name in args.prompts if name == "-" or Path(name).is_file()]
     failed = len(args.prompts) - len(found)
@@ -64,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if name not in found:
             print(f"error: {name}: there is no such file", file=sys.stderr)
     if not found:
-        return 2  # as for other input that is not there, before a model is loaded for nothing
+        return 2  # as for other missing input, and before the model is loaded
     if args.output_dir is not None:
         make_folder(args.output_dir)
     recordings = [sys.stdin.buffer.read() if name == "-" else name for name in found]
@@ -101,14 +99,14 @@ def transcription_options(args: argparse.Namespace) -> TranscriptionOptions:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """RequestError for what could not be printed or written in the end."""
+    """RequestError for results that could not be printed or written."""
     if not args.prompts:
         raise RequestError("AUDIO", "is missing", "a recording's file, or - to read standard input")
     if args.format in SUBTITLES and args.no_timestamps:
-        raise RequestError("--no-timestamps", f"leaves {args.format} without times", "leave it out")
+        raise RequestError("--no-timestamps", f"{args.format} needs timestamps", "leave it out")
     if args.output_dir is None:
         if args.format in SUBTITLES and len(args.prompts) > 1:
-            raise RequestError("--format", f"{args.format} is of one recording", "add --output-dir")
+            raise RequestError("--format", f"{args.format} is for one recording", "add --output-dir")
         return
     paths = Counter(output_path(args, name) for name in args.prompts)
     twice = next((path for path, count in paths.items() if count > 1), None)
@@ -126,12 +124,12 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"can't make the folder {folder}: {error.strerror}"
+        problem = f"can't create the folder {folder}: {error.strerror}"
         raise RequestError("--output-dir", problem, "a folder that can be written to") from None
 
 
 def write_transcription(transcription: Transcription, path: Path, format: str) -> str | None:
-    """What kept it from being written, if anything did."""
+    """The error that kept it from being written, or None."""
     try:
         path.write_text(render(transcription, format), encoding="utf-8")
     except OSError as error:

@@ -1,1 +1,1 @@
-"""The client side: talking to an OpenAI-compatible server, ours or another's. Knows nothing of models or engines."""
+"""A client of OpenAI-compatible servers, Ratoon or others. Independent of models and engines."""

@@ -1,8 +1,8 @@
 """A client of an OpenAI-compatible server: one connection pool, plain calls and streamed ones.
 
-What goes wrong comes out as RemoteError, or RefusedError where the request itself was wrong. Nothing is sent twice. A
-load generator reads streams with it, for every token of each: bytes are cut by hand, and only the fields that are
-needed are decoded.
+Failures are RemoteError, or RefusedError if the request itself was wrong. Requests are never retried. The load
+generator reads streams with it, token by token: events are split by hand, and only the needed fields
+are decoded.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     import aiohttp
 
 
-LONGEST_MESSAGE = 300  # characters of an answer that is no error object: a proxy's page, say
+LONGEST_MESSAGE = 300  # characters of an answer that is not an error object, such as a proxy's page
 
 
 class RemoteError(ExplainedError):
-    """The server can't be reached, failed, or broke off. `kind` is a short name to count by."""
+    """The server can't be reached, failed, or closed the connection early. `kind` is a short name for counts."""
 
     def __init__(self, subject: str, problem: str, expected: str = "", *, kind: str, status: int | None = None) -> None:
         super().__init__(subject, problem, expected)
         self.kind = kind
-        self.status = status  # of HTTP, where there was an answer
+        self.status = status  # the HTTP status, if there was a response
 
 
 class RefusedError(RemoteError, RequestError):
-    """The server says that the request is wrong: sending it again would not help."""
+    """The server refused the request as wrong: a retry would not help."""
 
 
 def error_for_status(status: int, reason: str, body: bytes) -> RemoteError:
-    """What an answer with an HTTP error says."""
+    """The error of a response with an HTTP error status."""
     message = read_message(body) or reason or "no explanation"
-    # 408 and 429 are the client's in name only: the same request may be answered later.
+    # 408 and 429 are client errors in name only: the same request may succeed later.
     refused = 400 <= status < 500 and status not in (408, 429)
     return (RefusedError if refused else RemoteError)(
         "server", f"{message} (HTTP {status})", kind=f"HTTP {status}", status=status
@@ -121,7 +121,7 @@ decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 class EventReader:
-    """Cuts what arrives into events and returns their data, in whatever pieces it arrives."""
+    """Splits the received bytes into events and returns their data. Chunk boundaries do not matter."""
 
     __slots__ = ("_rest",)
 
@@ -154,11 +154,11 @@ Receive = Callable[[list[Chunk]], None]
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-# What a chat has in addition whose last message, the assistant's, is to be continued.
+# Additional fields of a chat whose last message, the assistant's, is continued.
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 GIVEN_UP = ("abort", "error")  # finish reasons of a server that shuts down, or whose engine failed
 CONNECT_SECONDS = 10.0
-# Servers close idle connections (uvicorn after 5 s). One that is used again at that very moment breaks: stay below.
+# Servers close idle connections (uvicorn after 5 s). Reusing one at that moment fails: stay below.
 KEEP_ALIVE_SECONDS = 2.0
 
 
@@ -192,7 +192,7 @@ class RemoteClient:
         try:
             return [str(model["id"]) for model in answer["data"]]
         except (KeyError, TypeError):
-            raise self._bad_answer("its list of models has another form") from None
+            raise self._bad_answer("the list of models is malformed") from None
 
     async def get(self, path: str) -> Any:
         return await self._call("GET", path)
@@ -200,26 +200,26 @@ class RemoteClient:
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self._call("POST", path, body)
         if not isinstance(answer, dict):
-            raise self._bad_answer("it is no JSON object")
+            raise self._bad_answer("not a JSON object")
         return answer
 
     async def download(
         self, path: str, body: dict[str, Any], media_type: str, write: Callable[[bytes], object]
     ) -> None:
-        """Hand an answer of this type to `write`, piece by piece."""
+        """Pass an answer of this type to `write`, chunk by chunk."""
         async with self._request("POST", path, body, {"Accept": media_type}) as response:
             if response.content_type != media_type:
-                raise self._bad_answer(f"it is {response.content_type}, not {media_type}")
+                raise self._bad_answer(f"{response.content_type}, not {media_type}")
             while data := await response.content.readany():
                 write(data)
 
     async def stream(
         self, path: str, body: dict[str, Any], receive: Receive, decode: Callable[[bytes], Chunk] = decode_chunk
     ) -> None:
-        """Hand the chunks of an answer to `receive`, in the groups in which they arrive, until it ends. `decode` is for
-        kinds of chunks that have more fields.
+        """Pass the chunks of an answer to `receive`, grouped as they arrive, until it ends. `decode` may return chunks
+        with more fields.
 
-        `body` must ask for a stream. Cancelled, it closes the connection. RemoteError: also for an answer that ends
+        `body` must request a stream. Cancellation closes the connection. RemoteError also for an answer that ends
         before it is finished.
         """
         finish_reason, done = None, False
@@ -238,9 +238,9 @@ class RemoteClient:
                 if chunks:
                     receive(chunks)
         if finish_reason in GIVEN_UP:
-            raise RemoteError("server", "it gave the answer up before its end", kind="given up")
+            raise RemoteError("server", "the server aborted the answer", kind="given up")
         if finish_reason is None and not done:
-            raise RemoteError("server", "the answer broke off before its end", kind="broke off")
+            raise RemoteError("server", "the stream ended before the answer was finished", kind="broke off")
 
     def _decode(self, payload: bytes, decode: Callable[[bytes], Chunk]) -> Chunk:
         try:
@@ -257,13 +257,13 @@ class RemoteClient:
         try:
             return msgspec.json.decode(data)
         except msgspec.DecodeError:
-            raise self._bad_answer("it is not JSON") from None
+            raise self._bad_answer("not JSON") from None
 
     @asynccontextmanager
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with a good status, and every fault of the network as RemoteError, also while it is read."""
+        """A successful response; network errors are raised as RemoteError, also while it is read."""
         assert self._session is not None
         errors = self._aiohttp
         data = None if body is None else msgspec.json.encode(body)
@@ -283,12 +283,12 @@ class RemoteClient:
 
     def _bad_answer(self, detail: str) -> RemoteError:
         return RemoteError(
-            self.url, f"the answer makes no sense: {detail}", "is it an OpenAI-compatible server?", kind="bad answer"
+            self.url, f"unexpected response: {detail}", "is it an OpenAI-compatible server?", kind="bad answer"
         )
 
 
 def _reason(error: OSError) -> str:
-    """The system's own words: asyncio puts others in their place. Names that can't be resolved have their own table."""
+    """The system's own message, which asyncio replaces. Names that can't be resolved have their own table."""
     if isinstance(error, socket.gaierror) or not error.errno:
         return error.strerror or str(error)
     return os.strerror(error.errno)
@@ -303,7 +303,7 @@ def load_aiohttp() -> ModuleType:
 
 
 def normalize_url(url: str) -> str:
-    """The server's root: what people write, without the /v1 that every path of ours begins with."""
+    """The server's root: the given URL without a trailing /v1, with which every path begins."""
     text = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urllib.parse.urlsplit(text)
@@ -311,12 +311,12 @@ def normalize_url(url: str) -> str:
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment or any(letter.isspace() for letter in text):
-        raise RequestError("--url", f"{url!r} is no address of a server", "such as http://127.0.0.1:8000")
+        raise RequestError("--url", f"{url!r} is not the address of a server", "such as http://127.0.0.1:8000")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def check_api_key(key: str) -> str:
-    """The key is never part of a message: what is wrong with it is."""
+    """The error message does not contain the key."""
     if not (key.isascii() and key.isprintable()):
-        raise RequestError("--api-key", "holds characters that no header can carry", "printable ASCII")
+        raise RequestError("--api-key", "has characters that are not allowed in a header", "printable ASCII")
     return key

@@ -1,4 +1,4 @@
-"""Command-line options of everything that talks to a server, and the parts of a request that they turn into."""
+"""Command-line options of commands that use a server, and the parts of a request that they become."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def add_remote_options(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--url", required=required, metavar="URL", help="an OpenAI-compatible server")
     group.add_argument(
-        "--model", dest="remote_model", metavar="NAME", help="the model's name there (default: the first it lists)"
+        "--model",
+        dest="remote_model",
+        metavar="NAME",
+        help="the model's name (default: the first that the server lists)",
     )
     group.add_argument("--api-key", metavar="KEY", help=f"also: {' or '.join(KEY_VARIABLES)} in the environment")
 
@@ -32,7 +35,7 @@ def open_client(args: argparse.Namespace, timeout: float | None = None) -> Remot
 
 
 def _key_of_environment() -> str | None:
-    """A server takes several keys in the same variable, with commas between them: any of them opens it."""
+    """`serve` reads several keys from the same variable, separated by commas: the first one is used."""
     found = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
     return None if found is None else found.split(",")[0].strip()
 
@@ -40,7 +43,7 @@ def _key_of_environment() -> str | None:
 def refuse_engine_options(args: argparse.Namespace) -> None:
     if settings := engine_settings(args):
         option = "--" + next(iter(settings)).replace("_", "-")
-        raise RequestError(option, "is the server's to settle", "leave it out with --url")
+        raise RequestError(option, "is a setting of the server", "leave it out with --url")
 
 
 async def choose_model(client: RemoteClient, name: str | None) -> str:
@@ -61,7 +64,7 @@ async def choose_model(client: RemoteClient, name: str | None) -> str:
 
 
 def generation_fields(args: argparse.Namespace, chat: bool) -> dict[str, Any]:
-    """Fields of a request body, of what was given. The rest is left to the server."""
+    """Fields of a request body, from the options that were given. The rest are the server's defaults."""
     if wants_beam_search(args):
         return beam_fields(args)
     fields = given_options(args, SAMPLING_OPTIONS)

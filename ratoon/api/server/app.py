@@ -1,12 +1,12 @@
 """The server as an ASGI application: the routes, and the layers that every request passes on its way to them.
 
-exchange     a place for what is learnt about the request; counts answers
-host         403 for names that are not the server's; only where no key is asked for
+exchange     the state of the request that all layers share; counts answers
+host         403 for host names that are not the server's; only without API keys
 CORS         only where origins were given
 draining     503 once the server shuts down
 key          401, 403
 body         413, 408; from here on the body is in memory
-disconnect   cancels what is behind it when the client goes away
+disconnect   cancels the request when the client disconnects
 routes       FastAPI
 """
 
@@ -74,7 +74,7 @@ ROUTERS = (
     pages.router,
 )
 EXPOSED_HEADERS = ("X-Request-Id", NOTE_HEADER, "Retry-After")
-# What web pages may send beside the headers that need no leave: ours, and those of OpenAI's JavaScript client.
+# Headers that web pages may send beside those that need no preflight: ours, and those of OpenAI's JavaScript client.
 ALLOWED_HEADERS = (
     "Authorization", "Content-Type", "X-Request-Id", "Traceparent", "Tracestate",
     "OpenAI-Organization", "OpenAI-Project", "OpenAI-Beta", "Idempotency-Key",
@@ -139,12 +139,12 @@ def _routes(context: ServerContext) -> FastAPI:
 def _routers(settings: ServerSettings) -> tuple[APIRouter, ...]:
     if not settings.admin:
         return ROUTERS
-    assert settings.admin_keys, "administration needs a key of its own (ServerSettings.verify)"
+    assert settings.admin_keys, "administration needs an admin key (ServerSettings.verify)"
     return (*ROUTERS, service.admin_router)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):  # of the router: no such path, or not with this method
+    if isinstance(error, HTTPException):  # from the router: unknown path or method
         error = ApiError(error.status_code, _explain_routing(request, error), headers=dict(error.headers or {}))
     elif isinstance(error, RequestValidationError):  # of path and query; bodies are read by the routes themselves
         problem = error.errors()[0]
@@ -164,7 +164,7 @@ def _explain_routing(request: Request, error: HTTPException) -> str:
         return no_such_path(request.url.path, (route.path for route in routes))
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        return f"{request.method} is not for this path" + (f"; use {allowed}" if allowed else "")
+        return f"{request.method} is not supported for this path" + (f"; use {allowed}" if allowed else "")
     return str(error.detail)
 
 
@@ -173,7 +173,7 @@ def no_such_path(path: str, known: Iterable[str]) -> str:
     paths = set(known)
     message = f"There is no {path[:MAX_SHOWN_PATH]!r} here"
     if is_admin_path(path) and not any(is_admin_path(one) for one in paths):
-        return f"{message}: administration is off; ratoon serve --admin turns it on, with a key of its own"
+        return f"{message}: administration is off; ratoon serve --admin turns it on, with an admin key"
     meant = _nearest_path(path, paths)
     return message if meant is None else f"{message}; did you mean {meant}?"
 

@@ -1,9 +1,9 @@
 """Sockets and connections, below HTTP: where the server listens, how connections are accepted, and their limits.
 
-The socket is bound before the model is loaded, so that a conflict shows at once. Connections are uvicorn's with
-httptools, and what uvicorn leaves open is added: how large the head of a request may become and how long it may take,
-how long a client may leave an answer unread, that requests which were sent ahead learn of a client that is gone, and
-that a client which has closed its own side of the connection still gets its answers. uvicorn has no hooks for these:
+The socket is bound before the model is loaded, so that a conflict is reported immediately. Connections are uvicorn's
+with httptools, extended by limits: on the size of a request's head and the time it takes, and on how long a client may
+leave an answer unread. Pipelined requests are cancelled when the client disconnects, and a client that has closed its
+own side of the connection still gets its answers. uvicorn has no hooks for these:
 BoundedHttpProtocol and HttpServer override methods that its next versions may change, so pyproject.toml bounds it.
 """
 
@@ -30,12 +30,12 @@ from ratoon.observe.logging import get_logger
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A bound socket that does not listen yet. ConfigError if the place is taken, or is none."""
+    """A bound socket that does not listen yet. ConfigError if the address is in use or invalid."""
     return _bind_port(settings.host, settings.port) if settings.uds is None else _bind_path(settings.uds)
 
 
 def address(bound: socket.socket) -> str:
-    """How a client reaches it."""
+    """The URL for clients."""
     if bound.family == socket.AF_UNIX:
         return f"unix:{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
@@ -43,7 +43,7 @@ def address(bound: socket.socket) -> str:
 
 
 def release(bound: socket.socket, settings: ServerSettings) -> None:
-    """Give the place back; a Unix socket's file goes with it."""
+    """Close it; a Unix socket's file is removed."""
     bound.close()
     if settings.uds is not None:
         with suppress(FileNotFoundError):
@@ -84,7 +84,7 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _remove_stale_socket(path: str) -> None:
-    """A server that was killed leaves its socket behind. One that answers, or any other file, is left alone."""
+    """Remove the socket of a server that was killed. A socket that answers, or any other file, is kept."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
@@ -94,14 +94,14 @@ def _remove_stale_socket(path: str) -> None:
             os.unlink(path)
 
 
-# ---- how connections are accepted: all that are there, at once ----
-# The faster event loop takes one for each turn that it makes. While it serves a thousand streams a turn is long, and
-# the last of many would wait for seconds before its request is read.
+# ---- how connections are accepted: all pending ones at once ----
+# uvloop accepts one connection per iteration. With a thousand streams an iteration is long, and
+# the last of many connections would wait for seconds before its request is read.
 
 BACKLOG = 2048
-MOST_AT_ONCE = 256  # then others have their turn
+MOST_AT_ONCE = 256  # then other tasks run
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-SECONDS_UNTIL_LATER = 0.5  # connections wait in the system's queue meanwhile
+SECONDS_UNTIL_LATER = 0.5  # until then connections wait in the system's queue
 
 logger = get_logger(__name__)
 
@@ -145,7 +145,7 @@ class Acceptor:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection)
-        except OSError:  # gone already
+        except OSError:  # already disconnected
             connection.close()
 
     def _go_on(self) -> None:
@@ -155,12 +155,12 @@ class Acceptor:
 
 # ---- what a connection may do ----
 
-MAX_HEAD_BYTES = 64 * 1024  # beside what came with the first read of it
+MAX_HEAD_BYTES = 64 * 1024  # beside the first read of it
 HEAD_SECONDS = 60.0
-WRITE_SECONDS = 60.0  # unless the server's settings say otherwise
-FIRST_PROBE_SECONDS = 0.02  # between looks whether a client that sends no more still waits; they double
+WRITE_SECONDS = 60.0  # default; the server's settings override it
+FIRST_PROBE_SECONDS = 0.02  # between probes whether a client that has closed its side still waits; they double
 LONGEST_PROBE_SECONDS = 2.0
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client has to skip it, also where it did not ask for it
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client must skip it, even if it did not ask for it
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -168,9 +168,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._num_head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None  # runs while a head is incomplete
-        self._cycles: list[RequestResponseCycle] = []  # several, where a client does not wait for answers
+        self._cycles: list[RequestResponseCycle] = []  # several, if the client pipelines requests
         self.write_seconds = WRITE_SECONDS
-        self._write_timer: asyncio.TimerHandle | None = None  # runs while the client owes us a read
+        self._write_timer: asyncio.TimerHandle | None = None  # runs while the client has unread data
         self._half_closed = False  # the client sends no more
         self._probe_timer: asyncio.TimerHandle | None = None
 
@@ -202,7 +202,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._end_write()
 
     # What does not fit into the system's buffers is kept here, and with it the answer that it is part of. The client
-    # has `write_seconds` to take most of it; then the connection is closed, and everything behind it is freed.
+    # has `write_seconds` to take most of it; then the connection is closed, and its requests are freed.
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -215,7 +215,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.flow.write_paused and self.transport.get_write_buffer_size():
-            self._begin_write()  # the rest, which nothing waits for
+            self._begin_write()  # the rest, for which no task waits
         self._close_behind_last_answer()
 
     def _begin_write(self) -> None:
@@ -240,12 +240,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._cycles.append(self.cycle)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. True, and the connection stays open, while there are answers to send: it may have
-        closed its own side only."""
+        """The client has closed its side. True, and the connection stays open, while there are answers to send."""
         self._half_closed = True
         self._end_head()
         for cycle in self._unanswered():
-            if cycle.more_body:  # the rest of its body will never come
+            if cycle.more_body:  # the rest of its body will not arrive
                 cycle.disconnected = True
                 cycle.message_event.set()
         if all(cycle.more_body for cycle in self._unanswered()):
@@ -261,9 +260,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def _probe(self, seconds: float) -> None:
-        """A client that is gone looks the same as one that only sends no more, until something is sent to it: then its
-        system says so, and the next write fails, which ends the connection and takes its requests back. What is sent
-        must not disturb one that waits. A stream needs no probes, and HTTP/1.0 has nothing that could be sent."""
+        """A disconnected client looks the same as one that only closed its side, until something is sent to it: then
+        its system resets the connection, the next write fails, and its requests are aborted. The probe must be harmless
+        for a client that waits. A stream needs no probes, and HTTP/1.0 has no message for it."""
         waiting = self._unanswered()
         if self.transport.is_closing() or not waiting:
             return
@@ -290,8 +289,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to us: by itself it would stop listening first, and clients could not be told. And takes
-    connections in our way."""
+    """Leaves signals to the runner: uvicorn would stop listening first, and clients would get no 503. Accepts
+    connections as above."""
 
     _acceptor: Acceptor | None = None
     write_timeout: float | None = None  # seconds

@@ -1,5 +1,5 @@
-"""What all routes share: the engine, the settings, the model's names, the names of requests, and the count of what is
-under way."""
+"""What all routes share: the engine, the settings, the model's names, the names of requests, and the number of
+unfinished prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 class RequestNames:
     def __init__(self, max_names: int) -> None:
-        self._max_names = max_names  # of each owner: nothing that one does makes another's forgotten
+        self._max_names = max_names  # of each owner: one owner's requests do not evict another's
         self._ids: dict[str | None, OrderedDict[str, str]] = {}  # by owner: names and the ids of answers
 
     def note(self, owner: str | None, name: str, request_id: str) -> None:
@@ -38,7 +38,7 @@ class RequestNames:
             ids.popitem(last=False)
 
     async def resolve(self, llm: AsyncLLM, name: str, owner: str | None) -> str:
-        """The id of the request that this is the id or the name of. An id goes first."""
+        """The id of the request with this id or name. Ids take precedence."""
         try:
             await llm.find_parent(name, wait=False, owner=owner)
         except UnknownParentError:
@@ -52,8 +52,8 @@ class ServerContext:
     llm: AsyncLLM
     settings: ServerSettings
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False  # set at shutdown: nothing new is taken
-    allowed_hosts: AllowedHosts | None = None  # None: the name that a request calls the server by does not matter
+    draining: bool = False  # set at shutdown: new requests are refused
+    allowed_hosts: AllowedHosts | None = None  # None: any Host header is accepted
     queue: SharedLimit = field(init=False)  # unfinished prompts of all requests, which API keys share
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class ServerContext:
 
     @cached_property
     def names(self) -> RequestNames:
-        """What clients call the requests that run or can be continued: two names each, for every key."""
+        """The clients' names of requests that run or can be continued: two names each, per key."""
         return RequestNames(2 * (self.llm.config.max_roots + self.settings.max_queue))
 
     @cached_property
@@ -81,7 +81,7 @@ class ServerContext:
 
     @cached_property
     def extent_limit(self) -> ExtentLimit:
-        """What the body of any request may hold."""
+        """Limits on the contents of a body."""
         config = self.llm.source.config
         longest = max(self.max_model_len, 0 if config.encoder is None else config.encoder.max_position)
         return extent_limit(self.settings.batch_limit, longest, config.vocab_size)
@@ -96,8 +96,8 @@ class ServerContext:
 
     @contextmanager
     def admit(self, count: int, tenant: str | None) -> Iterator[None]:
-        """Room for so many prompts while the block lasts, or a 429. A tenant is refused for what others have in the
-        queue only where it has its own share of it already."""
+        """Reserve places for this many prompts during the block, or raise a 429. When the queue is full, only a tenant
+        that has its share of it already is refused."""
         if not self.queue.take(tenant, count):
             raise queue_full(self._why_full(tenant))
         try:

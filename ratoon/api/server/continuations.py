@@ -1,7 +1,7 @@
-"""Where a continuation goes on from: the answer that the body names, and the tokens that come behind it.
+"""The parent of a continuation: the answer that the body names, and the tokens that follow it.
 
-For chat these are what the template writes for the new messages behind an answer. The answers themselves, and whether
-their memory is still there, are the engine's.
+For chat the template writes these for the new messages after an answer. The answers themselves, and their memory,
+are the engine's.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ COMPANIONS = (
 class Origin:
     parent: str  # the id of its answer
     suffix: list[int]
-    param: str  # where in the body the suffix stands
+    param: str  # the field of the body with the suffix
     choice: int = 0
     at: int | None = None
     wait: bool = True
     cache_salt: str | None = None
     new_turn: bool = False  # the suffix begins with the end of the parent's turn
-    notes: tuple[str, ...] = ()  # what the chat template does not know of the new messages
+    notes: tuple[str, ...] = ()  # features of the new messages that the chat template does not support
 
 
 class Place(NamedTuple):
-    """What a continuation is, once its parent is found."""
+    """A continuation whose parent was found."""
 
     parent_id: str
-    at: int | None  # so many of the parent's tokens count; None: all
-    suffix: list[int]  # behind them
+    at: int | None  # number of the parent's tokens to keep; None: all
+    suffix: list[int]  # after them
 
 
 async def completion_origin(context: ServerContext, asked: CompletionRequest) -> Origin | None:
-    """None: it is a prompt that goes on."""
+    """None: an ordinary prompt."""
     has_prompt = asked.prompt is not None or asked.encoder_prompt is not None
     if asked.continuation_of is None:
         if not has_prompt:
@@ -60,7 +60,7 @@ async def completion_origin(context: ServerContext, asked: CompletionRequest) ->
         _refuse_companions(asked)
         return None
     if asked.echo:
-        raise refused("echo", "has no meaning in a continuation, which begins behind its parent", "leave it out")
+        raise refused("echo", "can't be used in a continuation, which begins after its parent", "leave it out")
     for name in ("add_special_tokens", "decoder_prompt"):
         if getattr(asked, name) and not has_prompt:
             raise refused(name, "has no meaning in a continuation without a prompt of its own", "leave it out")
@@ -79,13 +79,13 @@ async def completion_origin(context: ServerContext, asked: CompletionRequest) ->
 
 
 async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body_size: int) -> Origin | None:
-    """None: the conversation is all in the request."""
+    """None: the whole conversation is in the request."""
     if asked.continuation_of is None:
         _refuse_companions(asked)
         return None
     if asked.add_special_tokens and asked.fallback_messages is None:
         raise refused("add_special_tokens", "has no meaning in a continuation", "leave it out")
-    # The template sees a conversation whose answer can be found again, and what it writes behind that is the suffix.
+    # The template renders a conversation with a marker as the answer; the text after the marker is the suffix.
     marker = f"answer-{secrets.token_hex(16)}"
     rendered = await render_chat(
         context,
@@ -100,7 +100,7 @@ async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body
     )
     _, found, suffix = rendered.text.rpartition(marker)
     if not found:
-        problem = "the chat template drops earlier answers, so there is nothing to continue behind"
+        problem = "the chat template drops earlier answers, so none can be continued"
         raise refused("continuation_of", problem, "send the whole conversation")
     return Origin(
         parent=asked.continuation_of,
@@ -115,7 +115,7 @@ async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body
 
 
 async def _encode_suffix(context: ServerContext, param: str, text: str) -> list[int]:
-    """One that fits behind no parent is refused before that is known."""
+    """A suffix that is too long for any parent is refused before the parent is looked up."""
     length = context.max_model_len
     return await encode_text(
         context, text, False, length - 1, lambda num_tokens: context_length_exceeded(param, num_tokens, length)
@@ -123,12 +123,12 @@ async def _encode_suffix(context: ServerContext, param: str, text: str) -> list[
 
 
 async def find_place(context: ServerContext, origin: Origin, owner: str | None) -> Place | None:
-    """Waits for a parent that runs, if that is what was asked for. None: there is no such parent for this owner;
+    """Waits for a parent that runs, if requested. None: there is no such parent for this owner;
     ApiError: it leaves no room."""
     parent_id = await context.names.resolve(context.llm, origin.parent, owner)
     try:
         root = await context.llm.find_parent(parent_id, wait=False, owner=owner)
-        if root.cache_salt != origin.cache_salt:  # another salt is another tenant, who does not even wait
+        if root.cache_salt != origin.cache_salt:  # another salt is another tenant, so do not wait
             return None
         if origin.wait:
             root = await context.llm.find_parent(parent_id, owner=owner)
@@ -142,8 +142,8 @@ async def find_place(context: ServerContext, origin: Origin, owner: str | None) 
 
 
 def _join(context: ServerContext, origin: Origin, root: Root) -> tuple[int | None, list[int]]:
-    """An answer that ended by itself has the token that ends a turn, and most templates write it, too: it must stand
-    there once. Where the template ends turns in another way, it must not stand there at all."""
+    """An answer that ended by itself has the end-of-turn token, and most templates write it, too: it must appear
+    once. If the template ends turns in another way, it must not appear."""
     suffix, tokens = origin.suffix, root.tokens(origin.choice, origin.at)
     if not origin.new_turn or not root.choices[origin.choice]:
         return origin.at, suffix

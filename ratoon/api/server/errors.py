@@ -22,23 +22,23 @@ from ratoon.core.errors import (
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
-# How the engine calls what a request's body calls otherwise.
+# The engine's names of fields that have another name in a body.
 BODY_FIELDS = {
     "prompt_token_ids": "prompt",
     "encoder_prompt_token_ids": "encoder_prompt",
     "decoder_prompt_token_ids": "decoder_prompt",
     "sampling_params": "body",
     "pooling_params": "body",
-    "task": "model",  # the path says which task it is; a model that does not know it is the wrong one
+    "task": "model",  # the path selects the task; a model that does not support it is the wrong one
 }
 
 
-# What the engine names that is no field of any request: a state that it is in.
+# Names in errors of the engine that are not fields of a request: states of the engine.
 STATES = ("sleep", "profile", "utility", "tokenizer")
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class ApiError(Exception):
 
 
 def refused(param: str, problem: str, expected: str = "", code: str | None = None) -> ApiError:
-    """A 400 that names the field, what is wrong with it and what would be right."""
+    """A 400 that names the field, the problem and the expected value."""
     message = f"{param}: {problem}" + (f"; {expected}" if expected else "")
     return ApiError(400, message, param=param, code=code)
 
 
 def context_length_exceeded(param: str, num_tokens: int | str, max_model_len: int, num_places: int = 1) -> ApiError:
-    """`num_tokens` may be words ("at least 5000"). `num_places`: what must be left for an answer, if there is one."""
+    """`num_tokens` may be text ("at least 5000"). `num_places`: tokens reserved for the answer, if there is one."""
     message = (
         f"{param}: has {num_tokens} tokens, and the model's context is {max_model_len} tokens"
         f"{', answer included' if num_places else ''}; shorten it to {max_model_len - num_places} tokens at most"
@@ -87,7 +87,7 @@ def model_not_found(model: str, served_names: tuple[str, ...]) -> ApiError:
 
 
 def request_not_found(request_id: str, param: str) -> ApiError:
-    """The same for an id that never was, that was forgotten, and that belongs to another key."""
+    """The same for an unknown id, an evicted one, and one of another key."""
     shown = request_id if len(request_id) <= 200 else request_id[:200] + "…"
     message = f"{param}: there is no request {shown!r}; expected the id of one that has ended"
     return ApiError(404, message, param=param, code="request_not_found")
@@ -109,23 +109,25 @@ def shutting_down() -> ApiError:
 
 
 def generation_failed(message: str | None) -> ApiError:
-    """A request that was accepted and went wrong on the way."""
+    """A request that was accepted and failed while running."""
     return ApiError(500, message or "The generation failed", kind=SERVER_ERROR, code="generation_failed")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any error as an answer. An unexpected one becomes a 500 that reveals nothing."""
+    """Any error as a response. An unexpected one becomes a 500 without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
         return _refusal(error)
     if isinstance(error, EngineDeadError):
-        return ApiError(503, f"The engine is gone: {error}", kind=SERVER_ERROR, code="engine_dead")
+        return ApiError(503, f"The engine is dead: {error}", kind=SERVER_ERROR, code="engine_dead")
     if isinstance(error, EngineAwayError):
         return ApiError(503, str(error), kind=SERVER_ERROR, code="engine_restarting", headers={"Retry-After": "5"})
     if isinstance(error, EngineError):
         return generation_failed(str(error))
-    return ApiError(500, "The server failed; its log says why", kind=SERVER_ERROR, code="internal_error")
+    return ApiError(
+        500, "Internal server error; details are in the server's log", kind=SERVER_ERROR, code="internal_error"
+    )
 
 
 def _refusal(error: RequestError) -> ApiError:

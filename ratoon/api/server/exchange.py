@@ -1,6 +1,6 @@
-"""One request and its answer, as the layers of the server share it. The outermost layer makes it.
+"""One request and its answer, shared by the layers of the server. The outermost layer creates it.
 
-What a layer learns about a request (who sent it, its body) it notes here; nothing else travels in the ASGI scope.
+Layers store what they find out about a request (its owner, its body) here, and not in the ASGI scope.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ CLIENTS_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 @dataclass(slots=True)
 class Exchange:
-    request_id: str  # the client's X-Request-Id, or one of ours; goes back in the answer's header
-    raw_send: Send  # the HTTP server's own: the chunks of a stream go past all layers
-    tenant: str | None = None  # stands for the API key; None where no keys are asked for
+    request_id: str  # the client's X-Request-Id, or a generated one; returned in the answer's header
+    raw_send: Send  # the HTTP server's own: the chunks of a stream bypass all layers
+    tenant: str | None = None  # derived from the API key; None without keys
     trace_headers: dict[str, str] | None = None  # the client's trace context
     body: bytes = b""
-    status: int = 0  # 0: no answer was begun
-    notes: tuple[str, ...] = ()  # what the client should know about how its request was carried out
+    status: int = 0  # 0: no response was started
+    notes: tuple[str, ...] = ()  # notes for the client about how its request was handled
 
     def headers(self) -> dict[str, str]:
         headers = {"X-Request-Id": self.request_id}
@@ -49,7 +49,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def preferred_type(scope: Scope, offered: Sequence[str]) -> str:
-    """One of `offered`. The first of them for a client that names none, or accepts everything."""
+    """One of `offered`. The first of them if the client names none, or accepts everything."""
     wishes = (header(scope, b"accept") or b"").decode("latin-1").lower().split(",")
     best, best_weight = offered[0], 0.0
     for wish in wishes:

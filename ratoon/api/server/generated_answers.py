@@ -38,12 +38,12 @@ from ratoon.core.params import BeamSearchParams
 
 class SearchProgress:
     def __init__(self) -> None:
-        self._told: set[tuple[int, int]] = set()  # prompts and their choices that are out
+        self._told: set[tuple[int, int]] = set()  # prompts and choices that were sent
         self._best: dict[int, str] = {}  # by prompt
 
     def take(self, index: int, output: RequestOutput) -> CompletionOutput | None:
-        """Leave in an output of prompt `index` only the choices that have ended and were not told before. Returns the
-        best text so far, if there is a new one."""
+        """Keep in an output of prompt `index` only the choices that have ended and were not sent before. Returns the
+        best text so far, if it has changed."""
         best = next((choice for choice in output.outputs if not choice.finished), None)
         output.outputs = [
             choice for choice in output.outputs if choice.finished and (index, choice.index) not in self._told
@@ -56,7 +56,7 @@ class SearchProgress:
 
 
 def figures(choice: CompletionOutput) -> dict[str, Any]:
-    """How good a text of a beam search is; nothing about others."""
+    """The score of a text of a beam search; empty for sampled ones."""
     if choice.score is None:
         return {}
     return {"score": choice.score, "cumulative_logprob": choice.cumulative_logprob}
@@ -69,9 +69,9 @@ class UsageCounter:
         self._num_cached_tokens = [0] * len(prompts)
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Count what an output brought that is new."""
+        """Count the new tokens of an output."""
         self._num_cached_tokens[index] = output.num_cached_tokens or 0
-        # Of a continuation, and of what a decoder begins with, known only now.
+        # For continuations and decoder prompts, known only now.
         prompts = (output.prompt_token_ids, output.encoder_prompt_token_ids)
         self._num_prompt_tokens[index] = sum(len(token_ids or ()) for token_ids in prompts)
         for choice in output.outputs:
@@ -92,7 +92,7 @@ def content(output: HiddenStatesOutput) -> dict[str, Any]:
 
 
 def content_or_error(output: HiddenStatesOutput) -> dict[str, Any]:
-    """Beside a text, which is not to blame for states that could not be read out."""
+    """The error in place of states that could not be read; the text is returned nevertheless."""
     if output.refusal is not None:
         return as_api_error(output.refusal).as_dict()
     if output.error is not None:
@@ -101,7 +101,7 @@ def content_or_error(output: HiddenStatesOutput) -> dict[str, Any]:
 
 
 class Renderer(ABC):
-    """Makes one request's answer. Either `whole` is called, once, or `chunks` for every output, in order."""
+    """Builds one request's answer. Either `whole` is called, once, or `chunks` for every output, in order."""
 
     WHOLE: ClassVar[str]  # the `object` of an answer, and of a chunk
     CHUNK: ClassVar[str]
@@ -154,13 +154,13 @@ class Renderer(ABC):
         return chunk
 
     def _hidden_states(self, index: int, output: RequestOutput) -> dict[int, dict[str, Any]]:
-        """By the choices' places. They come with a prompt's last output, for all of its choices."""
+        """By the choices' indices. They come with a prompt's last output, for all of its choices."""
         first = index * self.num_choices
         return {first + choice: content_or_error(states) for choice, states in enumerate(output.hidden_states or ())}
 
     @staticmethod
     def _put_in(body: dict[str, Any], states: dict[int, dict[str, Any]]) -> None:
-        """Move to the choices that end in this body what belongs to them."""
+        """Attach hidden states to the choices that end in this body."""
         for choice in body["choices"]:
             if choice["finish_reason"] is not None and choice["index"] in states:
                 choice["hidden_states"] = states.pop(choice["index"])
@@ -178,7 +178,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def whole_body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """`choices`, and what else this kind of answer has."""
+        """`choices`, and further fields of this kind of answer."""
 
     @abstractmethod
     def chunk_bodies(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -186,7 +186,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def empty_choice(self, place: int) -> dict[str, Any]:
-        """The choice at this place, in a chunk that adds nothing to its text."""
+        """The choice with this index, in a chunk that adds no text."""
 
 
 async def answer_whole(request: Request, renderer: Renderer) -> Response:
@@ -196,15 +196,15 @@ async def answer_whole(request: Request, renderer: Renderer) -> Response:
 
 
 async def answer_stream(request: Request, renderer: Renderer) -> Response:
-    """Waits for the first events: what is refused until then is refused with a status, not inside a stream."""
+    """Waits for the first events: errors until then get an HTTP status instead of an event."""
     events = _events(renderer)
     first = await anext(events, b"")
     return EventStream(first, events, exchange_of(request.scope).headers())
 
 
 async def _events(renderer: Renderer) -> AsyncGenerator[bytes, None]:
-    """Encoded events. All chunks of one output travel together: they come from one step. Only those with hidden states
-    may be so large that they go in slices."""
+    """Encoded events. All chunks of one output are sent together: they come from one step. Only those with hidden
+    states may be large enough to be sent in slices."""
     async with aclosing(stream(renderer.context, renderer.batch)) as outputs:
         async for index, output in outputs:
             chunks = renderer.chunks(index, output)

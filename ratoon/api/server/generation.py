@@ -1,7 +1,7 @@
-"""Runs a request's prompts in the engine, an engine request for each, and brings their outputs together.
+"""Runs a request's prompts in the engine, an engine request for each, and merges their outputs.
 
-What the outputs look like in an answer is not decided here. However a request ends (answered, refused, its client
-gone), nothing of it stays in the engine.
+The form of the answer is not decided here. However a request ends (answered, refused, client disconnected),
+nothing of it stays in the engine.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ratoon.core.params import BeamSearchParams, GenerationParams
 from ratoon.engine.default_params import sets_length
 
 CONTINUATION_FIELDS = {"choice": "continuation_choice", "at": "continuation_at"}  # as the engine and the body call them
-# What the engine calls the one prompt that the body has: of an encoder-decoder model it is the encoder's.
+# The engine's name of the body's one prompt: for an encoder-decoder model it is the encoder's.
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "encoder_prompt", "encoder_prompt_token_ids")
 
 T = TypeVar("T")
-Numbered = tuple[int, RequestOutput]  # the prompt's place in the request, and what is new for it
+Numbered = tuple[int, RequestOutput]  # the prompt's index in the request, and its new output
 
 
 @dataclass(slots=True)
 class Batch:
-    """The prompts of one HTTP request, which differ in nothing but their text."""
+    """The prompts of one HTTP request; all other fields are shared."""
 
     id: str  # of the answer
     prompts: list[EncodedPrompt]
@@ -41,14 +41,14 @@ class Batch:
     priority: int = 0
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
-    param: str = "prompt"  # where in the body the prompts stand
-    owner: str | None = None  # only for the same owner the answers can be continued
+    param: str = "prompt"  # the field of the body with the prompts
+    owner: str | None = None  # only the same owner can continue the answers
     retain_kv: float | None = None
-    origin: Origin | None = None  # set: a continuation, and its one prompt is the engine's to know
-    fallback: Callable[[], Awaitable[EncodedPrompt]] | None = None  # its prompt where the parent is forgotten
+    origin: Origin | None = None  # set: a continuation; its one prompt is built in the engine
+    fallback: Callable[[], Awaitable[EncodedPrompt]] | None = None  # its prompt if the parent is unknown
     trace_headers: dict[str, str] | None = None  # the client's span
-    names: tuple[str, ...] = ()  # what the client calls the request, beside the id
-    only_prompt: bool = False  # score the prompt: the engine makes one token nevertheless, which is not sent
+    names: tuple[str, ...] = ()  # the client's names for the request, beside the id
+    only_prompt: bool = False  # score the prompt: the engine still generates one token, which is not sent
 
     def request_id(self, index: int) -> str:
         """A single prompt's engine request has the answer's id."""
@@ -63,13 +63,13 @@ def make_id(prefix: str, asked: str | None) -> str:
 
 
 def names_of(request_id: str | None, exchange: Exchange) -> tuple[str, ...]:
-    """By which a client may find the answer again: its own id, and what stands in the header X-Request-Id."""
+    """The names by which a client may refer to the answer: its request_id, and the header X-Request-Id."""
     return (exchange.request_id,) if request_id is None else (request_id, exchange.request_id)
 
 
 def asked_lengths(context: ServerContext, asked: int | None, otherwise: int | None) -> dict[str, int | None]:
-    """Fields of params, over the model's defaults: what was asked for; if that is nothing, what the model's files say,
-    and else what is usual."""
+    """Params: the request's fields over the model's defaults, or over the usual ones if the model's files
+    have none."""
     if asked is None and sets_length(context.llm.source.generation_defaults):
         return {}
     return {"max_tokens": otherwise if asked is None else asked}
@@ -78,8 +78,8 @@ def asked_lengths(context: ServerContext, asked: int | None, otherwise: int | No
 def check_token_limit(
     context: ServerContext, num_prompts: int, params: GenerationParams, num_prompt_tokens: int | None = None
 ) -> None:
-    """What a request may ask for in all is bounded, so that one alone can't keep the engine busy for hours. Where the
-    prompt's length is not known, all that is asked for counts."""
+    """The total work of a request is limited, so that a single one can't occupy the engine for hours. If the
+    prompt's length is not known, max_tokens counts in full."""
     longest = context.max_model_len if params.max_length is None else min(params.max_length, context.max_model_len)
     room = longest - (num_prompt_tokens or 0)
     max_tokens = room if params.max_tokens is None else params.max_tokens
@@ -100,7 +100,7 @@ def check_token_limit(
 
 
 async def collect(context: ServerContext, batch: Batch) -> list[RequestOutput]:
-    """The final output of every prompt, in order. If one fails, the others are taken back."""
+    """The final output of every prompt, in order. If one fails, the others are aborted."""
     with context.admit(len(batch.prompts), batch.owner):
         return await all_or_none([_final_output(context, batch, index) for index in range(len(batch.prompts))])
 
@@ -125,12 +125,12 @@ async def _final_output(context: ServerContext, batch: Batch, index: int) -> Req
     if final is None:
         raise generation_failed("The engine gave no output")
     if any(choice.finish_reason == "abort" for choice in final.outputs):
-        raise shutting_down()  # nothing else aborts what a client still waits for
+        raise shutting_down()  # nothing else aborts a request whose client still waits
     return final
 
 
 async def stream(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbered, None]:
-    """What is new, as it comes, of whichever prompt."""
+    """New outputs of any prompt, as they come."""
     with context.admit(len(batch.prompts), batch.owner):
         if len(batch.prompts) == 1:
             async with aclosing(_generate(context, batch, 0)) as outputs:
@@ -143,7 +143,7 @@ async def stream(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbere
 
 
 async def _merge(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbered, None]:
-    """One task a prompt. The short queue makes them wait for the reader; the engine's side merges what piles up."""
+    """One task per prompt. The short queue makes them wait for the reader; the engine's side merges pending outputs."""
     queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(maxsize=1)
 
     async def forward(index: int) -> None:
@@ -173,7 +173,7 @@ async def _merge(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbere
 
 
 async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGenerator[RequestOutput, None]:
-    """One prompt's outputs. ApiError where the engine fails it, RequestError where it refuses it."""
+    """One prompt's outputs. ApiError if the engine fails it, RequestError if the engine refuses it."""
     try:
         async with aclosing(await _begin(context, batch, index)) as outputs:
             async for output in outputs:
@@ -181,8 +181,8 @@ async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGe
                     raise generation_failed(output.error)
                 if batch.only_prompt:
                     _drop_answer(output)
-                    if output.finished:  # a token that was not sent must not be continued
-                        with suppress(UnknownParentError):  # an aborted one is forgotten already
+                    if output.finished:  # a request whose token was not sent must not be continued
+                        with suppress(UnknownParentError):  # an aborted one is not kept
                             await context.llm.forget(batch.request_id(index), batch.owner)
                 yield output
     except RequestError as error:
@@ -218,7 +218,7 @@ async def _begin(context: ServerContext, batch: Batch, index: int) -> AsyncGener
 def _answer(
     context: ServerContext, batch: Batch, index: int, prompt: EncodedPrompt, in_place_of: str | None = None
 ) -> AsyncGenerator[RequestOutput, None]:
-    """An ordinary prompt, or one `in_place_of` a parent that is forgotten."""
+    """An ordinary prompt, or one `in_place_of` a parent that is unknown."""
     return context.llm.generate(
         prompt.as_prompt(),
         batch.params,
@@ -241,7 +241,7 @@ def _drop_answer(output: RequestOutput) -> None:
 
 
 def _as_in_body(error: RequestError, batch: Batch, index: int) -> RequestError:
-    """An error about the prompt, or about what is continued, names it as the body does."""
+    """Errors about the prompt or the parent use the body's field names."""
     name = CONTINUATION_FIELDS.get(error.field) if batch.origin is not None else None
     if error.field.partition("[")[0] in PROMPT_FIELDS:
         name = batch.param if len(batch.prompts) == 1 else f"{batch.param}[{index}]"

@@ -1,7 +1,7 @@
 """Log-probabilities in the protocol's three forms: the completions' lists, the chat's objects, and the prompt's.
 
-Tokens stand in them as text and as bytes. A token may be part of a character only: then its bytes are found in the
-vocabulary, as far as the two usual ways of writing bytes there reach.
+Tokens appear in them as text and as bytes. A token may be part of a character: then its bytes are found in the
+vocabulary, if that uses one of the two usual encodings of bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TokenTexts:
 
 
 def _vocabulary_bytes(token: str) -> bytes | None:
-    """The bytes behind a token as the vocabulary writes it; None where it writes them in a way of its own."""
+    """The bytes of a token of the vocabulary; None if the vocabulary's encoding is unknown."""
     match = BYTE_TOKEN.fullmatch(token)
     if match is not None:
         return bytes.fromhex(match[1])
@@ -64,7 +64,7 @@ LOWEST = -9999.0  # what OpenAI writes for minus infinity, which JSON does not h
 
 
 class CompletionLogprobsBuilder:
-    """The lists of /v1/completions, for one choice. In a stream, offsets go on from one chunk to the next."""
+    """The lists of /v1/completions, for one choice. In a stream, offsets continue from chunk to chunk."""
 
     def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
         self._texts = texts
@@ -89,7 +89,7 @@ class CompletionLogprobsBuilder:
         }
 
     def end_prompt(self, text: str) -> None:
-        """The echoed prompt ends here, whatever its tokens added up to."""
+        """The echoed prompt ends here, whatever the sum of its tokens' lengths."""
         self._num_chars = len(text)
 
     def _place(self, raw: bytes) -> int:

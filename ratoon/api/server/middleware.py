@@ -1,8 +1,8 @@
 """The layers that every request passes before its route, in the order of app.py: request ids, host names, shutdown,
-keys, the size of bodies, and clients that go away.
+keys, the size of bodies, and clients that disconnect.
 
-Keys are kept and compared as hashes, and appear in no message. Every key is compared with every request's, in constant
-time: how long it takes says nothing about any of them.
+Keys are kept and compared as hashes, and appear in no message. Every key is compared with every request's, in
+constant time, so the duration reveals nothing about any of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ratoon.api.server.threads import LARGE, return_memory_soon
 
 
 class ExchangeLayer:
-    """Makes the exchange, and tells the observer how it ended."""
+    """Creates the exchange, and reports its end to the observer."""
 
     def __init__(self, app: AsgiApp, observe: Callable[[Scope, Exchange], None]) -> None:
         self._app = app
@@ -72,17 +72,17 @@ def _trace_headers(scope: Scope) -> dict[str, str] | None:
 
 
 async def refuse_other_protocols(scope: Scope, receive: Receive, send: Send) -> None:
-    """There are no web sockets here, and nothing to do at start-up."""
+    """Web sockets are not supported, and nothing is done at start-up."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1000})
 
 
 # ---- the Host header ----
-# A web page can point a name of its own at this machine (DNS rebinding), and its requests then count as of the same
-# origin: CORS does not stop them. But the browser sends that name along. So a server that asks for no key and listens
-# on this machine only takes requests for names of this machine, and for those that its operator allows. Starlette's
-# TrustedHostMiddleware knows no loopback addresses, and no IPv6.
+# A web page can resolve its own name to this machine (DNS rebinding), and its requests then count as same-origin:
+# CORS does not stop them. But the browser sends that name as Host. So a server without keys on a loopback address
+# only accepts requests for loopback names, and for those that its operator allows. Starlette's
+# TrustedHostMiddleware supports neither loopback addresses nor IPv6.
 
 LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"})
 HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]]+)(?::\d*)?")
@@ -90,7 +90,7 @@ NAME = re.compile(r"[\w.-]+")
 
 
 class AllowedHosts:
-    """Names of loopback with any port, and the names that are given."""
+    """Loopback names with any port, and the given names."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = frozenset(map(_plain, names))
@@ -105,7 +105,7 @@ class AllowedHosts:
 
 
 class CheckHost:
-    """403 for a request that calls the server by another name. One that names no host is not a browser's."""
+    """403 for a request with another Host. A request without Host is not from a browser."""
 
     def __init__(self, app: AsgiApp, allowed: AllowedHosts) -> None:
         self._app = app
@@ -146,7 +146,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _wrong_host(host: str) -> ApiError:
     shown = host if len(host) <= 100 else host[:100] + "…"
     message = (
-        f"This server does not answer to the name {shown!r}: without API keys it takes requests for localhost alone; "
+        f"This server does not answer to the name {shown!r}: without API keys it accepts requests for localhost only; "
         "start it with --allow-host NAME for other names, or with a key"
     )
     return ApiError(403, message, code="host_refused")
@@ -169,7 +169,7 @@ class KeyRing:
         return bool(self._digests)
 
     def find_tenant(self, key: bytes) -> str | None:
-        """A name that stands for the key (it does not give it away); None for a key that is not on the ring."""
+        """A name derived from the key, which does not reveal it; None for an unknown key."""
         digest = _digest(key)
         found = False
         for known in self._digests:
@@ -178,10 +178,10 @@ class KeyRing:
 
 
 class RequireKey:
-    """Lets requests pass that bear a key for their path, and those to open paths.
+    """Passes requests with a key for their path, and requests to open paths.
 
-    The two kinds of keys are apart: an API key does not open /admin/…, and an admin key opens nothing else. Without API
-    keys, everything but /admin/… is open.
+    The two kinds of keys are separate: an API key is not valid for /admin/…, and an admin key is valid only there.
+    Without API keys, everything but /admin/… is open.
     """
 
     def __init__(self, app: AsgiApp, ring: KeyRing, admin_ring: KeyRing) -> None:
@@ -222,7 +222,7 @@ def _sent_key(scope: Scope) -> bytes | None:
 
 
 def _unauthorized(missing: bool, kind: str) -> ApiError:
-    message = f"No {kind} was sent" if missing else f"The {kind} is not known here"
+    message = f"No {kind} was sent" if missing else f"The {kind} is unknown"
     return ApiError(
         401,
         f"{message}; send one as the header 'Authorization: Bearer KEY'",
@@ -232,12 +232,12 @@ def _unauthorized(missing: bool, kind: str) -> ApiError:
 
 
 def _needs_admin_key() -> ApiError:
-    message = "An API key does not open /admin/…; send the server's admin key (--admin-key-file, RATOON_ADMIN_KEY)"
+    message = "An API key is not valid for /admin/…; send the admin key (--admin-key-file, RATOON_ADMIN_KEY)"
     return ApiError(403, message, code="admin_key_required")
 
 
 def _needs_api_key() -> ApiError:
-    message = "The admin key opens /admin/… alone; send an API key"
+    message = "The admin key is valid for /admin/… only; send an API key"
     return ApiError(403, message, code="api_key_required")
 
 
@@ -249,7 +249,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class RefuseWhileDraining:
-    """At shutdown, what is under way goes on, and what is new is sent elsewhere."""
+    """At shutdown, running requests continue, and new ones get a 503."""
 
     def __init__(self, app: AsgiApp, is_draining: Callable[[], bool]) -> None:
         self._app = app
@@ -263,7 +263,7 @@ class RefuseWhileDraining:
 
 # ---- the size of bodies, and the time they take ----
 
-CLOSE = {"Connection": "close"}  # the rest of the body is not read, so the connection can't be used again
+CLOSE = {"Connection": "close"}  # the rest of the body is not read, so the connection can't be reused
 LONGEST_LENGTH = 18  # digits
 METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
@@ -274,7 +274,7 @@ class BodyLimit(NamedTuple):
 
 
 class BoundedBody:
-    """Puts the body into the exchange. `receive` brings nothing but the client's end to those behind it."""
+    """Puts the body into the exchange. For inner layers, `receive` only reports that the client disconnected."""
 
     def __init__(self, app: AsgiApp, limit: BodyLimit, timeout: float, others: Mapping[str, BodyLimit] = {}) -> None:
         """`others` are limits of single paths."""
@@ -319,13 +319,13 @@ def _check_announced_length(scope: Scope, limit: BodyLimit) -> None:
         return
     if not announced.isdigit():
         raise ApiError(400, "Content-Length is not a number", headers=CLOSE)
-    # A number this long is larger than any body, and would take its time to convert.
+    # A number this long is larger than any body, and slow to convert.
     if len(announced) > LONGEST_LENGTH or int(announced) > limit.num_bytes:
         raise _body_too_large(limit)
 
 
 async def _read_body(receive: Receive, limit: BodyLimit) -> bytes | None:
-    """None: the client went away."""
+    """None: the client disconnected."""
     pieces: list[bytes] = []
     num_bytes = 0
     while True:
@@ -346,11 +346,11 @@ def _body_too_large(limit: BodyLimit) -> ApiError:
     return ApiError(413, message, code="body_too_large", headers=CLOSE)
 
 
-# ---- clients that go away ----
+# ---- clients that disconnect ----
 
 
 class CancelOnDisconnect:
-    """Watches `receive`, which no other layer needs once the body is read."""
+    """Waits on `receive`, which no other layer needs once the body is read."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
@@ -366,7 +366,7 @@ class CancelOnDisconnect:
             if work.done():
                 work.result()
         finally:
-            # Reached by three ways: answered, client gone, or this task itself was cancelled (the server ends).
+            # Reached in three ways: answered, client disconnected, or this task was cancelled (the server ends).
             watch.cancel()
             if not work.done():
                 work.cancel()

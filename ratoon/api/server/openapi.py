@@ -1,6 +1,6 @@
-"""The OpenAPI document: what FastAPI makes of the routes, and what they say about bodies and answers.
+"""The OpenAPI document: FastAPI's description of the routes, with the models of bodies and answers.
 
-Routes read their bodies themselves (request_bodies.py), so FastAPI does not know these models; they are put into place.
+Routes read their bodies themselves (request_bodies.py), so FastAPI does not know these models; they are added here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def build_document(
         else:
             scheme = ""
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # FastAPI's own way to say no, which never leaves this server
+            operation["responses"].pop("422", None)  # FastAPI's own error, which this server never sends
             if scheme:
                 operation["security"] = [{scheme: []}]
             for parameter in operation.get("parameters", ()):
@@ -58,8 +58,8 @@ def build_document(
 
 
 def _move(schema: Any, schemas: dict[str, Any]) -> Any:
-    """A model's schema comes with its parts inside; the document has one place for all of them. What stays is a
-    reference."""
+    """Move the definitions inside a model's schema to the document's one place for them, and leave
+    references."""
     if isinstance(schema, list):
         return [_move(part, schemas) for part in schema]
     if not isinstance(schema, dict):
@@ -71,22 +71,22 @@ def _move(schema: Any, schemas: dict[str, Any]) -> Any:
     return {key: _move(part, schemas) for key, part in schema.items()}
 
 
-# ---- what routes say ----
+# ---- descriptions by the routes ----
 
 Answers = dict[int | str, dict[str, Any]]
 
 DESCRIPTIONS = {
-    400: "The request is wrong; the message says where and what would be right",
-    401: "No API key, or one that is not known",
-    403: "The key is not for this path, or a web page asks that may not",
+    400: "The request is invalid; the message names the field and the expected value",
+    401: "No API key, or an unknown one",
+    403: "The key is not valid for this path, or the web page's origin is not allowed",
     404: "No such model, no such request, or no such path",
-    405: "Not with this method",
+    405: "The path does not support this method",
     408: "The body did not arrive in time",
-    413: "The body is too large, or what is asked for would be",
-    415: "The body is of the wrong type, which is named",
+    413: "The body is too large, or the answer would be",
+    415: "The body's type is not supported; the message names it",
     429: "Too many unfinished requests; try again later",
     500: "The server or the engine failed",
-    503: "The server is shutting down, or its engine is not there",
+    503: "The server is shutting down, or its engine is not running",
     504: "The request's own deadline has passed",
 }
 MODEL = "MODEL"  # in examples; the document has the served model's name in its place
@@ -97,8 +97,8 @@ WITH_BODY = (400, 408, 413, 415)
 def answers(
     model: type[BaseModel], *errors: int, stream_of: type[BaseModel] | None = None, files: Sequence[str] = ()
 ) -> Answers:
-    """The answer in order, and the errors that may come in its place (beside those that always may). `files` are the
-    types of other forms that the answer has, too."""
+    """The successful answer, and the possible errors (beside those of every route). `files` are further media types of
+    the answer."""
     documented: Answers = {200: {"model": model, "description": "The answer"}}
     others = {name: {"schema": {"type": "string", "format": "binary"}} for name in files}
     if stream_of is not None:
@@ -111,7 +111,7 @@ def answers(
 
 
 def body(model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
-    """The document's part for a body. The example works as it is, with the served model's name put in for its own."""
+    """The document's part for a body. The example works unchanged, with the served model's name inserted."""
     return _request_body("application/json", model, example)
 
 
@@ -133,5 +133,5 @@ def _event(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inlined_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """With all that it refers to inside. openapi.py moves it where it belongs."""
+    """With its definitions inside; the document's builder moves them."""
     return model.model_json_schema(ref_template="#/components/schemas/{model}")

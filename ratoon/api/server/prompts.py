@@ -1,4 +1,4 @@
-"""Prompts and conversations to token ids. Long ones are worked on in a thread, so that streams go on meanwhile."""
+"""Prompts and conversations to token ids. Long ones are processed in a thread, so that streams are not delayed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ratoon.models.template_process import MAX_PROCESSES
 
 T = TypeVar("T")
 
-LONG_TEXT = 2048  # characters: what is shorter is tokenised before a thread would have begun
-MAX_COUNTED = 4 * 2**20  # characters: a text that is only counted, and could not be a prompt
-# Variables of a template that have a field of their own in the request, or must not be set.
+LONG_TEXT = 2048  # characters: a shorter text is tokenised faster than a thread starts
+MAX_COUNTED = 4 * 2**20  # characters: limit for a text that is only counted, and is too long for a prompt
+# Template variables that have their own field in the request, or must not be set.
 RESERVED_VARIABLES = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "self", "template",
     "variables",
@@ -34,12 +34,12 @@ _template_lane = WorkLanes("template", 0, (Lane(math.inf, MAX_PROCESSES),))
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """Of an encoder-decoder model, what its encoder reads. Its decoder's prompt is the engine's to complete."""
+    """For an encoder-decoder model, the encoder's input; the engine builds the decoder's prompt."""
 
-    text: str | None  # None: it came as token ids
+    text: str | None  # None: given as token ids
     token_ids: list[int]
     decoder_prompt: str | list[int] | None = None
-    notes: tuple[str, ...] = ()  # of a conversation: what the chat template does not know of it
+    notes: tuple[str, ...] = ()  # of a conversation: features that the chat template does not support
 
     def as_prompt(self) -> dict[str, Any]:
         prompt = {"prompt": self.text, "prompt_token_ids": self.token_ids}
@@ -48,7 +48,7 @@ class EncodedPrompt:
         return {"encoder_prompt": prompt, "decoder_prompt": self.decoder_prompt}
 
 
-UNKNOWN_PROMPT = EncodedPrompt(None, [])  # a continuation's: known when its parent is found
+UNKNOWN_PROMPT = EncodedPrompt(None, [])  # of a continuation: known when its parent is found
 
 
 async def encode_prompts(
@@ -59,10 +59,10 @@ async def encode_prompts(
     num_places: int,
     decoder_prompt: str | list[int] | None = None,
 ) -> list[EncodedPrompt]:
-    """All prompts of a request, each short enough to leave `num_places` tokens of the model's length. An encoder has a
-    length of its own; `decoder_prompt` is then what all answers begin with."""
+    """All prompts of a request, each short enough to leave `num_places` tokens of the model's length. An encoder has
+    its own length; `decoder_prompt` is then the beginning of all answers."""
     if decoder_prompt is not None and context.llm.source.config.encoder is None:
-        raise refused("decoder_prompt", "the model has no encoder, and all of a prompt is its decoder's", "prompt")
+        raise refused("decoder_prompt", "the model has no encoder", "prompt")
     if len(prompts) > context.settings.batch_limit:
         raise refused(param, f"has {len(prompts)} prompts", f"{context.settings.batch_limit} at most in a request")
     encoder = context.llm.source.config.encoder
@@ -112,8 +112,8 @@ async def _encode(
 async def encode_text(
     context: ServerContext, text: str, add_special_tokens: bool, limit: int, too_long: Callable[[str], ApiError]
 ) -> list[int]:
-    """No more than `limit` tokens, or the error that `too_long` makes of their number. Most texts that have more are
-    refused before they are tokenised, which takes long and much memory."""
+    """At most `limit` tokens, or the error that `too_long` builds from their number. Most longer texts are
+    refused before they are tokenised, which would take time and memory."""
     tokenizer = context.llm.get_tokenizer()
 
     def encode() -> list[int] | str:
@@ -130,8 +130,8 @@ async def encode_text(
 
 
 async def count_text(context: ServerContext, name: str, text: str, add_special_tokens: bool) -> list[int]:
-    """The tokens of a text that is only counted, and may be longer than the model's length; but not very long and
-    longer."""
+    """The tokens of a text that is only counted: it may exceed the model's length, up to a limit of
+    characters."""
     tokenizer = context.llm.get_tokenizer()
 
     def encode() -> list[int] | None:
@@ -149,15 +149,15 @@ async def encode_chat(
     context: ServerContext,
     messages: Sequence[Message],
     *,
-    param: str = "messages",  # where in the body they stand
-    size: int,  # of all that goes into the template, in characters or so
+    param: str = "messages",  # the field of the body with the messages
+    size: int,  # of all input to the template, in characters, roughly
     tools: Sequence[Tool] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     variables: dict[str, Any] | None = None,
     template: str | None = None,
-    num_places: int | None = 1,  # of the model's length, to be left for the answer; None: any prompt will do
+    num_places: int | None = 1,  # tokens of the model's length reserved for the answer; None: no limit on the prompt
 ) -> EncodedPrompt:
     """A conversation as the chat template writes it, in token ids."""
     rendered = await render_chat(
@@ -184,7 +184,7 @@ async def encode_chat(
             lambda num_tokens: context_length_exceeded(param, num_tokens, max_model_len),
         )
     if not token_ids:
-        raise refused(param, "the chat template makes an empty prompt of them")
+        raise refused(param, "the chat template renders an empty prompt")
     return EncodedPrompt(text, token_ids, notes=rendered.notes)
 
 
@@ -194,17 +194,17 @@ async def render_chat(
     *,
     size: int,
     param: str = "messages",
-    earlier: Sequence[dict[str, Any]] = (),  # messages that stand before those of the request
+    earlier: Sequence[dict[str, Any]] = (),  # messages before those of the request
     tools: Sequence[Tool] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     variables: dict[str, Any] | None = None,
     template: str | None = None,
 ) -> RenderedChat:
-    """What the chat template writes: the request's, the server's or the model's own, in this order."""
+    """Rendered by the chat template: the request's, the server's or the model's own, in this order."""
     for name in variables or {}:
         if name in RESERVED_VARIABLES:
-            problem = "is not to be set here"
+            problem = "can't be set here"
             raise refused(f"chat_template_kwargs.{name}", problem, "use the request's own fields")
     lanes = _template_lane if template else _lanes
     if not template and context.settings.chat_template is not None:
@@ -232,12 +232,12 @@ async def render_chat(
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Do the work here if it is short, else in a thread."""
+    """Run short work directly, else in a thread."""
     return await _lanes.run(size, work)
 
 
 def _of_the_request(error: RequestError, param: str, num_earlier: int) -> RequestError:
-    """The same error with the name and the index that the message has in the request."""
+    """The same error with the message's name and index in the request."""
     found = MESSAGES_FIELD.match(error.field)
     if found is None:
         return error

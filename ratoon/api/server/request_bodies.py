@@ -1,7 +1,7 @@
 """A request's body to a checked model: strict JSON or a form, strict types, and no unknown fields.
 
-Everything that can be wrong with a body is a 400 (or 415) that names the place. FastAPI would read bodies itself, but
-takes NaN, keys that stand twice, half characters and unknown fields, and has no limits on what a body holds.
+Every error in a body is a 400 (or 415) that names the place. FastAPI could read bodies itself, but
+accepts NaN, duplicate keys, lone surrogates and unknown fields, and has no limits on the contents.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ratoon.core.suggestions import did_you_mean
 
 Model = TypeVar("Model", bound=RequestModel)
 
-HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # or one half of a whole one: worth a closer look
+HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # or one half of a valid pair: needs a full check
 LONE_HALF = re.compile(  # of a text without escaped backslashes
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
 MAX_SHOWN_NAME = 64
-LONG_BODY = 16 * 1024  # bytes: what is shorter is read before a thread would have begun
+LONG_BODY = 16 * 1024  # bytes: a shorter body is read faster than a thread starts
 
 _lanes = WorkLanes("body", LONG_BODY)
 
@@ -48,11 +48,11 @@ async def read_body(request: Request, model: type[Model]) -> Model:
 
 
 def parse_body(body: bytes, model: type[Model], lenient: bool, limit: ExtentLimit) -> Model:
-    """How much it holds is known before it is decoded, and what is wrong with it is found no more than once: a refusal
-    costs no more than a few times the body, in time and in memory."""
+    """The number of values is known before decoding, and only the first error is reported: a refusal
+    costs at most a few times the body, in time and in memory."""
     excess = find_excess(body, limit)
     if excess is not None:
-        raise ApiError(400, f"The body holds more than {excess}, which no request needs", code="body_too_large")
+        raise ApiError(400, f"The body has more than {excess}, which no request needs", code="body_too_large")
     decoded = decode_json(body)
     if not isinstance(decoded, dict):
         raise ApiError(400, "The body is not a JSON object", code="invalid_json")
@@ -64,7 +64,7 @@ def parse_body(body: bytes, model: type[Model], lenient: bool, limit: ExtentLimi
 
 
 def decode_json(body: bytes) -> Any:
-    """JSON as the standard has it: no NaN, no key twice, whole characters only, and within reason."""
+    """Strict JSON: no NaN, no duplicate keys, no lone surrogates, limited nesting."""
     if not body:
         raise _invalid_json("the body is empty")
     try:
@@ -77,7 +77,7 @@ def decode_json(body: bytes) -> Any:
         raise _invalid_json("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise _invalid_json(f"{error.msg.removesuffix(' at')} at character {error.pos}") from None
-    except ValueError:  # Python's limit on the length of a whole number
+    except ValueError:  # Python's limit on the length of an integer
         raise _invalid_json("a number has too many digits") from None
     if HALF_CHARACTER.search(body):
         _check_whole_characters(body)
@@ -85,7 +85,7 @@ def decode_json(body: bytes) -> Any:
 
 
 def _check_content_type(scope: Scope) -> None:
-    # A web page can post other types to this server without asking it first.
+    # A web page can post other types to this server without a preflight.
     given = (header(scope, b"content-type") or b"").split(b";")[0].strip().lower()
     if given != b"application/json" and not (given.startswith(b"application/") and given.endswith(b"+json")):
         raise ApiError(415, "The body must be JSON, with the header 'Content-Type: application/json'")
@@ -94,7 +94,7 @@ def _check_content_type(scope: Scope) -> None:
 
 
 def check_fields(body: dict[str, Any], model: type[RequestModel], lenient: bool, path: str = "") -> dict[str, Any]:
-    """The fields that the model has. The others are refused, each kind in its own words."""
+    """The fields that the model has. The others are refused, with a message for each kind."""
     known = {}
     for name, value in body.items():
         if name in model.model_fields:
@@ -121,7 +121,7 @@ def _shorten(name: str) -> str:
 
 
 def explain_first(error: ValidationError) -> ApiError:
-    """What was found wrong first."""
+    """The first error."""
     return explain(error.errors(include_url=False, include_input=False)[0])
 
 
@@ -129,18 +129,18 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise _invalid_json(f"the key {twice[:64]!r} stands in one object twice")
+        raise _invalid_json(f"the key {twice[:64]!r} occurs twice in one object")
     return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _invalid_json(f"{name} is no number in JSON")
+    raise _invalid_json(f"{name} is not a number in JSON")
 
 
 def _check_whole_characters(body: bytes) -> None:
-    """Escapes can write half a character (a lone surrogate), which no text can hold."""
+    """Escapes can encode half a character (a lone surrogate), which is not valid text."""
     if LONE_HALF.search(body.replace(b"\\\\", b"__")):
-        raise _invalid_json("an escape \\uD800 to \\uDFFF stands without its other half")
+        raise _invalid_json("an escape \\uD800 to \\uDFFF is not part of a surrogate pair")
 
 
 def _invalid_json(problem: str) -> ApiError:
@@ -148,12 +148,12 @@ def _invalid_json(problem: str) -> ApiError:
 
 
 # ---- forms ----
-# Values are text; numbers and switches are read from it. One that is empty counts as left out. The parser is
-# python-multipart's; Starlette's, over the same, writes files to disk and takes a form that breaks off.
+# Values are text, from which numbers and booleans are parsed. An empty one counts as left out. The parser is
+# python-multipart's; Starlette's, built on it, writes files to disk and accepts incomplete forms.
 
 FORM = "multipart/form-data"
 MAX_PARTS = 64
-MAX_FIELD_BYTES = 2**20  # of a part that is no file
+MAX_FIELD_BYTES = 2**20  # of a part that is not a file
 LIST = "[]"  # at the end of a name: it may come several times
 
 
@@ -163,7 +163,7 @@ async def read_form(request: Request, model: type[Model]) -> Model:
     _check_origin(request.scope, settings.cors_origins)
     boundary = _boundary(request.scope)
     exchange = exchange_of(request.scope)
-    # A recording is large: it takes its time, and should not be in memory twice for longer than that.
+    # A recording is large: parsing takes time, and the second copy should be freed immediately after it.
     fields = await asyncio.to_thread(parse_form, exchange.body, boundary)
     exchange.body = b""
     try:
@@ -181,9 +181,9 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
         parser.write(body)
         parser.finalize()
     except FormParserError:
-        raise _invalid_form("its parts are not as multipart/form-data has them") from None
+        raise _invalid_form("its parts are not valid multipart/form-data") from None
     if not form.ended:
-        raise _invalid_form("it breaks off")
+        raise _invalid_form("it is incomplete")
     return form.values
 
 
@@ -196,7 +196,7 @@ class _Form:
     def add_field(self, field: Field) -> None:
         name, data = _text(field.field_name or b"", "a name"), field.value or b""
         if len(data) > MAX_FIELD_BYTES:
-            raise refused(name[:64], f"has {len(data)} bytes", "a file is sent as one, with a filename")
+            raise refused(name[:64], f"has {len(data)} bytes", "send a file with a filename")
         value = _text(data, name)
         if not value:
             return
@@ -216,7 +216,7 @@ class _Form:
     def _add(self, name: str, value: str | bytes) -> None:
         self._count()
         if name in self.values:
-            raise refused(name[:64], "is there twice", "once")
+            raise refused(name[:64], "occurs twice", "once")
         self.values[name] = value
 
     def _count(self) -> None:
@@ -229,7 +229,7 @@ def _text(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise refused(name[:64], "is not UTF-8", "text; a file is sent with a filename") from None
+        raise refused(name[:64], "is not UTF-8", "text; send a file with a filename") from None
 
 
 def _boundary(scope: Scope) -> bytes:
@@ -240,19 +240,19 @@ def _boundary(scope: Scope) -> bytes:
 
 
 def _check_origin(scope: Scope, allowed: tuple[str, ...]) -> None:
-    """A web page can post forms to any server without asking it first. Those of other origins are turned away here."""
+    """A web page can post forms to any server without a preflight. Those of other origins are refused here."""
     origin = (header(scope, b"origin") or b"").decode("latin-1")
     if not origin or origin in allowed or "*" in allowed:
         return
     if urlsplit(origin).netloc != (header(scope, b"host") or b"").decode("latin-1"):
-        raise ApiError(403, "Web pages of this origin may not ask this server (--cors-origin)", code="origin_refused")
+        raise ApiError(403, "Web pages of this origin are not allowed (--cors-origin)", code="origin_refused")
 
 
 def _invalid_form(problem: str) -> ApiError:
     return ApiError(400, f"The body is not a valid form: {problem}", code="invalid_form")
 
 
-# ---- what is wrong with a value, in words of our own: pydantic speaks to programmers ----
+# ---- error messages for users: pydantic's are for programmers ----
 
 PROBLEMS = {
     "missing": "is missing",
@@ -272,7 +272,7 @@ PROBLEMS = {
     "model_type": "is not an object",
     "model_attributes_type": "is not an object",
 }
-# With what the bound is, from the error's context.
+# With the bound from the error's context.
 RANGES = {
     "greater_than_equal": "is out of range; at least {ge}",
     "greater_than": "is out of range; more than {gt}",

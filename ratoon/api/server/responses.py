@@ -1,8 +1,8 @@
-"""Answers: JSON and errors in one piece, large ones in slices, and events that are sent while they are made.
+"""Answers: JSON and errors in one piece, large ones in slices, and server-sent events.
 
 Every answer carries the request's id. JSON is msgspec's: FastAPI's response models describe answers in the OpenAPI
-document, and encoding by them would take several times as long. Chunks go to the HTTP server's own `send`, past every
-layer in between, which Starlette's StreamingResponse can't do.
+document, and encoding by them would take several times as long. Chunks are written to the HTTP server's
+own `send`, bypassing every layer in between, which Starlette's StreamingResponse can't do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def large_json_response(request: Request, content: Any) -> Response:
 
 
 class SlicedResponse(Response):
-    """Sends slices as they are made. Others have their turn after each, however fast the client reads."""
+    """Sends slices as they are encoded. Other tasks run after each, however fast the client reads."""
 
     def __init__(self, request: Request, body: Iterable[bytes], size: int, media_type: str) -> None:
         super().__init__(headers=exchange_of(request.scope).headers(), media_type=media_type)
@@ -67,11 +67,10 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
 
 
 # ---- JSON with much base64 in it ----
-# Made and sent slice by slice: never a second copy of it, and never long at a stretch. Encoding holds Python's lock. In
-# a thread it would stop the event loop none the less, and for longer than here, where others have their turn after
-# every slice.
+# Encoded and sent slice by slice, without a second copy. Encoding holds Python's lock, so in a thread it would
+# block the event loop as well, and for longer than here, where other tasks run after every slice.
 
-SLICE = 192 * 1024  # bytes before they are encoded; a multiple of 3, so that slices add up; well below a millisecond
+SLICE = 192 * 1024  # bytes before encoding; a multiple of 3, so that slices concatenate; well below a millisecond
 
 
 class Base64:
@@ -92,9 +91,9 @@ Part: TypeAlias = bytes | Base64
 
 
 def encode_parts(content: Any) -> list[Part]:
-    """`content` as JSON, cut where Base64 stands in it."""
+    """`content` as JSON, split at its Base64 parts."""
     found: list[Base64] = []
-    mark = secrets.token_hex(16)  # made now: no text of a client or a model has it in it
+    mark = secrets.token_hex(16)  # random: no text of a client or a model contains it
 
     def set_aside(value: Any) -> str:
         if not isinstance(value, Base64):
@@ -114,7 +113,7 @@ def total_size(parts: Iterable[Part]) -> int:
 
 
 def slices(parts: Iterable[Part]) -> Iterator[bytes]:
-    """What to send at once: short parts together, long ones in pieces."""
+    """The pieces to send: short parts joined, long ones split."""
     gathered: list[bytes] = []
     size = 0
     for part in parts:
@@ -132,7 +131,7 @@ def slices(parts: Iterable[Part]) -> Iterator[bytes]:
 
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
-STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold chunks back
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer chunks
 
 logger = get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -148,9 +147,9 @@ def event_parts(content: Any) -> list[Part]:
 
 
 class EventStream(Response):
-    """Sends encoded events: those that are here already, then what the generator yields.
+    """Sends encoded events: the given ones first, then those of the generator.
 
-    An error on the way becomes the last event before [DONE].
+    An error becomes the last event before [DONE].
     """
 
     media_type = EVENT_STREAM

@@ -1,8 +1,8 @@
 """Runs the server as a program: logs, start, serve, and one of three ends.
 
-asked to (a signal)   new requests are refused, those under way get time to finish, then the rest is aborted: exit 0
-asked twice           everything ends at once: exit 128 + the signal's number
-the engine is dead    clients are told, and the exit code is 1
+a signal              new requests are refused, running ones get time to finish, then the rest is aborted: exit 0
+a second signal       everything ends immediately: exit 128 + the signal's number
+the engine is dead    clients get an error, and the exit code is 1
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_DONE = 0
 EXIT_ENGINE = 1
-WATCH_INTERVAL = 0.25  # seconds between looks at the engine
-LAST_WORDS = 3  # seconds to send what is left to be said, when nothing more will come
-KEEP_ALIVE = 75  # seconds that a connection may idle; more than clients' pools wait
+WATCH_INTERVAL = 0.25  # seconds between checks of the engine
+LAST_WORDS = 3  # seconds to send the last responses
+KEEP_ALIVE = 75  # idle time of a connection in seconds; more than that of clients' pools
 HTTP_LOGGER = "uvicorn"
-TRACE_LOGGER = "opentelemetry"  # says that a collector does not answer
+TRACE_LOGGER = "opentelemetry"  # logs that a collector does not answer
 THROUGHPUT_LOGGER = "ratoon.observe.throughput"
 
 logger = get_logger(__name__)
@@ -51,8 +51,8 @@ def run_server(
     on_ready: Callable[[], None],
     on_drain: Callable[[int], None] = lambda num_prompts: None,
 ) -> int:
-    """Serve until the end, on a loop of its own; the exit code. What keeps the engine from starting is raised.
-    `on_drain` is told how many prompts are under way when the server was asked to end."""
+    """Serve until the end, on a new event loop; returns the exit code. Errors at the engine's start are raised.
+    `on_drain` is called with the number of unfinished prompts when shutdown begins."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(ServerRunner(llm, settings, bound, on_drain).run(on_ready))
 
@@ -66,8 +66,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def allowed_hosts(bound: socket.socket, settings: ServerSettings) -> AllowedHosts | None:
-    """The names that requests may call the server by; None where that does not matter: a key tells who asks, a Unix
-    socket is out of a browser's reach, and an address for other machines has names that are not known here."""
+    """The accepted Host names; None for any: with API keys, for a Unix socket (browsers can't reach it), and for
+    an address that other machines reach under names unknown here."""
     if bound.family == socket.AF_UNIX:
         return None
     if settings.allowed_hosts or (is_local(bound) and not settings.api_keys):
@@ -124,7 +124,7 @@ class ServerRunner:
             await serving
 
     async def _drain(self) -> int:
-        """The engine waits for its requests and aborts the rest; their clients get what there is to say."""
+        """The engine waits for its requests and aborts the rest; their clients get the last outputs."""
         self._context.draining = True
         seconds = self._context.settings.drain_seconds
         self._on_drain(self._context.num_unfinished)
@@ -143,7 +143,7 @@ class ServerRunner:
 
     @staticmethod
     async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-        """Do the work, unless the event comes first: then the work is cancelled. Whether it was done."""
+        """Run the work, or cancel it if the event comes first. Returns whether it was done."""
         working = asyncio.create_task(work)
         waiting = asyncio.create_task(event.wait())
         try:
@@ -192,13 +192,13 @@ class ServerRunner:
 def configure_server_logging(level: str | None, file: str | None, access_log: bool) -> None:
     if level is not None and level not in LEVELS:
         raise ConfigError("log_level", f"{level!r} is unknown", ", ".join(LEVELS))
-    # Engine processes inherit the environment, and with it where to write and how much.
+    # Engine processes inherit the environment, and with it the log's file and level.
     if level is not None:
         os.environ[VARIABLE] = level
     if file is not None:
         os.environ[FILE_VARIABLE] = os.path.abspath(file)
     configure_logging()
-    if VARIABLE not in os.environ:  # no level was asked for: the throughput is written all the same
+    if VARIABLE not in os.environ:  # no level was given: the throughput is logged nevertheless
         logging.getLogger(THROUGHPUT_LOGGER).setLevel(logging.INFO)
     for name in (HTTP_LOGGER, TRACE_LOGGER):
         library = logging.getLogger(name)

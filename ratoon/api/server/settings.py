@@ -1,4 +1,4 @@
-"""What can be set about the HTTP server, as opposed to the engine behind it."""
+"""Settings of the HTTP server, as opposed to those of the engine."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ class ServerSettings:
     """Each is an option of `ratoon serve`."""
 
     host: str = setting("127.0.0.1", "address to listen on; the default is this machine only", metavar="ADDRESS")
-    port: int = setting(8000, "0 takes any free one", whole_between(0, 65535))
+    port: int = setting(8000, "0: any free port", whole_between(0, 65535))
     uds: str | None = setting(None, "listen on a Unix socket instead", metavar="PATH")
 
     served_names: tuple[str, ...] = setting(
-        (), "what requests call the model; the first one is in answers; default: its own name", name="served_model_name"
+        (),
+        "the model's names in requests; the first one is in answers; default: its own name",
+        name="served_model_name",
     )
     chat_template: str | None = setting(None, "use this template instead of the model's own", metavar="FILE")
-    allow_request_template: bool = setting(False, "requests may bring a chat template")
+    allow_request_template: bool = setting(False, "requests may contain a chat template")
     lenient: bool = setting(False, "ignore unknown fields of requests instead of refusing them")
-    admin: bool = setting(False, "serve /admin/…, which needs a key of its own")
+    admin: bool = setting(False, "serve /admin/…, which needs an admin key")
 
     api_keys: tuple[str, ...] = setting(
         (), "may be repeated; visible in the process list", name="api_key", metavar="KEY", repr=False
     )
     admin_keys: tuple[str, ...] = setting(
         (),
-        "for /admin/… alone; may be repeated; visible in the process list",
+        "for /admin/… only; may be repeated; visible in the process list",
         name="admin_key",
         metavar="KEY",
         repr=False,
     )
     allowed_hosts: tuple[str, ...] = setting(
-        (), "take requests for this host name, too; may be repeated", name="allow_host"
+        (), "accept requests for this host name, too; may be repeated", name="allow_host"
     )
     cors_origins: tuple[str, ...] = setting(
-        (), "web pages of this origin may ask; may be repeated", name="cors_origin", metavar="ORIGIN"
+        (), "allow web pages of this origin; may be repeated", name="cors_origin", metavar="ORIGIN"
     )
-    drain_seconds: float = setting(30.0, "time for requests under way to finish at shutdown", SECONDS)
+    drain_seconds: float = setting(30.0, "time for running requests to finish at shutdown", SECONDS)
 
     max_body: int = setting(16 * MEBIBYTE, "largest body of a request", size=True, group="limits")
-    max_audio: int = setting(64 * MEBIBYTE, "largest body of one with a recording", size=True, group="limits")
+    max_audio: int = setting(64 * MEBIBYTE, "largest body of a request with a recording", size=True, group="limits")
     max_audio_seconds: float = setting(2 * 3600.0, "longest recording", SECONDS, group="limits")
     body_timeout: float = setting(60.0, "seconds until a body must have arrived in full", SECONDS, group="limits")
     write_timeout: float = setting(
         60.0,
-        "seconds that a client may leave what is sent to it unread",
+        "seconds that a client may leave sent data unread",
         number(lambda value: 0 < value < float("inf"), "seconds, more than 0"),
         group="limits",
     )
@@ -61,8 +63,8 @@ class ServerSettings:
     access_log: bool = setting(False, "a line for every request", group="log")
 
     def verify(self) -> None:
-        """ConfigError for what has no meaning, before anything is loaded."""
-        from ratoon.api.server.middleware import is_host_name  # here, because the command line reads what can be set
+        """ConfigError for invalid values, before anything is loaded."""
+        from ratoon.api.server.middleware import is_host_name  # here, because the command line imports this module
 
         verify_settings(self)
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
@@ -70,16 +72,16 @@ class ServerSettings:
                 raise ConfigError(name, "is empty, or has spaces around it", "printable characters")
         if self.admin and not self.admin_keys:
             raise ConfigError(
-                "admin", "needs a key of its own", "give --admin-key-file FILE, or set the variable RATOON_ADMIN_KEY"
+                "admin", "needs an admin key", "give --admin-key-file FILE, or set the variable RATOON_ADMIN_KEY"
             )
         if set(self.admin_keys) & set(self.api_keys):
-            raise ConfigError("admin_key", "is one of the API keys as well", "a key that opens /admin/… alone")
+            raise ConfigError("admin_key", "is one of the API keys as well", "a key for /admin/… only")
         if any(not is_host_name(name) for name in self.allowed_hosts):
-            raise ConfigError("allow_host", "is no name of a host", "a name or an address, without scheme and port")
+            raise ConfigError("allow_host", "is not a host name", "a name or an address, without scheme and port")
         if any(not name for name in self.served_names):
             raise ConfigError("served_model_name", "is empty", "at least one character")
 
     @property
     def batch_limit(self) -> int:
-        """A batch that could never enter the queue is too large, not early."""
+        """A batch that could never enter the queue is refused as too large."""
         return min(self.max_batch, self.max_queue)

@@ -1,10 +1,10 @@
-"""Threads for work that would keep the event loop from others, such as reading a large body or tokenising a long text.
+"""Threads for work that would block the event loop, such as reading a large body or tokenising a long text.
 
-Work is sorted into lanes by its size, each with threads of its own: what is short never waits behind what is long, and
-only one piece of the largest work is in memory at a time. Work that is cancelled before its turn is dropped.
+Work is sorted into lanes by its size, each with its own threads: short work never waits for long work, and
+only one piece of the largest work is in memory at a time. Work that is cancelled before it starts is dropped.
 
-After large work, memory is given back: the C library keeps what was freed, for each thread apart, and a server that has
-once read large bodies would stay large for good.
+After large work, memory is returned to the system: the C library keeps freed memory per thread, and a server that
+once read large bodies would stay large.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from functools import cache
 from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakSet
 
-LARGE = 2**20  # bytes, or characters, of what is worth it
-DELAY = 0.5  # seconds: the answer is on its way by then, and several requests need it once
+LARGE = 2**20  # bytes, or characters, of work after which memory is returned
+DELAY = 0.5  # seconds: the answer is sent by then, and one call serves several requests
 
 _waiting: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def return_memory_soon(loop: asyncio.AbstractEventLoop) -> None:
-    """To be called on the loop. It is done in a thread."""
+    """To be called on the event loop; runs in a thread."""
     trim = _find_trim()
     if trim is None or loop in _waiting:
         return
@@ -56,13 +56,13 @@ class Lane(NamedTuple):
     num_threads: int
 
 
-SLOW = 64 * 1024  # the size of what is short, and may take its time nevertheless
+SLOW = 64 * 1024  # the size of short work that may be slow nevertheless
 LANES = (Lane(SLOW, 2), Lane(LARGE, 1), Lane(math.inf, 1))
 
 
 class WorkLanes:
     def __init__(self, name: str, shortest: int, lanes: tuple[Lane, ...] = LANES) -> None:
-        """Work whose size is below `shortest` is done on the spot: it takes no longer than to wake a thread."""
+        """Work whose size is below `shortest` runs directly: it takes no longer than waking a thread."""
         self._shortest = shortest
         self._lanes = [(lane.below, ThreadPoolExecutor(lane.num_threads, f"{name}-{lane.below}")) for lane in lanes]
 
@@ -81,7 +81,7 @@ class WorkLanes:
 
 
 class _Job(Generic[T]):
-    """Holds on to what it works on no longer than it is wanted, however long it stays in a queue."""
+    """Releases its input when it is cancelled, however long it stays in a queue."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work

@@ -44,7 +44,7 @@ def test_generate_goes_on_with_an_answer_that_was_begun(client, source, capsys):
     assert main(["generate", "fake", "hi", "--prefill", "Well,", "--max-tokens", "1"]) == 0
     assert bytes(client.added[0].prompt_token_ids) == b"[user]hi\n[assistant]Well,"
     assert main(["generate", "fake", "hi", "--raw", "--prefill", "x"]) == 2
-    assert "--prefill: has no place in a raw prompt" in capsys.readouterr().err
+    assert "--prefill: can't be used with a raw prompt" in capsys.readouterr().err
     source.chat_template = None
     assert main(["generate", "fake", "hi", "--prefill", "x"]) == 2
     assert "--prefill: needs a chat template" in capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_complete_sends_an_answer_that_was_begun(capsys):
     assert body["messages"][-1] == {"role": "assistant", "content": "Well,"}
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
     assert main(["complete", "--url", "x", "hi", "--prefill", "Well,"]) == 2
-    assert "--prefill: has no place in a prompt of plain text; add --chat" in capsys.readouterr().err
+    assert "--prefill: can't be used with a plain prompt; add --chat" in capsys.readouterr().err
 
 
 def test_generate_takes_what_the_model_recommends_and_what_was_given(client, source):
@@ -270,7 +270,7 @@ def test_chat_goes_on_with_the_last_answer(client, monkeypatch, capsys):
         "[user]one\n[assistant]abc",
         "[user]one\n[assistant]abcabc\n[user]two\n[assistant]",
     ]
-    assert capsys.readouterr().out.startswith("there is no answer to go on with\nabc\nabc\n")
+    assert capsys.readouterr().out.startswith("there is no answer to continue\nabc\nabc\n")
 
 
 def test_chat_ctrl_c_stops_the_answer_and_not_the_program(client, monkeypatch, capsys):
@@ -304,7 +304,7 @@ def test_chat_does_not_keep_an_answer_that_was_stopped_before_its_first_token(cl
     assert chat(monkeypatch, ["one", "two", "/stats"]) == 0
     assert bytes(client.added[1].prompt_token_ids).decode() == "[user]two\n[assistant]"
     captured = capsys.readouterr()
-    assert "stopped before the first token; the message is taken back" in captured.err
+    assert "stopped before the first token; the message is removed" in captured.err
     assert "messages       2" in captured.out
 
 
@@ -430,7 +430,7 @@ def test_no_swap_memory_can_be_asked_for(client, capsys):
 @pytest.mark.parametrize(
     ("count", "said"),
     [
-        (0, "ending: nothing is under way\n"),
+        (0, "ending: no requests are running\n"),
         (1, "ending: waiting up to 30 s for 1 request running; a second Ctrl-C ends it at once\n"),
         (3, "ending: waiting up to 30 s for 3 requests running; a second Ctrl-C ends it at once\n"),
     ],

@@ -44,7 +44,7 @@ def test_layers_as_people_write_them(text, layers):
         (["--original-request-id", "cmpl-x"], "--original-request-id and --choice: belong to a server"),
         (["--url", "localhost:9", "x", "--choice", "1"], "--choice: has no meaning without --original-request-id"),
         (["--url", "localhost:9", "x", "--original-request-id", "y"], "PROMPT: and --original-request-id exclude"),
-        (["--url", "localhost:9", "x", "--num-blocks", "4"], "--num-blocks: is the server's to settle"),
+        (["--url", "localhost:9", "x", "--num-blocks", "4"], "--num-blocks: is a setting of the server"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(monkeypatch, capsys, words, message):

@@ -1,8 +1,8 @@
 """What all models of the protocol share: types of fields, parts of answers, and the fields of other servers that
 constrain an answer.
 
-The latter are refused by name, on a lenient server too: an answer that was not constrained as it was asked to be would
-look as if it had been.
+The latter are refused by name, on a lenient server too: an unconstrained answer could be mistaken for a
+constrained one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 
 class RequestModel(BaseModel):
-    """Strict: text is no number, and true is none either; infinity does not pass."""
+    """Strict: neither text nor true is a number, and infinity is refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    # Fields of OpenAI's protocol, and of others', that this server does not have, each with what to do about it.
+    # Fields of OpenAI's protocol, and of others, that this server does not support, each with a hint.
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
-    # Values of such fields that ask for nothing, beside null, false and "".
+    # Values of such fields that have no effect, beside null, false and "".
     HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    # Fields that are models themselves, and know their fields as strictly.
+    # Fields that are models themselves, with equally strict fields.
     INNER: ClassVar[Mapping[str, type[RequestModel]]] = {}
 
     @classmethod
@@ -49,16 +49,16 @@ class AnswerModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-Int = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]  # what the engine's messages can carry
+Int = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]  # the range of the engine's messages
 Size = Annotated[int, Field(ge=0, le=2**31 - 1)]
-# A list of a request: the first entry that is wrong ends its check. Else a short body could ask for a report on each of
+# A list of a request: its check ends at the first wrong entry. Else a short body could cause a report on each of
 # a million entries, of which one is shown.
 Entries = Annotated[list[T], Field(fail_fast=True)]
 MAX_METADATA = 256
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """For objects, whose entries are all checked whatever is wrong with them: no more of them than this."""
+    """A limit on the entries of objects, which are all checked even if one is wrong."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
@@ -106,7 +106,7 @@ def _suffix(value: Any) -> str | list[int]:
 
 def _request_id(value: str) -> str:
     if re.fullmatch(REQUEST_ID, value) is None:
-        raise ValueError("is no id; 1 to 128 characters: letters, digits, and . _ : -")
+        raise ValueError("is not a valid id; 1 to 128 characters: letters, digits, and . _ : -")
     return value
 
 
@@ -188,15 +188,15 @@ class Usage(AnswerModel):
 
 
 class ContinuationAnswer(AnswerModel):
-    """How a continuation began."""
+    """How a continuation started."""
 
     parent: str
     inherited_tokens: int = Field(description="Tokens of its prompt that were not computed again")
-    computed_tokens: int = Field(description="Tokens of its prompt that were")
+    computed_tokens: int = Field(description="Tokens of its prompt that were computed")
     source: Literal["lease", "prefix_cache", "recomputed"] = Field(
-        description="What it began with: memory kept for it (or of a parent that runs), cached blocks, or nothing"
+        description="What was reused: memory kept for it (or of a running parent), cached blocks, or nothing"
     )
-    fallback: bool = Field(description="The parent is forgotten: the request's own prompt was used in its place")
+    fallback: bool = Field(description="The parent is unknown: the request's own prompt was used instead")
 
 
 class PromptLogprob(AnswerModel):
@@ -209,21 +209,23 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]  # a token each; by token
 
 
 class FoundChoice(AnswerModel):
-    """What a choice has in addition if a beam search found it."""
+    """Additional fields of a choice that a beam search found."""
 
     score: float | None = Field(None, description="The sum of log-probabilities after the length penalty")
-    cumulative_logprob: float | None = Field(None, description="The sum itself")
+    cumulative_logprob: float | None = Field(None, description="The sum of log-probabilities")
 
 
 class FoundChunkChoice(FoundChoice):
     """The same in a stream, where the figures are those of the best text so far until the choice has ended."""
 
-    best_so_far: str | None = Field(None, description="While it searches: the best text, all of it. Not to be added up")
+    best_so_far: str | None = Field(
+        None, description="During the search: the whole best text so far. Not to be concatenated"
+    )
 
 
 # ---- fields of other servers ----
 
-STRUCTURED = "structured output does not exist yet; leave it out"
+STRUCTURED = "structured output is not supported yet; leave it out"
 LENGTH = "use max_tokens"
 LOGITS = "use logit_bias, allowed_token_ids or bad_words"
 
@@ -244,14 +246,14 @@ CONSTRAINTS: Mapping[str, str] = {
     "max_output_tokens": LENGTH,
     "n_predict": LENGTH,
     "num_predict": LENGTH,
-    "truncate_prompt_tokens": "a prompt is never cut: shorten it",
+    "truncate_prompt_tokens": "prompts are never truncated: shorten it",
     "prompt_embeds": "send text or token ids",
-    "documents": "use chat_template_kwargs, if the model's chat template knows such a thing",
+    "documents": "use chat_template_kwargs, if the model's chat template supports it",
 }
 
 
 def find_hint(table: Mapping[str, str], name: str) -> str | None:
-    """What a table says about a field; None: it is not in there."""
+    """A table's hint about a field; None: it is not in the table."""
     if name in table:
         return table[name]
     return next((hint for key, hint in table.items() if key[-1] == "*" and name.startswith(key[:-1])), None)

@@ -21,7 +21,7 @@ from ratoon.api.server.protocol.base import (
 from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields
 
-LATER = "does not exist here; leave it out"
+LATER = "is not supported; leave it out"
 
 
 def _content(value: Any) -> str | list[dict[str, Any]] | None:
@@ -38,7 +38,7 @@ def _tool_choice(value: Any) -> str | dict[str, Any] | None:
     return value
 
 
-# Unions that check themselves: an error names the field, and not pydantic's way through the union.
+# Unions with their own check: an error names the field, not pydantic's path through the union.
 Content = Annotated[
     str | list[dict[str, Any]] | None,
     PlainValidator(_content),
@@ -65,7 +65,7 @@ ToolChoice = Annotated[
 
 
 class Message(BaseModel):
-    """Whatever else a message has goes to the chat template, which may know it."""
+    """Further fields of a message are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -94,12 +94,12 @@ class ChatCompletionRequest(SamplingFields):
         "web_search_options": f"searching {LATER}",
         "functions": "use tools",
         "function_call": "use tool_choice",
-        "reasoning_effort": "use chat_template_kwargs, if the model's chat template knows such a thing",
+        "reasoning_effort": "use chat_template_kwargs, if the model's chat template supports it",
         "verbosity": f"this {LATER}",
         "prompt": "a conversation is in messages; /v1/completions takes prompts",
         "best_of": "use n, or beam_width",
         "echo": "/v1/completions can do it",
-        "continuation_suffix": "the new messages are what follows; /v1/completions takes a suffix",
+        "continuation_suffix": "the new messages are the suffix; /v1/completions takes a suffix",
         "continuation_at": "/v1/completions can do it",
     }
     HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -109,28 +109,28 @@ class ChatCompletionRequest(SamplingFields):
         "continuation_suffix": ([],),
     }
 
-    messages: Entries[Message] = Field(min_length=1, description="With continuation_of: the new ones alone")
+    messages: Entries[Message] = Field(min_length=1, description="With continuation_of: only the new ones")
     fallback_messages: Entries[Message] | None = Field(
         None,
         min_length=1,
-        description="With continuation_of: the whole conversation, used where the earlier answer is forgotten",
+        description="With continuation_of: the whole conversation, used if the earlier answer is unknown",
     )
-    max_completion_tokens: Size | None = Field(None, description="The same as max_tokens, and goes before it")
+    max_completion_tokens: Size | None = Field(None, description="The same as max_tokens; takes precedence over it")
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens")
     top_logprobs: Size | None = Field(None, description="Alternatives for each token; needs logprobs")
     response_format: ResponseFormat | None = None
     tools: Entries[Tool] | None = Field(
-        None, description="For the chat template; one that knows none has them in its system message"
+        None, description="For the chat template; without support for tools they are added to the system message"
     )
     tool_choice: ToolChoice = Field(None, description="none or auto")
     modalities: Entries[str] | None = Field(None, description='["text"]')
 
     # Extensions: the chat template
     add_generation_prompt: bool | None = Field(
-        None, description="End the prompt where the answer begins; true unless continue_final_message is"
+        None, description="End the prompt where the answer begins; default: true, unless continue_final_message is true"
     )
     continue_final_message: bool | None = Field(
-        None, description="Go on with the last message, the assistant's: the prompt ends right behind its content"
+        None, description="Continue the last message, the assistant's: the prompt ends right after its content"
     )
     chat_template: str | None = Field(None, description="Another template; needs --allow-request-template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
@@ -139,7 +139,7 @@ class ChatCompletionRequest(SamplingFields):
     parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect")
 
     def body_name(self, field: str) -> str:
-        """What this request calls a field that it has by another name."""
+        """This request's name for a field that has another name here."""
         if field == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         is_number = field == "logprobs" and self.top_logprobs and not self.use_beam_search
@@ -147,7 +147,7 @@ class ChatCompletionRequest(SamplingFields):
 
 
 class TopLogprob(AnswerModel):
-    token: str = Field(description="The token's text; one that is no whole character as bytes:\\x…")
+    token: str = Field(description="The token's text; part of a character is written as bytes:\\x…")
     logprob: float
     bytes: list[int] | None
 
@@ -211,4 +211,4 @@ class ChatCompletionChunk(AnswerModel):
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
-    continuation: ContinuationAnswer | None = Field(None, description="In the first chunk alone")
+    continuation: ContinuationAnswer | None = Field(None, description="In the first chunk only")

@@ -1,4 +1,4 @@
-"""/v1/completions: a prompt goes on."""
+"""/v1/completions: complete a prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class CompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **CONSTRAINTS,
-        "suffix": "filling in the middle does not exist here; write the model's own markers into the prompt",
+        "suffix": "is not supported; write the model's own fill-in-the-middle markers into the prompt",
         "response_format": STRUCTURED,
     }
     HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"response_format": ({"type": "text"},)}
@@ -37,30 +37,32 @@ class CompletionRequest(SamplingFields):
     prompt: Prompts | None = Field(
         None,
         description="Text, token ids, or a list of either; needed unless there is encoder_prompt or continuation_of, "
-        "beside which it is the whole prompt, used only where the earlier answer is forgotten",
+        "beside which it is the whole prompt, used only if the earlier answer is unknown",
     )
     encoder_prompt: Prompt | None = Field(
-        None, description="Of an encoder-decoder model: text or token ids, in the place of prompt"
+        None, description="Of an encoder-decoder model: text or token ids, instead of prompt"
     )
     decoder_prompt: Prompt | None = Field(
         None, description="Of an encoder-decoder model: text or token ids that its decoder begins with"
     )
-    continuation_suffix: Suffix | None = Field(None, description="Text or token ids behind what is continued")
+    continuation_suffix: Suffix | None = Field(
+        None, description="Text or token ids after the tokens of the earlier answer"
+    )
     continuation_at: Int | None = Field(
-        None, description="Go on behind so many of its tokens, prompt and answer together; all where it is left out"
+        None, description="Continue after this many of its tokens, prompt and answer together; default: all"
     )
     logprobs: Int | None = Field(None, description="Alternatives for each token of the answer")
     echo: bool | None = Field(None, description="Begin the answer with the prompt, the decoder's where there are two")
-    best_of: Int | None = Field(None, description="Accepted where it equals n; of a beam search, the width")
+    best_of: Int | None = Field(None, description="Accepted if it equals n; for a beam search, the width")
 
 
 class CompletionLogprobs(AnswerModel):
     """Four lists with an entry for each token."""
 
-    tokens: list[str] = Field(description="The tokens' texts; one that is no whole character as bytes:\\x…")
+    tokens: list[str] = Field(description="The tokens' texts; part of a character is written as bytes:\\x…")
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int] = Field(description="Where in the choice's text the token begins, in characters")
+    text_offset: list[int] = Field(description="Offset of the token in the choice's text, in characters")
 
 
 class CompletionChoice(FoundChunkChoice):
@@ -75,7 +77,7 @@ class CompletionChoice(FoundChunkChoice):
         None, description="Of an encoder-decoder model; prompt_token_ids are then its decoder's"
     )
     token_ids: list[int] | None = None
-    hidden_states: ChoiceHiddenStates | None = Field(None, description="Of a stream, in the choice's last chunk")
+    hidden_states: ChoiceHiddenStates | None = Field(None, description="In a stream, in the choice's last chunk")
 
 
 class Completion(AnswerModel):
@@ -85,4 +87,4 @@ class Completion(AnswerModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
-    continuation: ContinuationAnswer | None = Field(None, description="Of a stream, in the first chunk alone")
+    continuation: ContinuationAnswer | None = Field(None, description="In a stream, in the first chunk only")

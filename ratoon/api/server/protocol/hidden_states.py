@@ -1,4 +1,4 @@
-"""/v1/hidden_states, and `return_hidden_states` of completions and chat: which states to read, and how they come."""
+"""/v1/hidden_states, and `return_hidden_states` of completions and chat: which states to read, and their form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _layers(value: Any) -> Any:
 
 
 def _are_numbers_or(is_other: Callable[[Any], bool], values: list[Any]) -> bool:
-    """Numbers, of which there may be very many, are judged all at once."""
+    """Checked all at once, because there may be very many numbers."""
     numbers = [value for value in values if type(value) is int]
     if numbers and not (_is_number(min(numbers)) and _is_number(max(numbers))):
         return False
@@ -52,7 +52,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _true_or_fields(value: Any) -> Any:
-    """true asks for what is asked for where nothing else is said; false for nothing."""
+    """true means the defaults, false means none."""
     return ({} if value else None) if isinstance(value, bool) else value
 
 
@@ -90,22 +90,22 @@ class HiddenStatesFields(RequestModel):
     positions: Positions | None = Field(
         None,
         description='A number, a list of numbers and of pairs [start, stop) (null: to the end), or "all"; '
-        "negative ones count from the end; the last where it is left out",
+        "negative ones count from the end; default: the last",
     )
-    scope: Literal["all", "prompt", "output"] | None = Field(None, description="What positions count in")
+    scope: Literal["all", "prompt", "output"] | None = Field(None, description="What positions refer to")
     layers: Layers | None = Field(
         None,
-        description='As in transformers: 0: the embeddings; N: behind N layers; the last, -1 or "norm": behind the '
-        'final norm, and the default; a list of these; "all". "pre_norm": the last before that norm',
+        description='As in transformers: 0: the embeddings; N: after N layers; the last, -1 or "norm" (default): after '
+        'the final norm; a list of these; "all". "pre_norm": the output of the last layer, before that norm',
     )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="float32 where it is left out")
-    deadline: float | None = Field(None, description="Give up after so many seconds")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="Default: float32")
+    deadline: float | None = Field(None, description="Fail after this many seconds")
     side: Literal["decoder", "encoder"] | None = Field(
-        None, description="encoder: positions of its input, and its layers; decoder where it is left out"
+        None, description="encoder: positions of its input, and its layers; default: decoder"
     )
 
     def hidden_states_params(self) -> HiddenStatesParams:
-        """What is named several times comes once: a short body must not ask for many copies of the same numbers."""
+        """Repeated entries are returned once: a short body must not request many copies of the same numbers."""
         given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
         return HiddenStatesParams(**given, each_once=True)
 
@@ -117,18 +117,19 @@ ReturnHiddenStates = Annotated[
 
 
 class HiddenStatesRequest(HiddenStatesFields):
-    """Of a prompt, or of a request that has ended."""
+    """For a prompt, or for a finished request."""
 
     model: str = Field(min_length=1, description="The served model's name")
     prompt: Prompt | None = Field(None, description="Text or token ids; needed unless there is original_request_id")
     decoder_prompt: Prompt | None = Field(
-        None, description="Of an encoder-decoder model, whose encoder reads prompt: what its decoder begins with"
+        None,
+        description="Of an encoder-decoder model, whose encoder reads prompt: the beginning of its decoder's input",
     )
-    original_request_id: RequestId | None = Field(None, description="The id of an answer: read out its states")
-    choice: Size | None = Field(None, description="Which of its choices; the first where it is left out")
-    add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
+    original_request_id: RequestId | None = Field(None, description="The id of an answer, whose states are read")
+    choice: Size | None = Field(None, description="Which of its choices; default: the first")
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
-    request_id: RequestId | None = Field(None, description="What the answer's id is made of")
+    request_id: RequestId | None = Field(None, description="Becomes part of the answer's id")
     user: str | None = Field(None, description="Accepted, without effect")
 
 
@@ -140,12 +141,12 @@ class HiddenStatesContent(AnswerModel):
         description="In the whole sequence, prompt and output; each once, in the order in which they were first named"
     )
     token_ids: list[int] = Field(description="At these positions; none where the encoder read audio")
-    computed_tokens: int = Field(description="Tokens that were run for it")
-    cached_tokens: int = Field(description="Tokens whose keys and values were there")
+    computed_tokens: int = Field(description="Tokens that were computed")
+    cached_tokens: int = Field(description="Tokens whose keys and values were in memory")
     source: Literal["lease", "prefix_cache", "recomputed"] | None = Field(
-        description="What it began with, where it reads an answer; as in a continuation"
+        description="For an answer: what was reused, as in a continuation"
     )
-    data: str = Field(description="base64: the numbers row by row, of each the lowest byte first")
+    data: str = Field(description="base64: the numbers row by row, little-endian")
 
 
 class HiddenStatesAnswer(HiddenStatesContent):
@@ -155,7 +156,7 @@ class HiddenStatesAnswer(HiddenStatesContent):
 
 
 class HiddenStatesFailure(AnswerModel):
-    """In the place of states that could not be read out. The text beside it is whole."""
+    """In place of states that could not be read. The text beside it is complete."""
 
     error: ErrorDetail
 

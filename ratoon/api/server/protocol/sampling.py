@@ -1,5 +1,5 @@
-"""The fields that say how to sample or search and how to run, shared by completions and chat. What OpenAI's protocol
-lacks stands beside what it has: extensions are ordinary fields."""
+"""The fields for sampling, search and scheduling, shared by completions and chat. Extensions of OpenAI's protocol
+are ordinary fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.engine.default_params import with_given
 
-# Rules over logits: the same for sampling and for a search.
+# Rules over logits, the same for sampling and for a search.
 RULES = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "forced_eos_token_id", "bad_words_ids",
@@ -53,22 +53,22 @@ EarlyStopping = Annotated[
 
 
 class BeamFields(RequestModel):
-    use_beam_search: bool | None = Field(None, description="Search for the most probable texts, and sample nothing")
-    beam_width: Int | None = Field(
-        None, description="Texts that are followed at once; if left out, best_of, the model's own, or n"
-    )
+    use_beam_search: bool | None = Field(None, description="Search for the most probable texts instead of sampling")
+    beam_width: Int | None = Field(None, description="Number of beams; default: best_of, the model's own, or n")
     length_penalty: float | None = Field(None, description="Above 0 favours long texts, below 0 short ones")
-    early_stopping: EarlyStopping = Field(None, description="When to stop; true: with the first beam_width texts")
+    early_stopping: EarlyStopping = Field(
+        None, description="When to stop; true: with the first beam_width finished texts"
+    )
 
     def refuse_companions(self) -> None:
-        """Where nothing is searched for."""
+        """If there is no search."""
         name = find_companion(self._value)
         if name is not None:
             raise RequestError(name, "has no meaning without use_beam_search", "set that to true, or leave it out")
 
     def leaves_search_open(self) -> bool:
-        """Does it neither ask for a search, nor say that or how to sample, nor for what a search can't do? Then a model
-        that searches by default does so. A temperature of 0 is a way to sample, too."""
+        """Whether the request sets neither a search nor sampling fields nor fields that contradict a search. A model
+        that searches by default then does so. A temperature of 0 counts as a sampling field."""
         if self.use_beam_search is not None or self._value("temperature") is not None:
             return False
         return find_contradiction(self._value) is None and self._value("max_tokens") != 0
@@ -94,7 +94,7 @@ class BeamFields(RequestModel):
         except RequestError as error:
             if error.field != "beam_width" or self.beam_width is not None:
                 raise
-            field = "n" if self._value("best_of") is None else "best_of"  # the width comes from there
+            field = "n" if self._value("best_of") is None else "best_of"  # which sets the width
             raise type(error)(field, error.problem, error.expected) from None
         return params
 
@@ -115,7 +115,7 @@ class BeamFields(RequestModel):
         return getattr(self, name, None)
 
 
-# Same name and same meaning in SamplingParams. Left out (or null), the model's own default counts.
+# Same name and same meaning in SamplingParams. If left out (or null), the model's default applies.
 SAMPLING_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", *RULES,
@@ -139,7 +139,7 @@ class SamplingFields(BeamFields):
     }
 
     model: str = Field(min_length=1, description="The served model's name")
-    temperature: float | None = Field(None, description="0 takes the likeliest token")
+    temperature: float | None = Field(None, description="0: the likeliest token")
     top_p: float | None = Field(None, description="Sample from the likeliest tokens that sum up to this")
     n: Int | None = Field(None, description="Choices for each prompt")
     max_tokens: Size | None = Field(None, description="Longest answer, in tokens")
@@ -147,25 +147,27 @@ class SamplingFields(BeamFields):
     seed: Int | None = Field(None, description="The same seed gives the same answer")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: LogitBias | None = Field(None, description="Token ids (as text) to what is added to their logits")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is made")
+    logit_bias: LogitBias | None = Field(
+        None, description="Token ids (as text) to numbers that are added to their logits"
+    )
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated")
     stream_options: StreamOptions | None = None
 
     # Extensions: sampling
-    top_k: Int | None = Field(None, description="Sample from so many of the likeliest tokens; 0 or -1: all")
+    top_k: Int | None = Field(None, description="Sample from this many of the likeliest tokens; 0 or -1: all")
     min_p: float | None = Field(None, description="Drop tokens below this times the likeliest one")
     repetition_penalty: float | None = None
-    min_tokens: Size | None = Field(None, description="No end before so many tokens")
+    min_tokens: Size | None = Field(None, description="Minimum number of tokens")
     stop_token_ids: Entries[Int] | None = None
-    ignore_eos: bool | None = Field(None, description="Go on behind the model's end token")
+    ignore_eos: bool | None = Field(None, description="Continue after the model's end token")
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: Entries[Int] | None = Field(None, description="Sample from these tokens alone")
+    allowed_token_ids: Entries[Int] | None = Field(None, description="Sample from these tokens only")
     bad_words: Entries[str] | None = Field(None, description="Texts that never appear in the answer")
-    no_repeat_ngram_size: Size | None = Field(None, description="No run of so many tokens comes twice; 0: none is")
+    no_repeat_ngram_size: Size | None = Field(None, description="No n-gram of this size occurs twice; 0: off")
     encoder_no_repeat_ngram_size: Size | None = Field(
-        None, description="No run of so many tokens of the encoder's input (else of the prompt) comes; 0: any may"
+        None, description="No n-gram of this size of the encoder's input (else of the prompt) occurs; 0: off"
     )
     forced_eos_token_id: TokenIds | None = Field(
         None, description="The last token of an answer that max_tokens ends: a token id, or several; []: any"
@@ -180,24 +182,24 @@ class SamplingFields(BeamFields):
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
     request_id: RequestId | None = Field(
         None,
-        description="What the answer's id is made of; later requests may call the answer by it",
+        description="Becomes part of the answer's id; later requests may refer to the answer by it",
     )
-    add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens")
     data_parallel_rank: Size | None = Field(None, description="Which of several engines answers")
-    return_token_ids: bool | None = Field(None, description="Put the token ids of prompt and answer into the answer")
+    return_token_ids: bool | None = Field(None, description="Return the token ids of prompt and answer")
     return_hidden_states: ReturnHiddenStates = Field(
-        None, description="Read out states once the answer has ended: true (its last token's), or which ones"
+        None, description="Return hidden states with the answer: true (its last token's), or which ones"
     )
 
-    # Extensions: going on from what has ended
-    retain_kv: float | None = Field(None, description="Keep the answer's memory for continuations, so many seconds")
+    # Extensions: continuations
+    retain_kv: float | None = Field(None, description="Keep the answer's memory for continuations, in seconds")
     continuation_of: str | None = Field(
-        None, description="The id of an answer, or the request_id or X-Request-Id of its request: go on from it"
+        None, description="The id of an answer, or the request_id or X-Request-Id of its request: continue it"
     )
-    continuation_choice: Size | None = Field(None, description="Which of its choices; the first where it is left out")
+    continuation_choice: Size | None = Field(None, description="Which of its choices; default: the first")
     continuation_wait: bool | None = Field(
         None,
-        description="false: go on from an answer that is still being made as it is now, and don't wait for its end",
+        description="false: continue an answer that is still being generated from its newest token, without waiting",
     )
 
     # Accepted, without effect
@@ -219,7 +221,7 @@ class SamplingFields(BeamFields):
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> GenerationParams:
-        """What was asked for, over the model's defaults. RequestError for values that have no meaning."""
+        """The request's fields over the model's defaults. RequestError for invalid values."""
         states = None if self.return_hidden_states is None else self.return_hidden_states.hidden_states_params()
         if self.use_beam_search or (search is not None and self.leaves_search_open()):
             return self.beam_search_params(search, lengths, bool(self.stream), states)
@@ -234,9 +236,9 @@ class SamplingFields(BeamFields):
         return params
 
     def check_companions(self) -> None:
-        """Refuse what has no meaning here, or none without another field."""
+        """Refuse fields that are not supported, or that need another field."""
         if self.store:
-            raise refused("store", "nothing is stored here", "false, or leave it out", code="unsupported_parameter")
+            raise refused("store", "storing is not supported", "false, or leave it out", code="unsupported_parameter")
         options = self.stream_options
         if (
             not self.stream

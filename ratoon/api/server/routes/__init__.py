@@ -1,1 +1,1 @@
-"""The routes, a file for each group. A route reads its body, asks the engine and shapes the answer; no more."""
+"""The routes, a file for each group. A route only reads its body, calls the engine and builds the answer."""

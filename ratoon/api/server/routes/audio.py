@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations: a recording as text. Requests are forms."""
+"""POST /v1/audio/transcriptions and /v1/audio/translations: speech to text. Requests are forms."""
 
 from __future__ import annotations
 
@@ -38,31 +38,29 @@ class TranslationRequest(RequestModel):
 
     file: Recording = Field(description="The recording, in any common container and codec")
     model: str = Field(min_length=1, description="The served model's name")
-    prompt: str | None = Field(None, description="Text before the recording: names to spell right, a style")
+    prompt: str | None = Field(None, description="Context before the recording: spelling of names, a style")
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
-    temperature: float | None = Field(
-        None, ge=0, le=1, description="0, or left out: none, and as much as it takes where a text is no good"
-    )
+    temperature: float | None = Field(None, ge=0, le=1, description="Default: 0, raised where a text is rejected")
 
     # Extensions
-    language: str | None = Field(None, description="What is spoken: a code or a name; found out where it is left out")
+    language: str | None = Field(None, description="The spoken language: a code or a name; default: detected")
     stream: bool | None = Field(None, description="Send segments as they are found")
-    beam_size: Int | None = Field(None, description="Search with so many beams; greedy where it is left out")
+    beam_size: Int | None = Field(None, description="Number of beams; default: greedy")
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
-    cache_salt: str | None = Field(None, description="Requests with different salts share nothing that is cached")
+    cache_salt: str | None = Field(None, description="Requests with different salts share no cached data")
     request_id: RequestId | None = Field(None)
 
 
 class TranscriptionRequest(TranslationRequest):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        "include": "log-probabilities of a transcription do not exist here; verbose_json has their mean",
+        "include": "log-probabilities of a transcription are not supported; verbose_json has their mean",
         "chunking_strategy": "windows follow the segments that the model finds; leave it out",
         "known_speaker_names": "who speaks is not found out here; leave it out",
         "known_speaker_references": "who speaks is not found out here; leave it out",
     }
 
     timestamp_granularities: Granularities | None = Field(
-        None, description="segment: in verbose_json, always; word: not here"
+        None, description="segment: always in verbose_json; word: not supported"
     )
 
 
@@ -73,7 +71,7 @@ class AudioUsage(AnswerModel):
 
 class SegmentAnswer(AnswerModel):
     id: int
-    seek: int = Field(description="Where the window begins that it was found in, in hundredths of a second")
+    seek: int = Field(description="Start of the segment's window, in hundredths of a second")
     start: float
     end: float
     text: str
@@ -116,20 +114,20 @@ ANSWERS = answers(
 
 @router.post(
     "/v1/audio/transcriptions",
-    summary="Write down what a recording says",
+    summary="Transcribe a recording",
     responses=ANSWERS,
     openapi_extra=form(TranscriptionRequest, EXAMPLE),
 )
 async def create_transcription(request: Request) -> Response:
     asked = await read_form(request, TranscriptionRequest)
     if "word" in (asked.timestamp_granularities or ()):
-        raise refused("timestamp_granularities", "the times of single words are not found out here", "only segment")
+        raise refused("timestamp_granularities", "word timestamps are not supported", "only segment")
     return await _answer(request, asked, "transcribe")
 
 
 @router.post(
     "/v1/audio/translations",
-    summary="Write down in English what a recording says",
+    summary="Translate a recording to English text",
     responses=ANSWERS,
     openapi_extra=form(TranslationRequest, EXAMPLE),
 )
@@ -148,7 +146,7 @@ async def _answer(request: Request, asked: TranslationRequest, task: Task) -> Re
         if asked.response_format in (*SUBTITLES, "verbose_json"):
             raise refused("response_format", f"{asked.response_format} is not streamed", "json or text")
         events = _events(context, transcriber, asked.file, options, tenant)
-        first = await anext(events, b"")  # what is refused until then is refused with a status
+        first = await anext(events, b"")  # errors until then get an HTTP status
         return EventStream(first, events, exchange_of(request.scope).headers())
     with context.admit(1, tenant):
         transcription = await transcriber.transcribe(asked.file, options)
@@ -169,7 +167,7 @@ def _options(asked: TranslationRequest, task: Task) -> TranscriptionOptions:
 
 def _transcriber(context: ServerContext, asked: TranslationRequest, exchange: Exchange) -> Transcriber:
     from ratoon.transcription.audio import AudioLimits
-    from ratoon.transcription.transcriber import async_transcriber  # with numpy, which others do without
+    from ratoon.transcription.transcriber import async_transcriber  # with numpy, which other routes do not import
 
     settings = context.settings
     return async_transcriber(
@@ -197,7 +195,7 @@ async def _events(
     options: TranscriptionOptions,
     tenant: str | None,
 ) -> AsyncGenerator[bytes, None]:
-    """A delta for each segment. A window's are sent when its text is settled: what was sent is not taken back."""
+    """A delta for each segment. A window's are sent when its text is final."""
     transcription: Transcription | None = None
     with context.admit(1, tenant):
         async with aclosing(transcriber.follow(audio, options)) as news:

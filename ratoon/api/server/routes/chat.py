@@ -54,7 +54,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def make_batch(context: ServerContext, asked: ChatCompletionRequest, exchange: Exchange) -> Batch:
-    """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
+    """The engine's part of the request. ApiError or RequestError if it is invalid."""
     context.check_model(asked.model)
     context.llm.verify_generates()
     check_support(context, asked)
@@ -95,7 +95,7 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, excha
 async def encode_conversation(
     context: ServerContext, asked: ChatCompletionRequest, size: int, param: str, messages: list[Message]
 ) -> EncodedPrompt:
-    """`param` is where in the body the messages stand."""
+    """`param` is the field of the body with the messages."""
     return await encode_chat(
         context,
         messages,
@@ -111,7 +111,7 @@ async def encode_conversation(
 
 
 def check_support(context: ServerContext, asked: ChatCompletionRequest) -> None:
-    """Refuse what the protocol has and this server has not, each by its name."""
+    """Refuse fields of the protocol that this server does not support, each by its name."""
     asked.check_companions()
     if asked.response_format is not None and asked.response_format.type != "text":
         problem = f"{asked.response_format.type!r} is not supported yet"
@@ -120,12 +120,12 @@ def check_support(context: ServerContext, asked: ChatCompletionRequest) -> None:
         problem = "a call can't be forced yet"
         raise refused("tool_choice", problem, '"auto", "none", or leave it out', code="unsupported_parameter")
     if asked.modalities not in (None, ["text"]):
-        raise refused("modalities", "only text comes out", '["text"], or leave it out', code="unsupported_parameter")
+        raise refused("modalities", "only text is generated", '["text"], or leave it out', code="unsupported_parameter")
     if asked.top_logprobs and not asked.logprobs:
         raise refused("top_logprobs", "has no meaning without logprobs", "set logprobs to true, or leave it out")
     if asked.chat_template is not None and not context.settings.allow_request_template:
         expected = "leave it out; ratoon serve --allow-request-template allows it"
-        raise refused("chat_template", "requests may not bring one to this server", expected)
+        raise refused("chat_template", "this server does not accept templates of requests", expected)
 
 
 class ChatRenderer(Renderer):
@@ -152,7 +152,7 @@ class ChatRenderer(Renderer):
                 yield {"choices": [self._choice(choice, "delta", {"content": choice.text})]}
 
     def _role_chunks(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Before anything else, each choice says whose words these are. The first chunk tells about the prompt, too."""
+        """The first chunk of each choice has the role; the very first one also has the prompt's fields."""
         about_prompt = self._about_prompt(output)
         for place in range(self.num_choices):
             choice: dict[str, Any] = {"index": place, "delta": {"role": ROLE, "content": ""}}
@@ -163,7 +163,7 @@ class ChatRenderer(Renderer):
         return {"index": place, "delta": {"content": ""}, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def _choice(self, choice: CompletionOutput, name: str, words: dict[str, str]) -> dict[str, Any]:
-        """`words` are a message, or what is new of one; `name` says which."""
+        """`words` is a message or a delta; `name` says which."""
         body: dict[str, Any] = {
             "index": choice.index,
             name: words,

@@ -29,7 +29,7 @@ EXAMPLE = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8
 
 @router.post(
     "/v1/completions",
-    summary="Go on with a prompt, or with several",
+    summary="Complete a prompt, or several",
     responses=answers(Completion, *WITH_BODY, 404, 429, stream_of=Completion),
     openapi_extra=body(CompletionRequest, EXAMPLE),
 )
@@ -41,7 +41,7 @@ async def create_completion(request: Request) -> Response:
 
 
 async def make_batch(context: ServerContext, asked: CompletionRequest, exchange: Exchange) -> Batch:
-    """The engine's part of the request. ApiError or RequestError for whatever is wrong with it."""
+    """The engine's part of the request. ApiError or RequestError if it is invalid."""
     context.check_model(asked.model)
     context.llm.verify_generates()
     asked.check_companions()
@@ -49,16 +49,16 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
         raise refused("best_of", f"{asked.best_of} is not n ({asked.num_choices()})", "leave it out, and use n")
     max_tokens = asked.max_tokens
     if max_tokens == 0 and not asked.echo:
-        raise refused("max_tokens", "0 leaves nothing to answer", "at least 1, or 0 with echo to score the prompt")
+        raise refused("max_tokens", "0 generates nothing", "at least 1, or 0 with echo to score the prompt")
     if max_tokens == 0 and asked.use_beam_search:
-        raise refused("max_tokens", "0 leaves nothing to search for", "at least 1")
+        raise refused("max_tokens", "0 is not possible with a beam search", "at least 1")
     if max_tokens == 0 and asked.retain_kv is not None:
         raise refused("retain_kv", "a prompt that is only scored can't be continued", "max_tokens of at least 1")
     if max_tokens == 0 and asked.return_hidden_states is not None:
         problem = "a prompt that is only scored has no answer to read"
         raise refused("return_hidden_states", problem, "/v1/hidden_states reads prompts")
     if asked.prompt_logprobs is not None and asked.echo and asked.logprobs is not None:
-        raise refused("prompt_logprobs", "says what echo and logprobs say, in another form", "ask for one of the two")
+        raise refused("prompt_logprobs", "duplicates echo with logprobs", "use one of the two")
     params = asked.generation_params(
         context.llm.get_default_sampling_params(),
         context.llm.get_default_beam_search_params(),
@@ -101,25 +101,25 @@ async def encode_given(
 
 
 def has_text(asked: CompletionRequest) -> bool:
-    """Whether a prompt came along that says something; beside continuation_of an empty one is usual."""
+    """Whether there is a prompt that is not empty; beside continuation_of an empty one is usual."""
     return bool(asked.encoder_prompt) or any(asked.prompt or ())
 
 
 async def encode_fallback(context: ServerContext, asked: CompletionRequest) -> EncodedPrompt:
-    """The prompt of a continuation whose parent is forgotten."""
+    """The prompt of a continuation whose parent is unknown."""
     param, given = find_prompts(context, asked)
     if len(given) != 1:
-        raise refused(param, f"has {len(given)} prompts, and a continuation goes on from one", "one prompt")
+        raise refused(param, f"has {len(given)} prompts, and a continuation has one", "one prompt")
     (prompt,) = await encode_given(context, asked, param, given)
     return prompt
 
 
 def find_prompts(context: ServerContext, asked: CompletionRequest) -> tuple[str, list[str | list[int]]]:
-    """The field that they stand in, and the prompts."""
+    """The field of the body, and its prompts."""
     if asked.encoder_prompt is None:
         return "prompt", asked.prompt or []
     if asked.prompt is not None:
-        raise refused("encoder_prompt", "says what prompt says", "one of the two")
+        raise refused("encoder_prompt", "can't be used together with prompt", "one of the two")
     if context.llm.source.config.encoder is None:
         raise refused("encoder_prompt", "the model has no encoder", "prompt")
     return "encoder_prompt", [asked.encoder_prompt]

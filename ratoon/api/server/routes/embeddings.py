@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: a text as a vector."""
+"""POST /v1/embeddings: vectors of texts."""
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ from ratoon.core.params import PoolingParams
 class EmbeddingRequest(RequestModel):
     model: str = Field(min_length=1, description="The served model's name")
     input: Prompts = Field(description="Text, token ids, or a list of either")
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64: 32-bit floats, the lowest byte first"
-    )
-    dimensions: Int | None = Field(None, description="Keep so many of the first numbers")
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: 32-bit floats, little-endian")
+    dimensions: Int | None = Field(None, description="Keep this many of the first numbers")
 
     # Extensions
     pooling: Literal["last", "mean", "first"] | None = Field(
         None,
-        description="The last token's state, the mean of all, or the first's; left out: what the model was made for",
+        description="The last token's state, the mean of all, or the first's; default: the model's own",
     )
-    normalize: bool | None = Field(None, description="To length 1; true where it is left out")
-    add_special_tokens: bool | None = Field(None, description="Add what the model expects around a text")
+    normalize: bool | None = Field(None, description="To length 1; default: true")
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens")
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
     request_id: RequestId | None = Field(None)
@@ -121,7 +119,7 @@ async def embed(
     exchange: Exchange,
     param: str = "input",
 ) -> EmbeddingOutput:
-    """`param` is where in the body the prompt stands; an error about it says so."""
+    """`param` is the field of the body with the prompt, for errors."""
     try:
         return await context.llm.embed(
             prompt.as_prompt(),

@@ -1,7 +1,7 @@
-"""GET / and /docs: what this server is, and its API to read and to try. For people; they need nothing from elsewhere.
+"""GET / and /docs: pages for browsers: the server, and its API with examples. They load nothing from other servers.
 
-Both are open where keys are asked for, so they say nothing about the model there. /docs is one file for all;
-what it shows it asks of /openapi.json, with the key that is typed into it.
+Both need no key, so on a server with keys they do not name the model. /docs is a static file;
+it reads /openapi.json, with the key that is typed into it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FILES = Path(__file__).parent.parent / "pages"
 HTML = "text/html"
 TEXT = "text/plain"
 LINKS = {
-    "/docs": "the API, to read and to try",
+    "/docs": "the API, with examples to send",
     "/v1/models": "the models that it serves",
     "/health": "whether requests are answered",
-    "/metrics": "figures for Prometheus",
+    "/metrics": "metrics for Prometheus",
     "/openapi.json": "the API for programs",
 }
 
@@ -78,7 +78,7 @@ def describe(context: ServerContext) -> dict[str, Any]:
 
 def served(context: ServerContext) -> str:
     if context.settings.api_keys:
-        return "It asks for an API key, as the header “Authorization: Bearer KEY”."
+        return "It requires an API key, as the header “Authorization: Bearer KEY”."
     return f"It serves {', '.join(context.served_names)}."
 
 
@@ -107,7 +107,7 @@ def example(context: ServerContext, base: str) -> str:
 
 
 def page_response(request: Request, page: str, script: str | None = None) -> Response:
-    """Nothing from elsewhere is loaded or run, whatever a name in the page may hold."""
+    """Nothing from other servers is loaded or run, whatever text a name in the page contains."""
     allowed = [f"style-src '{_hash(read('style.css'))}'", "img-src data:", "connect-src 'self'", "base-uri 'none'"]
     if script is not None:
         allowed.append(f"script-src '{_hash(script)}'")

@@ -1,4 +1,4 @@
-"""GET /v1/requests, DELETE /v1/requests/{id}: what the asking key can continue, and how it is forgotten."""
+"""GET /v1/requests, DELETE /v1/requests/{id}: list and delete the finished requests of a key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EndedChoice(AnswerModel):
 
 
 class EndedRequest(AnswerModel):
-    id: str = Field(description="What continuation_of takes")
+    id: str = Field(description="The value for continuation_of")
     object: Literal["request"]
     ended_at: int = Field(description="Seconds since 1970")
     prompt_tokens: int
@@ -49,7 +49,7 @@ router = APIRouter(tags=["Continuations"])
 
 @router.get(
     "/v1/requests",
-    summary="List ended requests that can be continued",
+    summary="List finished requests that can be continued",
     responses=answers(EndedRequests, 400),
 )
 async def list_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
@@ -60,7 +60,7 @@ async def list_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1
 
 @router.delete(
     "/v1/requests/{request_id}",
-    summary="Forget one, and give back the memory that was kept for its continuations",
+    summary="Delete one, and free the memory that was kept for its continuations",
     responses=answers(ForgottenRequest, 404),
 )
 async def forget_request(request: Request, request_id: str) -> Response:

@@ -1,5 +1,5 @@
-"""GET /health, /version and /metrics, open to all; GET /v1/models; and /admin/…, control over the engine, which is
-served only where the operator asked for it (--admin)."""
+"""GET /health, /version and /metrics, without a key; GET /v1/models; and /admin/…, control of the engine, which is
+served only with --admin."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Version(AnswerModel):
 
 
 class AdminAnswer(BaseModel):
-    """What a call did, where there is something to say."""
+    """The result of a call."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -76,7 +76,7 @@ router = APIRouter(tags=["Service"])
     summary="Whether requests are answered",
     responses={
         200: {"model": HealthAnswer, "description": "They are"},
-        503: {"model": HealthAnswer, "description": "They are not: the engine starts, restarts or is gone"},
+        503: {"model": HealthAnswer, "description": "They are not: the engine is starting, restarting or dead"},
     },
 )
 async def health(request: Request) -> Response:
@@ -102,7 +102,7 @@ async def version(request: Request) -> Response:
 
 @router.get(
     "/metrics",
-    summary="Figures for Prometheus",
+    summary="Metrics for Prometheus",
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Text format"}},
     response_class=Response,
 )
@@ -152,49 +152,49 @@ admin_router = APIRouter(prefix="/admin", tags=["Administration"])
 ADMIN_ANSWERS: dict[str, Any] = {"responses": answers(AdminAnswer, 400)}
 
 
-@admin_router.post("/pause", summary="Take requests, but run no step", **ADMIN_ANSWERS)
+@admin_router.post("/pause", summary="Accept requests, but run no step", **ADMIN_ANSWERS)
 async def pause(request: Request) -> Response:
     await context_of(request).llm.pause()
     return json_response(request, {"ok": True})
 
 
-@admin_router.post("/resume", summary="Go on after a pause", **ADMIN_ANSWERS)
+@admin_router.post("/resume", summary="Run steps again after a pause", **ADMIN_ANSWERS)
 async def resume(request: Request) -> Response:
     await context_of(request).llm.resume()
     return json_response(request, {"ok": True})
 
 
 @admin_router.post(
-    "/reset_prefix_cache", summary="Forget cached prefixes; not while requests are under way", **ADMIN_ANSWERS
+    "/reset_prefix_cache", summary="Empty the prefix cache; refused while requests are running", **ADMIN_ANSWERS
 )
 async def reset_prefix_cache(request: Request) -> Response:
     return json_response(request, {"ok": await context_of(request).llm.reset_prefix_cache()})
 
 
-@admin_router.post("/sleep", summary="Give memory back until the engine is woken up", **ADMIN_ANSWERS)
+@admin_router.post("/sleep", summary="Free memory until the engine is woken up", **ADMIN_ANSWERS)
 async def sleep(request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1) -> Response:
     await context_of(request).llm.sleep(level)
     return json_response(request, {"ok": True})
 
 
-@admin_router.post("/wake_up", summary="Take the memory again", **ADMIN_ANSWERS)
+@admin_router.post("/wake_up", summary="Allocate the memory again", **ADMIN_ANSWERS)
 async def wake_up(request: Request) -> Response:
     await context_of(request).llm.wake_up()
     return json_response(request, {"ok": True})
 
 
-@admin_router.post("/profile/start", summary="Begin to record what steps spend their time on", **ADMIN_ANSWERS)
+@admin_router.post("/profile/start", summary="Start profiling steps", **ADMIN_ANSWERS)
 async def start_profile(request: Request) -> Response:
     await context_of(request).llm.start_profile()
     return json_response(request, {"ok": True})
 
 
-@admin_router.post("/profile/stop", summary="End the record, and say where it is", **ADMIN_ANSWERS)
+@admin_router.post("/profile/stop", summary="Stop profiling, and return the files' paths", **ADMIN_ANSWERS)
 async def stop_profile(request: Request) -> Response:
     return json_response(request, {"ok": True, "files": await context_of(request).llm.stop_profile()})
 
 
-@admin_router.get("/stats", summary="How the engines are, and their settings", responses=answers(Stats))
+@admin_router.get("/stats", summary="State and settings of the engines", responses=answers(Stats))
 async def stats(request: Request) -> Response:
     context = context_of(request)
     engines = await context.llm.stats()

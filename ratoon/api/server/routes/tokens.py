@@ -29,13 +29,13 @@ class TokenizeRequest(RequestModel):
     prompt: str | None = None
     messages: Entries[Message] | None = None
     add_special_tokens: bool | None = Field(
-        None, description="Add what the model expects around a text; default: to a prompt, not to messages"
+        None, description="Add the tokenizer's special tokens; default: to a prompt, not to messages"
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Entries[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = Field(None, description="The tokens as the vocabulary writes them, too")
+    return_token_strs: bool | None = Field(None, description="Also return the tokens as written in the vocabulary")
 
 
 class Tokenized(AnswerModel):
@@ -82,7 +82,7 @@ def name_tokens(context: ServerContext, token_ids: list[int]) -> list[str]:
 
 
 async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int) -> list[int]:
-    """The tokens that a generation would begin with; they may be more than fit."""
+    """The tokens of a request's prompt; they may exceed the model's length."""
     if (asked.prompt is None) == (asked.messages is None):
         raise refused("prompt", "one of prompt and messages is needed", "either of them, not both")
     if asked.messages is not None:

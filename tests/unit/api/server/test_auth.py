@@ -126,8 +126,8 @@ async def test_administration_needs_its_key_where_everything_else_is_open():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"admin": True}, "admin: needs a key of its own; give --admin-key-file FILE"),
-        ({"admin": True, "api_keys": KEYS}, "needs a key of its own"),
+        ({"admin": True}, "admin: needs an admin key; give --admin-key-file FILE"),
+        ({"admin": True, "api_keys": KEYS}, "needs an admin key"),
         ({"admin": True, "api_keys": KEYS, "admin_keys": (KEYS[1],)}, "one of the API keys as well"),
         ({"admin": True, "admin_keys": (" x",)}, "admin_key"),
         ({"allowed_hosts": ("http://name",)}, "allow_host"),

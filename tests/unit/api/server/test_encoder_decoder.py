@@ -96,7 +96,7 @@ TOO_LONG = "a" * (ENCODER_POSITIONS + 1)
 @pytest.mark.parametrize(
     ("fields", "param", "part"),
     [
-        ({"prompt": "ab", "encoder_prompt": "ab"}, "encoder_prompt", "says what prompt says"),
+        ({"prompt": "ab", "encoder_prompt": "ab"}, "encoder_prompt", "can't be used together with prompt"),
         ({"decoder_prompt": "x"}, "prompt", "needed"),
         ({}, "prompt", "needed"),
         ({"continuation_of": "cmpl-x", "decoder_prompt": "x"}, "decoder_prompt", "continuation"),
