@@ -1,6 +1,6 @@
-"""Answers that are no text: a vector, or hidden states. They come whole, once, when their request ends.
+"""Answers that are not text: a vector, or hidden states. They are complete, and sent once, when their request ends.
 
-Each takes in what the engine sends for it, and makes what the caller gets. Requests themselves are in request_state.py.
+Each collects the engine's outputs and builds the caller's output. Requests themselves are in request_state.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ratoon.engine.vectors import finish_vector
 Output: TypeAlias = RequestOutput | EmbeddingOutput | HiddenStatesOutput
 
 ABORTED = "the request was aborted"
-MANY_ROWS = 4096  # rows that are put in order at once; more are left to a moment when nothing waits for it
+MANY_ROWS = 4096  # rows that are reordered immediately; more are deferred until the caller takes the output
 
 
 class EndedRequest(Protocol):
-    """What an answer needs to know of its request: a RequestState, once it has ended."""
+    """The part of a request that an answer needs: a RequestState, once it has ended."""
 
     external_id: str
     prompt: str | None
@@ -42,10 +42,10 @@ class EndedRequest(Protocol):
 
 class Answer(Protocol):
     def take(self, output: EngineCoreOutput) -> None:
-        """Take in what a step brought."""
+        """Add the output of a step."""
 
     def output(self, request: EndedRequest) -> EmbeddingOutput | HiddenStatesOutput:
-        """What the caller gets for a request that has ended. If it failed, the answer itself is None."""
+        """The caller's output for a request that has ended. If it failed, the answer itself is None."""
 
 
 class VectorAnswer:
@@ -74,7 +74,7 @@ class VectorAnswer:
 
 class HiddenStatesAnswer:
     def __init__(self, selection: Selection, token_ids: Sequence[int]) -> None:
-        """`token_ids` are what the positions count in; none: it is audio."""
+        """`token_ids` are the tokens that positions refer to; none for audio."""
         self._selection = selection
         self._token_ids = token_ids
         self.assembly = HiddenStatesAssembly(selection)
@@ -107,7 +107,7 @@ class HiddenStatesAnswer:
         )
         arrangement = Arrangement(self._selection, self._token_ids)
         if len(self._selection.positions) * len(self._selection.layers) > MANY_ROWS:
-            output.arrangement = arrangement  # it takes a while, and others wait here
+            output.arrangement = arrangement  # slow, and other requests wait here
         else:
             arrangement.apply(output)
         return output
@@ -115,10 +115,10 @@ class HiddenStatesAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Puts the states of an answer into the order, and the number, in which they were asked for."""
+    """Puts the states of an answer into the requested order, repetitions included."""
 
     selection: Selection
-    token_ids: Sequence[int]  # that the positions count in; none: it is audio
+    token_ids: Sequence[int]  # that positions refer to; none for audio
 
     def apply(self, output: HiddenStatesOutput) -> None:
         output.arrangement = None
@@ -142,14 +142,14 @@ class Arrangement:
 
 
 def arrange(output: Output) -> None:
-    """Do what was left to be done for an output that a caller is about to get. It may take a while."""
+    """Do the deferred work for an output that a caller is about to get. It may be slow."""
     for states in states_of(output):
         if states.arrangement is not None:
             states.arrangement.apply(states)
 
 
 async def arrange_beside(output: Output) -> None:
-    """The same, without keeping others on the event loop waiting."""
+    """The same, without blocking the event loop."""
     if any(states.arrangement is not None for states in states_of(output)):
         await asyncio.to_thread(arrange, output)
 
@@ -167,11 +167,12 @@ def _reason(request: EndedRequest, otherwise: str) -> str:
 
 
 class HiddenStatesAssembly:
-    """Rows that come in parts, one behind the other, into one array; after an engine's death from the first again."""
+    """Collects rows that arrive in consecutive parts into one array; after an engine's death they start from the
+    first."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
-        self._array: Any = None  # [layers, rows, hidden], as the engine counts them; made when the first part comes
+        self._array: Any = None  # [layers, rows, hidden], in the engine's order; allocated with the first part
         self._num_rows = 0
 
     @property
@@ -199,6 +200,6 @@ class HiddenStatesAssembly:
         self._array[:, first_row : self._num_rows] = rows
 
     def take_array(self) -> Any:
-        """Layers and rows rising, each once. To be taken once: it is given away."""
+        """Layers and rows rising, each once. To be called once: ownership passes to the caller."""
         array, self._array = self._array, None
         return array

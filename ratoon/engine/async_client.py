@@ -1,8 +1,8 @@
-"""The way to engine cores in other processes, for an event loop: one engine (AsyncMPClient), several that the caller
+"""Clients of engine cores in other processes, for an event loop: one engine (AsyncMPClient), several that the caller
 chooses from (DPAsyncMPClient), several that are balanced (DPLBAsyncMPClient).
 
-An engine that dies is started again. Its requests go on from the tokens that they already have: in another engine at
-once if there is one, otherwise when it is back.
+An engine that dies is started again. Its requests continue after the tokens that they already have: immediately in
+another engine if there is one, otherwise after the restart.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ratoon.observe.startup import StartupTimer
 logger = get_logger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_BETWEEN_GREETINGS = 0.02  # looks at the socket of an engine that is ready and has not connected
+SECONDS_BETWEEN_GREETINGS = 0.02  # polls of the socket of an engine that is ready and has not connected
 SECONDS_TO_END = 5.0
-MESSAGES_AT_ONCE = 256  # then others have their turn
+MESSAGES_AT_ONCE = 256  # then other tasks run
 
 
 class AsyncMPClient:
@@ -51,13 +51,13 @@ class AsyncMPClient:
         self._num_calls = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
-        self._paused = False  # what was asked of the engines; one that is started again is told
+        self._paused = False  # requested states of the engines; repeated to an engine that is restarted
         self._dead: EngineDeadError | None = None
 
     # ---- life ----
 
     async def start(self) -> None:
-        """Start the engine processes and wait until all are ready. Raises what kept one from it."""
+        """Start the engine processes and wait until all are ready. Raises the error of one that failed."""
         with self._timer.phase("start the engine processes"):
             first_starts = []
             for replica in self.replicas:
@@ -96,7 +96,7 @@ class AsyncMPClient:
     # ---- requests ----
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Never waits. A request that comes while no engine is there is handed over when one is."""
+        """Never waits. A request that arrives while no engine is ready is sent when one is."""
         if self._dead is not None:
             raise self._dead
         self._verify(request)
@@ -121,7 +121,7 @@ class AsyncMPClient:
         item = await self._outputs.get()
         if item is None:
             assert self._dead is not None
-            self._outputs.put_nowait(None)  # for whoever asks next
+            self._outputs.put_nowait(None)  # for the next caller
             raise self._dead
         outputs, process = item
         if process is not None:
@@ -129,7 +129,7 @@ class AsyncMPClient:
         return outputs
 
     async def call_utility(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a utility on every engine that is there; their results, in the engines' order."""
+        """Call a utility on every running engine; their results, in the engines' order."""
         if self._dead is not None:
             raise self._dead
         futures = []
@@ -143,7 +143,7 @@ class AsyncMPClient:
             call = UtilityCall(self._num_calls, method, list(arguments))
             replica.send(EngineCoreRequestType.UTILITY, call)
         if not futures:
-            raise EngineAwayError("no engine is ready to be asked; it is being started again")
+            raise EngineAwayError("no engine is ready; it is being restarted")
         if method in ("pause", "resume"):
             self._paused = method == "pause"
         results = await asyncio.gather(*futures)
@@ -152,7 +152,7 @@ class AsyncMPClient:
                 raise error_of(result.fault)
         return [result.result for result in results]
 
-    # ---- which engine: what the kinds of clients differ in ----
+    # ---- choice of the engine, which differs between the clients ----
 
     def _verify(self, request: EngineCoreRequest) -> None:
         rank = request.data_parallel_rank
@@ -178,14 +178,14 @@ class AsyncMPClient:
     # ---- engines ----
 
     def _dispatch(self) -> None:
-        """Hand over whoever waits, if there is an engine for him."""
+        """Send waiting requests for which an engine is ready."""
         candidates = [replica.index for replica in self.replicas if replica.can_serve]
         if not candidates:
             return
         for entry in self._ledger.ready_to_go():
             wanted = entry.request.data_parallel_rank
             if wanted is not None and wanted not in candidates:
-                continue  # he waits for the one that he asked for
+                continue  # it waits for the engine that it named
             preferred = entry.request.preferred_rank
             if wanted is None and preferred in candidates:
                 wanted = preferred
@@ -194,8 +194,8 @@ class AsyncMPClient:
             self.replicas[engine].send(entry.kind, entry.current_request())
 
     async def _keep_alive(self, replica: Replica, started: asyncio.Future[None]) -> None:
-        """Run an engine, life after life. A first start that fails is the caller's to hear of; later ones are tried
-        again."""
+        """Run an engine across restarts. A first start that fails is an error for the caller; later ones are
+        tried again."""
         while True:
             if replica.start():
                 await self._run(replica, started)
@@ -207,16 +207,16 @@ class AsyncMPClient:
             self._handle_death(replica)
             if delay is None:
                 if not any(other.can_serve or other.is_coming_back for other in self.replicas):
-                    self._give_up(EngineDeadError(f"the engine could not be started again: {replica.failure()}"))
+                    self._give_up(EngineDeadError(f"the engine could not be restarted: {replica.failure()}"))
                 return
             await asyncio.sleep(delay)
 
     async def _run(self, replica: Replica, started: asyncio.Future[None]) -> None:
-        """Take in what the engine sends, until its process is gone."""
+        """Receive the engine's messages until its process has exited."""
         process, loop = replica.process, asyncio.get_running_loop()
         gone: asyncio.Future[None] = loop.create_future()
         loop.add_reader(process.death_fd, _settle, gone)
-        # This descriptor tells of news once and not again before all of them are taken.
+        # This descriptor is edge-triggered: all messages must be read before it signals again.
         loop.add_reader(process.outputs.getsockopt(zmq.FD), self._take_messages, replica, started)
         try:
             self._take_messages(replica, started)
@@ -224,11 +224,11 @@ class AsyncMPClient:
         finally:
             loop.remove_reader(process.death_fd)
             loop.remove_reader(process.outputs.getsockopt(zmq.FD))
-        while process.outputs.poll(0):  # what it could still send
+        while process.outputs.poll(0):  # messages that it sent before it died
             self._handle(replica, process.outputs.recv_multipart(), started)
 
     def _take_messages(self, replica: Replica, started: asyncio.Future[None]) -> None:
-        """All that is there, or many of it."""
+        """All pending messages, up to a limit."""
         if not replica.has_process or replica.process.closed:
             return  # it ended since this was called for
         process = replica.process
@@ -240,7 +240,7 @@ class AsyncMPClient:
             try:
                 self._handle(replica, frames, started)
             except Exception:
-                logger.exception("engine %d: a message can't be taken in", replica.index)
+                logger.exception("engine %d: a message can't be processed", replica.index)
                 process.kill()
                 return
         asyncio.get_running_loop().call_soon(self._take_messages, replica, started)
@@ -261,7 +261,7 @@ class AsyncMPClient:
             self._begin_to_serve(replica, replica.process, started)
 
     def _begin_to_serve(self, replica: Replica, process: EngineProcess, started: asyncio.Future[None]) -> None:
-        """The engine is ready. One that can't be reached yet is looked for again, and others go on meanwhile."""
+        """The engine is ready. If it can't be reached yet, it is polled without blocking other tasks."""
         if not replica.has_process or replica.process is not process or process.closed:
             return  # it has ended
         replica.look_for_connection()
@@ -325,7 +325,8 @@ class DPAsyncMPClient(AsyncMPClient):
 
 
 class DPLBAsyncMPClient(AsyncMPClient):
-    """Several engines. A request goes where it will be done with the least work: short queues, and known prefixes."""
+    """Several engines. A request is sent to the engine with the least work for it: short queues, and cached
+    prefixes."""
 
     async def start(self) -> None:
         await super().start()
@@ -343,7 +344,7 @@ class DPLBAsyncMPClient(AsyncMPClient):
 
     def _entry_ended(self, entry: Entry) -> None:
         super()._entry_ended(entry)
-        if entry.engine is not None:  # the next turn of a conversation begins with what was answered
+        if entry.engine is not None:  # the next turn of a conversation begins with this answer
             answered = entry.request.prompt_token_ids + entry.choices[0].token_ids
             self.balancer.learn(entry.engine, entry.request, answered)
 

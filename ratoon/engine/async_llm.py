@@ -1,7 +1,7 @@
 """AsyncLLM: many callers on one event loop, one engine or several behind them, in processes of their own.
 
-It checks requests, hands them over and yields what comes back, through the front end that LLM has as well
-(front_end.py). How engine processes live, die and come back is the client's.
+It checks requests, sends them and yields their outputs, through the front end that LLM uses as well
+(front_end.py). Engine processes and their restarts are the client's task.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The asynchronous engine: the front end, driven by a task on an event loop, for many callers at once.
 
-How outputs are made is the OutputProcessor's, and how a caller waits the OutputCollector's; this connects them, and
-sees to it that nothing of a request is left when it or its caller goes.
+The OutputProcessor builds outputs, the OutputCollector passes them to callers; this connects them, and
+removes all state of a request when it ends or its caller leaves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ratoon.observe.logging import get_logger
 from ratoon.observe.throughput import INTERVAL, ThroughputLog
 
 DRAIN_POLL = 0.02  # seconds
-DEADLINE_GRACE = 0.5  # seconds that an engine has to say that a deadline is over
+DEADLINE_GRACE = 0.5  # seconds for the engine to report that a deadline has passed
 SLICE = 128  # outputs that are handled before others on the event loop have their turn,
 SLICE_TOKENS = 512  # or so many tokens: the texts that a beam search found come all at once
 BYTES_LIKE_A_TOKEN = 2**13  # of hidden states, that take as long as a token
@@ -46,7 +46,7 @@ class AsyncLLMEngine(FrontEnd):
         **parts: Any,
     ) -> None:
         super().__init__(client, input_processor, output_processor, **parts)
-        self.dead: EngineDeadError | None = None  # why nothing will be answered any more
+        self.dead: EngineDeadError | None = None  # why requests are no longer answered
         self.collectors: dict[Key, OutputCollector] = {}  # as long as a request is unfinished
         self.stopped = False  # all of it has ended
         self.client = client
@@ -122,8 +122,8 @@ class AsyncLLMEngine(FrontEnd):
     async def begin(
         self, prepare: Callable[..., Prepared], request_id: str | None, options: Any, **read: Any
     ) -> tuple[Prepared, OutputCollector]:
-        """Check a request and hand it over. `read`: what takes long to check if it is long. Whatever is raised, nothing
-        of the request is left behind."""
+        """Check a request and hand it over. `read`: what takes long to check if it is long. On any error all state of
+        the request is removed."""
         # An id that can't be guessed, where none was given: an id is all that it takes to abort a request.
         request_id = secrets.token_hex(16) if request_id is None else request_id
         arrived = options.get("arrival_time")
@@ -167,7 +167,7 @@ class AsyncLLMEngine(FrontEnd):
                 ended.set_result(None)
 
     def abort(self, external_ids: Iterable[str], owner: str | None = None) -> None:
-        """End requests. Those who wait for them get a last output."""
+        """End requests. Their callers get a last output."""
         self._deliver(self.end_requests(external_ids, owner))
 
     # ---- what comes back ----
@@ -207,19 +207,19 @@ class AsyncLLMEngine(FrontEnd):
                 self._tell_of_end(key)
             try:
                 collector.put(output)
-            except Exception as error:  # ours to repair, and this caller's alone to suffer
+            except Exception as error:  # a bug in the front end, which fails this request only
                 logger.exception("request %s failed in the front end", output.request_id)
                 collector.fail(EngineError(f"{type(error).__name__}: {error}"))
 
     def _die(self, error: EngineDeadError) -> None:
-        """The engine is gone for good: all who wait hear of it."""
+        """The engine can't be restarted: all waiting callers get the error."""
         self.dead = error
         collectors, self.collectors = self.collectors, {}
         for (owner, external_id), collector in collectors.items():
             self._tell_of_end((owner, external_id))
             output = self.output_processor.fail_request(external_id, error, owner)
             if output is not None and output.error is None:
-                collector.put(output)  # its text was done, and only its hidden states are missing
+                collector.put(output)  # its text is complete, and only its hidden states are missing
             else:
                 collector.fail(EngineDeadError(*error.args))  # one for each: they get a traceback of their own
 

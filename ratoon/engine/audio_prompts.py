@@ -57,13 +57,13 @@ def _waveform(name: str, audio: Any, sampling_rate: Any) -> numpy.ndarray:
 
 
 def _numbers(field: str, values: Any) -> numpy.ndarray:
-    """float32, a copy of the caller's: he may write to his own while the engine reads."""
+    """float32, a copy: the caller may modify the original while the engine reads."""
     import numpy
 
     try:
         array = numpy.asarray(values)
     except Exception as error:  # ragged lists, tensors of another device, whatever has an __array__ of its own
-        raise RequestError(field, f"is no array ({error})", "floats") from None
+        raise RequestError(field, f"is not an array ({error})", "floats") from None
     if array.dtype.kind != "f":
         raise RequestError(field, f"holds {array.dtype}", "floats, of audio from -1 to 1")
     with numpy.errstate(over="ignore"):  # infinity is found below

@@ -1,7 +1,7 @@
-"""Which of several engines a request should go to: the one that will have it done with the least work.
+"""Which of several engines a request is sent to: the one with the least work for it.
 
-The work in front of a request is what its engine still has to do, and the part of its own prompt that this engine does
-not have in its cache. Both are estimates from this side of the border: nobody is asked. Pure: no clock, no sockets.
+The work for a request is what its engine still has to do, and the part of its own prompt that is not in that engine's
+cache. Both are estimated here, without asking the engines. Pure: no clock, no sockets.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from ratoon.core.request import EngineCoreRequest, Extraction
 
 MAX_REMEMBERED = 1 << 16  # pieces of prompts
-TOKENS_TO_COME = 64  # what a request is worth in prompt tokens for as long as it generates
+TOKENS_TO_COME = 64  # cost of a generating request, in prompt tokens
 
 
 @dataclass(slots=True)
 class Load:
     num_requests: int = 0
     num_tokens: int = 0  # of work that is left, in prompt tokens
-    num_chosen: int = 0  # requests so far: between engines that are equal otherwise, they take turns
+    num_chosen: int = 0  # requests so far: breaks ties round-robin
 
 
 class LoadBalancer:
     def __init__(self, num_engines: int, piece: int = 16) -> None:
-        self._piece = piece  # tokens; the engine's block size, for that is what it can share
+        self._piece = piece  # tokens; the engine's block size, the unit of sharing
         self.loads = [Load() for _ in range(num_engines)]
-        self._homes: OrderedDict[int, set[int]] = OrderedDict()  # chained hash of a prompt's pieces → who has them
+        self._homes: OrderedDict[int, set[int]] = OrderedDict()  # chained hash of pieces → engines with them
         self._work: dict[str, tuple[int, int]] = {}  # request id → engine, and the tokens that are counted for it
 
     def choose(self, request: EngineCoreRequest, candidates: Sequence[int]) -> int:
-        """The engine for this request, which is counted as its from now on."""
+        """The engine for this request, which is added to its load."""
         known = self._known_tokens(request, candidates)
         num_tokens = len(request.prompt_token_ids)
 
@@ -49,7 +49,7 @@ class LoadBalancer:
         return engine
 
     def started(self, request_id: str) -> None:
-        """Its prompt is done: only what it generates is left."""
+        """Its prompt is computed: only generation is left."""
         engine, work = self._work.get(request_id, (0, 0))
         if work > TOKENS_TO_COME:
             self.loads[engine].num_tokens -= work - TOKENS_TO_COME

@@ -1,6 +1,6 @@
 """What LLM and AsyncLLM have in common: settings, the model as the front end knows it, and questions about both.
 
-How requests are waited for is the classes' own: one steps the engine, the other is told by an event loop.
+Waiting for requests differs: LLM steps the engine, AsyncLLM uses an event loop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BaseLLM:
         self._ended = False
 
     def _load_model(self, timer: StartupTimer) -> None:
-        """All that the front end knows of the model. Weights, and torch with them, are the engine's."""
+        """The front end's part of the model. Weights, and torch, are loaded by the engine."""
         from ratoon.models.source import resolve_model
 
         with timer.phase("find model"):
@@ -197,7 +197,7 @@ class BaseLLM:
 
     def pause(self) -> Any:
         """No further step until `resume`: requests under way keep their places and their memory, and new ones queue up.
-        From any thread; a call of an LLM that waits for outputs waits on, so only another thread can resume it."""
+        From any thread; a running call of an LLM keeps waiting, so only another thread can resume it."""
         return self._call("pause")
 
     def resume(self) -> Any:
@@ -211,7 +211,7 @@ class BaseLLM:
         return self._call("stop_profile")
 
     def sleep(self, level: int = 1) -> Any:
-        """Give memory back while nothing is asked: the KV cache (1), the weights as well (2)."""
+        """Free memory while there are no requests: the KV cache (1), the weights as well (2)."""
         return self._call("sleep", level)
 
     def wake_up(self) -> Any:

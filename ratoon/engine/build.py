@@ -29,7 +29,7 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
 
 
 def describe(core: EngineCore) -> dict[str, Any]:
-    """Resolved settings and memory figures, for people."""
+    """Resolved settings and memory figures, for display."""
     facts = core.executor.facts
     kv = facts.kv_config
     return {
@@ -46,10 +46,10 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "num_blocks": kv.num_blocks,
         "block_size": kv.block_size,
         "kv_groups": len(kv.groups),
-        "kv_capacity_tokens": (kv.num_blocks - 1) // len(kv.groups) * kv.block_size,  # of one sequence; 0 is nobody's
+        "kv_capacity_tokens": (kv.num_blocks - 1) // len(kv.groups) * kv.block_size,  # of a sequence; 0 is reserved
     }
 
 
 def calm_thread_pools() -> None:
-    """Threads of torch that spin while they wait would take the cores from ours. Heeded only before torch is loaded."""
+    """Spinning torch threads would take cores from the kernels' threads. Must be set before torch is loaded."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

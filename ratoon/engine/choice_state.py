@@ -1,6 +1,6 @@
 """What the front end keeps of one of a request's choices: its tokens, its text, its log-probabilities, its end.
 
-A choice that is sampled grows. One of a beam search is told anew each time: the best text may be another one by then.
+A sampled choice grows. A choice of a beam search is replaced each time: the best text may have changed.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class ChoiceState:
         return num_new
 
     def replace_tokens(self, output: EngineCoreOutput, stop_token_ids: Collection[int]) -> None:
-        """Take the best text of a beam search in the place of what there was. Mostly it only went on."""
+        """Replace the text by the best one of a beam search, which often only extends it."""
         token_ids, had = output.new_token_ids, len(self.detokenizer.token_ids)
         if had == 0 or token_ids[:had] != self.detokenizer.token_ids:
             self.detokenizer, had = self.make_detokenizer(), 0
-        # The best text so far may be a finished one, though the search goes on.
+        # The best text so far may be finished while the search continues.
         self.detokenizer.update(token_ids[had:], ended_by_token=token_ids[-1] in stop_token_ids)
         self.score = output.score
         self.cumulative_logprob = output.cumulative_logprob

@@ -1,4 +1,4 @@
-"""The way to an engine core in the same process: direct calls. Other processes are reached by mp_client.py."""
+"""The client of an engine core in the same process: direct calls. For other processes see mp_client.py."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class InprocClient:
         return self._utilities.call(method, *arguments)
 
     def describe(self) -> dict[str, Any]:
-        """Resolved settings and memory figures, for people."""
+        """Resolved settings and memory figures, for display."""
         return describe(self.core)
 
     def health(self) -> Health:
-        """A core in this process is as well as the process is."""
+        """A core in this process is healthy while the process runs."""
         core = self.core
         return Health([EngineHealth(0, EngineState.OK, os.getpid(), paused=core.paused, asleep=core.asleep)])
 

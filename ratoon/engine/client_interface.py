@@ -1,4 +1,4 @@
-"""What the front ends need of the way to the engine cores, wherever those run. Who is on that way is told elsewhere."""
+"""The interfaces of clients of engine cores, in this process or in others, that the front ends use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
 
 
 class RequestTaker(Protocol):
-    """What the front end needs of a client, whoever drives it. Nothing here waits."""
+    """The part of a client that the front end uses. Nothing here waits."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Hand a request over. RequestError if an engine in this process can never serve it; from another process that
@@ -19,7 +19,7 @@ class RequestTaker(Protocol):
     def abort_requests(self, request_ids: list[str]) -> None: ...
 
     def stop_requests(self, request_ids: list[str]) -> None:
-        """Like an abort, for what a stop string ended here: what it asked to keep for continuations is kept."""
+        """Like an abort, for requests that a stop string ended here: their leases are kept."""
 
 
 class EngineClient(RequestTaker, Protocol):
@@ -32,7 +32,7 @@ class EngineClient(RequestTaker, Protocol):
     def call_utility(self, method: str, *arguments: Any) -> Any: ...
 
     def describe(self) -> dict[str, Any]:
-        """Resolved settings and memory figures, for people."""
+        """Resolved settings and memory figures, for display."""
         ...
 
     def health(self) -> Health: ...
@@ -49,10 +49,11 @@ class AsyncEngineClient(RequestTaker, Protocol):
         ...
 
     async def start(self) -> None:
-        """Start the engine processes and wait until they are ready. Raises what made one fail (ConfigError, …)."""
+        """Start the engine processes and wait until they are ready. Raises the error of one that failed (ConfigError,
+        …)."""
 
     async def get_outputs(self) -> EngineCoreOutputs:
-        """The next step's outputs, of whichever engine. EngineDeadError once the engine is given up."""
+        """The next step's outputs, of any engine. EngineDeadError once the engine is given up."""
         ...
 
     async def call_utility(self, method: str, *arguments: Any) -> list[Any]:

@@ -63,8 +63,8 @@ class EngineCore:
         self._take_aborts_between_steps()
 
     def note_abort(self, request_ids: list[str], keep: bool = False) -> None:
-        """From any thread: end these requests in the step under way, or with the next one. Ids that are unknown by then
-        are passed over, so an abort that may be ahead of its request has to be repeated behind it."""
+        """From any thread: end these requests in the step under way, or with the next one. Unknown ids
+        are ignored, so an abort that may be ahead of its request must be repeated after it."""
         self._aborts.put((request_ids, keep))
 
     def _take_aborts_between_steps(self) -> None:
@@ -88,8 +88,7 @@ class EngineCore:
 
     @property
     def can_step(self) -> bool:
-        """Is there something to do, and is it wanted now? Steps in flight and ends of requests are told in a pause,
-        too."""
+        """Whether `step` has work. During a pause that is only steps in flight and ends of requests."""
         return bool(self._pending) or bool(self._in_flight) or (self.scheduler.has_requests() and self._may_plan)
 
     @property
@@ -119,7 +118,7 @@ class EngineCore:
             if not self.scheduler.can_plan:
                 return
             plan = self.scheduler.schedule()
-            if plan.is_void:  # what there is to do needs the result of a step in flight first
+            if plan.is_void:  # the next plan needs the result of a step in flight first
                 return
             self._in_flight.append((plan, self.executor.submit(plan)))
 
@@ -189,7 +188,7 @@ class EngineCore:
         self._running.wait(seconds)
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back while nobody needs it: the KV cache (1), the weights as well (2)."""
+        """Free memory while there are no requests: the KV cache (1), the weights as well (2)."""
         if level not in (1, 2):
             raise RequestError("level", f"{level!r} is unknown", "1: free the KV cache; 2: free the weights as well")
         if self.asleep:
@@ -207,7 +206,7 @@ class EngineCore:
         self.asleep = True
 
     def wake_up(self) -> None:
-        """Take the memory again; requests that came meanwhile are answered."""
+        """Allocate the memory again; requests that arrived in the meantime are answered."""
         if self.asleep:
             self.executor.wake_up()
             self.asleep = False

@@ -8,7 +8,7 @@
                       stopped (SIGSTOP) is made to continue by the system then
 
 The loop is never more than a few steps ahead of what the client has taken: else a front end that is slower than the
-engine would find itself behind a long queue, and new requests at its end.
+engine would have a long queue of outputs, with those of new requests at its end.
 
 The parent's side is launch.py. Run as `python -m ratoon.engine.core_process FD`, where FD is a pipe that is never
 written to: the parent sees it close when this process ends, however it ends.
@@ -109,7 +109,7 @@ class EngineCoreProcess:
         timer.finish()
         phases = [(phase.name, phase.depth, phase.seconds) for phase in timer.rows()]
         ready = EngineReady(describe(core), core.executor.facts.max_model_len, kv_config.block_size, phases)
-        forget_live_display()  # it showed that the engine starts
+        forget_live_display()  # the engine has started
         self._send(EngineMessageType.READY, ready)
         self._loop(core, EngineUtilities(core))
         self._finish_sending()
@@ -142,7 +142,7 @@ class EngineCoreProcess:
         return core.can_step and self._num_outputs_sent - self._num_outputs_taken < MAX_STEPS_AHEAD
 
     def _take_messages(self, core: EngineCore, utilities: EngineUtilities) -> bool:
-        """Carry out what came in; wait for something if there is nothing else to do. False: it is time to end."""
+        """Process incoming messages; wait for one if there is no other work. False: the loop must end."""
         wait = not self._should_step(core)
         while True:
             try:
@@ -182,7 +182,7 @@ class EngineCoreProcess:
         socket.setsockopt(zmq.ROUTING_ID, self._launch.identity)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self._launch.input_address)
-        socket.send(self._launch.secret)  # the client knows now that it can reach us
+        socket.send(self._launch.secret)  # tells the client that the connection works
         stopped = Decoder(list[str]).decode
         decoders: dict[bytes, Callable[[list[bytes]], Any]] = {
             EngineCoreRequestType.ADD.value: Decoder(EngineCoreRequest).decode,
@@ -195,7 +195,7 @@ class EngineCoreProcess:
         }
         while True:
             kind, *frames = socket.recv_multipart()
-            # Engines here are independent of each other: a wave needs no common start.
+            # Engines are independent of each other, so a wave needs no common start.
             if kind == EngineCoreRequestType.START_DP_WAVE.value:
                 continue
             try:
@@ -253,7 +253,7 @@ class EngineCoreProcess:
                 paused=core is not None and core.paused,
                 asleep=core is not None and core.asleep,
             )
-            if self._outputs.qsize() < MAX_HEARTBEATS_WAITING:  # a client that reads nothing has no use for more
+            if self._outputs.qsize() < MAX_HEARTBEATS_WAITING:  # the client reads nothing, so no more is sent
                 self._send(EngineMessageType.HEARTBEAT, heartbeat)
 
     def _hold_lifeline(self) -> None:
@@ -268,13 +268,13 @@ class EngineCoreProcess:
         os._exit(1)
 
     def _remove_sockets(self) -> None:
-        """A parent that was killed can't tidy up. One that lives has no more use for them either."""
+        """Remove the sockets: a parent that was killed can't, and one that runs does not need them."""
         for address in (self._launch.input_address, self._launch.output_address):
             path = Path(address.removeprefix("ipc://"))
             path.unlink(missing_ok=True)
 
     def _remove_directory(self) -> None:
-        """What a parent that was killed would have removed last. The system may take a moment to give its lock up."""
+        """Remove the directory of a parent that was killed. The system may release its lock with a delay."""
         directory = Path(self._launch.input_address.removeprefix("ipc://")).parent
         deadline = time.monotonic() + SECONDS_TO_TIDY_UP
         while self._is_orphan and directory.exists() and time.monotonic() < deadline:
@@ -302,7 +302,7 @@ def continue_when_parent_dies() -> None:
 def main() -> int:
     # Ctrl-C reaches the whole group, and a service manager's SIGTERM all of the service. The parent decides what they
     # mean: requests under way may need this process for a while yet. SIGHUP comes to stopped processes when the parent
-    # is gone, before the lifeline could tidy up.
+    # is gone, before the lifeline thread could clean up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     continue_when_parent_dies()

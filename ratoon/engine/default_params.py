@@ -1,4 +1,4 @@
-"""What a request without params gets: a model's own generation defaults over ours. What they are is read in
+"""The params of a request without any: a model's generation defaults over ours, as read in
 models/generation_config.py.
 
 Python and HTTP start from the same defaults; what a caller gives goes over them.
@@ -53,7 +53,7 @@ def default_beam_search_params(generation_defaults: Mapping[str, Any] | None) ->
 
 
 def warn_of_ignored_keys(model: str, keys: Sequence[str]) -> None:
-    """Once, when a model is loaded: its files ask for what would change answers, and is not done here."""
+    """Once, when a model is loaded: warn of settings in its files that have no effect here."""
     if keys:
         logger.warning(
             "the generation config of %s sets %s, which has no effect here: answers may differ from transformers'",
@@ -63,12 +63,12 @@ def warn_of_ignored_keys(model: str, keys: Sequence[str]) -> None:
 
 
 def sets_length(generation_defaults: Mapping[str, Any]) -> bool:
-    """Do the model's files say how long answers are at most?"""
+    """Whether the model's files set a maximum length."""
     return any(generation_defaults.get(name) is not None for name in ("max_new_tokens", "max_length"))
 
 
 def with_given(defaults: Params, given: Mapping[str, Any]) -> Params:
-    """Defaults, over them what a caller gave. A least length that only the defaults ask for gives way."""
+    """Defaults, over them what a caller gave. A minimum length of the defaults is reduced to the maximum."""
     params = msgspec.structs.replace(defaults, **given)
     if params.max_tokens is not None and "min_tokens" not in given:
         params.min_tokens = min(params.min_tokens, params.max_tokens)

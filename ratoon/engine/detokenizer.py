@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from ratoon.core.params import GenerationParams, SamplingParams
 
-REPLACEMENT = "\ufffd"  # what bytes decode to that are no character, or not a whole one yet
+REPLACEMENT = "\ufffd"  # the decoding of bytes that are not, or not yet, a whole character
 CONTEXT_TOKENS = 6  # of the prompt: enough to decide how the text of the first new token begins
 LONGEST_STALL = 16  # tokens without a whole character at their end, before what is certain is let out
 
@@ -42,7 +42,7 @@ class Detokenizer:
         return None
 
     def finish(self) -> str | None:
-        """No more tokens will come: let out what was waiting for them."""
+        """No more tokens will come: release the text that was held back."""
         return None
 
     def next_text(self, finished: bool, delta: bool) -> str:
@@ -55,7 +55,7 @@ class TextDetokenizer(Detokenizer):
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: GenerationParams) -> None:
         super().__init__()
-        stop, self._include_stop = [], False  # a search knows no stop strings
+        stop, self._include_stop = [], False  # a search has no stop strings
         if isinstance(params, SamplingParams):
             stop, self._include_stop = params.stop or [], params.include_stop_str_in_output
         self._stop_strings = StopStrings(stop, self._include_stop)
@@ -142,7 +142,7 @@ class FastDetokenizer(TextDetokenizer):
 
     def _decode_token(self, token: int) -> str:
         if self._stream is None or len(self._window.pending) >= LONGEST_STALL:
-            self._stream = None  # the window has its own idea of what is out; the stream can't follow it
+            self._stream = None  # the window has released other text; the stream can't follow it
             return self._window.push(token)
         try:
             piece: str | None = self._stream.step(self._backend, token)
@@ -198,7 +198,7 @@ class DecodeWindow:
             self._context_text = self._decode(self.context)
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
-        return self._decode(self.pending)  # the decoder changed its mind about text that is already out
+        return self._decode(self.pending)  # the decoding of released text has changed
 
     def _let_out_what_is_certain(self, text: str) -> str:
         """The last character may still become another; all before it can't. Without this a long run of broken

@@ -1,4 +1,4 @@
-"""Errors as they travel from an engine to who asked it, and back again as what they were."""
+"""Encoding of errors between an engine and its client, and back to the original exceptions."""
 
 from __future__ import annotations
 

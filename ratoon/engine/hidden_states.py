@@ -23,8 +23,8 @@ from ratoon.engine.hidden_states_budget import Hold
 Piece: TypeAlias = int | tuple[int, int | None]  # one position, or a run of them: from, up to but not including
 
 ALL = "all"
-NORM = "norm"  # the last entry by another name: what the final norm makes of the end of the residual stream
-PRE_NORM = "pre_norm"  # that end itself
+NORM = "norm"  # another name of the last entry: the output of the final norm
+PRE_NORM = "pre_norm"  # the input of the final norm
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 POSITIONS_EXPECTED = 'a whole number, a list of them and of pairs [start, stop], or "all"'
 LAYERS_EXPECTED = 'a whole number, "norm", "pre_norm", a list of these, or "all"'
@@ -76,7 +76,7 @@ class HiddenStatesSelector:
         planes, layer_order = _each_once(layers)
         last = num_prompt_tokens + num_output_tokens - 1
         if not self._model_config.causal and rows[-1] != last:
-            rows.append(last)  # the rows depend on all tokens, so all are run; nobody gets to see this one
+            rows.append(last)  # the rows depend on all tokens, so all are run; this one is not returned
         return Selection(
             positions,
             self._layer_names(params),
@@ -231,7 +231,7 @@ def layers_passed(layer: int | str, num_layers: int) -> int:
 
 def resolve_layers(asked: Any, num_layers: int) -> list[int | str]:
     """Each by the number that it has in transformers' `hidden_states`, or by its name. The last entry there is behind
-    the final norm: it is what those who compare or train heads expect, and so it is the default."""
+    the final norm: heads are trained on it, and so it is the default."""
     if asked is None:
         return [num_layers]
     if isinstance(asked, str) and asked == ALL:

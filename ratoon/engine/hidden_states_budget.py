@@ -19,7 +19,7 @@ class HiddenStatesBudget:
     def __init__(self, max_bytes: int | None = None) -> None:
         """None: there is no limit."""
         self._limit = None if max_bytes is None else SharedLimit(max_bytes)
-        # Holds end wherever their last reference goes, perhaps in another thread: they are counted off at the next use.
+        # Holds end with their last reference, perhaps in another thread: they are subtracted at the next use.
         self._ended: deque[tuple[str | None, int]] = deque()
 
     @property

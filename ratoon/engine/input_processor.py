@@ -1,7 +1,7 @@
 """A caller's prompt and params to an EngineCoreRequest: checked against the model, every default filled in.
 
-What it refuses, it refuses with the field's name and what would be right, before the engine hears of it. Whether there
-is memory for a request is the scheduler's question, not this module's.
+Errors name the field and the expected value, and are raised before the engine gets the request. Whether
+there is memory for a request is checked by the scheduler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ratoon.engine.vectors import own_pooling, verify_pooling, with_pooling
 
 ID_CHARACTERS = string.ascii_lowercase + string.digits
 MAX_CACHE_SALT = 1024  # characters; it is hashed with every block
-ID_LENGTH = 8  # random characters behind the caller's id: nobody can guess another's request
+ID_LENGTH = 8  # random characters after the caller's id, so that ids can't be guessed
 
 
 class InputProcessor:
@@ -50,7 +50,7 @@ class InputProcessor:
         block_size: int = CacheConfig().block_size,
         max_lease_seconds: float = CacheConfig().max_lease_seconds,
         max_hidden_states_bytes: int = MAX_HIDDEN_STATES_BYTES,
-        pooling: str | None = None,  # how the model's makers turn states into one vector, where they say it
+        pooling: str | None = None,  # the pooling that the model's files define, if any
     ) -> None:
         self.selector = HiddenStatesSelector(model_config, max_hidden_states_bytes)
         self._model_config = model_config
@@ -107,7 +107,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         retain_kv: float | None = None,
         owner: str | None = None,
-        in_place_of: str | None = None,  # the id of a parent that is forgotten: what it continues is in the prompt
+        in_place_of: str | None = None,  # the id of an unknown parent; the prompt contains its text
     ) -> EngineCoreRequest:
         if arrival_time is None:
             arrival_time = self._clock()
@@ -248,11 +248,11 @@ class InputProcessor:
 
 
 def _verify_envelope(request_id: str, priority: int, cache_salt: str | None) -> None:
-    """What every kind of request brings beside its prompt."""
+    """The fields of every kind of request beside its prompt."""
     if not isinstance(request_id, str) or not request_id:
         raise RequestError("request_id", f"{request_id!r} is not an id", "text of at least one character")
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise RequestError("priority", f"{priority!r} is not a whole number", "lower goes first; 0 is usual")
+        raise RequestError("priority", f"{priority!r} is not a whole number", "lower goes first; default 0")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise RequestError("cache_salt", f"{cache_salt!r} is not a salt", "text of at least one character, or None")
     if cache_salt is not None and len(cache_salt) > MAX_CACHE_SALT:

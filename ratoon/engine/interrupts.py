@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment of our choosing: between two steps, never inside one, while the engine's books are open."""
+"""Defers Ctrl-C to the end of a step, so that the engine's state stays consistent."""
 
 from __future__ import annotations
 

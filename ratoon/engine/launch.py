@@ -1,4 +1,4 @@
-"""An engine process as its parent sees it: how it is started, reached, watched and ended. One object is one run of it.
+"""An engine process in its parent: start, connection, monitoring and end. One object is one run of it.
 
 What to do when it dies is not decided here (replica.py, and the clients above it).
 """
@@ -36,7 +36,7 @@ from ratoon.observe.logging import get_logger
 
 logger = get_logger(__name__)
 
-MOST_AT_ONCE = 64  # messages of strangers that are read in one go: the rest waits until others have had their turn
+MOST_AT_ONCE = 64  # foreign messages that are read in one call: the rest waits until other tasks have run
 LONGEST_GREETING = 1024  # bytes
 
 
@@ -56,7 +56,7 @@ class EngineProcess:
         self.num_bad_messages = 0
         self.closed = False
         self._num_outputs_taken = 0
-        self.connected = False  # what is sent arrives
+        self.connected = False  # sent messages arrive
         self._secret = secrets.token_bytes(16)
         self._identity = engine_identity(index, secrets.token_hex(8))
         self._decoders: dict[bytes, Decoder[Any]] = {
@@ -67,7 +67,7 @@ class EngineProcess:
             EngineMessageType.HEARTBEAT.value: Decoder(Heartbeat),
         }
         self.inputs = context.socket(zmq.ROUTER)
-        self.inputs.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an engine that can't be reached is an error, not a silence
+        self.inputs.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an engine that can't be reached is an error
         self.inputs.setsockopt(zmq.SNDHWM, 0)  # requests that were accepted are never dropped
         self.inputs.setsockopt(zmq.MAXMSGSIZE, LONGEST_GREETING)  # of what is read
         self.inputs.setsockopt(zmq.LINGER, 0)
@@ -94,7 +94,7 @@ class EngineProcess:
             raise
 
     def _spawn(self, launch: EngineLaunch) -> None:
-        # Nobody writes to this pipe. Its end on our side becomes readable when the process is gone.
+        # Nothing is written to this pipe. The parent's end becomes readable when the process exits.
         self.death_fd, kept_open = os.pipe()
         try:
             self._process = Popen(
@@ -113,7 +113,7 @@ class EngineProcess:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is dead already, which is noticed elsewhere
             self._process.stdin.write(len(message).to_bytes(4, "little") + message)
-            self._process.stdin.flush()  # and stays open: its end tells the process that we are gone
+            self._process.stdin.flush()  # and stays open: it closes when the parent exits
 
     @property
     def pid(self) -> int:
@@ -133,7 +133,7 @@ class EngineProcess:
             self.send(EngineCoreRequestType.OUTPUTS_TAKEN, self._num_outputs_taken)
 
     def decode(self, frames: Sequence[bytes]) -> tuple[EngineMessageType, Any] | None:
-        """A message from the engine's output socket; None for garbage, which is counted."""
+        """A message from the engine's output socket; None for an invalid one, which is counted."""
         try:
             if len(frames) < 3 or not secrets.compare_digest(frames[0], self._secret):
                 raise WireError("it does not come from the engine")
@@ -146,7 +146,7 @@ class EngineProcess:
             return None
 
     def read_input_socket(self) -> None:
-        """An engine writes here once, when it has connected: all else comes from a stranger. Never waits."""
+        """An engine writes here once, when it has connected: any other message is foreign. Never waits."""
         for _ in range(MOST_AT_ONCE):
             try:
                 frames = self.inputs.recv_multipart(zmq.NOBLOCK)
@@ -166,7 +166,7 @@ class EngineProcess:
         self._process.kill()
 
     def ask_to_end(self) -> None:
-        """A last word tells it that we live, and tidy up ourselves."""
+        """A last message tells it that the parent runs, and cleans up itself."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             if not self._process.stdin.closed:
@@ -174,7 +174,7 @@ class EngineProcess:
             self._process.stdin.close()
 
     def close(self, grace_seconds: float = 0.0) -> int:
-        """End the process, if it still runs, and give everything back. Its exit code."""
+        """End the process, if it still runs, and release its resources. Its exit code."""
         self.ask_to_end()
         try:
             code = self._process.wait(grace_seconds)
@@ -194,7 +194,7 @@ class EngineProcess:
 
 
 def _environment() -> dict[str, str]:
-    """The child must find the same package, also when it is not installed but only lies on our path."""
+    """The child must import the same package, even if it is only on sys.path and not installed."""
     environment = dict(os.environ)
     root = str(Path(__file__).parents[2])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

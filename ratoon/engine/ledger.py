@@ -1,13 +1,13 @@
-"""The client's record of requests under way: enough to let them go on in another process when theirs has died.
+"""The client's record of running requests, from which they continue in another process when theirs has died.
 
-Every token that came in is written down before it is passed on. Replaying a request means handing it over again with
-its tokens: they are neither sent nor changed a second time. A beam search is handed over as it was: it finds the same
-texts again, and what it told before its end is replaced anyway. So is a request for hidden states: its rows come again
-from the first. Knows no sockets, no processes and no clock.
+Every token is recorded before it is passed on. Replaying a request means sending it again with
+its tokens, which are neither sent to the caller again nor changed. A beam search is sent as it was: it finds the same
+texts again, and its intermediate outputs are replaced anyway. So is a request for hidden states: its rows start
+from the first. Independent of sockets, processes and clocks.
 
-A request can be what kills an engine. So whoever was in a dying engine without having got anything from it comes under
-suspicion: suspects are let in one at a time, and only the one that is in is blamed when the engine dies again. Blamed
-three times it fails; having got a token, or rows, it is cleared. The others lose time, but not their answers.
+A request can itself crash an engine. So a request that was in an engine that died, and had received nothing from it, is
+a suspect: suspects are admitted one at a time, and only the admitted one gets a strike when the engine dies again.
+After three strikes it fails; when it receives a token, or rows, it is cleared. The others are delayed, but not lost.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MAX_STRIKES = 3
 
 
 class Entry:
-    """One request: what it asked for, what it got, and where it is."""
+    """One request: its fields, its outputs so far, and its engine."""
 
     __slots__ = ("choices", "engine", "progressed", "request", "strikes")
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
         self.choices = [ResumedChoice([]) for _ in range(request.num_choices)]
-        self.engine: int | None = None  # None: it waits to be handed over
-        self.progressed = False  # has got something from the engine that it is in
+        self.engine: int | None = None  # None: it waits to be sent
+        self.progressed = False  # has received something from its current engine
         self.strikes = 0
 
     @property
@@ -48,17 +48,17 @@ class Entry:
 
     @property
     def begun(self) -> bool:
-        """Are there tokens that must not change any more?"""
+        """Whether there are tokens that must not change."""
         return isinstance(self.request.params, SamplingParams) and any(choice.token_ids for choice in self.choices)
 
     @property
     def kind(self) -> EngineCoreRequestType:
-        """What the message is that hands it over."""
+        """The kind of the message that sends it."""
         is_extraction = isinstance(self.request.params, Extraction)
         return EngineCoreRequestType.HIDDEN_STATES_EXTRACT if is_extraction else EngineCoreRequestType.ADD
 
     def current_request(self) -> EngineCoreRequest:
-        """The request as it must be handed over now."""
+        """The request as it must be sent now."""
         if not self.begun:
             return self.request
         resumed = [ResumedChoice(choice.token_ids.copy(), choice.finished) for choice in self.choices]
@@ -68,7 +68,7 @@ class Entry:
 class Ledger:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}  # by request id, in the order of arrival
-        self._waiting: dict[str, Entry] = {}  # of them, those that no engine has
+        self._waiting: dict[str, Entry] = {}  # those of them without an engine
         self._suspect: Entry | None = None  # the one suspect that is in an engine
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class Ledger:
         self._waiting[request.request_id] = entry
 
     def ready_to_go(self) -> list[Entry]:
-        """Who should be handed to an engine now: everybody who waits, but of the suspects at most one."""
+        """The requests to send to an engine now: all that wait, but at most one suspect."""
         chosen = []
         suspect_in = self._suspect is not None
         for entry in self._waiting.values():
@@ -99,7 +99,7 @@ class Ledger:
             self._suspect = entry
 
     def record(self, outputs: EngineCoreOutputs) -> list[Entry]:
-        """Write down what an engine sent. Returns the entries that have ended."""
+        """Record an engine's outputs. Returns the entries that have ended."""
         ended = []
         for output in outputs.outputs:
             entry = self._entries.get(output.request_id)
@@ -143,7 +143,7 @@ class Ledger:
         return to_send, ended
 
     def engine_died(self, engine: int) -> list[EngineCoreOutput]:
-        """Everybody who was in it waits again. Returns the ends of those who are given up."""
+        """All its requests wait again. Returns the final outputs of those that fail."""
         inside = [entry for entry in self._entries.values() if entry.engine == engine]
         if self._suspect is not None and self._suspect.engine == engine:
             blamed = [self._suspect]
@@ -158,12 +158,12 @@ class Ledger:
             if entry.strikes >= MAX_STRIKES:
                 del self._entries[entry.request.request_id]
                 outputs += _failures(entry, f"the engine process died {entry.strikes} times while it had this request")
-        # In the order of arrival, in front of whoever came meanwhile.
+        # In the order of arrival, before requests that arrived later.
         self._waiting = {key: entry for key, entry in self._entries.items() if entry.engine is None}
         return outputs
 
     def fail_all(self, message: str) -> list[EngineCoreOutput]:
-        """There is no engine any more: the ends of all that is under way."""
+        """No engine is left: the final outputs of all requests."""
         outputs = [output for entry in self._entries.values() for output in _failures(entry, message)]
         self._entries.clear()
         self._waiting.clear()

@@ -22,7 +22,7 @@ from ratoon.engine.prompts import Prompt
 from ratoon.engine.request_state import Output
 from ratoon.engine.torch_tensors import with_torch_tensors
 
-MAX_EXTRACTIONS = 256  # of a list, in the engine at a time: it turns away what is more than it can queue
+MAX_EXTRACTIONS = 256  # of a list, in the engine at a time: it refuses more than it can queue
 Inbox: TypeAlias = deque[Any]
 
 
@@ -53,7 +53,7 @@ class LLMEngine(FrontEnd):
         until its end."""
         if not self.client.has_work():
             if self.has_unfinished_requests():
-                raise EngineError("the engine has no work left, but requests wait for their end")
+                raise EngineError("the engine has no work left, but requests are unfinished")
             return []
         with interrupts_held_back():
             engine_outputs = self.client.get_output()
@@ -66,7 +66,7 @@ class LLMEngine(FrontEnd):
         return outputs
 
     def abort_request(self, request_ids: Iterable[str], owner: str | None = None) -> list[Output]:
-        """Take requests back, by the caller's ids. From any thread: what the step under way brings for them is
+        """Abort requests, by the caller's ids. From any thread: what the step under way brings for them is
         dropped."""
         with interrupts_held_back():
             with self._lock:
@@ -90,7 +90,7 @@ class LLMEngine(FrontEnd):
 
     def run(self, requests: list[Prepared]) -> Generator[Any, None, None]:
         """Hand requests over and yield their outputs (RequestOutput, EmbeddingOutput, HiddenStatesOutput) until all
-        have ended. Left early, it takes back the rest. A single one that the engine refuses raises."""
+        have ended. Closing it early aborts the rest. A single one that the engine refuses raises."""
         inbox: Inbox = deque()
         waiting = deque(requests)
         unfinished: set[Key] = set()  # in the engine
@@ -126,7 +126,7 @@ class LLMEngine(FrontEnd):
     def _refuse(self, prepared: Prepared, error: RequestError) -> Output:
         """The output of a request that the engine did not take, as if a step had brought it."""
         if self.output_processor.is_running(prepared.external_id, prepared.request.owner):
-            raise error  # the id is another request's
+            raise error  # the id belongs to another request
         self.output_processor.add_request(*prepared)
         output = self.output_processor.fail_request(prepared.external_id, error, prepared.request.owner)
         assert output is not None
@@ -138,7 +138,7 @@ class LLMEngine(FrontEnd):
         return prepared.external_id
 
     def end(self, request_id: str) -> None:
-        """Take a request back, or forget it if it has ended."""
+        """Abort a request, or forget it if it has ended."""
         self.abort_request([request_id])
         self._inboxes.pop((None, request_id), None)
         with suppress(UnknownParentError):

@@ -1,6 +1,6 @@
 """Log-probabilities as the engine sends them (rows of numbers) to the form a caller reads (token id → Logprob).
 
-Which alternatives there are and how they rank was settled by the sampler; nothing is computed here but the sum.
+The sampler has chosen and ranked the alternatives; only the sum is computed here.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ MANY_WORDS = 100  # that may not appear in an answer: tokenising more of them ta
 
 
 def takes_long(prompt: Prompt | None = None, suffix: Suffix = "", params: Any = None) -> bool:
-    """RequestError: the prompt has none of the forms of one."""
+    """RequestError: the prompt has an unknown form."""
     return _is_long(suffix) or _has_many_entries(params) or (prompt is not None and _takes_long_to_read(prompt))
 
 

@@ -1,6 +1,6 @@
-"""The way to an engine core in another process, for a caller who waits: SyncMPClient.
+"""The client of an engine core in another process, for a blocking caller: SyncMPClient.
 
-When the process dies it is started again, and requests go on from the tokens that they already have. One thread adds
+When the process dies it is restarted, and requests continue after the tokens that they already have. One thread adds
 requests and takes outputs; aborts and utilities may come from others.
 """
 
@@ -24,9 +24,9 @@ from ratoon.engine.replica import Replica
 from ratoon.engine.socket_directory import SocketDirectory
 from ratoon.observe.startup import StartupTimer
 
-SECONDS_BETWEEN_LOOKS = 1.0  # at a process from which nothing comes
+SECONDS_BETWEEN_LOOKS = 1.0  # at a silent process
 SECONDS_TO_END = 5.0
-SECONDS_FOR_OTHERS = 0.001  # that another thread has to take its turn when nothing came
+SECONDS_FOR_OTHERS = 0.001  # for another thread to acquire the lock when nothing arrived
 
 
 class SyncMPClient:
@@ -41,7 +41,7 @@ class SyncMPClient:
         self._arrived: deque[EngineCoreOutputs] = deque()  # a few at most: the engine waits until they are taken
         self._results: dict[int, UtilityResult] = {}
         self._num_calls = 0
-        self._lock = threading.RLock()  # sockets and ledger belong to who holds it
+        self._lock = threading.RLock()  # guards sockets and ledger
         try:
             with timer.phase("start the engine process"):
                 if not self._start_replica():
@@ -100,7 +100,7 @@ class SyncMPClient:
         return result.result
 
     def describe(self) -> dict[str, Any]:
-        """Resolved settings and memory figures, for people."""
+        """Resolved settings and memory figures, for display."""
         assert self._replica.ready is not None
         return self._replica.ready.description
 
@@ -120,7 +120,7 @@ class SyncMPClient:
             self._replica.send(entry.kind, entry.current_request())
 
     def _receive(self) -> bool:
-        """Take in what the engine sent; wait a moment for it. False: the process is gone."""
+        """Receive the engine's messages; wait briefly for one. False: the process has exited."""
         if not self._replica.has_process:
             return False
         process = self._replica.process
@@ -158,13 +158,13 @@ class SyncMPClient:
         if failed:
             self._arrived.append(EngineCoreOutputs(failed))
         if delay is None:
-            raise EngineDeadError(f"the engine could not be started again: {self._replica.failure()}")
+            raise EngineDeadError(f"the engine could not be restarted: {self._replica.failure()}")
         time.sleep(delay)
         if self._start_replica():
             self._dispatch()
 
     def _start_replica(self) -> bool:
-        """Start the process and wait until it is ready. False: it is gone again."""
+        """Start the process and wait until it is ready. False: it has exited again."""
         if not self._replica.start():
             return False
         while not self._replica.can_serve:

@@ -1,7 +1,7 @@
-"""One request's outputs on their way from the output handler to the caller who waits for them: a slot, not a queue.
+"""Passes one request's outputs from the output handler to the waiting caller: a slot, not a queue.
 
-What the caller has not taken yet is joined with what comes next, so that a slow one costs no more memory than its own
-answer has. For one event loop: it is not safe across threads.
+Outputs that the caller has not taken are merged with the next ones, so that a slow caller needs no more memory than
+its answer. For one event loop: it is not safe across threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ratoon.engine.request_state import Output
 
 
 class OutputCollector:
-    """The handler puts outputs in, or `fail`s once; one caller gets them out. An output that is put is given away."""
+    """The handler puts outputs in, or `fail`s once; one caller gets them out. Ownership of an output passes with
+    `put`."""
 
     __slots__ = ("_delta", "_error", "_pending", "_reader")
 
@@ -22,7 +23,7 @@ class OutputCollector:
         self._delta = kind == RequestOutputKind.DELTA
         self._pending: Output | None = None
         self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None  # set while somebody waits
+        self._reader: asyncio.Future[None] | None = None  # set while a caller waits
 
     def put(self, output: Output) -> None:
         pending = self._pending
@@ -35,19 +36,19 @@ class OutputCollector:
         self._wake_reader()
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come: once what is there was taken, `get` raises this."""
+        """No more outputs: when the pending one was taken, `get` raises this."""
         self._error = error
         self._wake_reader()
 
     def get_nowait(self) -> Output | None:
-        """What is there, or None."""
+        """The pending output, or None."""
         output, self._pending = self._pending, None
         if output is None and self._error is not None:
             raise self._error
         return output
 
     async def get(self) -> Output:
-        """What is there, as soon as there is something."""
+        """The pending output, or the next one."""
         while (output := self.get_nowait()) is None:
             assert self._reader is None, "two callers wait for the outputs of one request"
             self._reader = asyncio.get_running_loop().create_future()

@@ -1,6 +1,6 @@
 """Engine outputs to what callers get, for every request that is under way on this side of the engine.
 
-It never talks to the engine. It returns what the engine should hear: ids that ended here first (at a stop string, say),
+It never calls the engine. It returns what must be sent to it: ids that ended here first (at a stop string, say),
 and requests for the hidden states that an ended request has asked for. What becomes of one request is worked out by its
 RequestState.
 """
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from ratoon.observe.tracing import RequestTracer
 
 # Seconds that the memory of an ended request is kept until the reader of its hidden states has come. It is given
-# back as soon as they are read; this is for the case that nobody comes to read them.
+# back as soon as they are read; this is for readers that never come.
 READING_LEASE = 30.0
-# Requests for hidden states that are in the engine at a time, of those that no caller knows of. It turns away what is
-# more than it can queue, and nobody should lose what he asked for to that.
+# Requests for hidden states that are in the engine at a time, of those that no caller knows of. It refuses more
+# than it can queue, and no requested states should be lost to that.
 MAX_READERS = 256
 
 logger = get_logger(__name__)
 
 
 class Processed(NamedTuple):
-    """What something that happened leads to."""
+    """The consequences of an event."""
 
     outputs: list[Output]  # for callers
     stopped: list[str]  # ids that the engine should end: they ended here alone
@@ -61,7 +61,7 @@ class OutputProcessor:
     A request with `return_hidden_states` has not ended before they are there. They are read for it by requests that no
     caller knows of; if one of these fails, the text is given all the same.
 
-    Callers' ids are an owner's own: what one calls his request neither meets nor tells what another one does.
+    Callers' ids are an owner's own: they neither collide with nor reveal those of other owners.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class OutputProcessor:
         return self.roots.find(external_id, owner)
 
     def find_original(self, external_id: str, owner: str | None = None) -> Root:
-        """The same, for who wants to read its hidden states."""
+        """The same, for reading its hidden states."""
         try:
             return self.find_root(external_id, owner)
         except UnknownParentError:
@@ -144,7 +144,7 @@ class OutputProcessor:
         done = Processed([], [], [])
         for output in outputs.outputs:
             state = self._states.get(output.request_id)
-            # The engine may have been a step ahead of an abort: what it still sends is nobody's.
+            # The engine may have been a step ahead of an abort: its late outputs are dropped.
             if state is None or output.choice >= len(state.choices) or state.choices[output.choice].finished:
                 continue
             choice = state.choices[output.choice]

@@ -1,6 +1,6 @@
-"""The rules over tokens that a model's files name. They count wherever a request leaves them open (None).
+"""The rules over tokens that a model's files name. They apply to requests that do not set them (None).
 
-What else the files preset (temperature, lengths, beams) counts for requests without params: see default_params.py.
+Other defaults of the files (temperature, lengths, beams) apply to requests without params: see default_params.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a caller asks of a generation, checked against the model, and completed with what the model settles.
+"""Generation params, checked against the model and completed with its defaults.
 
 Checks that need no model are the params' own (core/params.py). Prompts and ids of requests are the InputProcessor's.
 """
@@ -56,7 +56,7 @@ class ParamsProcessor:
         self._max_logprobs = max_logprobs
         self._kv_capacity = sys.maxsize if kv_capacity is None else kv_capacity
         self._block_size = block_size
-        self._random = random.Random(seed)  # for the seeds of requests that bring none
+        self._random = random.Random(seed)  # for the seeds of requests that set none
         self.eos_token_ids = _collect_eos_ids(model_config, tokenizer, generation_defaults)
         self._own_rules = OwnRules.of(model_config, generation_defaults)
         self._reads_audio = model_config.encoder is not None and model_config.encoder.num_mel_bins is not None
@@ -141,7 +141,7 @@ class ParamsProcessor:
                     field, f"token id {token} is not in the vocabulary", f"ids from 0 to {self._vocab_size - 1}"
                 )
 
-    # ---- what is left open ----
+    # ---- defaults ----
 
     def complete(
         self,

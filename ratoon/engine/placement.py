@@ -8,7 +8,7 @@ from ratoon.core.config import EngineConfig
 
 
 def place_engine(config: EngineConfig, index: int, num_engines: int) -> EngineConfig:
-    """The settings of engine `index`. What was asked for stays; only what was left open is shared out."""
+    """The settings of engine `index`. Given values are kept; only defaults are divided among engines."""
     if num_engines == 1:
         return config
     import torch

@@ -1,6 +1,6 @@
 """Profiles of the engine's steps, started and stopped while it runs. On a GPU a trace of kernels, else of functions.
 
-They tell what the engine works on: only the user that runs it can read them.
+They reveal the engine's work, so only the user that runs it can read them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class TextPrompt(TypedDict):
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
-    prompt: NotRequired[str | None]  # what the ids were made of: it is shown in outputs, and read by nobody
+    prompt: NotRequired[str | None]  # the text of the ids, shown in outputs only
 
 
 class AudioPrompt(TypedDict):

@@ -1,5 +1,5 @@
-"""One engine over its lives: started, ready, dead, started again. Keeps its state; who waits for it and how is the
-clients' (mp_client.py, async_client.py).
+"""One engine across restarts: started, ready, dead, restarted. Keeps its state; waiting for it is the task of the
+clients (mp_client.py, async_client.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 MAX_FAILED_STARTS = 5  # in a row; then it is given up
 LONGEST_RESTART_DELAY = 10.0
 SILENCE_IS_STALLED = 5.0  # seconds without a heartbeat
-SILENCE_IS_DEATH = 60.0  # it is killed then, and started again
+SILENCE_IS_DEATH = 60.0  # then it is killed and restarted
 SECONDS_TO_CONNECT = 30.0  # for one that is ready
 STEP_IS_STALLED = 60.0
 STEP_IS_DEATH = 600.0  # no step takes so long
@@ -100,7 +100,7 @@ class Replica:
         self.process.send(kind, message)
 
     def take(self, frames: Sequence[bytes]) -> tuple[EngineMessageType, Any] | None:
-        """Decode what the engine sent, and note what it says about itself. None: it was garbage."""
+        """Decode the engine's message, and record its state. None: the message was invalid."""
         decoded = self.process.decode(frames)
         if decoded is None:
             return None
@@ -140,7 +140,7 @@ class Replica:
         self.state = EngineState.RESTARTING
 
     def cleanup(self) -> float | None:
-        """Give back what was the lost process's own, which may take a moment. Seconds to wait before another start;
+        """Release the resources of the lost process, which may be slow. Seconds to wait before another start;
         None: give up."""
         was_ready = self._was_ready
         self._detail = str(self.start_error or "")
@@ -150,7 +150,7 @@ class Replica:
             self._heartbeat = Heartbeat()
             self._process = None
             self._detail = f"its process {_ending(code)}" + (f" ({self.start_error})" if self.start_error else "")
-        first_start = self._num_runs == 1 and not was_ready  # the caller hears of that one
+        first_start = self._num_runs == 1 and not was_ready  # reported to the caller
         logger.log(logging.DEBUG if first_start else logging.ERROR, "engine %d: %s", self.index, self._detail)
         if not was_ready:
             self._num_failed_starts += 1
@@ -163,16 +163,16 @@ class Replica:
         return min(0.1 * 4 ** (self._num_failed_starts - 1), LONGEST_RESTART_DELAY)
 
     def failure(self) -> RatoonError:
-        """Why it did not start, or did not go on."""
+        """Why it did not start, or died."""
         return self.start_error or EngineError(f"engine {self.index}: {self._detail}")
 
     def end_if_hung(self) -> None:
-        """A process that has long stopped to answer is killed: it can't be told from a dead one, and others wait."""
+        """A process that has not answered for long is killed, because requests wait for it."""
         if self._process is None:
             return
         silence = self._clock() - self._last_heard
         if silence > SILENCE_IS_DEATH or self._heartbeat.step_seconds > STEP_IS_DEATH:
-            logger.error("engine %d does not answer and is ended", self.index)
+            logger.error("engine %d does not answer and is killed", self.index)
             self._process.kill()
 
     def health(self) -> EngineHealth:
@@ -180,7 +180,7 @@ class Replica:
         if state == EngineState.OK:
             silence = self._clock() - self._last_heard
             if silence > SILENCE_IS_STALLED:
-                state, detail = EngineState.STALLED, f"not heard of for {silence:.0f} s"
+                state, detail = EngineState.STALLED, f"no heartbeat for {silence:.0f} s"
             elif self._heartbeat.step_seconds > STEP_IS_STALLED:
                 state, detail = EngineState.STALLED, f"a step has taken {self._heartbeat.step_seconds:.0f} s"
         process = self._process

@@ -1,4 +1,4 @@
-"""What the figures for Prometheus and the throughput log learn of requests, as their tokens come and when they end."""
+"""Updates the metrics and the throughput log as requests receive tokens and end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measure_end(metrics: EngineMetrics, state: RequestState) -> None:
         metrics.record_vector(len(state.prompt_token_ids))
     longest = max(len(choice.detokenizer.token_ids) for choice in state.choices)
     if state.metrics.first_token_time == state.metrics.finished_time:
-        longest = 1  # all came at once, as of a beam search: nothing to learn about the time between tokens
+        longest = 1  # all came at once, as from a beam search: there is no time between tokens
     metrics.record_end(str(state.finish_reason), state.metrics, len(state.prompt_token_ids), longest)
 
 

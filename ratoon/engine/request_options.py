@@ -1,6 +1,6 @@
 """Keywords of the methods of LLM and AsyncLLM that make requests, declared once for both.
 
-LLM takes a list in the place of one value where that says so: one for each prompt.
+Where noted, LLM also takes a list with one value for each prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ratoon.engine.prompts import Prompt
 
 
 class RequestOptions(TypedDict, total=False):
-    """What any request may bring beside its prompt and its params."""
+    """Options of any request beside its prompt and its params."""
 
     cache_salt: str | None  # blocks are shared only with requests of the same salt; a continuation has its parent's
     owner: str | None  # only the same owner can continue, list, forget and abort it; ids are an owner's own
@@ -28,20 +28,20 @@ class PoolingOptions(RequestOptions, total=False):
 
 class GenerationOptions(PoolingOptions, total=False):
     retain_kv: float | None  # seconds that the memory is kept for continuations, once the answer has ended
-    in_place_of: str | None  # the id of a forgotten parent: the output's `continuation` tells of it
+    in_place_of: str | None  # the id of an unknown parent, reported in the output's `continuation`
 
 
 class ContinuationOptions(GenerationOptions, total=False):
     choice: int  # one of several choices of the parent
-    at: int | None  # a place in the parent: so many of its tokens, prompt and answer together
+    at: int | None  # number of the parent's tokens to keep, prompt and answer together
     wait: bool  # True: a parent that still runs is waited for; False: forked where it is
-    prompt: Prompt | None  # the whole of it, suffix included, in case the parent is forgotten
+    prompt: Prompt | None  # the whole prompt, suffix included, if the parent is unknown
 
 
 class ChatOptions(GenerationOptions, total=False):
     chat_template: str | None  # in the place of the model's own, or the name of one that it has
     add_generation_prompt: bool | None  # None: unless continue_final_message is set
-    continue_final_message: bool  # go on with the last message, which is the assistant's
+    continue_final_message: bool  # continue the last message, which is the assistant's
     tools: list[dict[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None  # further variables for the template
 

@@ -1,6 +1,6 @@
-"""What the front end keeps of one request under way: its choices, times, what is known of its beginning, its end.
+"""The front end's state of one running request: its choices, times, source of its prefix, and end.
 
-It takes in what the engine sent and makes what the caller gets. Which requests there are is the OutputProcessor's.
+It processes the engine's outputs and builds the caller's. The OutputProcessor has all requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ __all__ = ["Output", "Reading", "RequestState", "make_request_state"]
 
 @dataclass(slots=True)
 class Reading:
-    """The hidden states of a request that has ended and asked for them: what is there, and who still reads."""
+    """The hidden states of a request that has ended and asked for them: those received, and the extractions that still
+    run."""
 
     states: dict[int, HiddenStatesOutput] = field(default_factory=dict)  # by choice
     readers: dict[str, RequestState] = field(default_factory=dict)  # by internal id
@@ -57,7 +58,7 @@ class RequestState:
     prompt_logprobs: PromptLogprobsCollector | None
     encoder_prompt: str | None = None  # of an encoder-decoder model, as is the next; `prompt` is then the decoder's
     encoder_input: EncoderInput | None = None
-    answer: Answer | None = None  # set: it ends with something that is no text; its one choice gets no token
+    answer: Answer | None = None  # set: its result is not text; its one choice gets no token
     reading: Reading | None = None  # set once it has ended, where it asked for hidden states
     reads: tuple[RequestState, int] | None = None  # set: this is read for a choice of another request
     beam_search: bool = False  # its choices are known when it ends; before, there is the best text so far
@@ -99,7 +100,7 @@ class RequestState:
         return all(choice.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for choice in self.choices)
 
     def abort_id(self, choice: ChoiceState) -> str:
-        """What the engine calls this choice alone."""
+        """The engine's id of this choice."""
         return self.request_id if len(self.choices) == 1 else f"{self.request_id}#{choice.index}"
 
     def take(self, choice: ChoiceState, output: EngineCoreOutput, now: float, sampled: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a tracer learns of a request when it has ended."""
+"""Builds a tracer's record of a request that has ended."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Requests that have ended, as roots: the tokens of each choice, by the caller's id, so that they can be continued.
 
-Bounded in number and in bytes: of the owner that has most of them, the one that was not asked for longest is forgotten.
-Kept on this side of the engine, so that a root outlives the process that computed it; whether its keys and values are
-still there, the engine knows.
+Bounded in number and in bytes: the least recently used one of the owner that has most of them is evicted.
+Kept in the front end, so that a root outlives the engine process; whether its keys and values are
+still in memory is the engine's state.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Root:
     choices: list[list[int]]  # tokens that each generated
     cache_salt: str | None = None
     adapter: str | None = None
-    owner: str | None = None  # whose it is; nobody else may continue it
+    owner: str | None = None  # only the same owner may continue it
     engine: int | None = None  # where it ran
     leased: bool = False  # whether it was asked to keep its memory
-    searching: bool = False  # a beam search that still runs: what its choices will be is not known yet
-    ended_at: float = field(default_factory=time.time)  # on the wall's clock
+    searching: bool = False  # a beam search that still runs: its choices are not known yet
+    ended_at: float = field(default_factory=time.time)  # wall-clock time
     encoder_input: EncoderInput | None = None  # what its encoder read; the prompt is then the decoder's
 
     @property
@@ -55,7 +55,7 @@ class Root:
         if at is None:
             return token_ids
         if isinstance(at, bool) or not isinstance(at, int) or not 1 <= at <= len(token_ids):
-            raise RequestError("at", f"{at!r} is no place in the parent", f"1 to {len(token_ids)} tokens")
+            raise RequestError("at", f"{at!r} is not a position in the parent", f"1 to {len(token_ids)} tokens")
         return token_ids[:at]
 
     def verify_choice(self, choice: int) -> None:
@@ -65,7 +65,7 @@ class Root:
 
 @dataclass(slots=True)
 class _OwnersRoots:
-    roots: OrderedDict[str, Root] = field(default_factory=OrderedDict)  # by id; asked for longest ago first
+    roots: OrderedDict[str, Root] = field(default_factory=OrderedDict)  # by id; least recently used first
     feature_bytes: int = 0
 
 
@@ -75,7 +75,7 @@ class RootTable:
         self._max_feature_bytes = max_feature_bytes
         self._feature_bytes = 0  # of all that are here
         self._num_roots = 0
-        # An id that one owner chose is not taken from, or told to, another.
+        # Ids are separate per owner.
         self._by_owner: dict[str | None, _OwnersRoots] = {}
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class RootTable:
             self._drop_oldest(max(self._by_owner.values(), key=lambda held: held.feature_bytes))
 
     def find(self, request_id: str, owner: str | None = None) -> Root:
-        """UnknownParentError, the same for an id that never was and for one that is somebody else's."""
+        """UnknownParentError, the same for an unknown id and for one of another owner."""
         own = self._by_owner.get(owner)
         root = own.roots.get(request_id) if own is not None and isinstance(request_id, str) else None
         if root is None:

@@ -1,7 +1,7 @@
-"""The private directory for the sockets of one client's engines, and what becomes of it when the client is killed.
+"""The private directory for the sockets of one client's engines, and its removal when the client is killed.
 
 The client holds a lock on a file in it for as long as it lives; the system gives that up with the process. So a
-directory whose lock can be had is abandoned: an engine that has lost its client removes it, and so does the next client
+directory whose lock is free is abandoned: an engine that has lost its client removes it, and so does the next client
 that starts.
 """
 
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 PREFIX = "ratoon-engine-"
 LOCK = "lock"
 LONGEST_SOCKET_PATH = 100  # a Unix-domain address holds 104 to 108 bytes
-SECONDS_TO_MAKE = 600.0  # an empty directory of this age is none that is being made
+SECONDS_TO_MAKE = 600.0  # an empty directory of this age is not just being created
 
 
 class SocketDirectory:
@@ -47,7 +47,7 @@ class SocketDirectory:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove what killed clients of this user left behind. Directories of others, and of clients that live, stay."""
+    """Remove the directories of killed clients of this user. Those of other users, and of running clients, are kept."""
     try:
         found = [Path(entry.path) for entry in os.scandir(parent) if entry.name.startswith(PREFIX)]
     except OSError:

@@ -1,4 +1,4 @@
-"""Hidden states as torch tensors. The memory stays the same; torch is loaded when there is something to show to it."""
+"""Hidden states as torch tensors. The memory is shared; torch is loaded when first needed."""
 
 from __future__ import annotations
 

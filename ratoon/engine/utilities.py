@@ -1,4 +1,4 @@
-"""What can be asked of an engine core beside requests: by name, from this process or over the wire.
+"""Calls to an engine core other than requests: by name, from this process or over the wire.
 
 The names are the protocol: a name that is not in the table does not exist, whatever methods the core may have.
 """
@@ -41,14 +41,14 @@ class EngineUtilities:
         return method(*arguments)
 
     def answer(self, call: UtilityCall) -> UtilityResult:
-        """The call's result; whatever goes wrong is a fault in it, and the engine goes on."""
+        """The call's result; an error is returned as a fault, and the engine continues."""
         try:
             return UtilityResult(call.call_id, self.call(call.method, *call.arguments))
         except Exception as error:
             return UtilityResult(call.call_id, fault=fault_of(error))
 
     def _check(self) -> dict[str, int]:
-        """The books, audited: an error if they do not add up. How many blocks there are, and how many are in use."""
+        """Check the block accounting: an error if it is inconsistent. The number of blocks, and of those in use."""
         scheduler = self._core.scheduler
         scheduler.check()
         num_usable = scheduler.kv_cache.num_usable_blocks

@@ -1,4 +1,4 @@
-"""Vectors on the caller's side: which states of a model they are made of, and the last touch to what the engine sends.
+"""Vectors in the front end: which states of a model are pooled, and the final form of the engine's result.
 
 The states are pooled in the engine, not here.
 """
@@ -16,8 +16,8 @@ from ratoon.core.wire import WireTensor
 
 
 def own_pooling(model: ModelConfig, declared: str | None) -> str:
-    """How vectors of a model are made if the caller does not say: as its makers declared it. Where they did not, of the
-    one token that has seen all others; if each has, of all."""
+    """The default pooling of a model: as its files define it, else the last token for causal attention, and the mean
+    otherwise."""
     return declared or ("last" if model.causal else "mean")
 
 

@@ -1,1 +1,1 @@
-"""Logging, start-up timing, metrics. Imports only core; anybody may import it."""
+"""Logging, start-up timing, metrics. Imports only core; every room may import it."""

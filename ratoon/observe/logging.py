@@ -1,7 +1,7 @@
 """The package's logger: quiet unless something is wrong, or RATOON_LOG (debug, info, warning, error) asks for more.
 
-Messages go to standard error, and to a file where RATOON_LOG_FILE names one. What can't be written is lost, and nothing
-else happens: a full disk is no reason to answer nobody. Results of commands do not come through here.
+Messages go to standard error, and to a file where RATOON_LOG_FILE names one. Messages that can't be written are
+dropped: a full disk must not stop the server. Results of commands are not logged.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Where another process has a spinner on the line, the message takes its place; the spinner draws itself again
-        on the next line. What draws in this process moves messages out of its way by itself."""
+        """If another process has a spinner on the line, the message replaces it, and the spinner is redrawn
+        on the next line. Displays of this process handle messages themselves."""
         text = super().format(record)
         drawing = os.environ.get(LIVE_VARIABLE)
         return ERASE_LINE + text if drawing and drawing != str(os.getpid()) and sys.stderr.isatty() else text

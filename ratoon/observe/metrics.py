@@ -1,8 +1,8 @@
-"""Figures for Prometheus: what requests experience, what the engines report, what the HTTP server answered.
+"""Metrics for Prometheus: latencies of requests, reports of the engines, answers of the HTTP server.
 
 Events come in on one event loop, thousands a second, so they are plain additions to plain numbers: an observation of
 prometheus_client's own Histogram takes six times as long (a lock, and a walk over its buckets). Names, types and the
-page are the library's, through its interface for collectors; it is imported when the figures are first asked for.
+page are the library's, through its interface for collectors; it is imported when the page is first requested.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = 
 ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], int]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", attrgetter("prefix_cache.queries")),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", attrgetter("prefix_cache.hits")),
-    ("preemptions", "Sequences that gave their memory up for others.", attrgetter("num_preemptions")),
+    ("preemptions", "Sequences that were preempted.", attrgetter("num_preemptions")),
     ("engine_steps", "Steps of the engine.", attrgetter("num_steps")),
     ("encoder_runs", "Encoder inputs that were run.", attrgetter("num_encoder_runs")),
     ("leases_granted", "Leases that began.", attrgetter("leases.granted")),
     ("leases_refused", "Leases too large for all that leases may hold.", attrgetter("leases.refused")),
     ("leases_expired", "Leases that ended at their time.", attrgetter("leases.expired")),
-    ("leases_evicted", "Leases that gave their memory up for others.", attrgetter("leases.evicted")),
+    ("leases_evicted", "Leases that were evicted.", attrgetter("leases.evicted")),
 )
 
 
@@ -163,7 +163,7 @@ class EngineMetrics:
         self.extraction_time.observe(seconds)
 
     def record_reason(self, reason: str) -> None:
-        """A request ended of which there is no more to say."""
+        """A request ended without further measurements."""
         self.finished[reason] += 1
 
     def record_end(
@@ -196,7 +196,7 @@ class EngineMetrics:
                 histogram.observe(seconds)
 
     def record_refused(self) -> None:
-        """A request was turned away: here, or by the engine."""
+        """A request was refused, here or by the engine."""
         self.finished[REFUSED] += 1
 
     def record_engine(self, index: int, stats: SchedulerStats) -> None:
@@ -211,7 +211,7 @@ class EngineMetrics:
         self.http_requests[route, status] += 1
 
     def watch(self, health: Callable[[], Health]) -> None:
-        """Ask this for the engines' health whenever the figures are read."""
+        """Called for the engines' health whenever the page is read."""
         self._health = health
 
     # ---- the page ----
@@ -277,8 +277,8 @@ class EngineMetrics:
         restarts: Values = {(str(engine.index),): engine.num_restarts for engine in engines}
         bad_messages: Values = {(str(engine.index),): engine.num_bad_messages for engine in engines}
         yield _gauge("engine_up", "1 while the engine answers.", up, "engine")
-        yield _gauge("engine_restarts", "How often the engine's process was started again.", restarts, "engine")
-        yield _gauge("engine_bad_messages", "Garbage on the engine's sockets, ignored.", bad_messages, "engine")
+        yield _gauge("engine_restarts", "Restarts of the engine's process.", restarts, "engine")
+        yield _gauge("engine_bad_messages", "Invalid messages on the engine's sockets.", bad_messages, "engine")
 
 
 def _counter(name: str, text: str, values: Values, *labels: str) -> Metric:

@@ -1,6 +1,6 @@
-"""A line in the log every ten seconds of work: tokens a second, who runs and waits, how full the KV cache is.
+"""A line in the log every ten seconds of work: tokens a second, running and waiting requests, KV cache usage.
 
-It has vLLM's form, so that what reads vLLM's log reads this one. One line for each engine; nothing while there is no
+It has vLLM's form, so that tools for vLLM's log can read it. One line for each engine; nothing while there is no
 work, but for a last line that shows that it is done.
 """
 

@@ -1,7 +1,7 @@
 """Spans of requests for OpenTelemetry, made when a request has ended from the times that are known by then.
 
 Nothing is measured here, and nothing runs while a request does: without a tracer it costs nothing. Spans are sent over
-OTLP/HTTP by a thread of OpenTelemetry's own, in batches; what can't be sent is dropped, and requests do not notice.
+OTLP/HTTP by a thread of OpenTelemetry's own, in batches; what can't be sent is dropped, without effect on requests.
 The packages (extra `otel`) are imported when a tracer is made.
 
     llm_request            from arrival to the end; its parent is the caller's span (W3C traceparent)
@@ -55,7 +55,7 @@ class RequestTrace:
     finish_reasons: list[str]  # of each choice
     num_cached_tokens: int | None = None
     error: str | None = None
-    params: dict[str, Any] = field(default_factory=dict)  # attributes that say what was asked for
+    params: dict[str, Any] = field(default_factory=dict)  # attributes of the request
 
 
 def trace_context(headers: Mapping[str, str] | None) -> dict[str, str]:
@@ -74,7 +74,7 @@ def trace_context(headers: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def make_tracer(endpoint: str, model_name: str, exporter: SpanExporter | None = None) -> RequestTracer:
-    """A tracer that sends to a collector's URL, or to an exporter of the caller's. ConfigError: the URL is none, or
+    """A tracer that sends to a collector's URL, or to an exporter of the caller's. ConfigError: the URL is invalid, or
     packages are missing."""
     url = traces_url(endpoint)
     try:
@@ -104,7 +104,7 @@ def traces_url(endpoint: str) -> str:
         valid = False
     if not valid:
         expected = f"a URL such as http://127.0.0.1:4318{TRACES_PATH}"
-        raise ConfigError(SETTING, f"{endpoint!r} is no URL of a collector", expected)
+        raise ConfigError(SETTING, f"{endpoint!r} is not a collector's URL", expected)
     return parts._replace(path=TRACES_PATH).geturl() if parts.path in ("", "/") else endpoint
 
 
@@ -147,7 +147,7 @@ class RequestTracer:
         spans.end(request, end)
 
     def shutdown(self) -> None:
-        """Send what is left, for a few seconds at most: a collector that does not answer must not keep anybody."""
+        """Send what is left, for a few seconds at most: a collector that does not answer must not block."""
         thread = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         thread.start()
         thread.join(SECONDS_TO_FLUSH)

@@ -55,7 +55,7 @@ def add_decoder_prompt_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--decoder-prompt",
         metavar="TEXT",
-        help="beginning of the answers (encoder-decoder models: PROMPT is the encoder's)",
+        help="start of the answers (encoder-decoder models: PROMPT is the encoder's)",
     )
 
 

@@ -20,10 +20,7 @@ def add_remote_options(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--url", required=required, metavar="URL", help="an OpenAI-compatible server")
     group.add_argument(
-        "--model",
-        dest="remote_model",
-        metavar="NAME",
-        help="the model's name (default: the first that the server lists)",
+        "--model", dest="remote_model", metavar="NAME", help="the model's name (default: the server's first)"
     )
     group.add_argument("--api-key", metavar="KEY", help=f"also: {' or '.join(KEY_VARIABLES)} in the environment")
 

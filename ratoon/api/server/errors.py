@@ -125,9 +125,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), kind=SERVER_ERROR, code="engine_restarting", headers={"Retry-After": "5"})
     if isinstance(error, EngineError):
         return generation_failed(str(error))
-    return ApiError(
-        500, "Internal server error; details are in the server's log", kind=SERVER_ERROR, code="internal_error"
-    )
+    return ApiError(500, "Internal error; the server's log has details", kind=SERVER_ERROR, code="internal_error")
 
 
 def _refusal(error: RequestError) -> ApiError:

@@ -19,9 +19,7 @@ class ServerSettings:
     uds: str | None = setting(None, "listen on a Unix socket instead", metavar="PATH")
 
     served_names: tuple[str, ...] = setting(
-        (),
-        "the model's names in requests; the first one is in answers; default: its own name",
-        name="served_model_name",
+        (), "the model's names in requests, the first also in answers; default: its own", name="served_model_name"
     )
     chat_template: str | None = setting(None, "use this template instead of the model's own", metavar="FILE")
     allow_request_template: bool = setting(False, "requests may contain a chat template")

@@ -218,9 +218,7 @@ class FoundChoice(AnswerModel):
 class FoundChunkChoice(FoundChoice):
     """The same in a stream, where the figures are those of the best text so far until the choice has ended."""
 
-    best_so_far: str | None = Field(
-        None, description="During the search: the whole best text so far. Not to be concatenated"
-    )
+    best_so_far: str | None = Field(None, description="During the search: the whole best text so far")
 
 
 # ---- fields of other servers ----

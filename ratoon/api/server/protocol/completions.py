@@ -45,9 +45,7 @@ class CompletionRequest(SamplingFields):
     decoder_prompt: Prompt | None = Field(
         None, description="Of an encoder-decoder model: text or token ids that its decoder begins with"
     )
-    continuation_suffix: Suffix | None = Field(
-        None, description="Text or token ids after the tokens of the earlier answer"
-    )
+    continuation_suffix: Suffix | None = Field(None, description="Text or token ids after the earlier answer")
     continuation_at: Int | None = Field(
         None, description="Continue after this many of its tokens, prompt and answer together; default: all"
     )

@@ -56,9 +56,7 @@ class BeamFields(RequestModel):
     use_beam_search: bool | None = Field(None, description="Search for the most probable texts instead of sampling")
     beam_width: Int | None = Field(None, description="Number of beams; default: best_of, the model's own, or n")
     length_penalty: float | None = Field(None, description="Above 0 favours long texts, below 0 short ones")
-    early_stopping: EarlyStopping = Field(
-        None, description="When to stop; true: with the first beam_width finished texts"
-    )
+    early_stopping: EarlyStopping = Field(None, description="true: stop with the first beam_width finished texts")
 
     def refuse_companions(self) -> None:
         """If there is no search."""
@@ -147,9 +145,7 @@ class SamplingFields(BeamFields):
     seed: Int | None = Field(None, description="The same seed gives the same answer")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: LogitBias | None = Field(
-        None, description="Token ids (as text) to numbers that are added to their logits"
-    )
+    logit_bias: LogitBias | None = Field(None, description="Token ids (as text) to numbers added to their logits")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated")
     stream_options: StreamOptions | None = None
 
