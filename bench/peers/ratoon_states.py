@@ -84,13 +84,15 @@ def state_calls(llm: Any, known: Known) -> Calls:
 
     def watch_decode(prompt: list[int], num_tokens: int) -> dict[str, Any]:
         """A decode step in seconds, its parts, and how many passes went through the code that reads states."""
+        from ratoon.execution import model_runner
+
         core = llm.engine.client.core
         model = core.executor._worker.runner.model
         llm.reset_prefix_cache()
         with ExitStack() as stack:
             planning = stack.enter_context(timed(core.scheduler, "schedule"))
             forward = stack.enter_context(timed(model, "forward"))
-            reading = stack.enter_context(timed(model, "forward_and_read"))
+            reading = stack.enter_context(timed(model_runner, "captured_rows"))
             arrivals = [time.perf_counter() for _ in llm.stream(prompt, _greedy(num_tokens))]
         return {
             "step": statistics.median(later - earlier for earlier, later in pairwise(arrivals)),
@@ -113,7 +115,7 @@ def _greedy(num_tokens: int, **others: Any) -> Any:
 
 @contextmanager
 def timed(owner: Any, name: str) -> Iterator[list[float]]:
-    """How long each call of a method took. A method that is not there is not called."""
+    """How long each call of a method or function took. One that is not there is not called."""
     method = getattr(owner, name, None)
     seconds: list[float] = []
     if method is None:
@@ -131,4 +133,4 @@ def timed(owner: Any, name: str) -> Iterator[list[float]]:
     try:
         yield seconds
     finally:
-        delattr(owner, name)
+        setattr(owner, name, method)

@@ -27,13 +27,8 @@ class CandidatesReader:
         self._steps = [step for step in beam_steps if step.num_candidates]
         self._beam_rows = beam_rows
         self.rows: list[int] = []
-        start = 0
-        for step in beam_steps:
-            num_beams = step.num_beams if step.num_tokens else 0  # none yet: the trunk's last row is read
-            if step.num_candidates:
-                last_rows = layout.beam_last_rows[start : start + num_beams]
-                self.rows += last_rows or [layout.last_row[step.req_id]]
-            start += num_beams
+        for step in self._steps:  # one without beams yet reads the trunk's last row
+            self.rows += layout.beam_last_rows.get(step.req_id) or [layout.last_row[step.req_id]]
 
     def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
         if self._steps:

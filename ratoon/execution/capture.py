@@ -11,10 +11,12 @@ import numpy as np
 import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
-from ratoon.core.plan import CaptureStep, EncoderStep, SchedulerOutput
+from ratoon.core.plan import CaptureStep, EncoderStep
 from ratoon.core.wire import WireTensor
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.input_batch import InputBatch
+from ratoon.execution.readers import StepLayout
+from ratoon.models.base import FinalStates, StreamObserver
 
 Tensor = torch.Tensor
 
@@ -54,12 +56,6 @@ def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
     return SpanRows(taken, counts, written)
 
 
-def only_reads(plan: SchedulerOutput) -> bool:
-    """Whether the step only reads out rows whose keys and values are already cached."""
-    written = any(is_written for capture in plan.captures for _, _, is_written in capture.spans)
-    return not written and not plan.num_scheduled_tokens and not plan.beam_steps
-
-
 # ---- rows of the residual stream ----
 
 
@@ -68,69 +64,54 @@ class CapturedRows:
     """One extraction of a step."""
 
     step: CaptureStep | EncoderStep
-    rows: list[int]  # of the step, rising
+    rows: list[int]  # of the pass, rising
 
 
-def captured_rows(captures: list[CaptureStep], first_row: int) -> list[CapturedRows]:
-    """The rows of the step that are read out. The first span begins at `first_row`."""
-    found = []
-    for capture in captures:
-        if capture.captured:
-            found.append(CapturedRows(capture, [first_row + row for row in capture.captured]))
-        first_row += len(capture.token_ids)
-    return found
+def captured_rows(captures: list[CaptureStep], layout: StepLayout) -> list[CapturedRows]:
+    return [
+        CapturedRows(capture, [rows[index] for index in capture.captured])
+        for capture, rows in zip(captures, layout.capture_rows, strict=True)
+        if capture.captured
+    ]
 
 
-class StepCapture:
-    """Copies rows of the residual stream during a forward pass. Layer l is the stream after l layers: 0 is the
-    embeddings, `num_layers` the end of the stream, and `num_layers` + 1 the output of the final norm."""
+class CaptureReader(StreamObserver):
+    """Reads rows of the residual stream. Layer l is the stream after l layers: 0 is the embeddings, `num_layers` the
+    end of the stream, and `num_layers` + 1 the output of the final norm. The last two are final states; rows of the
+    other layers are copied while the pass runs."""
 
     def __init__(self, captured: list[CapturedRows], num_layers: int, device: torch.device) -> None:
-        self._num_layers = num_layers
         self._captured = captured
-        self._late = [one for one in captured if max(one.step.layers) >= num_layers]
-        self._rows: dict[int, Tensor] = {}  # [R] by layer: the rows of all extractions that read it
-        self._taken: dict[int, Tensor] = {}  # [R, H]
-        for layer in {layer for one in captured for layer in one.step.layers}:
-            wanted = [row for one in captured if layer in one.step.layers for row in one.rows]
-            self._rows[layer] = indices_on(device, wanted)
+        self._final_layers = (num_layers, num_layers + 1)
+        layers = {layer for one in captured for layer in one.step.layers}
+        self.num_layers_read = min(max(layers, default=0), num_layers)
+        final = [one for one in captured if max(one.step.layers) >= num_layers]
+        self.rows = _rows_of(final)
+        inner = {layer: [one for one in captured if layer in one.step.layers] for layer in layers if layer < num_layers}
+        self._indices = {layer: indices_on(device, _rows_of(of_layer)) for layer, of_layer in inner.items()}
+        self._of_layer = inner | dict.fromkeys(self._final_layers, final)  # the extractions whose rows are read there
+        self._states: dict[int, Tensor] = {}  # by layer [R, H]: the rows of its extractions, concatenated
 
-    @property
-    def last_rows(self) -> list[int]:
-        """The rows that are read at the end of the stream or after the final norm."""
-        return [row for one in self._late for row in one.rows]
-
-    @property
-    def num_layers_read(self) -> int:
-        """The number of layers that must run for all captures."""
-        return min(max(self._rows, default=0), self._num_layers)
-
-    def take(self, layer: int, stream: Tensor, update: Tensor | None = None) -> None:
-        """The stream [T, H] after `layer` layers; `update` is yet to be added to it."""
-        rows = self._rows.get(layer)
+    def observe(self, layer: int, stream: Tensor, update: Tensor | None) -> None:
+        rows = self._indices.get(layer)
         if rows is not None:
-            taken = stream[rows]
-            self._taken[layer] = taken if update is None else taken.add_(update[rows])
+            states = stream[rows]
+            self._states[layer] = states if update is None else states.add_(update[rows])
 
-    def take_end(self, stream: Tensor, normed: Tensor) -> None:
-        """The end of the stream and the final norm's output, both [L, H], for `last_rows` in their order."""
-        for layer, states in ((self._num_layers, stream), (self._num_layers + 1, normed)):
-            if layer not in self._rows:
-                continue
-            parts = states.split([len(one.rows) for one in self._late])
-            wanted = [part for one, part in zip(self._late, parts, strict=True) if layer in one.step.layers]
-            self._taken[layer] = torch.cat(wanted)
-
-    def give(self, output: ModelRunnerOutput) -> None:
-        """Put the captured rows into the step's output: [layers, rows, H] for each extraction."""
-        offsets = dict.fromkeys(self._taken, 0)
+    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
+        """[layers, rows, H] for each extraction."""
+        self._states |= zip(self._final_layers, (states.stream, states.normed), strict=True)
+        parts: dict[tuple[str, int], Tensor] = {}  # by request and layer
+        for layer, of_layer in self._of_layer.items():
+            split = self._states[layer].split([len(one.rows) for one in of_layer])
+            parts |= {(one.step.req_id, layer): part for one, part in zip(of_layer, split, strict=True)}
         for one in self._captured:
-            count = len(one.rows)
-            taken = [self._taken[layer][offsets[layer] : offsets[layer] + count] for layer in one.step.layers]
-            for layer in set(one.step.layers):
-                offsets[layer] += count
-            states = torch.stack(taken).to(_DTYPES[one.step.dtype])  # [layers, rows, H]
-            output.hidden_states[one.step.req_id] = to_wire(states, one.step.dtype)
+            own = torch.stack([parts[one.step.req_id, layer] for layer in one.step.layers])
+            output.hidden_states[one.step.req_id] = to_wire(own.to(_DTYPES[one.step.dtype]), one.step.dtype)
+
+
+def _rows_of(captured: list[CapturedRows]) -> list[int]:
+    return [row for one in captured for row in one.rows]
 
 
 def to_wire(states: Tensor, dtype: str) -> WireTensor:

@@ -12,8 +12,10 @@ import torch
 from ratoon.attention.interface import AttentionBackend, CommonAttentionMetadata, LayerCache
 from ratoon.core.kv import NULL_BLOCK
 from ratoon.core.plan import EncoderStep
-from ratoon.execution.capture import CapturedRows, StepCapture
+from ratoon.execution.buffers import indices_on
+from ratoon.execution.capture import CapturedRows, CaptureReader
 from ratoon.execution.kv_tensors import KVTensors, dtype_name, make_rows, view_pages
+from ratoon.execution.readers import ExecutedPass, rows_of
 from ratoon.execution.step_context import EncoderPass
 from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
 
@@ -37,18 +39,18 @@ class EncoderRunner:
         self._device = device
         self._scratch: LayerCache | None = None  # keys and values of one encoder layer, overwritten by the next
 
-    def run(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> StepCapture | None:
-        """Encode, and store what decoders read. Returns the capture of states to read out, if any."""
+    def run(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> ExecutedPass:
+        """Encode, and store what decoders read. Returns the states to read out."""
         lengths = np.array([step.encoder_input.num_positions for step in steps])
         metadata = self._backend.build_metadata(self._own_inputs(lengths))
         stored = self._kv.cross_backend.build_metadata(self._stored_inputs(steps, lengths))
         context = EncoderPass(self._backend, self._kv, self._scratch_for(model, lengths), metadata, stored)
-        capture = self._capture(steps, lengths, len(model.encoder.layers))
-        states = model.encode(self._batch(steps, lengths), context, capture)
+        readers = self._readers(steps, lengths, len(model.encoder.layers))
+        states = model.encode(self._batch(steps, lengths), context, readers)
         if any(step.block_ids for step in steps):
-            model.store_cross(states, context)
+            model.store_cross(states.normed, context)
         self.num_runs += len(steps)
-        return capture
+        return ExecutedPass(states.select(indices_on(self._device, rows_of(readers))), readers)
 
     def release(self) -> None:
         self._scratch = None
@@ -109,14 +111,14 @@ class EncoderRunner:
 
     # ---- what is read out ----
 
-    def _capture(self, steps: list[EncoderStep], lengths: np.ndarray, num_layers: int) -> StepCapture | None:
+    def _readers(self, steps: list[EncoderStep], lengths: np.ndarray, num_layers: int) -> list[CaptureReader]:
         first_rows = np.cumsum(lengths) - lengths
         captured = [
             CapturedRows(step, [int(first) + position for position in step.captured])
             for step, first in zip(steps, first_rows, strict=True)
             if step.captured
         ]
-        return StepCapture(captured, num_layers, self._device) if captured else None
+        return [CaptureReader(captured, num_layers, self._device)] if captured else []
 
 
 def _counted(lengths: np.ndarray) -> np.ndarray:

@@ -7,7 +7,6 @@ and block accounting are the scheduler's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,30 +19,20 @@ from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
 from ratoon.execution.beam_candidates import CandidatesReader
 from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.buffers import indices_on
-from ratoon.execution.capture import StepCapture, captured_rows, lay_out_spans, only_reads
+from ratoon.execution.capture import CaptureReader, captured_rows, lay_out_spans
 from ratoon.execution.encoder import EncoderRunner
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.pooling import PoolingBranches
 from ratoon.execution.prompt_logprobs import PromptLogprobsReader
-from ratoon.execution.readers import LogitsReader, NextTokenReader, RowReader, StepLayout, read_all, rows_of
+from ratoon.execution.readers import ExecutedPass, LogitsReader, NextTokenReader, RowReader, StepLayout, rows_of
 from ratoon.execution.sampled_rows import SampledRowsReader
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation, StepInputs
-from ratoon.models.base import LanguageModel
+from ratoon.models.base import LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderDecoderLM
-
-
-@dataclass(slots=True)
-class ExecutedStep:
-    """What the first phase leaves for the second. Tensors are on the device and may still be being computed."""
-
-    # [R + C, H]: the final states of the readers' rows, concatenated, and of captured rows
-    states: torch.Tensor
-    readers: list[RowReader]
-    captures: list[StepCapture]  # of the decoder's rows and the encoder's
 
 
 class ModelRunner:
@@ -81,42 +70,35 @@ class ModelRunner:
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
         self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
         self.num_computed_tokens = 0  # rows run through the model since the start
-        self._executed: ExecutedStep | None = None
+        self._executed: list[ExecutedPass] = []  # what the first phase leaves for the second
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Update the rows and launch the forward pass. Does not wait for the device."""
-        self._executed = None
+        self._executed = []
         self._apply_changes(plan)
-        encoder_capture = None
         if plan.encoder_steps:
             assert self.encoder is not None and isinstance(self.model, EncoderDecoderLM), "the model has no encoder"
-            encoder_capture = self.encoder.run(self.model, plan.encoder_steps)
+            self._executed.append(self.encoder.run(self.model, plan.encoder_steps))
         if plan.total_num_scheduled_tokens:
-            self._executed = self._run_decoder(plan)
-        elif encoder_capture is not None:
-            self._executed = ExecutedStep(torch.empty(0), [], [])
-        if encoder_capture is not None:
-            assert self._executed is not None
-            self._executed.captures.append(encoder_capture)
+            self._executed.append(self._run_decoder(plan))
 
-    def _run_decoder(self, plan: SchedulerOutput) -> ExecutedStep:
+    def _run_decoder(self, plan: SchedulerOutput) -> ExecutedPass:
         inputs = self._prepare(plan)
         metadata = [backend.build_metadata(group) for backend, group in zip(self.kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else self.kv.cross_backend.build_metadata(inputs.cross)
-        readers = self._readers(plan, StepLayout.of(plan, inputs.cu_num_tokens.tolist()))
-        capture = self._capture(plan) if plan.captures else None
-        rows = rows_of(readers) + ([] if capture is None else capture.last_rows)
+        readers = self._readers(plan, StepLayout.of(plan, inputs.cu_num_tokens))
+        observers = [reader for reader in readers if isinstance(reader, StreamObserver)]
+        rows = rows_of(readers)
         # None: all rows of the step, in order
         wanted = None if rows == list(range(plan.total_num_scheduled_tokens)) else indices_on(self.device, rows)
+        num_layers = None
+        if inputs.writes_nothing and not rows:  # nothing needs the layers after the last one that is observed
+            num_layers = max((observer.num_layers_read for observer in observers), default=0)
         step = PagedStep(self.kv, metadata, cross)
-        if capture is None:
-            states = self.model.forward(inputs.input_ids, inputs.positions, step, wanted)
-        else:
-            depth = capture.num_layers_read if only_reads(plan) else len(self.model.layers)
-            states = self.model.forward_and_read(inputs.input_ids, inputs.positions, step, wanted, capture, depth)
+        states = self.model.forward(inputs.input_ids, inputs.positions, step, wanted, observers, num_layers)
         self.num_computed_tokens += plan.total_num_scheduled_tokens
-        return ExecutedStep(states, readers, [] if capture is None else [capture])
+        return ExecutedPass(states, readers)
 
     def _readers(self, plan: SchedulerOutput, layout: StepLayout) -> list[RowReader]:
         """The readers of the step, one for each kind of result that it has."""
@@ -132,7 +114,10 @@ class ModelRunner:
         ]
         if self.pooling:
             readers.append(self.pooling.reader(plan, layout))
-        return [reader for reader in readers if reader.rows]
+        if plan.captures:
+            captured = captured_rows(plan.captures, layout)
+            readers.append(CaptureReader(captured, len(self.model.layers), self.device))
+        return [reader for reader in readers if reader.rows or isinstance(reader, StreamObserver)]
 
     def _prepare(self, plan: SchedulerOutput) -> StepInputs:
         rows, num_scheduled = self._batch(plan)
@@ -146,10 +131,6 @@ class ModelRunner:
             return self.inputs.prepare(rows, num_scheduled, unwritten)
         finally:
             self.input_batch.give_back(spans.rows)  # their content is in the step's inputs now
-
-    def _capture(self, plan: SchedulerOutput) -> StepCapture:
-        first_row = plan.total_num_scheduled_tokens - sum(len(capture.token_ids) for capture in plan.captures)
-        return StepCapture(captured_rows(plan.captures, first_row), len(self.model.layers), self.device)
 
     def _batch(self, plan: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
         """The rows of the step, and the tokens of each: branches in the plan's order, then beams."""
@@ -203,11 +184,8 @@ class ModelRunner:
     @torch.inference_mode()
     def sample_tokens(self) -> ModelRunnerOutput:
         """Sample a token for every branch in `sampled_req_ids`, and read out all other results."""
-        executed, self._executed = self._executed, None
+        executed, self._executed = self._executed, []
         output = ModelRunnerOutput()
-        if executed is None:
-            return output
-        for capture in executed.captures:
-            capture.give(output)
-        read_all(executed.readers, executed.states, output)
+        for forward_pass in executed:
+            forward_pass.read(output)
         return output

@@ -16,6 +16,7 @@ from ratoon.core.params import PoolingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.core.wire import WireTensor
 from ratoon.execution.readers import StepLayout
+from ratoon.models.base import FinalStates
 
 Tensor = torch.Tensor
 
@@ -88,14 +89,14 @@ class PoolingReader:
         self._spans = spans
         self._branches = branches
 
-    def read(self, states: Tensor, output: ModelRunnerOutput) -> None:
+    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
         """Add the rows of the spans, and put the completed vectors into `output`.
 
         A vector with a NaN or an infinite number fails its branch and no other.
         """
         due: list[str] = []
         vectors: list[Tensor] = []
-        for span, rows in zip(self._spans, states.split([span.count for span in self._spans])):
+        for span, rows in zip(self._spans, states.normed.split([span.count for span in self._spans])):
             branch = self._branches[span.req_id]
             if branch.kind == "mean":
                 branch.total = add_rows(branch.total, rows)

@@ -11,6 +11,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.readers import ComputeLogits, StepLayout
 from ratoon.execution.sampler import prompt_logprobs
+from ratoon.models.base import FinalStates
 
 ROWS_AT_ONCE = 128  # prompt rows whose logits are held at one time
 
@@ -47,8 +48,8 @@ class PromptLogprobsReader:
                 self._spans.append(PromptSpan(req_id, row, start, count, params.prompt_logprobs))
                 self.rows += range(first, first + count)
 
-    def read(self, states: torch.Tensor, output: ModelRunnerOutput) -> None:
-        for span, part in zip(self._spans, states.split([span.count for span in self._spans])):
+    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
+        for span, part in zip(self._spans, states.normed.split([span.count for span in self._spans])):
             output.prompt_logprobs[span.req_id] = PromptLogprobsChunk(span.start + 1, self._lists(span, part))
 
     def _lists(self, span: PromptSpan, states: torch.Tensor) -> LogprobsLists:

@@ -25,6 +25,7 @@ class StepInputs:
     positions: torch.Tensor  # [T]
     groups: list[CommonAttentionMetadata]
     cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
+    writes_nothing: bool  # no token's keys and values are kept
     cross: CommonAttentionMetadata | None = None  # for cross-attention, whose sequences are encoder inputs
 
 
@@ -76,7 +77,8 @@ class InputPreparation:
         cross = None if rows.cross_tables is None else self._cross_inputs(batch_rows, max_query_len)
         input_ids = self.input_ids.to_device(total)
         self._buffers.copied()
-        return StepInputs(input_ids, device_positions, groups, cu_num_tokens, cross)
+        writes_nothing = unwritten is not None and bool(unwritten.all())
+        return StepInputs(input_ids, device_positions, groups, cu_num_tokens, writes_nothing, cross)
 
     def _map_slots(self, group: int, req_indices: np.ndarray, positions: np.ndarray, total: int) -> None:
         """Where each token's keys and values go: block · block_size + offset."""

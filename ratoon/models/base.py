@@ -6,7 +6,9 @@ encoder are in encoder_decoder.py. Where keys and values are stored, and which r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -37,30 +39,37 @@ class StreamLayer(Protocol):
         ...
 
 
-class StreamReader(Protocol):
-    """Copies rows of the residual stream during a forward pass."""
+class StreamObserver(ABC):
+    """Gets the residual stream between the layers of a forward pass."""
 
-    @property
-    def last_rows(self) -> list[int]:
-        """The rows whose state at the end of the stream is read."""
-        ...
+    num_layers_read: int  # the number of layers that must run for it
 
-    def take(self, layer: int, stream: Tensor, update: Tensor | None = None) -> None:
-        """After `layer` layers: `stream` [T, H] and the update yet to be added to it."""
-
-    def take_end(self, stream: Tensor, normed: Tensor) -> None:
-        """The end of the stream and the final norm's output, for `last_rows`."""
+    @abstractmethod
+    def observe(self, layer: int, stream: Tensor, update: Tensor | None) -> None:
+        """After `layer` layers, fewer than all: `stream` [T, H] and the update yet to be added to it. The next layer
+        changes both."""
 
 
-def end_of_stream(final_norm: RMSNorm | LayerNorm | None, update: Tensor | None, stream: Tensor) -> Tensor:
-    """The final norm of the stream [R, H] plus the last update.
+@dataclass(frozen=True, slots=True)
+class FinalStates:
+    """Rows at the end of the residual stream, and the same rows after the final norm."""
+
+    stream: Tensor  # [R, H]
+    normed: Tensor  # [R, H]
+
+    def select(self, rows: Tensor | slice) -> FinalStates:
+        return FinalStates(self.stream[rows], self.normed[rows])
+
+
+def end_of_stream(final_norm: RMSNorm | LayerNorm | None, update: Tensor | None, stream: Tensor) -> FinalStates:
+    """The final states of the stream [R, H], to which the final norm adds the last update in place.
 
     Post-norm layers (post_norm.py) leave no update, and no norm follows them.
     """
     if update is None:
-        return stream
+        return FinalStates(stream, stream)
     assert final_norm is not None
-    return final_norm(update, stream)
+    return FinalStates(stream, final_norm(update, stream))
 
 
 class LanguageModel:
@@ -95,55 +104,42 @@ class LanguageModel:
         """[T], [T] → [T, H], in new memory."""
         return self.embed(input_ids)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext, rows: Tensor | None = None) -> Tensor:
-        """[T], [T] → hidden states after the final norm: of all rows [T, H], or of these `rows` [R] → [R, H].
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        step: StepContext,
+        rows: Tensor | None = None,
+        observers: Sequence[StreamObserver] = (),
+        num_layers: int | None = None,
+    ) -> FinalStates:
+        """[T], [T] → the final states of all rows [T, H], or of these `rows` [R] → [R, H]. `observers` get the stream
+        before every layer. With `num_layers` below the model's, the pass ends after them, and no row has a final state.
 
         `stream` is the residual stream and is added to in place; `update` is the output of the layer before. The hidden
         state after a layer is their sum. The next norm does the addition, so that memory is read once.
         """
         stream = self.embed_tokens(input_ids, positions)
         update: Tensor | None = None
-        for layer in self.layers[:-1]:
-            update = layer(stream, update, positions, step)
-        return self._finish(stream, update, positions, step, rows)[1]
-
-    def forward_and_read(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        step: StepContext,
-        rows: Tensor | None,
-        reader: StreamReader,
-        num_layers: int,
-    ) -> Tensor:
-        """The same, and `reader` gets the residual stream after every layer. Its rows are the last of `rows`.
-
-        With `num_layers` below the model's, the pass ends after them, and no row has a final state.
-        """
-        stream = self.embed_tokens(input_ids, positions)
-        reader.take(0, stream)
-        update: Tensor | None = None
-        for index, layer in enumerate(self.layers[:-1][:num_layers], start=1):
-            update = layer(stream, update, positions, step)
-            reader.take(index, stream, update)
-        if num_layers < len(self.layers):
-            return stream[:0]
-        stream, states = self._finish(stream, update, positions, step, rows)
-        first = len(states) - len(reader.last_rows)
-        reader.take_end(stream[first:], states[first:])
-        return states
+        for index, layer in enumerate(self.layers):
+            for observer in observers:
+                observer.observe(index, stream, update)
+            if index == num_layers:
+                return FinalStates(stream[:0], stream[:0])
+            if index < len(self.layers) - 1:
+                update = layer(stream, update, positions, step)
+        return self._finish(stream, update, positions, step, rows)
 
     def _finish(
         self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The last layer and the final norm → the end of the stream and the states. The layer's second half is computed
-        only for rows that are read."""
+    ) -> FinalStates:
+        """The last layer and the final norm. The layer's second half is computed only for rows that are read."""
         last, adapters = self.layers[-1], step.adapters
         attended = last.attend(stream, update, positions, step)
         if rows is not None:
             attended, stream = attended[rows], stream[rows]
             adapters = None if adapters is None else adapters.select(rows)
-        return stream, end_of_stream(self.final_norm, last.finish(attended, stream, adapters), stream)
+        return end_of_stream(self.final_norm, last.finish(attended, stream, adapters), stream)
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """[R, H] → [R, V] in float32. `adapters` are those of the rows."""

@@ -16,7 +16,7 @@ from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.weights import Weights
-from ratoon.models.base import LanguageModel, StreamLayer, StreamReader, end_of_stream
+from ratoon.models.base import FinalStates, LanguageModel, StreamLayer, StreamObserver, end_of_stream
 from ratoon.models.cross import CrossAttention
 
 Tensor = torch.Tensor
@@ -46,21 +46,15 @@ class Encoder:
         self.layers = layers
         self.final_norm = final_norm
 
-    def __call__(self, batch: EncoderBatch, step: StepContext, reader: StreamReader | None = None) -> Tensor:
-        """The states [E, H] of all inputs. `reader` sees the stream as in LanguageModel.forward_and_read."""
+    def __call__(self, batch: EncoderBatch, step: StepContext, observers: Sequence[StreamObserver] = ()) -> FinalStates:
+        """The final states [E, H] of all inputs. `observers` get the stream as in LanguageModel.forward."""
         stream = self.embed(batch)
-        if reader is not None:
-            reader.take(0, stream)
         update: Tensor | None = None
-        for index, layer in enumerate(self.layers, start=1):
+        for index, layer in enumerate(self.layers):
+            for observer in observers:
+                observer.observe(index, stream, update)
             update = layer(stream, update, batch.positions, step)
-            if reader is not None and index < len(self.layers):
-                reader.take(index, stream, update)
-        states = end_of_stream(self.final_norm, update, stream)
-        if reader is not None:
-            rows = torch.tensor(reader.last_rows, dtype=torch.int64, device=stream.device)
-            reader.take_end(stream[rows], states[rows])
-        return states
+        return end_of_stream(self.final_norm, update, stream)
 
 
 class CrossLayer(StreamLayer, Protocol):
@@ -94,9 +88,9 @@ class EncoderDecoderLM(LanguageModel):
         assert self.config.encoder is not None
         return self.config.encoder
 
-    def encode(self, batch: EncoderBatch, step: StepContext, reader: StreamReader | None = None) -> Tensor:
-        """The encoder's states [E, H] of whole inputs."""
-        return self.encoder(batch, step, reader)
+    def encode(self, batch: EncoderBatch, step: StepContext, observers: Sequence[StreamObserver] = ()) -> FinalStates:
+        """The encoder's final states [E, H] of whole inputs."""
+        return self.encoder(batch, step, observers)
 
     def store_cross(self, states: Tensor, step: StepContext) -> None:
         """Every decoder layer's keys and values of the encoder's states [E, H], handed to `step.store_across`."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
-from ratoon.models.base import LanguageModel
+from ratoon.models.base import FinalStates, LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
 
 Tensor = torch.Tensor
@@ -77,23 +77,19 @@ def _score_bias(layer: AttentionLayer, num_queries: int, num_keys: int) -> Tenso
     return bias + layer.bias[:, distances + reach]
 
 
-class EveryState:
-    """A StreamReader that takes all rows behind all layers: `states` [L + 2, T, H], as the engine numbers layers."""
+class EveryState(StreamObserver):
+    """Takes all rows after each layer but the last."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.last_rows = list(range(num_rows))
+    def __init__(self) -> None:
         self.taken: list[Tensor] = []
 
-    def take(self, layer: int, stream: Tensor, update: Tensor | None = None) -> None:
+    def observe(self, layer: int, stream: Tensor, update: Tensor | None) -> None:
         assert layer == len(self.taken)
         self.taken.append(stream.clone() if update is None else stream + update)
 
-    def take_end(self, stream: Tensor, normed: Tensor) -> None:
-        self.taken += [stream.clone(), normed.clone()]
-
-    @property
-    def states(self) -> Tensor:
-        return torch.stack(self.taken)
+    def states(self, final: FinalStates) -> Tensor:
+        """[L + 2, T, H], as the engine numbers layers."""
+        return torch.stack([*self.taken, final.stream, final.normed])
 
 
 def positions_of(lengths: Sequence[int]) -> Tensor:
@@ -111,21 +107,18 @@ def encode(model: EncoderDecoderLM, inputs: list[list[int]] | list[Tensor]) -> t
         lengths = [len(tokens) for tokens in inputs]
         flat = [token for tokens in inputs for token in tokens]
         batch = EncoderBatch(positions_of(lengths), input_ids=torch.tensor(flat))
-    step, reader = DensePass(memory, lengths), EveryState(sum(lengths))
-    states = model.encode(batch, step, reader)
-    assert torch.equal(states, reader.states[-1])
-    model.store_cross(states, step)
+    step, observer = DensePass(memory, lengths), EveryState()
+    final = model.encode(batch, step, [observer])
+    model.store_cross(final.normed, step)
     memory.own = [{} for _ in inputs]  # the encoder's own keys and values are of no use to the decoder
-    return memory, list(reader.states.split(lengths, dim=1))
+    return memory, list(observer.states(final).split(lengths, dim=1))
 
 
 @torch.inference_mode()
 def decode(model: LanguageModel, memory: DenseMemory, prompts: list[list[int]]) -> list[Tensor]:
     """All sequences in one pass: every state of each [L + 2, T, H]."""
     lengths = [len(tokens) for tokens in prompts]
-    reader = EveryState(sum(lengths))
+    observer = EveryState()
     ids = torch.tensor([token for tokens in prompts for token in tokens])
-    model.forward_and_read(
-        ids, positions_of(lengths), DensePass(memory, lengths), None, reader, model.config.num_layers
-    )
-    return list(reader.states.split(lengths, dim=1))
+    final = model.forward(ids, positions_of(lengths), DensePass(memory, lengths), observers=[observer])
+    return list(observer.states(final).split(lengths, dim=1))

@@ -50,7 +50,7 @@ def dense_logits(model: LanguageModel, token_ids: list[int], chunks: list[int] |
     parts, start = [], 0
     for length in chunks or [len(token_ids)]:
         positions = torch.arange(start, start + length)
-        parts.append(model.compute_logits(model.forward(ids[positions], positions, step)))
+        parts.append(model.compute_logits(model.forward(ids[positions], positions, step).normed))
         start += length
     assert start == len(token_ids)
     return torch.cat(parts)

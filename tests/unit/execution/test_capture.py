@@ -11,8 +11,11 @@ import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
-from ratoon.core.plan import MAX_CAPTURE_SPANS, BlockCopy, CaptureStep, NewRequestData, SchedulerOutput
-from ratoon.execution.capture import StepCapture, captured_rows, lay_out_spans, only_reads, to_wire
+from ratoon.core.plan import MAX_CAPTURE_SPANS, BeamStep, BlockCopy, CaptureStep, NewRequestData, SchedulerOutput
+from ratoon.execution.capture import CaptureReader, captured_rows, lay_out_spans, to_wire
+from ratoon.execution.readers import ExecutedPass, RowReader, StepLayout, rows_of
+from ratoon.execution.step_context import PagedStep
+from ratoon.models.base import FinalStates
 from tests.golden.hidden_oracle import states_by_transformers
 from tests.golden.tiny_models import TinyModel, tiny_gpt2, tiny_qwen3
 from tests.unit.execution.test_model_runner import (
@@ -186,7 +189,7 @@ def test_tokens_vectors_and_log_probabilities_of_the_same_step_are_their_own(bac
 
 def test_a_step_with_nothing_to_read_out_runs_the_ordinary_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    monkeypatch.setattr(type(driver.runner.model), "forward_and_read", None)
+    monkeypatch.setattr(CaptureReader, "__init__", None)
     assert token_of(driver.step(new=[driver.new("a", PROMPT, 1)]), "a") == oracle_greedy(LLAMA, PROMPT, 1)[0]
 
 
@@ -227,13 +230,26 @@ def test_the_runner_counts_the_rows_that_it_ran() -> None:
 # ---- how far a pass runs ----
 
 
-def test_a_pass_that_only_reads_is_one_without_tokens_beams_and_writes() -> None:
+def test_a_pass_that_only_reads_is_one_without_tokens_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    reads = capture_of(driver, "x", PROMPT, [(3, 1, False)], 1)
-    writes = capture_of(driver, "y", PROMPT, [(3, 1, False), (36, 1, True)], 1)
-    assert only_reads(SchedulerOutput(captures=[reads]))
-    assert not only_reads(SchedulerOutput(captures=[reads, writes]))
-    assert not only_reads(SchedulerOutput(captures=[reads], num_scheduled_tokens={"a": 1}))
+    driver.step(new=[driver.new("a", PROMPT, 1)])
+    layers_run: list[int] = []
+    attend = PagedStep.attend
+    monkeypatch.setattr(
+        PagedStep, "attend", lambda step, layer, *rest: layers_run.append(layer.index) or attend(step, layer, *rest)
+    )
+
+    def depth(*captures: CaptureStep, **rest: Any) -> int:
+        layers_run.clear()
+        run(driver, list(captures), **rest)
+        return len(layers_run)
+
+    reads = capture_of(driver, "x", PROMPT, [(3, 1, False)], 1, layers=[1])
+    writes = capture_of(driver, "y", OTHER, [(3, 1, False), (20, 1, True)], 5, layers=[1])
+    assert depth(reads) == 1
+    assert depth(reads, writes) == 3
+    assert depth(reads, new=[driver.new("b", OTHER, 9)]) == 3
+    assert depth(capture_of(driver, "z", PROMPT, [(3, 1, False)], 1, layers=[4])) == 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -251,7 +267,7 @@ def test_a_shorter_pass_changes_no_state(backend: str) -> None:
 @pytest.mark.parametrize(("layers", "expected"), [([0], 0), ([1, 0], 1), ([3], 3), ([4], 3), ([2, 4], 3)])
 def test_so_many_layers_have_to_run(layers: list[int], expected: int) -> None:
     step = CaptureStep("x", [1], [(0, 1, False)], ([1],), [0], layers, "float32")
-    assert StepCapture(captured_rows([step], 0), 3, CPU).num_layers_read == expected
+    assert reader_of([step]).num_layers_read == expected
 
 
 # ---- the parts ----
@@ -273,16 +289,44 @@ def test_spans_become_rows_with_their_positions_and_tables() -> None:
     assert not rows.block_tables[0].any() and not rows.block_tables[1].any()
 
 
-def test_rows_are_found_behind_those_of_earlier_captures() -> None:
-    def step(name: str, num_rows: int, captured: list[int]) -> CaptureStep:
-        return CaptureStep(name, [1] * num_rows, [(0, num_rows, True)], ([1],), captured, [0], "float32")
+def reader_of(captures: list[CaptureStep], num_tokens_before: int = 0) -> CaptureReader:
+    """Of a model with three layers, in a step whose branches have so many tokens."""
+    branches = {"branch": num_tokens_before} if num_tokens_before else {}
+    plan = SchedulerOutput(num_scheduled_tokens=branches, captures=captures)
+    counts = [*branches.values(), *(count for capture in captures for _, count, _ in capture.spans)]
+    return CaptureReader(captured_rows(captures, StepLayout.of(plan, np.cumsum(counts))), 3, CPU)
 
-    found = captured_rows([step("x", 5, [0, 4]), step("none", 3, []), step("y", 2, [1])], first_row=10)
-    assert [(one.step.req_id, one.rows) for one in found] == [("x", [10, 14]), ("y", [19])]
+
+def test_the_layout_says_where_the_rows_of_each_kind_are() -> None:
+    def capture(name: str, spans: list[tuple[int, int, bool]], captured: list[int]) -> CaptureStep:
+        return CaptureStep(name, [1] * sum(count for _, count, _ in spans), spans, ([1],), captured, [0], "float32")
+
+    x, none, y = [(0, 2, False), (7, 3, True)], [(0, 3, True)], [(9, 2, True)]
+    captures = [capture("x", x, [0, 4]), capture("none", none, []), capture("y", y, [1])]
+    beams = [BeamStep("s", 2, scores=[0.0] * 2), BeamStep("b", scores=[0.0]), BeamStep("t", 1, scores=[0.0] * 3)]
+    plan = SchedulerOutput(num_scheduled_tokens={"a": 4, "b": 1}, beam_steps=beams, captures=captures)
+    layout = StepLayout.of(plan, np.cumsum([4, 1, 2, 2, 1, 1, 1, 2, 3, 3, 2]))
+    assert layout.last_row == {"a": 3, "b": 4}
+    assert layout.beam_last_rows == {"s": [6, 8], "t": [9, 10, 11]}
+    assert layout.capture_rows == [range(12, 17), range(17, 20), range(20, 22)]
+    found = captured_rows(captures, layout)
+    assert [(one.step.req_id, one.rows) for one in found] == [("x", [12, 16]), ("y", [21])]
 
 
-def test_what_is_taken_of_each_layer_goes_to_those_who_asked_for_it() -> None:
-    """Numbers that name their layer and row, so that a mix-up shows."""
+class Collected:
+    """A reader of rows of another kind."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+        self.found: list[float] = []
+
+    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
+        self.found = states.normed[:, 0].tolist()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_taken_of_each_layer_goes_to_those_who_asked_for_it(place: int) -> None:
+    """Numbers that name their layer and row, so that a mix-up shows; wherever the reader is among the others."""
 
     def step(name: str, layers: list[int]) -> CaptureStep:
         return CaptureStep(name, [1] * 3, [(0, 3, True)], ([1],), [0, 2], layers, "float32")
@@ -290,30 +334,31 @@ def test_what_is_taken_of_each_layer_goes_to_those_who_asked_for_it() -> None:
     def stream(layer: int, rows: Sequence[int]) -> torch.Tensor:
         return torch.tensor([[100.0 * layer + row] for row in rows])
 
-    captures = [step("late", [4, 1]), step("early", [1, 0]), step("end", [3])]
-    capture = StepCapture(captured_rows(captures, first_row=2), 3, CPU)
-    assert capture.last_rows == [2, 4, 8, 10]  # of captures at the end of the stream or the norm
-    capture.take(0, stream(0, range(11)))
+    reader = reader_of([step("late", [4, 1]), step("early", [1, 0]), step("end", [3])], num_tokens_before=2)
+    assert reader.rows == [2, 4, 8, 10]  # of those who ask for the end of the stream or the norm
+    reader.observe(0, stream(0, range(11)), None)
     for layer in (1, 2):  # what is still to be added counts
-        capture.take(layer, stream(layer, range(11)) - 7.0, torch.full((11, 1), 7.0))
-    capture.take_end(stream(3, capture.last_rows), stream(4, capture.last_rows))
-    output = ModelRunnerOutput()
-    capture.give(output)
+        reader.observe(layer, stream(layer, range(11)) - 7.0, torch.full((11, 1), 7.0))
+    others = [Collected([1]), Collected([0, 1])]
+    readers: list[RowReader] = [*others]
+    readers.insert(place, reader)
+    rows, output = rows_of(readers), ModelRunnerOutput()
+    ExecutedPass(FinalStates(stream(3, rows), stream(4, rows)), readers).read(output)
     assert {name: states(output, name)[:, :, 0].tolist() for name in output.hidden_states} == {
         "late": [[402.0, 404.0], [102.0, 104.0]],
         "early": [[105.0, 107.0], [5.0, 7.0]],
         "end": [[308.0, 310.0]],
     }
+    assert [other.found for other in others] == [[401.0], [400.0, 401.0]]
 
 
 def test_the_stream_is_not_changed_by_taking_rows_out_of_it() -> None:
-    step = CaptureStep("x", [1, 2], [(0, 2, True)], ([1],), [0, 1], [1], "float32")
-    capture = StepCapture(captured_rows([step], 0), 3, CPU)
+    reader = reader_of([CaptureStep("x", [1, 2], [(0, 2, True)], ([1],), [0, 1], [1], "float32")])
     stream, update = torch.ones(2, 4), torch.full((2, 4), 2.0)
-    capture.take(1, stream, update)
+    reader.observe(1, stream, update)
     stream += update  # as the next layer does
     output = ModelRunnerOutput()
-    capture.give(output)
+    reader.read(FinalStates(stream[:0], stream[:0]), output)
     assert (states(output, "x") == 3.0).all() and (update == 2.0).all()
 
 

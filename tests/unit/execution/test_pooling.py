@@ -12,6 +12,7 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import CachedRequestData, NewRequestData
 from ratoon.execution.pooling import add_rows
+from ratoon.models.base import FinalStates
 from tests.golden.tiny_encoder_models import tiny_bert
 from tests.golden.tiny_models import TinyModel
 from tests.unit.execution.test_model_runner import (
@@ -179,9 +180,9 @@ def test_steps_without_pooling_branches_read_the_rows_that_they_always_read(monk
     asked: list[int | None] = []
     forward = driver.runner.model.forward
 
-    def listen(ids: Any, positions: Any, step: Any, rows: torch.Tensor | None) -> torch.Tensor:
+    def listen(ids: Any, positions: Any, step: Any, rows: torch.Tensor | None, *rest: Any) -> FinalStates:
         asked.append(None if rows is None else len(rows))
-        return forward(ids, positions, step, rows)
+        return forward(ids, positions, step, rows, *rest)
 
     monkeypatch.setattr(driver.runner.model, "forward", listen)
     driver.step(new=[driver.new("a", PROMPT, 1), driver.new("b", OTHER, 7)])

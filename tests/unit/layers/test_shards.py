@@ -168,9 +168,9 @@ def logits_of(config: ModelConfig, shard: Shard | None, rows: Tensor | None = No
         from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
 
         assert isinstance(model, EncoderDecoderLM)
-        states = model.encode(EncoderBatch(ids, ids), DensePass(DenseMemory(1), [len(ids)]))
+        states = model.encode(EncoderBatch(ids, ids), DensePass(DenseMemory(1), [len(ids)])).normed
         model.store_cross(states, step)
-    states = model.forward(ids, torch.arange(len(ids)), step, rows)
+    states = model.forward(ids, torch.arange(len(ids)), step, rows).normed
     return (states if config.architecture == "BertModel" else model.compute_logits(states)), source.num_read
 
 
