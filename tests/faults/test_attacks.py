@@ -1,4 +1,4 @@
-"""Cheap requests that used to hurt others: large wrong bodies, prompts that are far too long, hostile templates. They
+"""Cheap requests with a large cost: large wrong bodies, prompts that are far too long, hostile templates. They
 are refused at a small cost, and other clients are answered meanwhile. bench/attacks.py has them in full size."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONGEST_WAIT = 10.0  # seconds, of other clients and of a refusal: it is below 1
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(write_tiny_model(tmp_path_factory.mktemp("models") / MODEL), "--allow-request-template") as running:
-        for _ in range(3):  # what is made at the first request is no growth
+        for _ in range(3):  # allocations of the first request do not count as growth
             requests.post(running.url + COMPLETIONS, json={**SHORT, "prompt": "x" * 100_000}, timeout=60)
         yield running
 
@@ -110,7 +110,7 @@ def test_a_wrong_body_costs_little_and_keeps_nobody_waiting(server: Server, kind
 
 
 def send_and_leave(server: Server, path: str, body: dict) -> None:
-    """The whole body, and no interest in the answer."""
+    """Sends the whole body, and does not read the answer."""
     address = urlsplit(server.url)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"

@@ -48,7 +48,7 @@ Answers = dict[tuple[str, int], Any]
 
 
 class Failing:
-    """Steps that `fails` names raise at some moment. Lets the others be."""
+    """Steps that `fails` names raise at some point. Others run normally."""
 
     def __init__(self, driver: Driver, moment: str, fails: Callable[[SchedulerOutput], bool]) -> None:
         self.num_failed = 0
@@ -73,7 +73,7 @@ class Failing:
 
 
 def num_requests(plan: SchedulerOutput) -> int:
-    """Whose steps fail alone is at fault."""
+    """A request that fails in a step alone is the cause."""
     return len({req_id.partition("#")[0] for req_id in plan.req_ids})
 
 
@@ -163,7 +163,7 @@ def test_an_encoder_input_whose_steps_always_fail_fails_alone(moment: str, setti
 
 
 def test_an_encoder_input_that_the_model_cannot_read_fails_alone() -> None:
-    """Such a token gets here only past the front end."""
+    """The front end refuses such a token."""
     with core_of(FAMILY) as driver:
         driver.ask("bad", Source((5, VOCAB_SIZE + 100)), [START], greedy(5))
         ask_all(driver)
@@ -186,7 +186,7 @@ def test_a_table_of_a_failed_step_is_not_found_again() -> None:
 
 
 def test_an_input_that_makes_nan_fails_alone_and_poisons_no_memory() -> None:
-    """Its keys and values stay in the blocks that it gives back, and get behind the ends of other tables."""
+    """Its keys and values stay in the blocks that it frees, and are beyond the ends of other tables later."""
     tiny = tiny_t5("gated-gelu", own_head=True)  # a token that it can't read is still one that it can write
     sources = [Source(tuple(random_token_ids(length, seed=length))) for length in (33, 5, 18)]
     good = texts(tiny, sources)

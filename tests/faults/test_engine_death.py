@@ -1,4 +1,4 @@
-"""Engines that are killed, hang or are led to their death by a request: no answer is lost, no other request is
+"""Engines that are killed, hang or crash because of a request: no answer is lost, no other request is
 affected."""
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ def test_streams_survive_fifty_kills_without_losing_or_changing_a_token():
                     pid = llm.health().engines[0].pid
                     if pid is None or pid in killed:
                         continue
-                    # Before it has given anything, too, but not mostly: a request that sees three deaths and no token
-                    # is taken for their cause.
+                    # Before the first token, too, but not often: a request that sees three deaths and no token counts
+                    # as their cause.
                     if num_outputs == num_at_last_kill and dice.random() < 0.9:
                         continue
-                    # While it starts, too, but rarely: five starts in a row that come to nothing are the end of it.
+                    # While it starts, too, but rarely: five failed starts in a row end the engine.
                     if llm.health().state == EngineState.OK or dice.random() < 0.02:
                         os.kill(pid, signal.SIGKILL)
                         killed.add(pid)

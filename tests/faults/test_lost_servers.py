@@ -75,7 +75,7 @@ def test_an_engine_leaves_nothing_when_its_client_is_killed(client):
 
 def test_what_is_left_when_both_are_killed_is_removed_by_the_next_start(client):
     process, engine, directory = client
-    os.kill(engine, signal.SIGSTOP)  # it must not tidy up
+    os.kill(engine, signal.SIGSTOP)  # it must not clean up
     os.kill(engine, signal.SIGKILL)
     process.kill()
     process.wait()
@@ -115,7 +115,7 @@ class Squatter:
 
 
 async def longest_gap(until: asyncio.Task) -> float:
-    """The longest time in which nothing else had its turn on the loop."""
+    """The longest time that the event loop was blocked."""
     longest, last = 0.0, time.monotonic()
     while not until.done():
         await asyncio.sleep(0.01)
@@ -130,7 +130,7 @@ def test_a_stranger_who_comes_first_takes_no_engines_place(monkeypatch):
 
     def squat_and_spawn(self, message):
         squatter.take(Path(message.input_address.removeprefix("ipc://")))
-        time.sleep(0.2)  # so that the stranger is there first
+        time.sleep(0.2)  # so that the other process connects first
         spawn(self, message)
 
     monkeypatch.setattr(launch.EngineProcess, "_spawn", squat_and_spawn)

@@ -21,7 +21,8 @@ def no_free_memory(llm: LLM) -> Iterator[None]:
 
 
 def step_without_free_memory(llm: LLM) -> int:
-    """An engine step; where one is in flight, two: nothing gives way before its result is there. How many had to."""
+    """An engine step; two if one is in flight, because nothing is preempted before its result. Returns the
+    preemptions."""
     before = llm.stats().num_preemptions
     with no_free_memory(llm):
         for _ in range(llm._client.core.config.scheduler.max_steps_in_flight):

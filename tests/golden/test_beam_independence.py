@@ -138,7 +138,7 @@ def test_preemption_beside_samples_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("family", [LLAMA, QWEN3])
 def test_prompts_that_end_at_every_place_in_a_block(family: str) -> None:
-    """Alone, then together in an engine whose memory is short, so that beams lose their memory at every place too."""
+    """Alone, then together in an engine whose memory is short, so that beams are preempted at every position too."""
     text = random_token_ids(2 * BLOCK_SIZE + 2, seed=7)
     requests: list[Request] = [(text[:length], beams(3, 6, ignore_eos=True)) for length in range(1, len(text) + 1)]
     with engine(family) as llm:

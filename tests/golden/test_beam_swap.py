@@ -1,4 +1,4 @@
-"""A beam search that gives way keeps its beams on the host where there is room, or its prompt, and finds the texts that
+"""A preempted beam search keeps its beams on the host if there is room, or its prompt, and finds the texts that
 it finds undisturbed."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A parent goes away at any point of its continuation's life: the tokens stay those of the whole text sent afresh.
+"""A parent's memory is freed at any point of its continuation: the tokens stay those of the whole text sent anew.
 
 Every kind of parent, every offset in a block, greedy and seeded.
 """
@@ -67,7 +67,7 @@ KINDS: list[Callable[[Driver, list[int], SamplingParams], Parent]] = [
 def continue_while_the_parent_goes(
     driver: Driver, parent: Parent, params: SamplingParams, moment: int
 ) -> RequestOutput:
-    """What a continuation gives whose parent goes when it has been added and has had `moment` steps."""
+    """The output of a continuation whose parent is freed `moment` steps after the continuation was added."""
     root, options, running_id = parent
 
     def let_it_go() -> None:

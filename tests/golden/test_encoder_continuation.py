@@ -173,7 +173,7 @@ def test_a_parent_without_a_lease_is_found_in_the_cache_or_computed_again(kept: 
 
 @exact_on_cpu
 def test_a_request_that_another_process_had_begun_goes_on_the_same() -> None:
-    """An engine that died has given some tokens of some choices; the next one gets them with the request."""
+    """An engine that died had output some tokens of some choices; the next one gets them with the request."""
     family, source, prompt, params = "bart", source_of("bart", 50), decoder_prompt(20), sampled(12, n=3)
     with core_of(family) as driver:
         driver.ask("whole", source, prompt, params)

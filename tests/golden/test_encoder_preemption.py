@@ -129,7 +129,7 @@ def test_who_comes_back_from_the_host_computes_nothing_again() -> None:
 
 
 def test_without_host_memory_a_table_that_another_holds_is_not_run_again() -> None:
-    """The last of three that read the same gives way, and is back, when the second ends, beside the first."""
+    """The last of three with the same input is preempted, and resumes when the second ends, next to the first."""
     family, source = "bart", source_of("bart", 50)
     asked = {"first": (decoder_prompt(5), 60), "second": (decoder_prompt(17), 20), "third": (decoder_prompt(18), 20)}
     with core_of(family, num_blocks=12, enable_prefix_caching=False) as driver:
@@ -143,7 +143,7 @@ def test_without_host_memory_a_table_that_another_holds_is_not_run_again() -> No
 
 
 def test_the_last_reader_of_an_input_takes_its_table_to_the_host_and_back() -> None:
-    """Both ways once, when it gives way and when there is room for it again, and no encoder runs for it."""
+    """Swapped out once, when preempted, and in once, when there is room again, without running the encoder."""
     family, one, other = "bart", source_of("bart", 50), source_of("bart", 33)
     with core_of(family, num_blocks=13, swap_blocks=50) as driver:
         driver.ask("first", one, decoder_prompt(17), greedy(80))

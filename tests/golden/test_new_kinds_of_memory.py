@@ -1,4 +1,4 @@
-"""A kind of layer that the engine has never seen: declared in this file alone, it runs with everything else as it is.
+"""A new kind of layer, declared in this file only, runs without changes to the engine.
 
 The layer keeps one latent vector for a token and reads it as key and value. An ordinary layer that is given its key as
 value computes the same from two, so that an engine of those is the oracle.

@@ -1,4 +1,4 @@
-"""A real sentence encoder: the vectors that sentence-transformers makes of it, without being told how."""
+"""A real sentence encoder: its vectors are those of sentence-transformers, by the model's default pooling."""
 
 from __future__ import annotations
 

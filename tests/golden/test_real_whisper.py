@@ -1,4 +1,4 @@
-"""The real Whisper-tiny hears the words that were said: the tokens of transformers, whatever else is in the batch."""
+"""The real Whisper-tiny transcribes speech: the tokens of transformers, whatever else is in the batch."""
 
 from __future__ import annotations
 

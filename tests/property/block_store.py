@@ -15,7 +15,7 @@ class BlockStore:
         self.host: dict[int, Content] = {}
 
     def move(self, plan: SchedulerOutput) -> None:
-        """Step 2 of the order in core/plan.py. Whatever is copied is copied as it is; readers notice what is wrong."""
+        """Step 2 of the order in core/plan.py. Contents are copied without checks; readers detect errors."""
         for device_block, host_block in plan.swapped_out:
             self.host[host_block] = self._read(self.device, device_block)
         copied = [self._read(self.device, copy.src) for copy in plan.block_copies]

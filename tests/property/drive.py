@@ -60,7 +60,7 @@ class Drive:
         self.encoder = EncoderWatch(self.scheduler, self.accepted, load.scheduler.max_num_encoder_tokens)
 
     def restart(self) -> None:
-        """All is lost but what callers have received: a new engine goes on from there."""
+        """Everything but what callers have received is lost: a new engine resumes from there."""
         self.start()
         for request in self.accepted.values():
             choices = [self.received[request.request_id, choice] for choice in range(request.num_choices)]
@@ -159,7 +159,7 @@ class Drive:
     def plan_steps(self) -> None:
         """As many as may be in flight."""
         while len(self.in_flight) < self.load.scheduler.max_steps_in_flight and self.scheduler.can_plan:
-            quarantined = bool(self.scheduler.state.quarantined)  # then others give way to the one that is tried
+            quarantined = bool(self.scheduler.state.quarantined)  # then others are preempted for it
             self.swaps.before_plan()
             plan = self.scheduler.schedule()
             self.scheduler.check()
@@ -219,7 +219,7 @@ class Drive:
         return {block.block_id for table in tables for block in table}
 
     def other_values(self, result: ModelRunnerOutput) -> dict[str, Any]:
-        """What is no token."""
+        """Results other than tokens."""
         return result.pooled or result.candidates or result.hidden_states
 
     def drop_row(self, result: ModelRunnerOutput) -> None:

@@ -1,4 +1,4 @@
-"""Extractions in random loads: what is asked for and when, and the states that must come of it.
+"""Extractions in random loads: what is requested and when, and the expected states.
 
 A state is a number made of the whole prefix, the layer and the dtype: a row that belongs to another position, another
 request or another layer shows.

@@ -1,4 +1,4 @@
-"""A runner without a model: it carries out plans to the letter, on a KV store that remembers what was written where.
+"""A runner without a model: it executes plans exactly, on a KV store that records what was written where.
 
 The content of a slot is a hash of every token up to it (and of the tenant's salt), so a wrong block, a missing copy or
 a block shared by mistake all show as wrong content where a branch reads. What the encoder has written is known by its

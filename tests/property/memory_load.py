@@ -22,7 +22,7 @@ IMAGES = [(), (MediaSpan(2, 3, "a"),), (MediaSpan(2, 3, "b"),), (MediaSpan(0, 1,
 
 
 class MemoryLoad:
-    """What happens is said by numbers: `which` of those that can, and what else there is to choose."""
+    """Operations are chosen by numbers: `which` of the possible sequences, and further choices."""
 
     def __init__(self, config: KVCacheConfig, caching: bool, lease_fraction: float) -> None:
         self.config = config
@@ -257,7 +257,7 @@ class MemoryLoad:
         return self.salts[sequence], encoder_input.content_hash, index
 
     def check(self) -> None:
-        """What must be true between any two of these."""
+        """The invariants between any two operations."""
         all_sequences = [*self.sequences, *self.leases.sequences()]
         self.manager.check(all_sequences)
         self.leases.check()
@@ -348,6 +348,6 @@ class MemoryLoad:
         return all(written.isdisjoint(self.blocks_of(other)) for other in self.sequences if other is not sequence)
 
     def is_settled(self, sequence: TokenSequence) -> bool:
-        """Has it found nothing that others are about to write? Otherwise it can't be saved, or copied in parts."""
+        """Whether none of its prefix hits are yet to be written. Otherwise it can't be saved, or copied in parts."""
         others = {block for other in self.draft if other is not sequence for block in self.written(other)}
         return others.isdisjoint(self.blocks_of(sequence))

@@ -1,4 +1,4 @@
-"""What a model without weights says: each next token, text, vector and state is a number made of the whole prefix.
+"""A model without weights: each next token, text, vector and state is a number made of the whole prefix.
 
 The prefix of a sequence begins with what its encoder reads, where it has one: another input, another text.
 """
@@ -42,7 +42,7 @@ def next_token(prefix: int, seed: int, num_output_tokens: int, params: SamplingP
 
 
 def reference_tokens(request: EngineCoreRequest, seed: int, max_total_tokens: int, vocabulary: int) -> list[int]:
-    """What one choice must come to, computed alone."""
+    """The expected result of one choice, computed alone."""
     prompt, params = request.prompt_token_ids, request.params
     prefix = prefixes_of(prompt, request.encoder_input)[-1]
     output: list[int] = []
@@ -77,7 +77,7 @@ def best_candidates(
 def reference_texts(
     request: EngineCoreRequest, params: BeamSearchParams, max_total_tokens: int, vocabulary: int
 ) -> list[Hypothesis]:
-    """What a beam search must find, alone."""
+    """The expected result of a beam search, computed alone."""
     search = BeamSearch(params, max_total_tokens - len(request.prompt_token_ids))
     prefixes = prefixes_of(request.prompt_token_ids, request.encoder_input)[-1:]
     while not search.done:

@@ -1,4 +1,4 @@
-"""What must have come of a load: every request has what it would have got alone, and all memory is given back."""
+"""The expected outcome of a load: every request gets what it would get alone, and all memory is freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool under random use, compared with a model of it that is too simple to be wrong."""
+"""The pool under random use, compared with a simple model of it."""
 
 from __future__ import annotations
 

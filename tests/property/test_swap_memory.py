@@ -1,4 +1,4 @@
-"""Memory under random use: encoder inputs, forks, leases, swaps, steps that fail, in the strangest order."""
+"""Memory under random use: encoder inputs, forks, leases, swaps, steps that fail, in random order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be true from one step to the next, and no single plan shows: work that was done is not done again."""
+"""Invariants across steps, which no single plan shows: work that was done is not repeated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SwapWatch:
             if num_computed is None:
                 continue
             if restored.isdisjoint(block for table in new.block_ids for block in table):
-                # A lease that gave way to it was the last to hold its table, and the host had no room for that.
+                # An evicted lease was the last holder of its table, and the host had no room for it.
                 event("computed again, for its cross table was lost")
                 assert new.cross_block_ids
             else:

@@ -1,4 +1,4 @@
-"""Damaged models: a ModelError of one line for each, before anything is built, and never more than a moment."""
+"""Damaged models: a ModelError of one line for each, before anything is built, and within a short time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam searches by hand: candidates are written out, and what becomes of them is counted on fingers."""
+"""Beam searches over candidates written by hand, with results computed by hand."""
 
 from __future__ import annotations
 

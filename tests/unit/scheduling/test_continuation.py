@@ -37,7 +37,7 @@ def continuation(name: str, parent: str, tokens: list[int], suffix: list[int], *
 
 
 def run(scheduler: Scheduler) -> dict[str, list[int]]:
-    """To the end; the tokens that each request got."""
+    """Run to the end; the tokens of each request."""
     tokens: dict[str, list[int]] = {}
     for _ in range(300):
         if not scheduler.has_requests():

@@ -1,4 +1,4 @@
-"""Encoder inputs in the scheduler: when the encoder runs, for whom, what it may cost in a step, and what is refused."""
+"""Encoder inputs in the scheduler: when the encoder runs, its budget in a step, and what is refused."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_inputs_that_are_there_cost_nothing_of_the_budget() -> None:
 
 
 def test_a_try_that_found_no_memory_leaves_the_budget_as_it_was() -> None:
-    """Two leases go for it, one after the other, and each time it tries again in the same step."""
+    """Two leases are evicted for it one by one, with a new try each time in the same step."""
     scheduler = encoder_scheduler(num_blocks=13, lease_fraction=1.0, max_num_encoder_tokens=16)
     for name in "ab":
         add_encoded(scheduler, name, 12, 4, retain_kv=1000.0, max_tokens=1)

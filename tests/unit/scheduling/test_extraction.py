@@ -174,7 +174,7 @@ def test_extractions_run_in_the_step_of_tokens_vectors_and_beams() -> None:
     assert plan.req_ids == ["a", "c", "p", "x", "y"]
 
 
-# ---- the end before the end ----
+# ---- deadlines and aborts ----
 
 
 def test_a_deadline_that_passes_ends_it_with_a_fault_of_its_own_kind() -> None:
@@ -192,7 +192,7 @@ def test_a_deadline_that_passes_ends_it_with_a_fault_of_its_own_kind() -> None:
     assert output.refusal is not None and output.refusal.kind == DeadlineError.__name__
     assert output.refusal.subject == "deadline" and "7 of 30 positions done" in output.refusal.problem
     assert output.error is not None and "5 s" in output.error
-    assert [late.request_id for late in scheduler.tick(200.0)] == ["waits"]  # it never ran
+    assert [late.request_id for late in scheduler.tick(200.0)] == ["waits"]  # it was never scheduled
     assert list(scheduler.state.requests) == ["a"] and scheduler.next_expiry() is None
     plan, outputs = step(scheduler)
     assert plan.captures == [] and list(outputs) == ["a"]
@@ -289,7 +289,7 @@ def test_the_requests_of_a_step_that_failed_are_tried_apart_and_rows_are_not_rea
     plan, outputs = step(scheduler)
     assert plan.req_ids == ["a"] and outputs["a"].finished
     plan, outputs = step(scheduler)
-    assert plan.req_ids == ["x"] and captures_of(plan)["x"].spans == [(0, 8, True)]  # nothing is trusted any more
+    assert plan.req_ids == ["x"] and captures_of(plan)["x"].spans == [(0, 8, True)]  # no prefix cache hit
     assert "x" not in outputs and not scheduler.state.quarantined  # it ran
     assert [output.first_row for output in finish(scheduler)["x"]] == [8, 16]
 

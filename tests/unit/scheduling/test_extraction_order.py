@@ -59,7 +59,7 @@ def fresh(number: int, length: int) -> list[int]:
 def endless(
     scheduler: Scheduler, arrive: Callable[[int], None], wanted: str, most_steps: int = 400
 ) -> list[SchedulerOutput]:
-    """New requests before every step, until the one that is looked at has ended. All plans up to there."""
+    """New requests before every step, until the watched one has ended. Returns all plans."""
     plans = []
     for number in range(most_steps):
         arrive(number)
@@ -108,7 +108,7 @@ def test_generation_does_not_starve_under_endless_extractions() -> None:
 
 
 def test_rows_that_are_run_and_lost_again_count_as_passing_by() -> None:
-    """Else one that is served in every step, and whose memory is taken in every step, would never end."""
+    """Otherwise one that is served and then preempted in every step would never end."""
     scheduler = scheduler_of(num_blocks=12, caching=False, max_prefill_chunk=4)
     read(scheduler, "x", 40, [39])
     state = extractions_of(scheduler).first
@@ -175,7 +175,7 @@ def test_a_decoding_branch_that_needs_a_block_takes_it_from_an_extraction_before
 
 
 def test_the_first_of_several_always_gets_on() -> None:
-    """Those that began later give their memory back, and come again in their old order."""
+    """Those that began later are preempted, and resume in their old order."""
     scheduler = scheduler_of(num_blocks=11, caching=False, max_prefill_chunk=8)
     for name in "xyz":
         read(scheduler, name, 40, [39])

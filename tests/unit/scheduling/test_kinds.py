@@ -1,4 +1,4 @@
-"""A new kind of request is one file: here it is a test's own, and nothing of the scheduler's shared code knows it."""
+"""A new kind of request is one file: here it is defined by the test, without changes to the scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.scheduling.steps import add, answer_of, new_ids, scheduler_of
 
 
 class ScoreParams(msgspec.Struct, tag="score"):
-    """How probable the last token of the prompt is behind the others."""
+    """The log-probability of the prompt's last token given the others."""
 
     scale: float = 1.0
 

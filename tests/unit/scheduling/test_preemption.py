@@ -157,7 +157,7 @@ def test_a_single_branch_that_fills_the_pool_ends() -> None:
 
 
 def test_others_give_way_to_a_request_on_trial_however_late_it_came() -> None:
-    """They do not run until it has got a token, so it would wait for their memory forever."""
+    """They do not run until it gets a token, so it would wait for their memory forever."""
     scheduler = scheduler_of(num_blocks=9, caching=False, max_prefill_chunk=4)
     add(scheduler, "a", 16, max_tokens=6)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""What a step's results mean: stops, log-probabilities, errors, aborts in flight."""
+"""The results of a step: stops, log-probabilities, errors, aborts in flight."""
 
 from __future__ import annotations
 

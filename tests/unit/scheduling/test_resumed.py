@@ -1,4 +1,5 @@
-"""Requests that another engine had begun: they go on behind the tokens that it gave, and give none of them again."""
+"""Requests that another engine had begun: they resume after the tokens that it output, and output none of them
+again."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ PROMPT = list(range(100, 109))
 
 
 def resumed_request(*choices: list[int] | ResumedChoice, **rest: object) -> EngineCoreRequest:
-    """A request `a` whose choices have given these tokens."""
+    """A request `a` whose choices have output these tokens."""
     request = request_of("a", PROMPT, n=len(choices), **rest)
     request.resumed = [choice if isinstance(choice, ResumedChoice) else ResumedChoice(choice) for choice in choices]
     return request

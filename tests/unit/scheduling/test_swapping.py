@@ -1,4 +1,4 @@
-"""Preempted branches that move to the host and come back: what is not computed again, and what is all the same."""
+"""Preempted branches that are swapped out and in: what is not computed again, and what is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.scheduling.steps import PRIORITY, add, new_ids, request_of
 
 
 def short_of_memory(num_host_blocks: int = 10, **config: object) -> Scheduler:
-    """Six blocks, which three branches fill: when the first needs another, the last gives way."""
+    """Six blocks, which three branches fill: when the first needs another, the last is preempted."""
     return encoder_scheduler(7, num_host_blocks, cross=None, **config)
 
 
@@ -179,7 +179,8 @@ def test_leases_do_not_go_for_one_that_could_not_come_back_all_the_same() -> Non
 
 
 def preempt_search(num_host_blocks: int) -> tuple[Scheduler, SchedulerOutput]:
-    """A search that has three beams with four tokens behind its prompt, three of them computed, when it gives way."""
+    """A search that has three beams with four tokens behind its prompt, three of them computed, when it is
+    preempted."""
     scheduler = encoder_scheduler(11, num_host_blocks, caching=False)
     add_encoded(scheduler, "a", 7, 4, max_tokens=17)
     add_encoded(scheduler, "s", 4, 4, width=3, max_tokens=6)
@@ -279,7 +280,7 @@ def test_readers_of_hidden_states_are_computed_again() -> None:
     assert captures[0].spans[0][0] == 0
 
 
-# ---- the end before it is back, and steps that fail ----
+# ---- aborts while swapped out, and steps that fail ----
 
 
 @pytest.mark.parametrize("end", ["aborted", "stopped", "failed"])

@@ -1,4 +1,4 @@
-"""Models in which every token sees all others: a prompt runs whole, in one step, or waits."""
+"""Models without causal attention: a prompt runs in one step, or waits."""
 
 from __future__ import annotations
 
