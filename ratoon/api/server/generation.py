@@ -18,10 +18,12 @@ from ratoon.api.server.continuations import Origin, find_place
 from ratoon.api.server.errors import generation_failed, refused, request_not_found, shutting_down
 from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.prompts import EncodedPrompt
+from ratoon.api.server.protocol.sampling import SamplingFields
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
 from ratoon.engine.default_params import sets_length
+from ratoon.engine.request_options import ContinuationOptions, GenerationOptions
 
 CONTINUATION_FIELDS = {"choice": "continuation_choice", "at": "continuation_at"}  # as the engine and the body call them
 # The engine's name of the body's one prompt: for an encoder-decoder model it is the encoder's.
@@ -38,15 +40,12 @@ class Batch:
     id: str  # of the answer
     prompts: list[EncodedPrompt]
     params: GenerationParams
-    priority: int = 0
-    cache_salt: str | None = None
-    data_parallel_rank: int | None = None
+    options: GenerationOptions  # further options for the engine
+    cache_salt: str | None = None  # of prompts; a continuation has its parent's
     param: str = "prompt"  # the field of the body with the prompts
     owner: str | None = None  # only the same owner can continue the answers
-    retain_kv: float | None = None
     origin: Origin | None = None  # set: a continuation; its one prompt is built in the engine
     fallback: Callable[[], Awaitable[EncodedPrompt]] | None = None  # its prompt if the parent is unknown
-    trace_headers: dict[str, str] | None = None  # the client's span
     names: tuple[str, ...] = ()  # the client's names for the request, beside the id
     only_prompt: bool = False  # score the prompt: the engine still generates one token, which is not sent
 
@@ -65,6 +64,16 @@ def make_id(prefix: str, asked: str | None) -> str:
 def names_of(request_id: str | None, exchange: Exchange) -> tuple[str, ...]:
     """The names by which a client may refer to the answer: its request_id, and the header X-Request-Id."""
     return (exchange.request_id,) if request_id is None else (request_id, exchange.request_id)
+
+
+def engine_options(asked: SamplingFields, exchange: Exchange) -> GenerationOptions:
+    return {
+        "priority": asked.priority or 0,
+        "data_parallel_rank": asked.data_parallel_rank,
+        "retain_kv": asked.retain_kv,
+        "owner": exchange.tenant,
+        "trace_headers": exchange.trace_headers,
+    }
 
 
 def asked_lengths(context: ServerContext, asked: int | None, otherwise: int | None) -> dict[str, int | None]:
@@ -199,19 +208,14 @@ async def _begin(context: ServerContext, batch: Batch, index: int) -> AsyncGener
         if batch.fallback is None:
             raise request_not_found(batch.origin.parent, "continuation_of")
         return _answer(context, batch, index, await batch.fallback(), in_place_of=batch.origin.parent)
+    options: ContinuationOptions = {
+        **batch.options,
+        "choice": batch.origin.choice,
+        "at": place.at,
+        "wait": batch.origin.wait,
+    }
     return context.llm.generate_continuation(
-        place.parent_id,
-        place.suffix,
-        batch.params,
-        batch.request_id(index),
-        choice=batch.origin.choice,
-        at=place.at,
-        wait=batch.origin.wait,
-        priority=batch.priority,
-        data_parallel_rank=batch.data_parallel_rank,
-        retain_kv=batch.retain_kv,
-        owner=batch.owner,
-        trace_headers=batch.trace_headers,
+        place.parent_id, place.suffix, batch.params, batch.request_id(index), **options
     )
 
 
@@ -219,18 +223,8 @@ def _answer(
     context: ServerContext, batch: Batch, index: int, prompt: EncodedPrompt, in_place_of: str | None = None
 ) -> AsyncGenerator[RequestOutput, None]:
     """An ordinary prompt, or one `in_place_of` a parent that is unknown."""
-    return context.llm.generate(
-        prompt.as_prompt(),
-        batch.params,
-        batch.request_id(index),
-        priority=batch.priority,
-        cache_salt=batch.cache_salt,
-        data_parallel_rank=batch.data_parallel_rank,
-        retain_kv=batch.retain_kv,
-        owner=batch.owner,
-        in_place_of=in_place_of,
-        trace_headers=batch.trace_headers,
-    )
+    options: GenerationOptions = {**batch.options, "cache_salt": batch.cache_salt, "in_place_of": in_place_of}
+    return context.llm.generate(prompt.as_prompt(), batch.params, batch.request_id(index), **options)
 
 
 def _drop_answer(output: RequestOutput) -> None:

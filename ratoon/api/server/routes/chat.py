@@ -15,7 +15,7 @@ from ratoon.api.server.continuations import chat_origin
 from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generated_answers import Renderer, answer_stream, answer_whole, figures
-from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, make_id, names_of
+from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, engine_options, make_id, names_of
 from ratoon.api.server.logprobs import chat_logprobs, prompt_logprobs
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat
@@ -79,16 +79,13 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, excha
         id=make_id("chatcmpl", asked.request_id),
         prompts=[prompt],
         params=params,
-        priority=asked.priority or 0,
+        options=engine_options(asked, exchange),
         cache_salt=asked.cache_salt,
-        data_parallel_rank=asked.data_parallel_rank,
         param="messages",
         owner=exchange.tenant,
-        retain_kv=asked.retain_kv,
         origin=origin,
         fallback=fallback,
         names=names_of(asked.request_id, exchange),
-        trace_headers=exchange.trace_headers,
     )
 
 
