@@ -197,7 +197,7 @@ class EngineConfig:
     )
     max_roots: int = setting(MAX_ROOTS, "ended requests that can be continued", at_least(0))
     load_format: str = setting("auto", "auto, or dummy: random weights of the right shape", one_of("auto", "dummy"))
-    hf_overrides: dict[str, Any] = setting({}, "an object in the place of what config.json says")
+    hf_overrides: dict[str, Any] = setting({}, "an object of fields that override those of config.json")
     executor: str = setting(
         "uniproc", 'uniproc: one worker in the engine\'s process; or "module:Class" with the same interface'
     )
@@ -215,22 +215,18 @@ class EngineConfig:
 class FrontEndConfig:
     """Settings of the front end (the process that takes requests), in addition to those of the engine."""
 
-    seed: int | None = setting(
-        None, "of requests that bring none of their own; default: another one every time (LLM: 0)"
-    )
+    seed: int | None = setting(None, "seed of requests that have none; default: random (LLM: 0)")
     skip_tokenizer: bool = setting(False, "work with token ids alone")
     max_total_hidden_states_bytes: int | None = setting(
-        None, "hidden states that were asked for and are still held; default: no limit, and 1GiB of serve", size=True
+        None, "limit on hidden states held for all requests; default: no limit, 1GiB in serve", size=True
     )
-    disable_log_stats: bool = setting(
-        False, "no line with the throughput in the log every ten seconds of work (LLM: on)"
-    )
+    disable_log_stats: bool = setting(False, "do not log the throughput every ten seconds of work (LLM: on)")
     otlp_traces_endpoint: str | None = setting(
         None, "send spans of requests to this OpenTelemetry collector", metavar="URL"
     )
     num_replicas: int = setting(
         1,
-        "engines, each with the whole model, among which requests are shared out (AsyncLLM and serve)",
+        "engines, each with the whole model, that share the requests (AsyncLLM and serve)",
         at_least(1),
         options=("--replicas", "--data-parallel-size", "-dp"),
     )

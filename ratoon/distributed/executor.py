@@ -90,7 +90,7 @@ class ThreadedExecutor:
 
     def _run_step(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         if self._failed:
-            raise StepSkippedError(f"step {plan.step} was not carried out: one before it failed")
+            raise StepSkippedError(f"step {plan.step} was not executed: an earlier one failed")
         try:
             self.execute_model(plan)
             return self.sample_tokens()

@@ -198,5 +198,5 @@ def _read_pooling(folder: Path) -> str | None:
     if ours is None and others:
         logger.warning("%s asks for %s, which is not there: its vectors will differ", folder, ", ".join(others))
     if (folder / "2_Dense").exists():
-        logger.warning("%s has a layer behind the pooling, which is not applied: its vectors will differ", folder)
+        logger.warning("%s has a layer after the pooling, which is not applied: its vectors will differ", folder)
     return ours

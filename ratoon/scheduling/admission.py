@@ -62,7 +62,7 @@ def verify_encoder_input(request: EngineCoreRequest, kv_cache: KVCacheManager) -
 def verify_continuation(request: EngineCoreRequest) -> None:
     suffix = request.continuation_token_ids
     if suffix is not None and suffix != request.prompt_token_ids[len(request.prompt_token_ids) - len(suffix) :]:
-        raise RequestError("continuation_token_ids", "are not how the prompt ends", "the tokens behind the parent's")
+        raise RequestError("continuation_token_ids", "are not how the prompt ends", "the tokens after the parent's")
     if request.retain_kv is not None and not request.retain_kv > 0:
         raise RequestError("retain_kv", f"{request.retain_kv!r} is out of range", "seconds, more than 0")
 

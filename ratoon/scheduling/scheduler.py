@@ -45,7 +45,7 @@ class Scheduler:
         self.results = StepResults(self.state, self.kinds)
         self._num_added = 0
 
-    # ---- requests come and go ----
+    # ---- requests ----
 
     def add_request(self, request: EngineCoreRequest, now: float | None = None) -> None:
         """Queue a request at time `now` (default: the last known time). Raises RequestError for one that cannot be

@@ -114,7 +114,7 @@ class RowRules(tuple[LogitsRule, ...]):
 
     @property
     def needs_token_on_host(self) -> bool:
-        """Must a sampled token be on the host before the next one is sampled? A sampler on the device asks."""
+        """Whether a sampled token must be on the host before the next one is sampled. For a sampler on the device."""
         return self.reads is Reads.TOKENS
 
 

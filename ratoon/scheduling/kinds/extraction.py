@@ -77,7 +77,7 @@ class ExtractionKind(RequestKind):
         self._share_of_aged = max(1, state.config.max_num_batched_tokens // AGED_SHARE)
         preemption.first_to_go.append(self._give_way)
 
-    # ---- requests come in ----
+    # ---- admission ----
 
     def verify_own(self, request: EngineCoreRequest) -> None:
         extraction, num_prompt_tokens = request.params, len(request.prompt_token_ids)
@@ -92,7 +92,7 @@ class ExtractionKind(RequestKind):
         elif positions[-1] >= num_prompt_tokens or (
             positions[-1] != num_prompt_tokens - 1 and not self._state.config.whole_prompts
         ):
-            raise RequestError("positions", last, "the prompt's last token, and no prompt behind it")
+            raise RequestError("positions", last, "a prompt that ends with the last position")
         if not extraction.layers:
             raise RequestError("layers", "is empty", "at least one layer")
 

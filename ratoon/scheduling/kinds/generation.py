@@ -117,7 +117,7 @@ class GenerationKind(RequestKind):
         super().__init__(state, beginnings, preemption)
         self._with_prompt_logprobs: set[str] = set()  # requests with prompt log-probabilities to send
 
-    # ---- requests come in ----
+    # ---- admission ----
 
     def verify_own(self, request: EngineCoreRequest) -> None:
         if request.resumed is None:

@@ -41,7 +41,7 @@ class RequestKind:
         self._beginnings = beginnings
         self._preemption = preemption
 
-    # ---- requests come in ----
+    # ---- admission ----
 
     def verify(self, request: EngineCoreRequest) -> None:
         """Raise RequestError for a request that could never finish."""

@@ -55,7 +55,7 @@ class SearchKind(RequestKind):
     task_type = BeamGroup
     plans_rows = True
 
-    # ---- requests come in ----
+    # ---- admission ----
 
     def verify_own(self, request: EngineCoreRequest) -> None:
         params = _params_of(request)
