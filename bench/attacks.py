@@ -1,5 +1,5 @@
-"""Requests that are cheap to send and were dear to refuse: how long a refusal takes, what memory it needs, and how long
-others wait meanwhile.
+"""Requests that are cheap to send and were expensive to refuse: how long a refusal takes, what memory it needs, and how
+long others wait meanwhile.
 
     .venv/bin/python bench/attacks.py                                # this checkout
     .venv/bin/python bench/attacks.py --tree ../other --mebibytes 2  # another one, with bodies that are smaller

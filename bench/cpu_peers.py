@@ -66,7 +66,7 @@ class Comparison:
                     self.engines[name] = engine
 
     def _bring_files_into_memory(self) -> None:
-        """An uncounted start: who goes first must not read torch from the disk for the others.
+        """An uncounted start, so that the first engine does not read torch from the disk for the others.
 
         vLLM is left out: its start takes minutes, in which reading files does not show.
         """
@@ -227,7 +227,7 @@ def result_as_dict(comparison: Comparison, summary: dict[str, dict[str, Any]], q
 
 
 def say(text: str) -> None:
-    """Progress, for people who watch."""
+    """Progress messages."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 

@@ -1,5 +1,5 @@
-"""A thousand open event streams against a real server whose device is a stub: is everybody served, and where does the
-time go?
+"""A thousand open event streams against a real server whose device is a stub: is every stream served, and where does
+the time go?
 
     .venv/bin/python bench/many_streams.py --json streams.json
     .venv/bin/python bench/many_streams.py --profile
@@ -61,7 +61,7 @@ class Run:
             self._server.toggle_profile()
 
     def some_read_late(self) -> None:
-        """First the same work with nobody slow, to compare with."""
+        """First the same work without slow readers, for comparison."""
         num_slow = self.args.slow_streams
         for name, pause in (
             (f"{num_slow} have long answers, all read", 0.0),

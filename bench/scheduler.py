@@ -60,7 +60,7 @@ def measure_decode(num_running: int, num_blocks: int, num_steps: int) -> tuple[l
         ready = time.thread_time()
         scheduler.update_from_output(plan, result)
         updated = time.thread_time()
-        if step > 0:  # the first one admits everybody
+        if step > 0:  # the first one admits all requests
             scheduling.append(scheduled - start)
             updating.append(updated - ready)
     return scheduling, updating

@@ -61,7 +61,7 @@ def _draw_search(axes: Axes, result: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _draw_steps(axes: Axes, result: dict[str, Any], sizes: Sizes) -> None:
-    """A line for each number of beams over what stands before them: flat is what is wanted."""
+    """A line for each number of beams over what stands before them: flat is the aim."""
     for index, width in enumerate(sizes.widths):
         shade = 0.25 + 0.75 * (index + 1) / len(sizes.widths)
         times = [1e3 * result["seconds"][prefix][width]["median"] for prefix in sizes.prefixes]

@@ -1,4 +1,4 @@
-"""What hidden states cost those who ask for none: a decode step with nothing to read, and its two parts that know about
+"""What hidden states cost requests without them: a decode step with nothing to read, and its two parts that know about
 them; where there is one, against an earlier version of the engine.
 """
 
@@ -30,7 +30,7 @@ def measure(engines: Engines, source: PromptSource, sizes: Sizes, rounds: int, s
             for key in LABELS:
                 samples[name][key].append(found[name][key])
         if found[OURS]["reading_passes"]:
-            raise EngineFailedError(f"{found[OURS]['reading_passes']} passes looked for states that nobody asked for")
+            raise EngineFailedError(f"{found[OURS]['reading_passes']} passes looked for states that were not requested")
         kernels = {name: result["kernels"] for name, result in found.items()}
         if len(set(kernels.values())) > 1:
             raise EngineFailedError(f"the two versions run with different kernels: {kernels}")

@@ -1,5 +1,5 @@
 """The states of the last token of a finished request: read behind its lease, against one decode step there, and against
-those who compute the whole text again.
+computing the whole text again.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ BENCH_FOLDER = Path(__file__).resolve().parent.parent
 ENGINES = ("ratoon", "transformers", "vllm")
 SECONDS_TO_END = 20
 SECONDS_TO_TIDY_UP = 5
-SECONDS_TO_TELL = 1  # that a call must take for its foreign share to say anything: processor times come in ticks
+SECONDS_TO_TELL = 1  # minimum duration of a call for a meaningful foreign share: processor times come in ticks
 
 
 class EngineFailedError(Exception):
-    """A worker ended or answered nonsense; the message has the end of its log."""
+    """A worker ended or sent an invalid answer; the message has the end of its log."""
 
 
 @dataclass(frozen=True)

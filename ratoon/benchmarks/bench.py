@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record for each repetition. Prompts are never repeated: no round is helped by the cache of another."""
+    """One record for each repetition. Prompts are never repeated, so no round finds cached blocks of another."""
     source = random.Random(args.seed)
     with request_progress(args.repeat * args.num_requests, wanted=True, label=args.kind) as advance:
         run_round(llm, source, args, output_len=min(args.output_len, WARM_UP_TOKENS))

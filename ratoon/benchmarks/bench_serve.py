@@ -1,4 +1,4 @@
-"""`ratoon bench serve --url URL`: put load on a server and measure how it bears it.
+"""`ratoon bench serve --url URL`: a load test of a server.
 
 The parser, and the order of things. The load generator itself is in loadgen/.
 """
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-DESCRIPTION = """Send requests to an OpenAI-compatible server and measure how it bears them.
+DESCRIPTION = """Send requests to an OpenAI-compatible server and measure latency and throughput.
 
-Requests come at a rate (--request-rate), as the last ones end (--concurrency), or all at once (neither)."""
+Requests are sent at a rate (--request-rate), as earlier ones end (--concurrency), or all at once (neither)."""
 
 
 def add_parser(kinds: Subparsers) -> None:
-    parser = kinds.add_parser("serve", help="load on a server", description=DESCRIPTION)
+    parser = kinds.add_parser("serve", help="load test of a server", description=DESCRIPTION)
     add_remote_options(parser, required=True)
     parser.add_argument("--endpoint", choices=("completions", "chat"), help="default: what the dataset needs")
     _add_dataset_options(parser.add_argument_group("what is sent"))
@@ -69,8 +69,8 @@ def _add_load_options(group: argparse._ArgumentGroup) -> None:
         "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson arrivals; lower: in bursts; higher: even"
     )
     group.add_argument("--concurrency", type=int, metavar="N", help="at most N requests (or conversations) at once")
-    group.add_argument("--warmup", type=int, default=2, metavar="N", help="requests before, not measured (default 2)")
-    group.add_argument("--repeat", type=int, default=1, metavar="K", help="rounds, each with prompts of its own")
+    group.add_argument("--warmup", type=int, default=2, metavar="N", help="warm-up requests, not measured (default 2)")
+    group.add_argument("--repeat", type=int, default=1, metavar="K", help="rounds, each with new prompts")
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of a request (default 600)")
 
 
@@ -127,7 +127,7 @@ def report(url: str, target: Target, settings: LoadSettings, rounds: list[Round]
 
 
 def describe(settings: LoadSettings) -> str:
-    """The load in a few words."""
+    """A short description of the load."""
     shape = settings.shape
     parts = [f"{shape.num_requests} requests", f"{settings.dataset} dataset"]
     if settings.repeat > 1:
@@ -145,7 +145,7 @@ def describe(settings: LoadSettings) -> str:
 
 
 def allow_many_connections() -> None:
-    """A stream is an open file: take what the system grants."""
+    """Each stream is an open file: raise the limit as far as allowed."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -154,7 +154,7 @@ def allow_many_connections() -> None:
 
 
 def fast_loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed: it halves what a chunk costs."""
+    """uvloop where it is installed: it halves the cost of a chunk."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""`ratoon bench two-stage`: sample an answer, then search with beams behind it, and what each kind of reuse saves.
+"""`ratoon bench two-stage`: sample an answer, then run a beam search after it, with each kind of reuse.
 
 The parser, and the order of things. What is measured is in two_stage/, over HTTP in two_stage/over_http/.
 """
@@ -27,27 +27,27 @@ DEFAULT_MODEL = "smollm2-135m"
 EXIT_DISAGREED = 1
 EXIT_INTERRUPTED = 130
 HTTP_OPTIONS = ("file", "num_conversations", "request_rate", "remote_model", "api_key")
-DESCRIPTION = """Sample an answer, then search with beams behind it and a suffix: with no reuse, from the prefix cache,
+DESCRIPTION = """Sample an answer, then run a beam search after it and a suffix: with no reuse, from the prefix cache,
 and as a continuation of a leased parent; the last two also after other requests have filled the KV cache.
 All must find the same beams; otherwise the exit code is 1.
 
 With --url the stages are requests to a running server, stage 2 of each conversation as soon as its stage 1 has ended;
-the server's memory is its own, so the last two ways are left out."""
+a client can't fill the server's memory, so the last two variants are left out."""
 # Option, its default, and what it is.
 SIZES = (
     ("--prompt-tokens", 500, "tokens of a prompt"),
     ("--stage1-tokens", 200, "tokens that stage 1 samples"),
-    ("--suffix-tokens", 5, "tokens behind the answer, before the beams"),
+    ("--suffix-tokens", 5, "tokens between the answer and the beams"),
     ("--beam-width", 32, "beams of stage 2"),
     ("--beam-tokens", 3, "tokens of each beam"),
-    ("--rounds", 3, "times; the ways take turns"),
+    ("--rounds", 3, "rounds; the variants take turns"),
     ("--seed", 0, "of prompts and samples"),
 )
 
 
 def add_parser(kinds: Subparsers) -> None:
     parser = kinds.add_parser(
-        "two-stage", help="beam search behind a sampled answer, by what is reused", description=DESCRIPTION
+        "two-stage", help="beam search after a sampled answer, with each kind of reuse", description=DESCRIPTION
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=f"default {DEFAULT_MODEL}; without --url")
     for option, default, help_text in SIZES:
@@ -56,7 +56,7 @@ def add_parser(kinds: Subparsers) -> None:
         "--requests", "--concurrency", type=int, metavar="N", dest="requests", help="conversations at once (default 1)"
     )
     parser.add_argument("--json", metavar="FILE", help="write every turn and the figures")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the ways side by side")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the variants side by side")
     add_remote_options(parser, required=False)
     _add_http_options(parser.add_argument_group("with --url"))
     add_engine_options(parser)
@@ -76,7 +76,7 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=math.inf,
         metavar="R",
-        help="conversations that begin in a second, in the place of so many at once",
+        help="conversations that start per second, instead of --requests",
     )
     group.add_argument(
         "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson arrivals; lower: in bursts; higher: even"
@@ -164,7 +164,7 @@ def refuse_http_options(args: argparse.Namespace) -> None:
         default = math.inf if name == "request_rate" else None
         if getattr(args, name) != default:
             option = "--" + name.removeprefix("remote_").replace("_", "-")
-            raise RequestError(option, "belongs to a server", "give its address (--url), or leave it out")
+            raise RequestError(option, "needs a server", "give its address (--url), or leave it out")
 
 
 def report(settings: TwoStageSettings, engine: dict[str, object], rounds: list[Round], args: argparse.Namespace) -> int:

@@ -51,11 +51,11 @@ def read_samples(audio: Audio, limits: AudioLimits) -> Iterator[np.ndarray]:
             )
         yield piece
     if num_samples == 0:
-        raise RequestError("file", "has no sound in it: it is 0 seconds long", "at least one sample")
+        raise RequestError("file", "is 0 seconds long", "at least one sample")
 
 
 def recording_name(audio: Audio, index: int) -> str:
-    """What people are shown of a recording, which is one of several."""
+    """The displayed name of a recording among several."""
     return Path(audio).name if isinstance(audio, (str, os.PathLike)) else f"recording {index}"
 
 
@@ -74,7 +74,7 @@ def _pieces(audio: Audio, limits: AudioLimits) -> Iterator[np.ndarray]:
         raise RequestError("file", "is open as text", 'open(path, "rb")')
     if hasattr(audio, "read") and hasattr(audio, "seek"):
         return _from_file(audio if audio.seekable() else io.BytesIO(audio.read(limits.max_bytes + 1)), limits)
-    raise RequestError("file", f"{type(audio).__name__} is no recording", AUDIO_FORMS)
+    raise RequestError("file", f"{type(audio).__name__} is not a recording", AUDIO_FORMS)
 
 
 def _from_path(path: Path, limits: AudioLimits) -> Iterator[np.ndarray]:
@@ -100,12 +100,12 @@ def _from_file(file: BinaryIO, limits: AudioLimits) -> Iterator[np.ndarray]:
 
 
 def _from_plain_wav(file: BinaryIO) -> Iterator[np.ndarray]:
-    """What needs no decoder and no resampling."""
+    """Files that need no decoder and no resampling."""
     try:
         with wave.open(file) as reader:
             yield from _wav_pieces(reader)
     except (wave.Error, EOFError):
-        raise RequestError("file", "is no plain WAV file, and PyAV is not installed", HOW_TO_INSTALL) from None
+        raise RequestError("file", "is not a plain WAV file, and PyAV is not installed", HOW_TO_INSTALL) from None
 
 
 def _wav_pieces(reader: wave.Wave_read) -> Iterator[np.ndarray]:
@@ -123,7 +123,7 @@ def _from_array(samples: Any, rate: Any) -> Iterator[np.ndarray]:
     try:
         array = np.asarray(samples)
     except (ValueError, TypeError) as error:
-        raise RequestError("file", f"the samples are no array ({error})", AUDIO_FORMS) from None
+        raise RequestError("file", f"the samples are not an array ({error})", AUDIO_FORMS) from None
     if array.dtype.kind not in "fi" or (array.dtype.kind == "i" and array.dtype.itemsize > 4):
         raise RequestError(
             "file", f"the samples are {array.dtype}", "floats from -1 to 1, or whole numbers of 8 to 32 bits"
@@ -156,12 +156,12 @@ def _mixed_down(samples: np.ndarray) -> np.ndarray:
     return mono
 
 
-# Of its own: threads that decode for minutes must not stand in the way of those that take milliseconds.
+# Separate: threads that decode for minutes must not delay work that takes milliseconds.
 _threads = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="decode")
 
 
 async def read_recording(audio: Audio, num_mel_bins: int, limits: AudioLimits) -> Spectrogram:
-    """RequestError: it can't be read. Given up, it ends soon."""
+    """RequestError: it can't be read. If cancelled, it ends soon."""
     given_up = threading.Event()
     try:
         return await asyncio.get_running_loop().run_in_executor(

@@ -1,6 +1,6 @@
 """Containers, codecs and other sampling rates, by PyAV (FFmpeg). It is an extra: only sources.py imports this.
 
-Nothing but the given file is opened, whatever that says: a playlist is no recording.
+Only the given file is opened, never files that it refers to: playlists are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ratoon.core.errors import RequestError
 from ratoon.models.log_mel import SAMPLE_RATE
 from ratoon.transcription.options import verify_rate
 
-# FFmpeg's names for containers with sound of their own. Those that only point to other files are not among them.
+# FFmpeg's names for containers that hold audio. Those that only refer to other files are excluded.
 CONTAINERS = (
     "3g2,3gp,aac,ac3,aiff,amr,amrnb,amrwb,ape,asf,au,avi,caf,eac3,flac,flv,gsm,m4a,matroska,mj2,mov,mp3,mp4,mpc,mpeg,"
     "mpegts,ogg,tta,voc,w64,wav,webm,wv"
@@ -30,7 +30,7 @@ LOUDEST = 32768
 # Titles in unknown encodings must not make a file unreadable. PyAV 19 has no option for it any more, and needs none: it
 # decodes any bytes.
 LENIENT_METADATA: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
-READABLE = "a recording in a common format (WAV, MP3, FLAC, Ogg, Opus, AAC, MP4, WebM), whole and unharmed"
+READABLE = "a recording in a common format (WAV, MP3, FLAC, Ogg, Opus, AAC, MP4, WebM), complete and undamaged"
 
 
 def decode(file: BinaryIO) -> Iterator[np.ndarray]:
@@ -66,7 +66,7 @@ def _open(file: BinaryIO) -> InputContainer:
         raise _not_readable(error) from None
     if not container.streams.audio:
         container.close()
-        raise RequestError("file", "has no audio in it", READABLE)
+        raise RequestError("file", "has no audio", READABLE)
     return container
 
 
@@ -78,7 +78,7 @@ def _frames(container: InputContainer) -> Iterator[AudioFrame]:
     while True:
         try:
             packet = next(packets, None)
-        except FFmpegError as error:  # the container breaks off; what came before it counts
+        except FFmpegError as error:  # the container is truncated; the part before is used
             problem, packet = error, None
         if packet is None:
             break

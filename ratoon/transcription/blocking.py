@@ -74,10 +74,10 @@ class SteppedEngine:
             if not any(inbox for inbox, _ in self._waiting.values()):
                 try:
                     self.step()
-                except Exception as failure:  # those who wait get it
+                except Exception as failure:  # passed to the waiting tasks
                     error = failure
             self._deliver(error)
-            await asyncio.sleep(0)  # who got something may ask for more before the next step
+            await asyncio.sleep(0)  # tasks with a result may send more requests before the next step
 
     def _deliver(self, error: Exception | None) -> None:
         for request_id, (inbox, future) in list(self._waiting.items()):
@@ -127,7 +127,7 @@ async def transcribe_many(
     single: bool = False,
 ) -> list[Transcription]:
     """In order. One that fails has `error` set, and the others go on; a single one raises."""
-    transcriber.check(options)  # what is wrong with them is wrong for all
+    transcriber.check(options)  # an error in them applies to all
     room = asyncio.Semaphore(MAX_RECORDINGS)
 
     async def transcribe(index: int, audio: Audio) -> Transcription:

@@ -1,4 +1,4 @@
-"""Transcriptions as people want to have them: plain text, JSON in two sizes, subtitles (SRT and WebVTT)."""
+"""Formats of transcriptions: plain text, JSON in two sizes, subtitles (SRT and WebVTT)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def render(transcription: Transcription, format: str) -> str:
 
 
 def as_dict(transcription: Transcription) -> dict[str, Any]:
-    """OpenAI's `json`. What is paid for is seconds, of which one that was begun counts."""
+    """OpenAI's `json`. Usage is in seconds, rounded up."""
     usage = {"type": "duration", "seconds": math.ceil(transcription.duration)}
     return {"text": transcription.text, "usage": usage}
 
@@ -89,7 +89,7 @@ def _time(seconds: float, point: str) -> str:
 
 
 def _line(text: str) -> str:
-    """One line, without what would look like times to a player."""
+    """One line, without text that a player would parse as times."""
     return " ".join(text.split()).replace("-->", "->")
 
 

@@ -1,4 +1,4 @@
-"""What a caller may ask of a transcription, and what may be wrong with it whatever the model is."""
+"""Options of a transcription, and the checks that do not depend on the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ratoon.transcription.vocabulary import TASKS
 
 Task = Literal["transcribe", "translate"]
 
-# Tried one after the other, until a window's text is good: openai-whisper's.
+# Tried in turn until a window's text passes the thresholds: openai-whisper's.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 HIGHEST_TEMPERATURE = 2.0
 LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000
@@ -22,15 +22,15 @@ LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionOptions:
-    """Defaults are openai-whisper's, except that windows know nothing of each other's text, as in transformers."""
+    """Defaults are openai-whisper's, except that windows do not share text, as in transformers."""
 
-    language: str | None = None  # a code or a name; None: found out
+    language: str | None = None  # a code or a name; None: detected
     task: Task = "transcribe"  # or translate: to English
     timestamps: bool = True  # False: windows of 30 seconds, all at once; each is a segment
-    prompt: str | None = None  # text before each window: names to spell right, a style
+    prompt: str | None = None  # context before each window: spelling of names, a style
     temperature: float | Sequence[float] = TEMPERATURES
     beam_size: int | None = None  # None: greedy. Where a temperature is above 0, tokens are drawn.
-    condition_on_previous_text: bool = False  # a window reads what the one before said
+    condition_on_previous_text: bool = False  # the text of the previous window is the context of the next
 
     # A text is tried again with the next temperature if it repeats itself more, or is less probable, than this.
     compression_ratio_threshold: float | None = 2.4
@@ -44,7 +44,7 @@ class TranscriptionOptions:
         return (float(given),) if isinstance(given, (int, float)) else tuple(given)
 
     def verify(self) -> None:
-        """Raise RequestError, naming the option, for any value that has no meaning."""
+        """Raise RequestError, naming the option, for any invalid value."""
         if self.language is not None and not isinstance(self.language, str):
             raise RequestError("language", f"{self.language!r} is not text", "a code such as en, or a name")
         if self.task not in TASKS:

@@ -1,5 +1,5 @@
-"""What a transcription is: a text in segments, each with its times and with figures that say how sure the model was.
-And the progress bar of those that are under way."""
+"""What a transcription is: a text in segments, each with its times and confidence figures, and the progress bar of
+running transcriptions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Segment:
     temperature: float  # that its text was found with
     avg_logprob: float
     compression_ratio: float  # high for a text that repeats itself
-    no_speech_prob: float | None  # None: it was not asked for
+    no_speech_prob: float | None  # None: not requested
 
 
 @dataclass(slots=True)
 class Transcription:
     task: str
-    language: str | None = None  # a code; None: not found out, because the recording could not be read
-    language_probability: float | None = None  # of one that was found out
+    language: str | None = None  # a code; None: the recording could not be read
+    language_probability: float | None = None  # if it was detected
     duration: float = 0.0  # seconds
     segments: list[Segment] = field(default_factory=list)
     error: str | None = None  # of one among several that failed
@@ -40,7 +40,7 @@ class Transcription:
 
 @dataclass(slots=True)
 class Progress:
-    """News of a transcription that is under way."""
+    """Progress of a running transcription."""
 
     transcription: Transcription  # all of it so far
     segments: list[Segment]  # that are new, and will not change

@@ -1,5 +1,5 @@
-"""A recording of any length to its text, window by window, and the transcriber of an AsyncLLM. What a window says is
-found out in windows.py.
+"""A recording of any length to its text, window by window, and the transcriber of an AsyncLLM. Windows are transcribed
+in windows.py.
 
 With timestamps, a window begins where the last segment of the one before has ended, so they are read one after the
 other. Without, they lie side by side and are read together. Either way many recordings can be under way at a time.
@@ -55,7 +55,7 @@ class Transcriber:
     limits: AudioLimits = field(default_factory=AudioLimits)
 
     async def transcribe(self, audio: Audio, options: TranscriptionOptions) -> Transcription:
-        """RequestError: the recording can't be read, or the options make no sense; EngineError: it failed."""
+        """RequestError: the recording can't be read, or an option is invalid; EngineError: it failed."""
         transcription: Transcription | None = None
         async with aclosing(self.follow(audio, options)) as news:
             async for progress in news:
@@ -82,7 +82,7 @@ class Transcriber:
                 yield Progress(transcription, segments, seconds_done)
 
     def check(self, options: TranscriptionOptions) -> tuple[str | None, list[int]]:
-        """The language, if one is given, and the tokens of the prompt. RequestError: the options make no sense."""
+        """The language, if one is given, and the tokens of the prompt. RequestError: an option is invalid."""
         options.verify()
         self.vocabulary.verify_task(options.task)
         language = None if options.language is None else self.vocabulary.language_code(options.language)
@@ -98,7 +98,7 @@ Windows = AsyncGenerator[tuple[list[Segment], int], None]  # of each window its 
 
 
 async def _one_by_one(reader: WindowReader, recording: Spectrogram, language: str, prompt: list[int]) -> Windows:
-    said: list[int] = []  # the tokens that the next window is to know of
+    said: list[int] = []  # the context of the next window
     seek = 0
     while seek < _num_frames(recording):
         num_frames = min(WINDOW_FRAMES, _num_frames(recording) - seek)

@@ -47,13 +47,13 @@ def language_name(code: str) -> str:
 
 
 def language_code(language: str) -> str:
-    """Of a name, a code, or a code as a token has it. What is none of these comes back as it is."""
+    """Of a name, a code, or a code as a token has it. Other text is returned unchanged."""
     plain = language.strip().lower().removeprefix("<|").removesuffix("|>")
     return LANGUAGE_CODES.get(plain, plain)
 
 
 TASKS = ("transcribe", "translate")
-# English-only models have tokens of languages in their files, and were never taught what they mean. They are known by
+# English-only models have tokens of languages in their files, but were not trained on them. They are known by
 # their vocabulary, which is one token smaller than that of the others.
 ENGLISH_ONLY_VOCAB_SIZE = 51864
 MAX_INITIAL_INDEX = 50  # a window's first timestamp is at one second at the latest, unless the model's files say else
@@ -100,18 +100,18 @@ class SpeechVocabulary:
         )
 
     def language_code(self, language: str) -> str:
-        """RequestError for one that the model does not know."""
+        """RequestError for one that the model does not support."""
         code = language_code(language)
         if code in self.languages or (not self.is_multilingual and code == "en"):
             return code
-        known = ", ".join(self.languages) or "en: the model knows no other"
-        raise RequestError("language", f"{language[:64]!r} is none that the model knows", f"one of {known}")
+        known = ", ".join(self.languages) or "en: the model supports no other"
+        raise RequestError("language", f"{language[:64]!r} is not supported by the model", f"one of {known}")
 
     def verify_task(self, task: str) -> None:
         if task not in TASKS:
             raise RequestError("task", f"{task!r} is unknown", " or ".join(TASKS))
         if task == "translate" and task not in self.tasks:
-            raise RequestError("task", "the model only knows English, and can't translate", "transcribe")
+            raise RequestError("task", "the model only supports English, and can't translate", "transcribe")
 
     def prompt(self, language: str, task: str, timestamps: bool, previous: Sequence[int] = ()) -> list[int]:
         """What the decoder begins with. Of the text that came before, the end is what fits."""
@@ -129,7 +129,7 @@ class SpeechVocabulary:
         """A caller's prompt as text that came before."""
         token_ids = self.tokenizer.encode(" " + text.strip(), add_special_tokens=False) if text.strip() else []
         if any(token_id >= self.end for token_id in token_ids):
-            raise RequestError("prompt", "has a special token in it", "plain text")
+            raise RequestError("prompt", "contains a special token", "plain text")
         return token_ids
 
     def decode_text(self, token_ids: Sequence[int]) -> str:

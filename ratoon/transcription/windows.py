@@ -1,5 +1,5 @@
-"""One window of a recording to its tokens and segments: the requests for it, another temperature where a text is no
-good, and how far the window was read. As openai-whisper does it.
+"""One window of a recording to its tokens and segments: the requests for it, further temperatures where a text is
+rejected, and how much of the window was read. As openai-whisper does it.
 
 The engine is behind `Generate`: its owner passes how to ask it. A text with timestamps looks like
 <0.00> one <2.00><2.00> two <4.50>: what stands between two is a segment. The last one may break off where the window
@@ -28,7 +28,7 @@ from ratoon.transcription.vocabulary import SECONDS_OF_TIMESTAMP, SpeechVocabula
 class Generate(Protocol):
     """An engine: features [mel bins, 3000] for its encoder and a decoder prompt in, the final output back.
 
-    Raises RequestError or EngineError; cancelled, it takes the request back. Many may wait at a time.
+    Raises RequestError or EngineError; cancellation aborts the request. Many may wait at a time.
     """
 
     async def __call__(
@@ -103,7 +103,7 @@ class WindowReader:
         return math.exp(_logprobs(choice)[0])
 
     def _params(self, temperature: float) -> GenerationParams:
-        """What the model's files forbid is forbidden without our doing."""
+        """Rules of the model's files are applied by the engine."""
         rules = self.vocabulary.timestamp_rules if self.options.timestamps else None
         max_tokens = self.vocabulary.max_text_tokens
         if temperature == 0 and self.options.beam_size is not None:
@@ -214,7 +214,7 @@ def split_window(tokens: Sequence[int], vocabulary: SpeechVocabulary, num_frames
         start, end = _seconds(part[0], first), _seconds(part[-1], first)
         spans.append(Span(start, end, part))
         begin = stop
-    if ends_with_one:  # there is no speech behind it
+    if ends_with_one:  # there is no speech after it
         return spans, num_frames
     num_done = (tokens[begin - 1] - first) * FRAMES_OF_TIMESTAMP
     # Where nothing was done, nothing ever would be.

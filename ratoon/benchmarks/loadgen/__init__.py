@@ -1,1 +1,1 @@
-"""The load generator of `ratoon bench serve`: what is sent, when, what comes back and how fast."""
+"""The load generator of `ratoon bench serve`: requests, arrival times, records and figures."""

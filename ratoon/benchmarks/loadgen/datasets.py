@@ -1,7 +1,7 @@
-"""What is sent: sessions of one or more turns, the same for the same seed.
+"""Datasets: sessions of one or more turns, the same for the same seed.
 
-A dataset names lengths and structure; the text itself comes from a PromptMaker, which knows what the server takes.
-Lengths and words have sources of their own: rounds of a run share the lengths, and no words that a cache could know.
+A dataset names lengths and structure; the text itself comes from a PromptMaker, which depends on the server.
+Lengths and words have separate random sources: rounds of a run share the lengths, but no words that could be cached.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class LengthRange(msgspec.Struct, frozen=True):
 
 
 class Sources(NamedTuple):
-    """Where chance comes from."""
+    """The random sources."""
 
     lengths: random.Random
     words: random.Random
 
     @classmethod
     def of(cls, seed: int, purpose: str) -> Sources:
-        """The same lengths for the same seed, and words for one purpose alone."""
+        """The same lengths for the same seed, and words for one purpose only."""
         return cls(random.Random(f"{seed}, lengths"), random.Random(f"{seed}, words, {purpose}"))
 
 
@@ -50,7 +50,7 @@ Session = list[Turn]  # its turns follow each other; most have one
 
 
 class Shape(msgspec.Struct, kw_only=True, frozen=True):
-    """What the sessions of a round look like."""
+    """The shape of a round's sessions."""
 
     num_requests: int
     input_len: LengthRange
@@ -76,7 +76,8 @@ def shared_prefix_sessions(shape: Shape, maker: PromptMaker, sources: Sources) -
 
 
 def multi_turn_sessions(shape: Shape, maker: PromptMaker, sources: Sources) -> list[Session]:
-    """Conversations: every turn is sent with all that was said before. The last one may be shorter than the others."""
+    """Conversations: every turn is sent with the whole conversation so far. The last one may be shorter than the
+    others."""
     turns = [_random_turn(shape, maker, sources) for _ in range(shape.num_requests)]
     return [turns[begin : begin + shape.num_turns] for begin in range(0, len(turns), shape.num_turns)]
 
@@ -103,14 +104,14 @@ class JsonLine(msgspec.Struct):
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     output_len: int | None = None
-    max_tokens: int | None = None  # another word for output_len
+    max_tokens: int | None = None  # another name for output_len
 
 
 LINE_EXAMPLE = '{"prompt": "Hi", "output_len": 32}'
 
 
 def read_jsonl(path: str, default_output_len: int) -> list[Session]:
-    """A session for each line. RequestError with the line's number for what has another form."""
+    """A session for each line. RequestError with the line's number for an invalid line."""
     return [
         [turn_of_line(entry, where, default_output_len)] for where, entry in read_lines(path, JsonLine, LINE_EXAMPLE)
     ]

@@ -1,4 +1,4 @@
-"""A whole load run in its order: find out what the server takes, warm up, run the rounds."""
+"""A whole load run: detect what the server supports, warm up, run the rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAKERS = {
 
 
 async def measure(client: RemoteClient, settings: LoadSettings, model: str | None) -> tuple[Target, list[Round]]:
-    """Cancelled in a round, it returns what there is; earlier, there is nothing to return."""
+    """If cancelled during a round, it returns the results so far."""
     has_file = settings.file_sessions is not None
     async with client:
         with status(f"asking {client.url}"):
@@ -47,7 +47,7 @@ async def run_rounds(client: RemoteClient, target: Target, settings: LoadSetting
     with request_progress(settings.repeat * settings.shape.num_requests, wanted=True) as advance:
         for number in range(settings.repeat):
             sessions = make_sessions(settings, target, number)
-            source = random.Random(f"{settings.seed}, arrivals")  # all rounds are to bear the same load
+            source = random.Random(f"{settings.seed}, arrivals")  # all rounds have the same load
             arrivals = arrival_times(len(sessions), settings.request_rate, settings.burstiness, source)
             one = await runner.run(sessions, arrivals, lambda record: advance(1, record.num_output_tokens))
             rounds.append(one)
@@ -57,9 +57,9 @@ async def run_rounds(client: RemoteClient, target: Target, settings: LoadSetting
 
 
 def make_sessions(settings: LoadSettings, target: Target, number: int) -> list[Session]:
-    """What is sent in a round."""
+    """The sessions of a round."""
     if settings.file_sessions is not None:
         return settings.file_sessions
-    # Runs of another shape get other words too, or one would find in the cache what the last one left there.
+    # Runs of another shape get other words too, so that they do not find cached prompts of earlier ones.
     sources = Sources.of(settings.seed, f"{settings.dataset}, {settings.shape}, round {number}")
     return MAKERS[settings.dataset](settings.shape, target.maker, sources)

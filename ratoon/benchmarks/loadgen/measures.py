@@ -18,12 +18,12 @@ class RequestRecord(msgspec.Struct):
 
     session: int
     turn: int
-    scheduled: float  # when it should have been sent
+    scheduled: float  # when it was due
     started: float = 0.0  # when it was
     ended: float | None = None
     chunk_times: list[float] = []
     chunk_tokens: list[int] = []
-    num_prompt_tokens: int | None = None  # None: the server did not say
+    num_prompt_tokens: int | None = None  # None: not reported
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
     finish_reason: str | None = None
@@ -41,7 +41,7 @@ class RequestRecord(msgspec.Struct):
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token behind the first chunk: None for answers that came in one piece."""
+        """Time per output token after the first chunk: None for answers in one piece."""
         if len(self.chunk_times) < 2:
             return None
         num_later = self.num_output_tokens - self.chunk_tokens[0]

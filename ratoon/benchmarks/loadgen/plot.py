@@ -1,4 +1,4 @@
-"""A picture of a load run: how latencies are spread, and what went on over time."""
+"""A picture of a load run: distributions of latencies, and the run over time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plotting(path: str) -> None:
-    """What can't be drawn is said before the run rather than behind it."""
+    """Errors about the picture are raised before the run."""
     if not path.endswith(FORMATS):
-        raise RequestError("--plot", f"{path!r} is no kind of picture", f"a name that ends in {' or '.join(FORMATS)}")
+        raise RequestError(
+            "--plot", f"{path!r} is not a supported picture format", f"a name that ends in {' or '.join(FORMATS)}"
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot", "needs matplotlib, which is not installed", "pip install matplotlib")
 
@@ -92,7 +94,7 @@ def _draw_spread(
 
 
 def _span(spread: Distribution, limit_ms: float | None) -> tuple[float, float]:
-    """What to show of an axis: nearly all values, without a few far ones that would press the others together."""
+    """What to show of an axis: nearly all values, without a few outliers."""
     high = spread.max if spread.max < 2 * spread.p99 else 1.3 * spread.p99
     low = spread.min
     if limit_ms is not None:

@@ -1,4 +1,4 @@
-"""The figures of a load run as text for people, and as an object for programs."""
+"""The figures of a load run as text, and as an object for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATENCIES = (
     ("whole request (E2E)", "e2e_ms"),
 )
 KNOWN_SHARE = 0.05
-LATE_MS = 100.0  # a generator that is further behind its schedule measures itself
+LATE_MS = 100.0  # a generator that is later than this limits the figures
 
 
 def format_report(summaries: Sequence[Summary], limits_ms: dict[str, float]) -> str:
@@ -40,16 +40,14 @@ def format_report(summaries: Sequence[Summary], limits_ms: dict[str, float]) -> 
 
 
 def format_warnings(summaries: Sequence[Summary], all_new: bool) -> list[str]:
-    """What makes the figures doubtful. `all_new`: no cache should have known the prompts."""
+    """Warnings about the figures. `all_new`: no prompt should have been cached."""
     warnings = []
     late = max(one.max_lateness_ms for one in summaries)
     if late > LATE_MS:
-        warnings.append(f"requests were sent up to {late:.0f} ms late: this machine can't make that load")
+        warnings.append(f"requests were sent up to {late:.0f} ms late: this machine can't generate that load")
     cached = max(one.cached_share or 0.0 for one in summaries)
     if all_new and cached > KNOWN_SHARE:
-        warnings.append(
-            f"the server knew {cached:.0%} of the prompts from an earlier run; another --seed makes new ones"
-        )
+        warnings.append(f"{cached:.0%} of the prompts were cached from an earlier run; another --seed makes new ones")
     return warnings
 
 

@@ -1,6 +1,6 @@
-"""When sessions arrive; sends them then and records what comes back. What the figures mean is in measures.py.
+"""Sends sessions at their arrival times and records the answers. The figures are defined in measures.py.
 
-It shares the machine with the server that it measures: for each chunk it takes the time, decodes and appends, no more.
+It shares the machine with the server that it measures: for each chunk it only takes the time, decodes and appends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LoadRunner:
         self._clock = Clock()
 
     async def run(self, sessions: Sequence[Session], arrivals: Sequence[float], on_end: OnEnd) -> Round:
-        """All sessions to their end. Cancelled, it stops what is under way and returns what there is."""
+        """Run all sessions. If cancelled, it stops running ones and returns the results so far."""
         records: list[RequestRecord] = []
 
         async def one(number: int, arrival: float) -> None:
@@ -70,7 +70,7 @@ class LoadRunner:
             await send(self._client, self._target.path, self._target.body(turn, history), record, self._clock, receive)
             on_end(record)
             if record.error_kind is not None:
-                return  # the rest of the conversation has nothing to follow
+                return  # the rest of the conversation can't be sent
             if text is not None:
                 history = [*history, *messages_of(turn), {"role": "assistant", "content": "".join(text)}]
 
@@ -139,7 +139,7 @@ async def send(
     receive: Callable[[float, list[Chunk]], None],
     decode: Callable[[bytes], Chunk] = decode_chunk,
 ) -> None:
-    """One request to its end, good or bad."""
+    """Run one request, successful or not."""
     record.started = clock.now()
     try:
         await client.stream(path, body, lambda chunks: receive(clock.now(), chunks), decode)

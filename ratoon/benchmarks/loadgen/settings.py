@@ -1,4 +1,4 @@
-"""What a load run is asked to do: resolved and checked once, before the server hears of it."""
+"""Settings of a load run: resolved and checked once, before any request is sent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoadSettings(msgspec.Struct, kw_only=True):
 
 
 def settings_of(args: argparse.Namespace) -> LoadSettings:
-    """RequestError, with the option's name, for what has no meaning."""
+    """RequestError, with the option's name, for invalid values."""
     for name in ("num_requests", "concurrency", "repeat", "turns", "prefix_len", "prefix_groups"):
         at_least(args, name, 1)
     for name in ("warmup", "think_time"):
@@ -83,7 +83,7 @@ def parse_lengths(option: str, text: str) -> LengthRange:
     """A number of tokens, or two with a hyphen between them."""
     parts = text.split("-")
     if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
-        raise RequestError(option, f"{text!r} is no number of tokens", "such as 128, or 64-256")
+        raise RequestError(option, f"{text!r} is not a number of tokens", "such as 128, or 64-256")
     low, high = int(parts[0]), int(parts[-1])
     if low < 1 or high < low:
         raise RequestError(option, f"{text!r} is out of range", "at least 1, the smaller number first")
@@ -100,7 +100,7 @@ def parse_limits(words: list[str]) -> dict[str, float]:
         except ValueError:
             limit = math.nan
         if name not in LIMIT_NAMES or not (0 < limit < math.inf):
-            raise RequestError("--goodput", f"{word!r} is no limit", "such as ttft:500 tpot:50 e2e:10000 (ms)")
+            raise RequestError("--goodput", f"{word!r} is not a limit", "such as ttft:500 tpot:50 e2e:10000 (ms)")
         limits[LIMIT_NAMES[name]] = limit
     return limits
 
@@ -115,7 +115,7 @@ def parse_fields(text: str | None) -> dict[str, Any]:
 
 
 def check_writable(option: str, path: str) -> None:
-    """Before minutes are spent on what can't be kept."""
+    """Checked before the run, so that its results are not lost."""
     folder = os.path.dirname(path) or "."
     touched = path if os.path.exists(path) else folder
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(touched, os.W_OK):
@@ -140,10 +140,10 @@ def _choose_chat(args: argparse.Namespace, sessions: list[Session] | None) -> bo
     if args.endpoint is None:
         return needs_chat
     if args.endpoint == "completions" and needs_chat:
-        raise RequestError("--endpoint", "completions can't carry conversations", "chat for this dataset")
+        raise RequestError("--endpoint", "completions do not support conversations", "chat for this dataset")
     has_ids = any(isinstance(turn.prompt, list) for session in sessions or () for turn in session)
     if args.endpoint == "chat" and has_ids:
-        raise RequestError("--endpoint", "chat can't carry prompts of token ids", "completions for this file")
+        raise RequestError("--endpoint", "chat does not support prompts of token ids", "completions for this file")
     return bool(args.endpoint == "chat")
 
 

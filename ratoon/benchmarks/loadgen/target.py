@@ -1,7 +1,7 @@
-"""What a server takes, found out before anything is measured: token ids, token counts, answers of full length.
+"""What a server supports, detected before anything is measured: token ids, token counts, answers of full length.
 
-Servers differ in what they add to OpenAI's protocol, and some refuse what they do not know: each addition is tried, and
-given up when it is refused.
+Servers differ in their extensions of OpenAI's protocol, and some refuse unknown fields: each extension is tried, and
+dropped when it is refused.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ratoon.benchmarks.loadgen.prompts import VOCABULARY, WORDS, Prompt, PromptM
 PROBE_WORDS = 32
 WRONG_FIELD = (400, 422)  # the answers to a field that a server does not know
 
-# What is tried, in the order in which it is given up, and what people are told then.
+# Extensions that are tried, in the order in which they are dropped, and the note for the report.
 TOKEN_COUNTS = "continuous_usage_stats"
 IGNORE_EOS = "ignore_eos"
 TOKEN_IDS = "token ids"
 WITHOUT = {
     TOKEN_COUNTS: "",  # a chunk then counts as one token until the final usage
     IGNORE_EOS: "the server refuses ignore_eos: answers may be shorter than asked for",
-    TOKEN_IDS: "the server takes no token ids: prompts have about the wanted length",
+    TOKEN_IDS: "the server accepts no token ids: prompts have approximately the requested length",
 }
 
 
 class Target(msgspec.Struct):
-    """Where requests go and what they may hold."""
+    """The server, and the fields of requests that it supports."""
 
     path: str
     model: str
     maker: PromptMaker
     options: dict[str, Any]  # fields that every request has
-    notes: list[str]  # what people should know about the figures
+    notes: list[str]  # notes for the report
 
     @property
     def is_chat(self) -> bool:
@@ -96,7 +96,7 @@ def _options(tried: set[str]) -> dict[str, Any]:
 
 
 def _to_give_up(tried: set[str], error: RefusedError) -> str | None:
-    """What the server names in its refusal, else whatever is next. None: that is not why it refused."""
+    """The extension that the server names in its refusal, else the next one. None: another reason."""
     if error.status not in WRONG_FIELD:
         return None
     named = (name for name in WITHOUT if name in tried and name in str(error))
@@ -104,7 +104,7 @@ def _to_give_up(tried: set[str], error: RefusedError) -> str | None:
 
 
 async def _probe(client: RemoteClient, target: Target, prompt: Prompt) -> Usage | None:
-    """The token counts of a short answer, if the server tells."""
+    """The token counts of a short answer, if the server reports them."""
     counts: list[Usage] = []
 
     def receive(chunks: list[Chunk]) -> None:
@@ -115,7 +115,7 @@ async def _probe(client: RemoteClient, target: Target, prompt: Prompt) -> Usage 
 
 
 async def tokenize(client: RemoteClient, model: str, text: str) -> list[int] | None:
-    """Token ids of a text by /tokenize, as vLLM and we have it; None if this server has no such thing."""
+    """Token ids of a text by /tokenize, as in Ratoon and vLLM; None if this server has no such endpoint."""
     try:
         answer = await client.post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
         return msgspec.convert(answer.get("tokens"), list[int]) or None

@@ -1,1 +1,2 @@
-"""What `ratoon bench two-stage` measures: sample an answer, then search with beams behind it, and what is reused."""
+"""What `ratoon bench two-stage` measures: sample an answer, then run a beam search after it, with each kind of
+reuse."""

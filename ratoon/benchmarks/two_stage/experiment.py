@@ -1,6 +1,6 @@
-"""The run: rounds in which the ways take turns with the same conversations, and what each of them was seen to do.
+"""The run: rounds in which the variants take turns with the same conversations, and the records of each.
 
-Every way begins with an empty KV cache, so that nobody is helped by the turn before.
+Every variant begins with an empty KV cache, so that it finds nothing of the previous one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Turn(msgspec.Struct, kw_only=True):
     computed_tokens: list[int]  # of stage 2's prompt, by its output
     inherited_tokens: list[int]
     sources: list[str]
-    runner_tokens: int | None  # the same over all conversations in the runner's own count; None: it is out of reach
+    runner_tokens: int | None  # the runner's own count over all conversations; None: not available
     answers: list[list[int]]  # of stage 1
     beams: list[list[Beam]]  # of stage 2, best first
 
@@ -128,12 +128,12 @@ class TwoStageExperiment:
             raise EngineError("the KV cache can't be emptied: something still holds parts of it")
 
     def _fill_memory(self) -> None:
-        """Other people's requests, one after another, until each block that is free now has been written to.
+        """Other requests, one after another, until each block that is free now has been written to.
 
         The free list hands out what was used longest ago, so a block's turn comes before any has its second.
         """
         facts = self._llm.describe()
-        num_usable = facts["num_blocks"] - 1  # block 0 is nobody's
+        num_usable = facts["num_blocks"] - 1  # block 0 is reserved
         num_free = num_usable - round(self._llm.stats().kv_usage * num_usable)
         longest = (self._llm.config.max_model_len or 0) - 1
         num_left = num_free
@@ -146,7 +146,7 @@ class TwoStageExperiment:
             num_left -= columns * facts["kv_groups"]
 
     def _num_beam_rows(self) -> int:
-        """What stage 2 computes behind its prompts: each beam's tokens but the last."""
+        """The tokens that stage 2 computes after its prompts: each beam's tokens but the last."""
         settings = self._settings
         return settings.requests * settings.beam_width * (settings.beam_tokens - 1)
 

@@ -1,4 +1,4 @@
-"""What the rounds say: each way's figures with their spread, ratios, and whether all ways found the same beams."""
+"""The figures of the rounds: each variant's with their spread, ratios, and whether all found the same beams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WaySummary(msgspec.Struct, frozen=True):
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """Whether the ways, which must not differ in what they find, did not."""
+    """Whether all variants found the same, as they must."""
 
     same_answers: bool  # of stage 1
     same_beams: bool

@@ -1,4 +1,4 @@
-"""The figures of a two-stage run as text for people, and as an object for programs."""
+"""The figures of a two-stage run as text, and as an object for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = ("", "stage-2 TTFT, ms", "", "stage 2, ms", "", "both stages, ms", "", "c
 
 
 def describe(model: str, settings: TwoStageSettings) -> str:
-    """The work in a few words."""
+    """A short description of the work."""
     parts = [
         f"prompt {settings.prompt_tokens}",
         f"stage 1 samples {settings.stage1_tokens}",
@@ -44,7 +44,7 @@ def format_table(summaries: Mapping[str, WaySummary]) -> str:
 
 
 def format_agreement(agreement: Agreement) -> list[str]:
-    """What the check came to, a sentence each."""
+    """The results of the checks, a sentence each."""
     lines = []
     if agreement.same_answers and agreement.same_beams:
         difference = agreement.largest_score_difference
@@ -61,7 +61,7 @@ def format_agreement(agreement: Agreement) -> list[str]:
 
 
 def format_notes(summaries: Mapping[str, WaySummary]) -> list[str]:
-    """What makes a row something else than its name says."""
+    """Warnings about rows."""
     notes = []
     for way in WAYS:
         sources = summaries[way.key].sources

@@ -1,4 +1,4 @@
-"""What a two-stage run is asked to do: checked before the model is loaded, and how large a KV cache it wants."""
+"""Settings of a two-stage run, checked before the model is loaded, and the size of its KV cache."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class TwoStageSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole_tokens(self) -> int:
-        """What stage 2 searches behind: prompt, answer and suffix."""
+        """The tokens before stage 2's beams: prompt, answer and suffix."""
         return self.prompt_tokens + self.stage1_tokens + self.suffix_tokens
 
 
 def settings_of(args: argparse.Namespace) -> TwoStageSettings:
-    """RequestError, with the option's name, for what has no meaning."""
+    """RequestError, with the option's name, for invalid values."""
     given = {name: getattr(args, name) for name in TwoStageSettings.__struct_fields__}
     settings = TwoStageSettings(**{**given, "requests": 1 if args.requests is None else args.requests})
     for name in ("prompt_tokens", "stage1_tokens", "beam_width", "beam_tokens", "rounds", "requests"):
@@ -55,7 +55,7 @@ def check_model(settings: TwoStageSettings, model: ModelConfig, max_model_len: i
     total = settings.whole_tokens + settings.beam_tokens
     if total > longest:
         raise RequestError(
-            "--prompt-tokens", f"makes {total} tokens with what comes behind it", f"{longest} at most, all together"
+            "--prompt-tokens", f"makes {total} tokens with those that follow it", f"{longest} at most, all together"
         )
     if settings.beam_width > model.vocab_size:
         raise RequestError(
@@ -64,7 +64,7 @@ def check_model(settings: TwoStageSettings, model: ModelConfig, max_model_len: i
 
 
 def fitting_engine(settings: TwoStageSettings, model: ModelConfig, args: argparse.Namespace) -> dict[str, int]:
-    """Keywords for LLM where the command line leaves them open.
+    """Keywords for LLM that the command line does not set.
 
     The KV cache is as large as the work needs and no larger: filling it up takes time. Leases get their share.
     """

@@ -19,7 +19,7 @@ from ratoon.engine.front_end import Prepared
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One request: a prompt, or what comes behind a parent."""
+    """One request: a prompt, or a continuation."""
 
     token_ids: list[int]
     params: GenerationParams
@@ -56,7 +56,7 @@ class StageRunner:
             outputs = engine.step()
             now = time.perf_counter() - begin
             for output in outputs:
-                assert isinstance(output, RequestOutput), "nobody asked for vectors"
+                assert isinstance(output, RequestOutput), "no vectors were requested"
                 if output.error is not None:
                     raise EngineError(output.error)
                 answers[output.request_id].times.append(now)

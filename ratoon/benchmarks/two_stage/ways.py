@@ -9,7 +9,7 @@ from enum import Enum
 
 import msgspec
 
-SCORE_TOLERANCE = 1e-4  # what another order of additions may do to a sum of log-probabilities
+SCORE_TOLERANCE = 1e-4  # rounding of a sum of log-probabilities by the order of additions
 
 
 class Between(Enum):

@@ -96,7 +96,7 @@ def test_one_that_fails_does_not_disturb_the_others(llm, client):
 
 
 def test_what_is_wrong_for_all_is_said_once(llm, client):
-    with pytest.raises(RequestError, match="language: 'xx' is none that the model knows"):
+    with pytest.raises(RequestError, match="language: 'xx' is not supported by the model"):
         llm.transcribe([TONE, TONE], language="xx")
     assert not client.added
 
@@ -256,7 +256,7 @@ def test_what_is_missing_or_can_not_be_written_does_not_stop_the_others(client, 
         (["A", "--beam-size", "0"], "beam_size: 0 is out of range"),
         (["A", "--temperature", "-1"], "temperature: -1.0 is out of range"),
         (["A", "--format", "srt", "--no-timestamps"], "--no-timestamps: srt needs timestamps"),
-        (["A", "A", "--format", "vtt"], "--format: vtt is of one recording"),
+        (["A", "A", "--format", "vtt"], "--format: vtt is for one recording"),
         (["A", "--output-dir", "/dev/null/x"], "--output-dir: can't create the folder /dev/null/x"),
         (["A", "A", "--output-dir", "."], "--output-dir: two recordings would be written to talk.txt"),
         (["A", "--no-timestamps", "--condition-on-previous-text"], "condition_on_previous_text: without timestamps"),

@@ -32,9 +32,9 @@ def test_a_model_that_knows_only_english_is_not_told_a_language_or_task():
     assert english.prompt("en", "transcribe", timestamps=True) == [START]
     assert english.prompt("en", "transcribe", timestamps=False) == [START, NO_TIMESTAMPS]
     assert english.language_code("English") == "en"
-    with pytest.raises(RequestError, match="language: 'de' is none that the model knows"):
+    with pytest.raises(RequestError, match="language: 'de' is not supported by the model"):
         english.language_code("de")
-    with pytest.raises(RequestError, match="task: the model only knows English"):
+    with pytest.raises(RequestError, match="task: the model only supports English"):
         english.verify_task("translate")
 
 
@@ -61,7 +61,7 @@ def test_languages_go_by_code_or_name(language):
 def test_a_language_that_the_model_does_not_know_is_refused_with_those_that_it_does():
     with pytest.raises(RequestError) as caught:
         vocabulary().language_code("klingon")
-    assert str(caught.value) == "language: 'klingon' is none that the model knows; one of en, de, fr, yue"
+    assert str(caught.value) == "language: 'klingon' is not supported by the model; one of en, de, fr, yue"
 
 
 def test_special_tokens_in_a_prompt_are_refused():

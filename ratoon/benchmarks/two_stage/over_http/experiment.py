@@ -1,4 +1,4 @@
-"""A whole run over HTTP in its order: find out what the server is, warm up, let the ways take turns in rounds."""
+"""A whole run over HTTP: check the server, warm up, run the variants in turn in each round."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Measured(msgspec.Struct):
 
 
 async def measure(client: RemoteClient, settings: HttpSettings, model: str | None) -> Measured:
-    """Cancelled in a round, it returns what there is; earlier, there is nothing to return."""
+    """If cancelled during a round, it returns the results so far."""
     async with client:
         with status(f"asking {client.url}"):
             model = await find_model(client, model)
@@ -69,7 +69,9 @@ async def check_server(client: RemoteClient) -> None:
         known = False
     if not known:
         raise RequestError(
-            "--url", f"{client.url} can't continue answers: it is no Ratoon server", "one that `ratoon serve` started"
+            "--url",
+            f"{client.url} can't continue answers: it is not a Ratoon server",
+            "one that `ratoon serve` started",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run over HTTP says: each way's latencies, throughput and tokens, and whether it found what it should."""
+"""The figures of a run over HTTP: each variant's latencies, throughput and tokens, and whether the results agree."""
 
 from __future__ import annotations
 
@@ -126,5 +126,5 @@ def all_well(summaries: Iterable[WaySummary]) -> bool:
 
 
 def errors_of(records: Iterable[RequestRecord]) -> list[str]:
-    """What went wrong, each once."""
+    """The errors, each once."""
     return sorted({record.error for record in records if record.error is not None})

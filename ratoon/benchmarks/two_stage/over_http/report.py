@@ -1,4 +1,4 @@
-"""The figures of a run over HTTP as text for people, and as an object for programs."""
+"""The figures of a run over HTTP as text, and as an object for programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAY_HEAD = (
 
 
 def describe(model: str, url: str, settings: HttpSettings) -> str:
-    """The work in a few words."""
+    """A short description of the work."""
     sizes = settings.sizes
     parts = [f"{settings.num_conversations} conversations"]
     if sizes.rounds > 1:
@@ -53,7 +53,7 @@ def format_latencies(summaries: Mapping[str, WaySummary]) -> str:
 
 
 def format_ways(summaries: Mapping[str, WaySummary]) -> str:
-    """A row a way: what it brought and what it cost."""
+    """A row for each variant: results and cost."""
     rows = [list(WAY_HEAD)]
     for label, one in _labelled(summaries):
         found = one.evaluation
@@ -74,7 +74,7 @@ def format_ways(summaries: Mapping[str, WaySummary]) -> str:
 
 
 def format_notes(measured: Measured, summaries: Mapping[str, WaySummary]) -> list[str]:
-    """What makes the figures something else than their names say."""
+    """Warnings about the figures."""
     notes = []
     for way in HTTP_WAYS:
         if way.key not in summaries:

@@ -1,4 +1,4 @@
-"""Sends both stages of conversations, each stage 2 as soon as its stage 1 has ended, and records what comes back.
+"""Sends both stages of conversations, each stage 2 as soon as its stage 1 has ended, and records the answers.
 
 What a way reuses is decided by what is sent: a salt of its own for every request (nothing), the whole sequence again
 under one salt (the prefix cache), or the suffix alone behind a leased answer (a continuation).
@@ -28,7 +28,7 @@ class Beginning(msgspec.Struct, gc=False):
 
 
 class StageChoice(ChunkChoice, gc=False):
-    """With what our own server adds."""
+    """With the extensions of Ratoon's server."""
 
     index: int = 0
     token_ids: list[int] | None = None
@@ -131,7 +131,7 @@ class TwoStageClient:
         number: str,
         on_end: Callable[[Trip], None] = lambda trip: None,
     ) -> Turn:
-        """Cancelled, it returns what there is. `number` is the round's."""
+        """If cancelled, it returns the results so far. `number` is the round's."""
         trips: dict[int, Trip] = {}
         clock = Clock()
         by_rate = any(arrivals)

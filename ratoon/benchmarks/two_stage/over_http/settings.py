@@ -1,4 +1,4 @@
-"""What a run over HTTP is asked to do: resolved and checked once, before the server hears of it."""
+"""Settings of a run over HTTP: resolved and checked once, before any request is sent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def http_settings_of(args: argparse.Namespace) -> HttpSettings:
-    """RequestError, with the option's name, for what has no meaning."""
+    """RequestError, with the option's name, for invalid values."""
     if args.model is not None:
         raise RequestError("MODEL", f"{args.model!r}: the model is the server's", "--model NAME names one of several")
     refuse_engine_options(args)
