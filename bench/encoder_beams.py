@@ -1,4 +1,4 @@
-"""Beam search behind an encoder, on the CPU in fp32: what a step costs against a greedy one, and against transformers.
+"""Beam search with an encoder, on the CPU in fp32: what a step costs against a greedy one, and against transformers.
 
     .venv/bin/python bench/encoder_beams.py
 

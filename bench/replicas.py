@@ -146,7 +146,7 @@ def print_report(results: dict[str, Result], args: argparse.Namespace, quiet: bo
         print(
             f"{label:<24}{result.hit_rate:>12.1%}{requests:>14}{result.replicas_by_session:>26.2f}{result.seconds:>10.1f}"
         )
-    print("\nPrefix hits: the share of prompt tokens, behind each conversation's first turn, that was not computed.")
+    print("\nPrefix hits: the share of prompt tokens, after each conversation's first turn, that was not computed.")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,7 +20,7 @@ from ratoon.layers.weights import TensorSource
 from ratoon.observe.startup import StartupTimer
 
 STEP_SECONDS_VARIABLE = "RATOON_STUB_STEP_SECONDS"
-DEFAULT_NUM_BLOCKS = 100_000  # cost nothing: there is no memory behind them
+DEFAULT_NUM_BLOCKS = 100_000  # cost nothing: no memory is allocated for them
 FIRST_TOKEN, NUM_TOKENS = 1000, 500  # ordinary words in the vocabularies that are in use here
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ratoon import LLM, HiddenStatesParams
 
-LAYERS = [0, 2, 4, 8, 16, 24, 30]  # 0: the embeddings; 30: behind all layers of SmolLM2 and its final norm
+LAYERS = [0, 2, 4, 8, 16, 24, 30]  # 0: the embeddings; 30: after all layers of SmolLM2 and its final norm
 PRAISE = """delicious wonderful superb delightful brilliant charming flawless excellent splendid lovely gorgeous
 marvellous fantastic terrific outstanding pleasant perfect amazing enjoyable impressive"""
 BLAME = """disgusting horrible awful dreadful boring ugly broken terrible lousy nasty hideous pathetic disappointing

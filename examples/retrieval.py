@@ -2,7 +2,7 @@
 
     python examples/retrieval.py
 
-A model that predicts the next token sums a sentence up best where it is asked to: behind "means in one word".
+A model that predicts the next token sums a sentence up best where it is asked to: after "means in one word".
 """
 
 from __future__ import annotations

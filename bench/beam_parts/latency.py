@@ -1,4 +1,4 @@
-"""How soon stage 2 has its first result behind a leased parent, against one decode step and against computing it all.
+"""How soon stage 2 has its first result after a leased parent, against one decode step and against computing it all.
 
 All three come from the same engine, in the same rounds.
 """
@@ -16,9 +16,9 @@ from workloads import PromptSource
 from beam_parts.sizes import Say, Sizes
 
 LABELS = {
-    "ttft": "stage-2 TTFT, beams behind a leased parent",
+    "ttft": "stage-2 TTFT, beams after a leased parent",
     "greedy_ttft": "the same, one greedy answer in the place of beams",
-    "decode_step": "one decode step behind it",
+    "decode_step": "one decode step after it",
     "computed_ttft": "TTFT of the whole text as a new request",
 }
 # Ratio: what it says, numerator and denominator, and what is aimed at.
@@ -30,7 +30,7 @@ RATIOS = {
 
 def measure(engine: EngineProcess, source: PromptSource, sizes: Sizes, rounds: int, say: Say) -> dict[str, Any]:
     samples: dict[str, list[float]] = {key: [] for key in LABELS}
-    # A warm-up: the shapes of the search once, behind a short prompt.
+    # A warm-up: the shapes of the search once, after a short prompt.
     engine.call("beam_search", prompt=source.prompt(sizes.suffix), width=sizes.width, num_tokens=sizes.tokens)
     for index in range(rounds):
         say(f"latency, round {index + 1}/{rounds}")
@@ -66,7 +66,7 @@ def _round(engine: EngineProcess, source: PromptSource, sizes: Sizes) -> dict[st
 
 
 def format_table(result: dict[str, Any], sizes: Sizes) -> str:
-    lines = [f"Stage 2 behind {sizes.before} tokens and a suffix of {sizes.suffix}, ms"]
+    lines = [f"Stage 2 after {sizes.before} tokens and a suffix of {sizes.suffix}, ms"]
     for key, label in LABELS.items():
         in_ms = {name: 1e3 * value for name, value in result["seconds"][key].items()}
         lines.append(f"  {label:<52}{format_spread(in_ms)}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 GREEN, ORANGE, PALE = "#2f7d4f", "#c2571a", "#b9c4bd"
 LATENCIES = {
     "decode_step": "one decode\nstep",
-    "ttft": "stage 2 behind\na leased parent",
+    "ttft": "stage 2 after\na leased parent",
     "computed_ttft": "all computed",
 }
 
@@ -38,7 +38,7 @@ def _draw_latency(axes: Axes, result: dict[str, Any], sizes: Sizes) -> None:
     values = [1e3 * result["seconds"][key]["median"] for key in LATENCIES]
     bars = axes.bar(list(LATENCIES.values()), values, color=[PALE, GREEN, ORANGE])
     axes.bar_label(bars, [f"{value:,.0f} ms" for value in values], fontsize=9)
-    axes.set(title=f"First result behind {sizes.before} tokens", ylabel="milliseconds", yscale="log")
+    axes.set(title=f"First result after {sizes.before} tokens", ylabel="milliseconds", yscale="log")
     axes.set_ylim(min(values) / 3, max(values) * 3)
 
 
@@ -54,7 +54,7 @@ def _draw_search(axes: Axes, result: dict[str, Any], sizes: Sizes) -> None:
             bars, [f"{height:.2g} s" if height < 10 else f"{height:.0f} s" for height in heights], fontsize=8
         )
     axes.set_xticks(range(len(engines)), engines)
-    title = f"Beams {sizes.width} × {sizes.tokens} behind {sizes.before} tokens"
+    title = f"Beams {sizes.width} × {sizes.tokens} after {sizes.before} tokens"
     axes.set(title=title, ylabel="seconds", yscale="log")
     axes.margins(y=0.3)
     axes.legend(loc="upper left", fontsize=8)

@@ -1,4 +1,4 @@
-"""Whole beam searches by Ratoon and its peers, behind a prompt that is new to them, and behind one that they know.
+"""Whole beam searches by Ratoon and its peers, after a prompt that is new to them, and after one that they know.
 
 Known is what an engine can keep of an earlier request: a lease (Ratoon), the prefix cache (vLLM), a static prompt
 (CTranslate2). transformers keeps nothing.
@@ -55,7 +55,7 @@ class SearchComparison:
         }
 
     def _warm_up(self) -> None:
-        """The shapes of the search once, in every engine, behind a short prompt."""
+        """The shapes of the search once, in every engine, after a short prompt."""
         for name, engine in self._engines.items():
             self._say(f"search, warm-up: {name}")
             engine.call("beam_search", prompt=self._source.prompt(self._sizes.suffix), **self._search)
@@ -102,7 +102,7 @@ class SearchComparison:
 def format_table(result: dict[str, Any], sizes: Sizes) -> str:
     labels = {COLD: "new prompt", KNOWN: "known before"}
     engines = list(result["seconds"][COLD])
-    rows = [[f"Beams {sizes.width} × {sizes.tokens} behind {sizes.before} tokens, s", *engines]]
+    rows = [[f"Beams {sizes.width} × {sizes.tokens} after {sizes.before} tokens, s", *engines]]
     for kind, label in labels.items():
         seconds = result["seconds"][kind]
         rows.append([f"  {label}", *(format_spread(seconds[name]) if name in seconds else "-" for name in engines)])

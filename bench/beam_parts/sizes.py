@@ -13,7 +13,7 @@ Say: TypeAlias = Callable[[str], None]
 class Sizes:
     """Lengths in tokens."""
 
-    before: int = 700  # what a search begins behind
+    before: int = 700  # what a search begins after
     suffix: int = 5
     width: int = 32
     tokens: int = 3  # of each beam

@@ -31,7 +31,7 @@ def measure(engine: EngineProcess, source: PromptSource, sizes: Sizes, rounds: i
 
 
 def _step_seconds(engine: EngineProcess, source: PromptSource, width: int, num_tokens: int) -> float:
-    """The first output ends with the step that computed the suffix; the steps behind it have all beams."""
+    """The first output ends with the step that computed the suffix; the steps after it have all beams."""
     result = engine.call("search_behind", suffix=source.prompt(1), width=width, num_tokens=num_tokens)
     return statistics.median(later - earlier for earlier, later in pairwise(result.value["times"]))
 

@@ -26,7 +26,7 @@ def draw(path: Path, title: str, parts: dict[str, dict[str, Any]], sizes: Sizes)
     figure.suptitle(title, fontsize=11)
     for axes, (family, result) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts.items()):
         _draw_steps(axes, result, sizes)
-        axes.set_title(f"{family}: one step behind {sizes.input} tokens")
+        axes.set_title(f"{family}: one step after {sizes.input} tokens")
     figure.savefig(path)
 
 

@@ -1,4 +1,4 @@
-"""A greedy answer and a beam search behind what the encoder reads, whole and in steps, by us and by transformers.
+"""A greedy answer and a beam search over an encoder input, whole and in steps, by us and by transformers.
 
 Each of them reads a text that is new to all engines. Ours tells when every step ended; transformers' step is what all
 tokens take beyond the first, shared out.

@@ -1,4 +1,4 @@
-"""The states of the last token of a finished request: read behind its lease, against one decode step there, and against
+"""The states of the last token of a finished request: read from its lease, against one decode step there, and against
 computing the whole text again.
 """
 
@@ -19,7 +19,7 @@ from hidden_parts.tables import Ratio, format_times, summarize
 PEER = "transformers"
 LABELS = {
     "read": "last-token states of a leased request",
-    "decode_step": "one decode step behind it",
+    "decode_step": "one decode step after it",
     "second_prefill": "the same states by a second prefill",
     PEER: "transformers, output_hidden_states=True",
 }

@@ -44,7 +44,7 @@ def load(args: argparse.Namespace) -> Calls:
 
     def prepare(prompt: list[int]) -> list[int]:
         static.update(static_prompt=[vocabulary[token] for token in prompt], cache_static_prompt=True)
-        search([prompt[-1:]], 1, 1, **static)  # some text behind it, so that it is computed
+        search([prompt[-1:]], 1, 1, **static)  # some text after it, so that it is computed
         return prompt
 
     def search_behind(suffix: list[int], width: int, num_tokens: int) -> dict[str, Any]:

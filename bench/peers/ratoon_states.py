@@ -48,7 +48,7 @@ def state_calls(llm: Any, known: Known) -> Calls:
             prompt, HiddenStatesParams(positions=positions, layers=layers), progress=False
         )
         seconds = time.perf_counter() - begin
-        states = output.tensor[-1]  # [positions, hidden], behind the final norm
+        states = output.tensor[-1]  # [positions, hidden], after the final norm
         return {
             "seconds": seconds,
             "computed_tokens": output.computed_tokens,

@@ -8,7 +8,7 @@
     decode(prompt, num_tokens, end_token)    from what was kept, the end token held back: {"token_ids": …,
                                              "first": seconds to one token of each clip, "all": to so many of each}
 
-A cut is the number of a clip's first sample, and of the first behind it. Needs numpy, which all engines have with them.
+A cut is the number of a clip's first sample, and of the first after it. Needs numpy, which all engines have with them.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def load(args: argparse.Namespace) -> Calls:
         with torch.inference_mode():
             found = model.model(torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
         seconds = time.perf_counter() - begin
-        states = found[-1][0]  # [tokens, hidden], behind the final norm
+        states = found[-1][0]  # [tokens, hidden], after the final norm
         return {"seconds": seconds, "last": states[-1].tolist(), "mean": states.mean(0).tolist()}
 
     return {"generate": generate, "beam_search": beam_search, "hidden_states": hidden_states}

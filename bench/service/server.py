@@ -148,7 +148,7 @@ class UsageRecord:
 
 @contextmanager
 def watch_usage(server: ServerProcess) -> Iterator[UsageRecord]:
-    """Looks at the processes while the block runs; the record is whole behind it."""
+    """Looks at the processes while the block runs; the record is whole after it."""
     record, stop = UsageRecord(), threading.Event()
 
     def look() -> dict[str, Usage]:

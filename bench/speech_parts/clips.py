@@ -24,7 +24,7 @@ class Task:
     end_token: int
 
     def answer(self, token_ids: list[int]) -> list[int]:
-        """Without the end token and what fills a batch up behind it."""
+        """Without the end token and what fills a batch up after it."""
         return token_ids[: token_ids.index(self.end_token)] if self.end_token in token_ids else token_ids
 
 

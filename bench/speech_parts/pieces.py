@@ -19,7 +19,7 @@ from speech_parts.sizes import Engines, Say, Sizes
 ROWS = {
     "features": Row("features", "ms"),
     "encoder": Row("encoder", "ms"),
-    "first": Row("first token behind it", "ms"),
+    "first": Row("first token after it", "ms"),
     "step": Row("decode step", "ms"),
 }
 

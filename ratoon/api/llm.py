@@ -136,7 +136,7 @@ class LLM(BaseLLM):
         request_id: Ids = None,
         **options: Unpack[BatchOptions],
     ) -> list[RequestOutput]:
-        """`generate` with BeamSearchParams: search for the most probable texts behind each prompt."""
+        """`generate` with BeamSearchParams: search for the most probable texts after each prompt."""
         verify_beam_search_params(params)
         return self.generate(prompts, params, request_id, **options)
 
@@ -160,7 +160,7 @@ class LLM(BaseLLM):
         request_id: str | None = None,
         **options: Unpack[ContinuationOptions],
     ) -> RequestOutput:
-        """Go on from a request that has ended: behind its tokens, then `suffix` (text or token ids), a new answer.
+        """Continue a request that has ended: after its tokens, then `suffix` (text or token ids), a new answer.
 
         Nothing that is still there of the parent is computed again. With `retain_kv` on the parent that is all of it;
         the output's `continuation` says how it was. `choice` names one of several, `at` a place in the parent: so many
@@ -185,7 +185,7 @@ class LLM(BaseLLM):
         request_id: Ids = None,
         **options: Unpack[BatchPoolingOptions],
     ) -> list[EmbeddingOutput]:
-        """The vectors of prompts, in the same order: hidden states behind the final norm, of the last token or their
+        """The vectors of prompts, in the same order: hidden states after the final norm, of the last token or their
         mean over all tokens. Prompts, params and errors are as in `generate`; what fails has `error` set and no vector.
         """
         wanted, left = split_progress(options)

@@ -187,7 +187,7 @@ class HiddenStatesAssembly:
         fits = len(part.shape) == 3 and part.shape[0] == num_layers and part.dtype == extraction.dtype
         if not fits or not 0 <= first_row <= self._num_rows or first_row + part.shape[1] > num_rows:
             raise EngineError(
-                f"rows from {first_row} on, {part!r}, came behind {self._num_rows} of {num_rows} rows of {num_layers} "
+                f"rows from {first_row} on, {part!r}, came after {self._num_rows} of {num_rows} rows of {num_layers} "
                 f"layers in {extraction.dtype}"
             )
         # Not from `part.view()`: Python's memoryview has no float16.

@@ -1,4 +1,4 @@
-"""AsyncLLM: many callers on one event loop, one engine or several behind them, in processes of their own.
+"""AsyncLLM: many callers on one event loop, one engine or several in separate processes.
 
 It checks requests, sends them and yields their outputs, through the front end that LLM uses as well
 (front_end.py). Engine processes and their restarts are the client's task.
@@ -238,7 +238,7 @@ class AsyncLLM(BaseLLM):
     # ---- earlier requests, and the engines ----
 
     async def find_parent(self, request_id: str, *, wait: bool = True, owner: str | None = None) -> Root:
-        """What a continuation would go on from. UnknownParentError at once, and not behind a wait for another owner's
+        """What a continuation would go on from. UnknownParentError at once, and not after a wait for another owner's
         request: how long it takes must not tell that there is one."""
         root = self._running().output_processor.find_root(request_id, owner)
         if not wait:

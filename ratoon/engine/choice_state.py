@@ -26,7 +26,7 @@ class ChoiceState:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_tokens_delivered: int = 0
-    score: float | None = None  # of a beam search, as is the sum behind it
+    score: float | None = None  # of a beam search, as is its sum
     cumulative_logprob: float | None = None
 
     @property

@@ -138,7 +138,7 @@ class EngineCore:
         return self._take_pending() + self.scheduler.update_from_output(plan, result)
 
     def _isolate(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
-        """A step raised. Those behind it were skipped: their requests are planned anew. Those in it give their memory
+        """A step raised. Those after it were skipped: their requests are planned anew. Those in it give their memory
         back, and each is tried alone; one that was alone already is at fault."""
         self._drain()
         self.executor.recover()

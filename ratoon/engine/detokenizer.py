@@ -37,7 +37,7 @@ class Detokenizer:
         self.text = ""
 
     def update(self, new_token_ids: Sequence[int], ended_by_token: bool = False) -> str | None:
-        """Take tokens in, up to the first stop string, which is returned. Tokens behind it are left out."""
+        """Take tokens in, up to the first stop string, which is returned. Tokens after it are left out."""
         self.token_ids.extend(new_token_ids)
         return None
 
@@ -160,7 +160,7 @@ class DecodeWindow:
     """Text of a growing sequence of tokens, decoded from a few tokens back.
 
     `context` are tokens whose text is out; they decide how the next text begins (a leading space, say). `pending` are
-    tokens behind them whose text is not, because it does not end with a whole character.
+    tokens after them whose text is not, because it does not end with a whole character.
     """
 
     def __init__(self, decode: Decode, context: list[int]) -> None:
@@ -216,7 +216,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], include_in_text: bool) -> None:
         self._strings = tuple(strings)
         self._include_in_text = include_in_text
-        self.first_char = 0  # a stop string must end behind this place
+        self.first_char = 0  # a stop string must end after this place
 
     def find(self, text: str, checked: int) -> tuple[str, str] | None:
         """The stop string that is complete first, and the text cut at it. `text[:checked]` was searched before."""

@@ -1,6 +1,6 @@
 """Requests for hidden states, as the engine core gets them: of a prompt, or of a choice of an earlier request.
 
-The sequence ends with the last position that is asked for: what lies behind it changes nothing before it. Where every
+The sequence ends with the last position that is asked for: what lies after it changes nothing before it. Where every
 token sees all others, the selector asks for the last one in any case.
 """
 

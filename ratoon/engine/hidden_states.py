@@ -230,7 +230,7 @@ def layers_passed(layer: int | str, num_layers: int) -> int:
 
 
 def resolve_layers(asked: Any, num_layers: int) -> list[int | str]:
-    """Each by the number that it has in transformers' `hidden_states`, or by its name. The last entry there is behind
+    """Each by the number that it has in transformers' `hidden_states`, or by its name. The last entry there is after
     the final norm: heads are trained on it, and so it is the default."""
     if asked is None:
         return [num_layers]

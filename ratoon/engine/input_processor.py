@@ -144,7 +144,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         retain_kv: float | None = None,
     ) -> EngineCoreRequest:
-        """A request that goes on behind a parent's tokens. Only the suffix is tokenised; an empty one is fine."""
+        """A request that goes on after a parent's tokens. Only the suffix is tokenised; an empty one is fine."""
         if arrival_time is None:
             arrival_time = self._clock()
         _verify_envelope(request_id, priority, parent.cache_salt)

@@ -49,7 +49,7 @@ class PromptLogprobsCollector:
 
 
 def _token_logprobs(rows: LogprobsLists, row: int, tokenizer: Any | None) -> TokenLogprobs:
-    """One position. The row's first entry is the token itself; the ones behind it are the top ones, from rank 1 on."""
+    """One position. The row's first entry is the token itself; the ones after it are the top ones, from rank 1 on."""
     token_ids: Sequence[int] = rows.token_ids[row]
     values: Sequence[float] = rows.logprobs[row]
     position: TokenLogprobs = {}

@@ -46,7 +46,7 @@ class Processed(NamedTuple):
 
     outputs: list[Output]  # for callers
     stopped: list[str]  # ids that the engine should end: they ended here alone
-    extractions: list[EngineCoreRequest]  # to be handed to the engine, behind that
+    extractions: list[EngineCoreRequest]  # to be handed to the engine, after that
 
 
 class OutputProcessor:

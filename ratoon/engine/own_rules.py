@@ -33,7 +33,7 @@ class OwnRules:
         return cls(**from_config, **from_defaults)  # type: ignore[arg-type]
 
     def complete(self, params: GenerationParams) -> None:
-        """Fill what is open, in place. A request that goes on behind the model's end token has none to be forced."""
+        """Fill what is open, in place. A request that goes on after the model's end token has none to be forced."""
         for name in (*SUPPRESSED, *FROM_DEFAULTS):
             if not (name == "forced_eos_token_id" and params.ignore_eos):
                 setattr(params, name, self.value(params, name))

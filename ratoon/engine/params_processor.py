@@ -184,7 +184,7 @@ class ParamsProcessor:
             if asked < 1:
                 raise RequestError(
                     "max_length",
-                    f"{params.max_length} leaves nothing behind a prompt of {num_prompt_tokens} tokens",
+                    f"{params.max_length} leaves nothing after a prompt of {num_prompt_tokens} tokens",
                     "a greater one, or max_tokens, which counts new tokens alone",
                 )
         if asked is None:
@@ -193,7 +193,7 @@ class ParamsProcessor:
         if params.min_tokens > params.max_tokens:
             raise RequestError(
                 "min_tokens",
-                f"{params.min_tokens} is more than the {params.max_tokens} tokens that fit behind this prompt",
+                f"{params.min_tokens} is more than the {params.max_tokens} tokens that fit after this prompt",
                 f"lower it or shorten the prompt (max_model_len is {self._max_model_len})",
             )
         if params.min_length and not params.min_tokens:

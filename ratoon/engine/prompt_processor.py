@@ -46,7 +46,7 @@ class PromptProcessor:
         return ModelInput(decoder_ids, self._encoder_input(encoder, pair.encoder), num_forced)
 
     def process_suffix(self, suffix: Suffix) -> list[int]:
-        """What comes behind the tokens of another request. It may be empty."""
+        """What comes after the tokens of another request. It may be empty."""
         field = "continuation_suffix"
         if isinstance(suffix, str):
             self._verify_text(PromptPart(field, suffix), self._max_model_len - 1, partial(self._too_long, num_places=1))
@@ -92,7 +92,7 @@ class PromptProcessor:
         return tokens_for_encoder(token_ids)
 
     def _decoder_tokens(self, part: PromptPart | None, num_places: int) -> list[int]:
-        """With the start token in front, as transformers puts it there. A text goes on behind the whole default; one
+        """With the start token in front, as transformers puts it there. A text goes on after the whole default; one
         that begins with a special token (a language's, say) has said itself what comes behind the start. Before the
         start of what was heard there may stand what was said earlier."""
         default = self._default_decoder_prompt()

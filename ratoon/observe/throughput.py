@@ -66,7 +66,7 @@ class ThroughputLog:
             self._begin_interval(engine, now)
 
     def write_when_due(self, idle: bool) -> None:
-        """For a caller without a timer, behind every step. `idle`: it was the last one for now."""
+        """For a caller without a timer, after every step. `idle`: it was the last one for now."""
         now = self._clock()
         if any(now - engine.since >= INTERVAL or (idle and engine.said_busy) for engine in self._engines.values()):
             self.write()

@@ -154,7 +154,7 @@ class RequestTracer:
 
 
 class _SpanMaker:
-    """Spans of one request: monotonic times become the wall clock's, and none begins before the request or ends behind
+    """Spans of one request: monotonic times become the wall clock's, and none begins before the request or ends after
     it."""
 
     def __init__(self, tracer: Any, earliest: float, latest: float, now: Callable[[], float] = time.monotonic) -> None:

@@ -145,7 +145,7 @@ def _num_frames(recording: Spectrogram) -> int:
 def _segments(
     spans: list[Span], seek: int, text: WindowText, vocabulary: SpeechVocabulary, recording: Spectrogram
 ) -> list[Segment]:
-    """Without those that say nothing, or that lie behind the recording's end."""
+    """Without those that say nothing, or that lie after the recording's end."""
     offset = seek / FRAMES_PER_SECOND
     segments = []
     for span in spans:

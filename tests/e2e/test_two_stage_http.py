@@ -77,4 +77,4 @@ def test_what_the_server_can_not_do_is_said_before_anything_is_measured(server, 
 def test_a_server_of_another_kind_is_refused(capsys):
     with fake_server() as (url, _):
         assert main(["bench", "two-stage", "--url", url]) == 2
-    assert "no Ratoon server" in capsys.readouterr().err
+    assert "not a Ratoon server" in capsys.readouterr().err

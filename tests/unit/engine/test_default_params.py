@@ -60,7 +60,7 @@ def test_lengths_count_the_prompt():
     params = completed(SamplingParams(max_tokens=None, max_length=12, min_length=9))
     assert (params.max_tokens, params.min_tokens, params.max_length, params.min_length) == (7, 4, None, 0)
     assert completed(SamplingParams(max_tokens=3, max_length=12, min_length=90)).min_tokens == 3
-    with pytest.raises(RequestError, match="max_length: 5 leaves nothing behind a prompt of 5 tokens"):
+    with pytest.raises(RequestError, match="max_length: 5 leaves nothing after a prompt of 5 tokens"):
         completed(SamplingParams(max_tokens=None, max_length=5))
 
 

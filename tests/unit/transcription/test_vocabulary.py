@@ -67,7 +67,7 @@ def test_a_language_that_the_model_does_not_know_is_refused_with_those_that_it_d
 def test_special_tokens_in_a_prompt_are_refused():
     assert vocabulary().encode_text(" Ratoon ") == list(b" Ratoon")
     assert vocabulary().encode_text("  ") == []
-    with pytest.raises(RequestError, match="prompt: has a special token"):
+    with pytest.raises(RequestError, match="prompt: contains a special token"):
         vocabulary().encode_text("good <|endoftext|> evil")
 
 

@@ -106,7 +106,7 @@ def _suffix(value: Any) -> str | list[int]:
 
 def _request_id(value: str) -> str:
     if re.fullmatch(REQUEST_ID, value) is None:
-        raise ValueError("is not a valid id; 1 to 128 characters: letters, digits, and . _ : -")
+        raise ValueError("is not an id; 1 to 128 characters: letters, digits, and . _ : -")
     return value
 
 

@@ -152,7 +152,7 @@ async def test_values_that_ask_for_nothing_are_accepted():
         ("/v1/completions", {"n": 0}, "n", "n: 0 is out of range; expected a whole number of at least 1"),
         ("/v1/completions", {"max_tokens": -1}, "max_tokens", "max_tokens: is out of range; at least 0"),
         ("/v1/completions", {"seed": 2**70}, "seed", "seed: is out of range; at most 18446744073709551615"),
-        ("/v1/completions", {"request_id": "a b"}, "request_id", "request_id: is not a valid id; 1 to 128 characters"),
+        ("/v1/completions", {"request_id": "a b"}, "request_id", "request_id: is not an id; 1 to 128 characters"),
         ("/v1/completions", {"model": ""}, "model", "model: is too short; at least 1 characters"),
         ("/v1/completions", {"service_tier": "x"}, "service_tier", "service_tier: is unknown; 'auto', 'default'"),
         ("/v1/completions", {"use_beam_search": True, "best_of": 9999}, "best_of", "best_of: 9999 is out of range"),
