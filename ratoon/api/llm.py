@@ -84,7 +84,7 @@ class LLM(BaseLLM):
         self.startup_timer.finish()
 
     def close(self) -> None:
-        """Give the engine's memory back. The LLM can't be used afterwards."""
+        """Free the engine's memory. The LLM can't be used afterwards."""
         if not self._ended:
             self._ended = self.engine.ended = True
             self._client.shutdown()
@@ -106,11 +106,11 @@ class LLM(BaseLLM):
 
         A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. An encoder-decoder model
         reads it with its encoder; {"encoder_prompt": prompt, "decoder_prompt": prompt} begins the answer as well. An
-        encoder that hears reads {"audio": floats, "sampling_rate": 16000}. Params and priority are one for all, or a
-        list with one for each. Every prompt is checked before the first is started: a bad one raises RequestError with
-        its index. A request of a batch that fails later has `error` set and the finish reason "error", and the others
-        go on; one that is alone, and that the engine refuses, raises. With BeamSearchParams the choices of an output
-        are the best texts that a beam search found, the best first.
+        audio encoder reads {"audio": floats, "sampling_rate": 16000}. Params and priority are one for all, or a list
+        with one for each. Every prompt is checked before the first is started: a bad one raises RequestError with its
+        index. A request of a batch that fails later has `error` set and the finish reason "error", and the others go
+        on; one that is alone, and that the engine refuses, raises. With BeamSearchParams the choices of an output are
+        the best texts that a beam search found, the best first.
         """
         wanted, left = split_progress(options)
         kind = RequestOutputKind.FINAL_ONLY
@@ -123,7 +123,7 @@ class LLM(BaseLLM):
         """Answer prompts, and yield what is new as it comes: each output holds only new text and tokens.
 
         Of a beam search each holds all of the best text so far, which may be another one than before; the last has the
-        texts that it found. Request ids tell the prompts apart, in their order. Closing the iterator takes back what is
+        texts that it found. Request ids tell the prompts apart, in their order. Closing the iterator aborts what is
         unfinished.
         """
         kind = RequestOutputKind.DELTA
@@ -162,7 +162,7 @@ class LLM(BaseLLM):
     ) -> RequestOutput:
         """Continue a request that has ended: after its tokens, then `suffix` (text or token ids), a new answer.
 
-        Nothing that is still there of the parent is computed again. With `retain_kv` on the parent that is all of it;
+        Cached keys and values of the parent are not computed again. With `retain_kv` on the parent that is all of it;
         the output's `continuation` says how it was. `choice` names one of several, `at` a place in the parent: so many
         of its tokens, prompt and answer together. A parent that still runs is waited for, or with `wait=False` forked
         where it is; a beam search can only be waited for. Where there is no such request, because it is too long ago or
@@ -202,12 +202,12 @@ class LLM(BaseLLM):
         """Hidden states of a prompt, or of a request: its output, or its id as `original_request_id`. For a list of
         them a list, in the same order.
 
-        What is still there of a request is not computed again. One that still runs (a stream) is read as far as it has
-        come; `choice` names one of several. Each is checked before the first is started; errors are as in `generate`:
-        what fails in a list has `error` set and no tensor. UnknownParentError: there is no such request, it is too long
-        ago, or another owner's. TooLargeError: more bytes than `max_hidden_states_bytes`. QueueFullError: too many wait
-        already, or what was asked for is still held (`max_total_hidden_states_bytes`). DeadlineError: its `deadline` is
-        over.
+        Cached keys and values of a request are not computed again. One that still runs (a stream) is read as far as it
+        has come; `choice` names one of several. Each is checked before the first is started; errors are as in
+        `generate`: what fails in a list has `error` set and no tensor. UnknownParentError: there is no such request, it
+        is too long ago, or another owner's. TooLargeError: more bytes than `max_hidden_states_bytes`. QueueFullError:
+        too many wait already, or what was asked for is still held (`max_total_hidden_states_bytes`). DeadlineError: its
+        `deadline` is over.
         """
         wanted, left = split_progress(options)
         prepared, single = self._batches.extractions(prompts, params, request_id, left)
@@ -257,14 +257,14 @@ class LLM(BaseLLM):
         return root
 
     def forget(self, request_id: str, owner: str | None = None) -> None:
-        """Continue an ended request no more, and give back what its leases hold. UnknownParentError: there is none."""
+        """Delete an ended request, and free what its leases hold. UnknownParentError: there is none."""
         root = self._running().output_processor.roots.remove(request_id, owner)
         if root.leased:
             with suppress(EngineAwayError):  # an engine that is started again has no leases
                 self._call("end_leases", root.branch_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes. False: requests are under way, and nothing was changed."""
+        """Empty the prefix cache. False: requests are running, and nothing was changed."""
         return bool(self._call("reset_prefix_cache"))
 
     def stats(self) -> SchedulerStats:

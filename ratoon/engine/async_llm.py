@@ -247,7 +247,7 @@ class AsyncLLM(BaseLLM):
         return self._running().output_processor.find_root(request_id, owner)
 
     async def forget(self, request_id: str, owner: str | None = None) -> None:
-        """Continue an ended request no more, and give back what its leases hold. UnknownParentError: there is none."""
+        """Delete an ended request, and free what its leases hold. UnknownParentError: there is none."""
         root = self._running().output_processor.roots.remove(request_id, owner)
         if root.leased:
             with suppress(EngineAwayError):  # an engine that is started again has no leases
