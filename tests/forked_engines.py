@@ -6,6 +6,7 @@ itself (tests/e2e) do without it.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -76,9 +77,18 @@ def _run_engine(environment: dict[str, str], files: list[Any]) -> None:
     sys.exit(core_process.main())
 
 
+@functools.cache
+def _start_server() -> None:
+    """Once in a session, and before tests measure anything: its first process waits for all of the imports."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    first = multiprocessing.get_context("forkserver").Process(target=int)
+    first.start()
+    first.join()
+
+
 @contextmanager
 def forked_engines() -> Iterator[None]:
-    multiprocessing.set_forkserver_preload(PRELOADED)  # heeded by the first process of a session
+    _start_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "Popen", ForkedProcess)
         yield

@@ -318,7 +318,7 @@ def test_bench_sends_exact_prompts_of_token_ids_and_reports(server, tmp_path, ca
     captured = capsys.readouterr()
     assert "6 of 6 answered" in captured.out and "50.0 % of them cached" in captured.out
     assert "100.0 % of requests" in captured.out
-    assert "50% of the prompts from an earlier run" in captured.err
+    assert "50% of the prompts were cached from an earlier run" in captured.err
     facts = json.loads(file.read_text())
     assert facts["rounds"][0]["summary"]["num_output_tokens"] == 24
     assert [request["num_output_tokens"] for request in facts["rounds"][0]["requests"]] == [4] * 6
