@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 UNIT_TESTS = Path(__file__).parent / "unit"
 CORES_OF_A_WORKER = 2
@@ -26,6 +27,13 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))
     first = CORES_OF_A_WORKER * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(CORES_OF_A_WORKER)})
+
+# The default repeats the same examples, RATOON_HYPOTHESIS=thorough looks for new ones. Neither has a deadline: how long
+# an example takes depends on what else the machine does.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("default", derandomize=True, max_examples=150, database=None, **_COMMON)
+settings.register_profile("thorough", max_examples=5000, print_blob=True, **_COMMON)
+settings.load_profile(os.environ.get("RATOON_HYPOTHESIS", "default"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
