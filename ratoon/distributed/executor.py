@@ -24,8 +24,6 @@ Result = TypeVar("Result")
 class StepHandle(Protocol):
     """A step in flight: running, or queued behind earlier ones."""
 
-    def done(self) -> bool: ...
-
     def result(self) -> ModelRunnerOutput:
         """Wait for its end. Raises what the step raised, or StepSkippedError."""
         ...

@@ -238,7 +238,7 @@ class KVCacheManager:
         branch.num_registered_blocks = 0
         branch.write_limit = 0
 
-    def take_back(self, branch: TokenSequence, num_tokens: int) -> None:
+    def roll_back(self, branch: TokenSequence, num_tokens: int) -> None:
         """Discard the last `num_tokens` computed tokens: blocks that hold nothing else are freed."""
         branch.num_computed_tokens -= num_tokens
         num_kept = -(-branch.num_computed_tokens // self.block_size)

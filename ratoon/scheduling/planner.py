@@ -32,7 +32,7 @@ class StepPlanner:
     def plan(self) -> SchedulerOutput:
         """Running branches first, then waiting ones, then the plan."""
         if self._state.may_take_memory:
-            self._state.wants_quiet = False
+            self._state.wants_drain = False
         step = StepDraft(self._state.config.max_num_batched_tokens, self._state.config.max_num_encoder_tokens)
         if self._state.quarantined:
             self._schedule_alone(step, next(iter(self._state.quarantined.values())))
@@ -196,7 +196,7 @@ class StepPlanner:
             if num_at_most < self._num_wanted_blocks(branch):
                 return Admission.NO_MEMORY
             if not self._state.may_take_memory:
-                self._state.wants_quiet = self._state.wants_quiet or len(leases) > 0
+                self._state.wants_drain = self._state.wants_drain or len(leases) > 0
                 return Admission.NO_MEMORY
             if not leases.evict_one(spared):
                 return Admission.NO_MEMORY

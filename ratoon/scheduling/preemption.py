@@ -22,7 +22,7 @@ class Preemption:
         With steps in flight nothing is preempted, and the branch is left out of this step."""
         state = self._state
         if not state.may_take_memory:
-            state.wants_quiet = True
+            state.wants_drain = True
             return branch
         if state.leases.evict_one(state.spared_owners(branch)) or any(give_way() for give_way in self.first_to_go):
             return None
@@ -53,7 +53,7 @@ class Preemption:
         if victim is None:
             return False
         if not self._state.may_take_memory:
-            self._state.wants_quiet = True
+            self._state.wants_drain = True
             return False
         self.preempt(step, victim)
         step.gave_way.add(victim)

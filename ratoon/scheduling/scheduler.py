@@ -166,7 +166,7 @@ class Scheduler:
     def can_plan(self) -> bool:
         """False: the next plan must wait until no step is in flight, because a branch must be preempted, or because a
         request runs alone until it gets a result."""
-        return not self.state.in_flight or not (self.state.wants_quiet or self.state.quarantined)
+        return not self.state.in_flight or not (self.state.wants_drain or self.state.quarantined)
 
     def step_done(self, plan: SchedulerOutput, now: float | None = None) -> None:
         """A plan was executed at time `now` (default: the last known time): its keys and values are written.

@@ -45,7 +45,7 @@ class SchedulerState:
         self.in_flight: list[SchedulerOutput] = []  # plans whose results are not known, the oldest first
         self.next_step = 1  # number of the next plan
         # A plan left out a branch for which others must be preempted, once no step is in flight.
-        self.wants_quiet = False
+        self.wants_drain = False
         # Blocks freed by branches in flight (ended, or before a sliding window), with the number of the last step that
         # may access them
         self.left_in_flight: list[tuple[int, list[Block]]] = []
@@ -75,7 +75,7 @@ class SchedulerState:
         belong to running branches."""
         return not self.in_flight
 
-    def land(self, branch: Branch) -> bool:
+    def discard_in_flight(self, branch: Branch) -> bool:
         """A branch ends: discard what steps in flight compute and sample for it. False: its first step is among them,
         so the content of its blocks is not certain."""
         flying = [plan for plan in self.in_flight if plan.step >= branch.first_step]
@@ -87,7 +87,7 @@ class SchedulerState:
         self.left_in_flight.append((flying[-1].step, held))
         num_tokens = sum(branch.request.task.num_written_tokens(plan, branch.branch_id) for plan in flying)
         if num_tokens:
-            self.kv_cache.take_back(branch, num_tokens)
+            self.kv_cache.roll_back(branch, num_tokens)
         branch.num_pending = 0
         return flying[0].step > branch.first_step
 
@@ -251,7 +251,7 @@ class SchedulerState:
         for branch in branches:
             request = branch.request
             request.task.release()
-            is_there = self.land(branch)
+            is_there = self.discard_in_flight(branch)
             retain_kv = request.retain_kv if keep and is_there and request.task.leases_branches else None
             if retain_kv is None or not self.leases.grant(branch, self.now + retain_kv, request.owner):
                 self.kv_cache.free(branch, trusted)

@@ -238,7 +238,7 @@ class ExtractionKind(RequestKind):
         """Preempt extractions that began later, so that the first always makes progress; evict leases if it waited too
         long or is alone. With steps in flight nothing is preempted."""
         if not self._state.may_take_memory:
-            self._state.wants_quiet = True
+            self._state.wants_drain = True
             return False
         running = self.queue.running
         last = running[-1] if running else task
