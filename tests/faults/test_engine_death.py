@@ -12,7 +12,6 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
 from ratoon.engine import launch, replica
+from ratoon.engine.ledger import MAX_STRIKES
 from tests.faults.executors import HANG_TOKEN, KILL_TOKEN, NAME, RAISE_TOKEN
 from tests.faults.processes import PYTHONPATH, SETTINGS, model_name, resident_bytes
 from tests.golden.tiny_models import random_token_ids
@@ -52,9 +52,7 @@ def stream_params(seed: int, max_tokens: int = 60) -> SamplingParams:
     )
 
 
-async def read_stream(
-    llm: AsyncLLM, seed: int, max_tokens: int = 60, note: Callable[[], None] = lambda: None
-) -> dict[int, list[int]]:
+async def read_stream(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> dict[int, list[int]]:
     """Every token that the stream gave, by choice."""
     tokens: dict[int, list[int]] = {}
     last: RequestOutput | None = None
@@ -62,7 +60,6 @@ async def read_stream(
         for choice in output.outputs:
             tokens.setdefault(choice.index, []).extend(choice.token_ids)
         last = output
-        note()
     assert last is not None and last.finished and last.error is None, last
     return tokens
 
@@ -75,39 +72,32 @@ def test_streams_survive_fifty_kills_without_losing_or_changing_a_token():
     async def run() -> None:
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
             right = {seed: await read_stream(llm, seed) for seed in range(16)}
-            kills = num_outputs = 0
+            kills = 0
             killed: set[int] = set()
             sizes: list[int] = []
-
-            def note_output() -> None:
-                nonlocal num_outputs
-                num_outputs += 1
 
             async def keep_streaming(seed: int) -> int:
                 streams = 0
                 while kills < 50:
-                    assert await read_stream(llm, seed, note=note_output) == right[seed]
+                    assert await read_stream(llm, seed) == right[seed]
                     streams += 1
                 return streams
 
             async def keep_killing() -> None:
                 nonlocal kills
-                num_at_last_kill = 0
                 while kills < 50:
                     await asyncio.sleep(dice.choice([0.02, 0.1, 0.3, 0.8, 2.0]) * dice.random())
                     pid = llm.health().engines[0].pid
                     if pid is None or pid in killed:
                         continue
-                    # Before the first token, too, but not often: a request that sees three deaths and no token counts
-                    # as their cause.
-                    if num_outputs == num_at_last_kill and dice.random() < 0.9:
+                    # A request that sees three deaths and no token counts as their cause: wait for its token.
+                    if any(entry.strikes >= MAX_STRIKES - 1 for entry in llm._client._ledger._entries.values()):
                         continue
                     # While it starts, too, but rarely: five failed starts in a row end the engine.
                     if llm.health().state == EngineState.OK or dice.random() < 0.02:
                         os.kill(pid, signal.SIGKILL)
                         killed.add(pid)
                         kills += 1
-                        num_at_last_kill = num_outputs
                         sizes.append(resident_bytes(os.getpid()))
 
             streams = await asyncio.gather(*(keep_streaming(seed) for seed in range(16)), keep_killing())
