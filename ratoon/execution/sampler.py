@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from ratoon.core.outputs import LogprobsLists
-from ratoon.execution.cells import take, to_device
+from ratoon.execution.cells import all_to_device, take, to_device
 from ratoon.execution.rules.base import apply_rules
 from ratoon.execution.sampling_rows import Needs, SamplingRows
 from ratoon.layers import sampling
-from ratoon.layers.sampling import Chosen, TokenLogprobs
+from ratoon.layers.sampling import Chosen, Mode, TokenLogprobs
 
 Tensor = torch.Tensor
 
@@ -62,12 +62,16 @@ class SampledTokens:
             result[row] = LogprobsLists([ids], [values], [lists.sampled_ranks[place]])
         return result
 
+    def packed(self) -> Tensor:
+        """All results as one flat float64 tensor on the device, for one copy to the host."""
+        parts = [self.token_ids.double(), self.bad.double()]
+        if self._logprobs is not None:
+            parts.append(_packed(self._logprobs))
+        return torch.cat(parts)
+
     def _on_host(self) -> np.ndarray:
         if self._host is None:
-            parts = [self.token_ids.double(), self.bad.double()]
-            if self._logprobs is not None:
-                parts.append(_packed(self._logprobs))
-            self._host = torch.cat(parts).cpu().numpy()
+            self._host = self.packed().cpu().numpy()
         return self._host
 
 
@@ -98,7 +102,8 @@ class Sampler:
         needs = self.rows.needs[slots]
         if not needs.any():
             return SampledTokens(sampling.greedy(logits))
-        chosen = self._choose(logits, slots, seeds, needs)
+        choose = self._choose_in_groups if logits.device.type == "cpu" else self._choose_together
+        chosen = choose(logits, slots, seeds, needs)
         asked = _rows_with(needs, Needs.LOGPROBS)
         if len(asked) == 0:
             return SampledTokens(chosen)
@@ -107,8 +112,34 @@ class Sampler:
         logprobs = sampling.token_logprobs(take(logits, asked), asked_tokens, int(num_logprobs.max()))
         return SampledTokens(chosen, logprobs, asked, num_logprobs)
 
-    def _choose(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
-        """Group the rows by what they need, and sample each group by its function."""
+    def _choose_together(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
+        """All rows in one call, then those with edits again: on a GPU a pass over some more rows costs less than
+        gathering them. Nothing waits for the device."""
+        edited = _rows_with(needs, Needs.EDITS)
+        again = None
+        if len(edited):
+            index = to_device(edited, logits.device)
+            changed = logits[index].float()  # a copy
+            self._edit(changed, slots[edited])
+            again = self._choose_plain(changed, slots[edited], seeds[edited], needs[edited])
+        if again is not None and len(edited) == len(slots):
+            return again
+        chosen = self._choose_plain(logits, slots, seeds, needs)
+        if again is None:
+            return chosen
+        return Chosen(*(old.index_copy(0, index, new) for old, new in zip(chosen, again)))
+
+    def _choose_plain(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
+        """Without edits, by params whose arrays travel to the device together."""
+        rows = self.rows
+        temperature = np.where(needs & int(Needs.RANDOM), rows.temperature[slots], np.float32(0))
+        uniforms = sampling.uniform(seeds, rows.num_outputs[slots])
+        columns = [temperature, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots], uniforms]
+        temperatures, top_k, top_p, min_p, numbers = all_to_device(columns, logits.device)
+        return sampling.sample_plain(logits, temperatures, top_k, top_p, min_p, numbers, _mode(needs))
+
+    def _choose_in_groups(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
+        """Group the rows by what they need, and sample each group by its function. For a CPU."""
         uniforms = sampling.uniform(seeds, self.rows.num_outputs[slots])
         edited = (needs & int(Needs.EDITS)) != 0
         random, filtered = (needs & Needs.RANDOM) != 0, (needs & Needs.FILTER) != 0
@@ -148,6 +179,12 @@ class Sampler:
     def _edit(self, logits: Tensor, slots: np.ndarray) -> None:
         """Change the logits of these slots in place."""
         apply_rules(logits, [self.rows.active_rules[slot] for slot in slots.tolist()])
+
+
+def _mode(needs: np.ndarray) -> Mode:
+    """What `sample_plain` must do for rows with these needs."""
+    needed = int(np.bitwise_or.reduce(needs))
+    return Mode.FILTERED if needed & Needs.FILTER else Mode.RANDOM if needed & Needs.RANDOM else Mode.GREEDY
 
 
 def _rows_with(needs: np.ndarray, need: Needs) -> np.ndarray:

@@ -9,6 +9,7 @@ number of a row is a hash of its seed and position.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -99,6 +100,38 @@ def allow_only(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor)
 class Chosen(NamedTuple):
     token_ids: Tensor  # [R] int64, always a valid id
     bad: Tensor  # [R] bool: NaN or infinite logits, or no token left; the row's token is undefined
+
+
+class Mode(enum.IntEnum):
+    """What the rows of a batch need at most. A row gets the same token in every mode that has what it needs."""
+
+    GREEDY = 0
+    RANDOM = 1  # temperature
+    FILTERED = 2  # top_k, top_p, min_p as well
+
+
+def sample_plain(
+    logits: Tensor,  # [R, V]
+    temperature: Tensor,  # [R] float32; 0: the largest logit
+    top_k: Tensor,  # [R] int64; 0: all
+    top_p: Tensor,  # [R] float64; 1: all
+    min_p: Tensor,  # [R] float32; 0: all
+    uniforms: Tensor,  # [R] float64 in [0, 1)
+    mode: Mode,
+) -> Chosen:
+    """One token for each row, whatever the rows need. Shapes depend on those of the arguments alone, and on a GPU
+    nothing waits for the device, so a CUDA graph can hold it."""
+    logits = logits.float()
+    largest = greedy(logits)
+    if mode is Mode.GREEDY:
+        return largest
+    is_greedy = temperature == 0
+    divisor = torch.where(is_greedy, 1.0, temperature)
+    if mode is Mode.RANDOM:
+        drawn = draw(logits, divisor, uniforms)
+    else:
+        drawn = draw_filtered(logits, divisor, Filters(top_k, top_p, min_p), uniforms)
+    return Chosen(*(torch.where(is_greedy, ours, theirs) for ours, theirs in zip(largest, drawn)))
 
 
 def greedy(logits: Tensor) -> Chosen:

@@ -394,3 +394,28 @@ def test_one_call_appends_a_token_to_each_of_several_slots():
     assert edited[0, 6] == -1.0 and edited[2, 5] == -2.0
     assert edited.count_nonzero() == 2
     assert harness.rows.num_outputs.tolist() == [1, 1, 1]
+
+
+# --- all rows in one call, as on a GPU
+
+
+@pytest.mark.parametrize("vocab_size", [31, 2999])
+def test_rows_sampled_together_get_what_they_get_in_groups(vocab_size):
+    for kinds in (EVERY_KIND, EVERY_KIND[:1], EVERY_KIND[:2], EVERY_KIND[8:9], EVERY_KIND[:8]):
+        harness = Harness(kinds, output=(5, 9, 9))
+        logits = random_logits(len(kinds), vocab_size)
+        logits[0, 7] = math.nan
+        slots = np.arange(len(kinds))
+        arguments = logits, slots, harness.rows.seeds[slots], harness.rows.needs[slots]
+        in_groups, together = (
+            harness.sampler._choose_in_groups(*arguments),
+            harness.sampler._choose_together(*arguments),
+        )
+        assert together.bad.tolist() == in_groups.bad.tolist()
+        assert together.token_ids[1:].tolist() == in_groups.token_ids[1:].tolist()
+
+
+def test_all_results_are_in_one_tensor():
+    harness = Harness([{"temperature": 0.0, "logprobs": 2}, {"temperature": 0.7}])
+    sampled = harness.sample(random_logits(2, 40))
+    assert sampled.packed().shape == (2 + 2 + 3 + 3 + 1,)  # tokens, bad, ids, log-probabilities, rank

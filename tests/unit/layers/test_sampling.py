@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from ratoon.layers import sampling
-from ratoon.layers.sampling import Filters
+from ratoon.layers.sampling import Filters, Mode
 
 VOCABULARIES = [1, 2, 17, 255, 256, 257, 2049, 5003]
 LAST_UNIFORM = 1 - 2.0**-53
@@ -245,6 +245,37 @@ def test_draw_flags_rows_that_are_not_numbers_and_leaves_the_others_alone(vocab_
     assert chosen.bad.tolist() == [False, True, True, True, False]
     assert chosen.token_ids[[0, 4]].tolist() == clean.token_ids[[0, 4]].tolist()
     assert ((chosen.token_ids >= 0) & (chosen.token_ids < vocab_size)).all()
+
+
+# --- all kinds of rows in one call
+
+
+@pytest.mark.parametrize("vocab_size", [300, 5003])
+def test_a_row_gets_the_same_token_in_every_mode(vocab_size):
+    logits = random_logits(6, vocab_size)
+    temperature = torch.tensor([0.0, 0.7, 1.3, 0.0, 0.7, 1.0])
+    uniforms = torch.tensor([0.3, 0.9, 0.1, 0.7, 0.5, 0.2], dtype=torch.float64)
+    filters = Filters(
+        torch.tensor([3, 0, 0, 0, 5, 0]),
+        torch.tensor([0.5, 1, 1, 1, 1, 0.8], dtype=torch.float64),
+        torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0]),
+    )
+    filtered = sampling.sample_plain(logits, temperature, *filters, uniforms, Mode.FILTERED)
+    random = sampling.sample_plain(logits, temperature, *filters, uniforms, Mode.RANDOM)
+    greedy = sampling.sample_plain(logits, temperature, *filters, uniforms, Mode.GREEDY)
+    assert filtered.token_ids[:4].tolist() == random.token_ids[:4].tolist()
+    assert filtered.token_ids[[0, 3]].tolist() == greedy.token_ids[[0, 3]].tolist()
+    assert random.token_ids.tolist()[1:3] == sampling.draw(logits, temperature, uniforms).token_ids.tolist()[1:3]
+    alone = sampling.draw_filtered(logits[4:], temperature[4:], filters.select(slice(4, None)), uniforms[4:])
+    assert filtered.token_ids[4:].tolist() == alone.token_ids.tolist()
+
+
+def test_a_bad_row_is_flagged_in_every_mode():
+    logits = random_logits(3, 300)
+    logits[0, 5], logits[1] = math.nan, -math.inf
+    numbers = torch.ones(3), *filters_for(3, top_k=4), torch.full((3,), 0.5, dtype=torch.float64)
+    for mode in Mode:
+        assert sampling.sample_plain(logits, *numbers, mode).bad.tolist() == [True, True, False]
 
 
 # --- the filters
