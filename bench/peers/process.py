@@ -29,6 +29,10 @@ class EngineFailedError(Exception):
     """A worker ended or sent an invalid answer; the message has the end of its log."""
 
 
+class CallFailedError(EngineFailedError):
+    """A call raised an exception in the worker, which takes further calls; the message is the traceback."""
+
+
 @dataclass(frozen=True)
 class CallResult:
     """A call of protocol.py."""
@@ -46,7 +50,7 @@ class Generation:
 
 
 class EngineProcess:
-    """One engine. It is paused whenever no call of ours is under way."""
+    """One engine. It is paused whenever no call of ours is under way, unless `pausing` is off."""
 
     def __init__(
         self,
@@ -58,6 +62,9 @@ class EngineProcess:
         max_model_len: int = MAX_MODEL_LEN,
         checkout: Path | None = None,  # whose package runs in the place of the installed one
         worker: str | None = None,  # the module in this package that runs, if it is not the engine's first
+        settings: dict[str, Any] | None = None,  # of the engine, in addition to the worker's own
+        environment: dict[str, str] | None = None,  # in addition to `engine_environment`
+        pausing: bool = True,
     ) -> None:
         self.engine = engine
         self.log = log
@@ -65,7 +72,10 @@ class EngineProcess:
         self.foreign_shares: list[float] = []  # of the longer calls
         self._command = [python, "-m", f"peers.{worker or f'{engine}_worker'}", str(model.resolve())]
         self._command += ["--threads", str(threads), "--max-model-len", str(max_model_len)]
-        self._environment = engine_environment(engine, threads)
+        if settings:
+            self._command += ["--settings", json.dumps(settings)]
+        self._pausing = pausing
+        self._environment = engine_environment(engine, threads) | (environment or {})
         if checkout is not None:
             self._environment["PYTHONPATH"] = str(checkout.resolve())
         self._process: subprocess.Popen[str] | None = None
@@ -92,7 +102,7 @@ class EngineProcess:
         answer = self._ask(name, arguments)
         seconds = time.perf_counter() - begin
         self.versions = answer["versions"]
-        self._signal_all(signal.SIGSTOP)
+        self._pause(signal.SIGSTOP)
         return seconds
 
     def generate(self, prompts: TokenIds, num_tokens: int) -> Generation:
@@ -105,11 +115,11 @@ class EngineProcess:
 
     def call(self, name: str, **arguments: Any) -> CallResult:
         """The time is the worker's own, around the engine's call."""
-        self._signal_all(signal.SIGCONT)
+        self._pause(signal.SIGCONT)
         busy_before, ours_before, begin = busy_seconds(), self._cpu_seconds(), time.perf_counter()
         answer = self._ask(name, arguments)
         busy_after, ours_after, end = busy_seconds(), self._cpu_seconds(), time.perf_counter()
-        self._signal_all(signal.SIGSTOP)
+        self._pause(signal.SIGSTOP)
         foreign_share = None
         if busy_before is not None and busy_after is not None:
             foreign = (busy_after - busy_before) - (ours_after - ours_before)
@@ -117,6 +127,16 @@ class EngineProcess:
             if end - begin >= SECONDS_TO_TELL:
                 self.foreign_shares.append(foreign_share)
         return CallResult(answer["seconds"], answer["result"], foreign_share)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it at once, from any thread: a call that is under way fails. `close` comes after it."""
+        process = self._process
+        if process is not None:
+            _signal_each(set(processes_of(process.pid)), signal.SIGKILL)
 
     def close(self) -> None:
         """End the worker and every process that it has started. Safe to call at any time, and twice."""
@@ -147,6 +167,8 @@ class EngineProcess:
                 f"{self.engine} ended without an answer; its log, {self.log}, ends with:\n{self._tail()}"
             )
         answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise CallFailedError(f"{self.engine}, {name}: {answer['error']}")
         return answer
 
     def _tail(self, lines: int = 15) -> str:
@@ -157,9 +179,11 @@ class EngineProcess:
         own = os.times()
         return sum(processes_of(self._process.pid).values()) + own.user + own.system
 
-    def _signal_all(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        _signal_each(set(processes_of(self._process.pid)), number)
+    def _pause(self, number: signal.Signals) -> None:
+        """Stop or continue all its processes."""
+        if self._pausing:
+            assert self._process is not None
+            _signal_each(set(processes_of(self._process.pid)), number)
 
 
 def _exchange(stdin: IO[str], stdout: IO[str], line: str) -> str:

@@ -17,7 +17,8 @@ every engine has the first two, and those that can keep something between two re
     hidden_states(prompt)                       {"seconds": …, "last": of the last token, "mean": over all}, all layers
                                                 being read; ratoon_states.py has more
 
-Those of the workers for speech are in speech.py.
+Those of the workers for speech are in speech.py, those on a GPU in vllm_gpu_worker.py. A call that fails is answered
+with {"error": …}, and the worker goes on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -39,22 +41,35 @@ MAX_BEAM_WIDTH = 32  # of the searches that engines are compared on
 
 
 def serve(load: Callable[[argparse.Namespace], Calls], packages: tuple[str, ...]) -> None:
-    """Answer until the input ends. `load` takes the worker's options: model (a folder), threads and max_model_len."""
+    """Answer until the input ends. `load` takes the worker's options: model (a folder), threads, max_model_len, and
+    settings: of the engine, in addition to the worker's own."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
+    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON")
     args = parser.parse_args()
     # Answers have the pipe for themselves: whatever a library prints goes to standard error, and so into the log.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     calls = load(args)
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {name: _version(name) for name in packages}
     for line in sys.stdin:
         request = json.loads(line)
         begin = time.perf_counter()
-        result = calls[request["call"]](**request["arguments"])
-        seconds = time.perf_counter() - begin
-        json.dump({"seconds": seconds, "result": result, "versions": versions}, answers)
+        try:
+            result = calls[request["call"]](**request["arguments"])
+            seconds = time.perf_counter() - begin
+            answer = {"seconds": seconds, "result": result, "versions": versions}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        json.dump(answer, answers)
         answers.write("\n")
         answers.flush()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "a checkout"  # on the path, but not installed
