@@ -39,6 +39,8 @@ NAVIGATION = {
     "Measure it": {
         "Put load on a server": "docs/benchmarking",
         "Benchmark programs": "bench/README",
+        "Measure on a GPU": "bench/gpu/README",
+        "Notes of GPU measurements": "bench/gpu/NOTES",
     },
     "Change it": {
         "Architecture": "docs/architecture",

@@ -1,0 +1,225 @@
+"""`ratoon serve` and `vllm serve` on one GPU under the same load, from light to saturated, one server after the other.
+
+    python3 bench/gpu/compare_http.py --engines ratoon --models qwen3-0.6b
+    python3 bench/gpu/compare_http.py --vllm-path /tmp/vllm --rates 1,8,32,inf --json http.json --plot http.png
+
+The load comes from `ratoon bench serve`. Each rate of each server is printed at once as a line `RESULT {json}`: time to
+first token and time between tokens, 50th and 99th percentile, and output tokens a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from compare import (
+    CACHE_FOLDER,
+    ENGINES,
+    MODELS,
+    VARIANTS,
+    default_engines,
+    engine_settings,
+    find_shape,
+    gpu_name,
+    module_path,
+)
+from compare_parts.models import prepare_model
+from compare_parts.records import ERROR_MARK, MARK
+from compare_parts.servers import Server
+from comparison import align
+from cpu_peers import OURS, format_number
+from peers.process import EngineFailedError
+from program import verify_names
+
+RATES = (1.0, 8.0, 32.0, math.inf)
+LOAD_SECONDS = 15.0  # how long requests arrive, at a rate
+MAX_REQUESTS = 512
+SATURATING = 256  # requests that are sent at once
+MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True)
+class Load:
+    """One server at one rate. Times in milliseconds."""
+
+    model: str
+    variant: str
+    engine: str
+    rate: float | None  # requests a second; None: all at once
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+    output_tokens_per_second: float
+    requests: int
+    failed: int
+
+    @property
+    def rate_text(self) -> str:
+        return "all at once" if self.rate is None else f"{self.rate:g} a second"
+
+
+class HttpComparison:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.loads: list[Load] = []
+        self.errors: list[dict[str, str]] = []
+        self._deadline = time.monotonic() + args.limit_seconds
+
+    def measure(self) -> None:
+        for shape in self.args.shapes:
+            for engine in self.args.engines:
+                try:
+                    self._measure_server(shape, engine)
+                except EngineFailedError as error:
+                    self._fail(shape.name, engine, str(error))
+
+    def _measure_server(self, shape: Path, engine: str) -> None:
+        args = self.args
+        model = prepare_model(shape, args.work_folder)
+        settings = {"load_format": "dummy", "max_model_len": MAX_MODEL_LEN}
+        settings |= engine_settings(args, args.variant, engine)
+        log = args.work_folder / "logs" / f"http-{shape.name}-{engine}.log"
+        seconds = min(args.start_seconds, self._deadline - time.monotonic())
+        print(f"# start {shape.name} {engine} {json.dumps(settings)}", flush=True)
+        with Server(engine, model, settings, module_path(engine, args.vllm_path), log, seconds) as server:
+            for index, rate in enumerate(args.rates):
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    raise EngineFailedError("the time limit is over")
+                try:
+                    self._measure_rate(server, shape.name, rate, index, left)
+                except (EngineFailedError, subprocess.TimeoutExpired) as error:
+                    self._fail(shape.name, engine, f"at {rate:g} requests a second: {error}")
+
+    def _measure_rate(self, server: Server, model: str, rate: float, index: int, limit: float) -> None:
+        args = self.args
+        requests = args.requests or num_requests(rate)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "load.json"
+            command = [sys.executable, "-m", "ratoon", "bench", "serve", "--url", server.url, "--json", str(out)]
+            command += ["--num-requests", str(requests), "--request-rate", str(rate), "--seed", str(index)]
+            command += ["--input-len", args.input_len, "--output-len", args.output_len]
+            environment = {**os.environ, "PYTHONPATH": module_path(OURS, None)}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit, check=False)
+            if not out.exists():
+                raise EngineFailedError(f"the load generator failed: {done.stderr[-1500:]}")
+            (result,) = json.loads(out.read_text(encoding="utf-8"))["rounds"]
+        self._add(summarize(result["summary"], model, args.variant, server.engine, rate))
+
+    def _add(self, load: Load) -> None:
+        self.loads.append(load)
+        print(MARK + json.dumps(asdict(load)), flush=True)
+
+    def _fail(self, model: str, engine: str, error: str) -> None:
+        self.errors.append({"model": model, "engine": engine, "error": error[-3000:]})
+        print(ERROR_MARK + json.dumps(self.errors[-1]), flush=True)
+
+
+def num_requests(rate: float) -> int:
+    return SATURATING if math.isinf(rate) else min(MAX_REQUESTS, max(8, math.ceil(rate * LOAD_SECONDS)))
+
+
+def summarize(summary: dict[str, Any], model: str, variant: str, engine: str, rate: float) -> Load:
+    ttft, itl = summary["ttft_ms"] or {}, summary["itl_ms"] or {}
+    numbers = [ttft.get("median"), ttft.get("p99"), itl.get("median"), itl.get("p99")]
+    return Load(
+        model,
+        variant,
+        engine,
+        None if math.isinf(rate) else rate,
+        *(math.nan if number is None else round(number, 3) for number in numbers),
+        round(summary["output_tokens_per_second"], 1),
+        summary["num_requests"],
+        summary["num_failed"],
+    )
+
+
+def format_table(loads: list[Load]) -> str:
+    rows = [["model", "load", "engine", "TTFT p50", "p99", "ITL p50", "p99 (ms)", "output tok/s", "failed"]]
+    for load in sorted(loads, key=lambda one: (one.model, one.rate or math.inf, one.engine != OURS)):
+        times = (load.ttft_p50, load.ttft_p99, load.itl_p50, load.itl_p99, load.output_tokens_per_second)
+        failed = f"{load.failed} of {load.requests}"
+        rows.append([load.model, load.rate_text, load.engine, *map(format_number, times), failed])
+    return align(rows)
+
+
+def draw(path: Path, title: str, loads: list[Load]) -> None:
+    """For each model: both latencies over the rate, median and 99th percentile. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(load.model for load in loads))
+    canvas = Figure(figsize=(10, 0.6 + 3.6 * len(models)), dpi=130, layout="constrained")
+    FigureCanvasAgg(canvas)
+    canvas.suptitle(title, fontsize=10)
+    panels = canvas.subplots(len(models), 2, squeeze=False)
+    for model, row in zip(models, panels):
+        for axes, name, label in zip(row, ("ttft", "itl"), ("time to first token", "time between tokens")):
+            for engine, colour in ((OURS, "#2f7d4f"), ("vllm", "#c2571a")):
+                mine = [load for load in loads if (load.model, load.engine) == (model, engine)]
+                if not mine:
+                    continue
+                for percentile, style in ((50, "o-"), (99, "s--")):
+                    values = [getattr(load, f"{name}_p{percentile}") for load in mine]
+                    axes.plot(range(len(mine)), values, style, color=colour, label=f"{engine}, p{percentile}")
+                axes.set_xticks(range(len(mine)), [load.rate_text for load in mine], fontsize=8)
+            axes.set(title=f"{model}: {label}", ylabel="milliseconds", yscale="log")
+            axes.grid(axis="y", alpha=0.25)
+            axes.legend(fontsize=7)
+    canvas.savefig(path)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--engines", help="default: ratoon, and vllm where --vllm-path or the environment has it")
+    parser.add_argument("--models", default=",".join(MODELS), help="shapes, or folders with config.json (%(default)s)")
+    parser.add_argument("--variant", default="bf16", choices=VARIANTS)
+    parser.add_argument("--rates", default=",".join(f"{rate:g}" for rate in RATES), help="default %(default)s")
+    parser.add_argument("--requests", type=int, metavar="N", help="at each rate (default: 15 seconds of them)")
+    parser.add_argument("--input-len", default="100-1024", metavar="N", help="tokens in (default %(default)s)")
+    parser.add_argument("--output-len", default="100-400", metavar="N", help="tokens out (default %(default)s)")
+    parser.add_argument("--vllm-path", type=Path, metavar="DIR", help="a folder with vLLM and what it needs, unpacked")
+    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="further settings of Ratoon")
+    parser.add_argument("--vllm-settings", type=json.loads, default={}, metavar="JSON", help="the same of vLLM")
+    parser.add_argument("--limit-seconds", type=float, default=3600.0, metavar="S", help="of the whole run")
+    parser.add_argument("--start-seconds", type=float, default=420.0, metavar="S", help="default %(default)s")
+    parser.add_argument("--work-folder", type=Path, default=CACHE_FOLDER, metavar="DIR", help="models and logs")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw it (needs matplotlib)")
+    args = parser.parse_args()
+    args.engines = args.engines.split(",") if args.engines else default_engines(args.vllm_path)
+    verify_names(parser, "--engines", args.engines, ENGINES)
+    args.shapes = [find_shape(parser, name) for name in args.models.split(",")]
+    args.rates = [float(rate) for rate in args.rates.split(",")]
+    args.work_folder = args.work_folder.resolve()
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    comparison = HttpComparison(args)
+    try:
+        comparison.measure()
+    except KeyboardInterrupt:
+        print("interrupted: these are the figures so far", file=sys.stderr)
+    print(f"\n{gpu_name()}\n\n{format_table(comparison.loads)}")
+    if args.json:
+        result = {"gpu": gpu_name(), "loads": [asdict(load) for load in comparison.loads], "errors": comparison.errors}
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if args.plot and comparison.loads:
+        draw(args.plot, gpu_name(), comparison.loads)
+    return 1 if comparison.errors and not comparison.loads else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""A folder that both engines load: the config of a shape, and a tokenizer of words in the place of a real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+SPECIAL_WORDS = ("<unk>", "<s>", "</s>")
+
+
+def prepare_model(shape: Path, folder: Path) -> Path:
+    """The folder `folder`/NAME. Weights are made by the engines (load_format dummy)."""
+    target = folder / shape.name
+    target.mkdir(parents=True, exist_ok=True)
+    text = (shape / "config.json").read_text(encoding="utf-8")
+    (target / "config.json").write_text(text, encoding="utf-8")
+    write_tokenizer(target, json.loads(text)["vocab_size"])
+    return target
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Every id has a word. The first ones are those that `ratoon bench serve` makes its prompts of."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from ratoon.benchmarks.loadgen.prompts import WORDS
+
+    words = [*SPECIAL_WORDS, *WORDS][:vocab_size]
+    words += [f"w{index}" for index in range(len(words), vocab_size)]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "</s>"}), encoding="utf-8")

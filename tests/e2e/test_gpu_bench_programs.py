@@ -1,0 +1,82 @@
+"""The programs that compare engines on a GPU still run: on the CPU, with a tiny shape: no figure means anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+LIMIT = 600  # seconds; a run takes about ten, but the machine may be busy
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": 600,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+ON_THE_CPU = {"device": "cpu", "dtype": "float32", "num_blocks": 200, "max_num_seqs": 32, "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shapes") / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+def run_program(name: str, shape: Path, folder: Path, settings: dict[str, object], *options: str) -> str:
+    command = [sys.executable, f"bench/gpu/{name}", "--engines", "ratoon", "--models", str(shape)]
+    command += ["--settings", json.dumps(ON_THE_CPU | settings), "--work-folder", str(folder / "work")]
+    command += ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png"), *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_workload_is_measured_and_one_that_fails_does_not_end_the_run(shape: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    longest = {"max_model_len": 36}  # the prompt of the prefill workload has 40 tokens
+    shown = run_program("compare.py", shape, tmp_path, longest, "--quick", "--only", ALL_BUT_LONG_BEAMS)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [error["workload"] for error in result["errors"]] == ["prefill"]
+    assert "36" in result["errors"][0]["error"]
+    figures = {record["what"]: record for record in result["records"]}
+    assert figures.keys() == {
+        "startup_s", "decode_bs1_ms_per_token", "decode_bs32_ms_per_step", "throughput_256req_out_tok_s",
+        "continuation_ttft_ms", "continuation_leased_ttft_ms", "cold_705_ttft_ms", "beam32x3_700_ms",
+        "beam32x3_700_32req_ms",
+    }  # fmt: skip
+    assert all(record["floor"] > 0 for what, record in figures.items() if what != "startup_s")
+    assert shown.count("RESULT {") == len(figures)
+    assert "failed: tiny bf16 ratoon prefill" in shown
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+ALL_BUT_LONG_BEAMS = "startup,decode1,decode32,prefill,continue,continue-leased,beam,beam32,throughput"
+
+
+@pytest.mark.slow
+def test_servers_are_measured_at_several_rates(shape: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ("--rates", "20,inf", "--requests", "4", "--input-len", "8", "--output-len", "6")
+    run_program("compare_http.py", shape, tmp_path, {"max_model_len": 64}, *options)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert not result["errors"]
+    assert [(load["rate"], load["requests"], load["failed"]) for load in result["loads"]] == [(20, 4, 0), (None, 4, 0)]
+    assert all(0 < load["ttft_p50"] <= load["ttft_p99"] for load in result["loads"])
+    assert (tmp_path / "out.png").stat().st_size > 10_000
