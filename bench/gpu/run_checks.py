@@ -1,0 +1,116 @@
+"""All checks of a GPU host in one command, each with a time limit and a log; the last lines of each are shown.
+
+    python3 bench/gpu/run_checks.py                       # the tests: `make gpu-test`
+    python3 bench/gpu/run_checks.py --micro               # the programs that time single kernels
+    python3 bench/gpu/run_checks.py --tests --micro --logs /tmp/logs --limit-seconds 540
+
+A check that fails or runs out of time does not end the run. The exit status is 1 if any did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+PYTEST = ("-m", "pytest", "-q", "-p", "no:schemathesis", "--durations=5")
+# Tests that run kernels under Triton's interpreter elsewhere run them on the device here (TRITON_INTERPRET=0).
+KERNEL_TESTS = ("tests/unit/attention", "tests/unit/layers", "tests/unit/execution")
+MICRO = ("attention", "ops", "decode", "sampling", "inputs")
+SHOWN_LINES = 25
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    arguments: tuple[str, ...]  # of Python
+    seconds: float
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def test_checks() -> list[Check]:
+    kernels = tuple(path for path in KERNEL_TESTS if (REPOSITORY / path).exists())
+    checks = [
+        Check("cuda", (*PYTEST, *existing("tests/cuda", "tests/golden/test_cuda.py")), 420.0),
+        Check("kernels", (*PYTEST, "-k", "triton or cuda", *kernels), 240.0, (("TRITON_INTERPRET", "0"),)),
+    ]
+    return checks
+
+
+def micro_checks() -> list[Check]:
+    return [
+        Check(name, (f"bench/gpu/{name}.py",), 120.0)
+        for name in MICRO
+        if (REPOSITORY / "bench" / "gpu" / f"{name}.py").exists()
+    ]
+
+
+def existing(*paths: str) -> tuple[str, ...]:
+    return tuple(path for path in paths if (REPOSITORY / path).exists())
+
+
+def run_check(check: Check, log: Path, limit: float) -> tuple[str, float]:
+    """The outcome, and seconds."""
+    path = os.pathsep.join(
+        [str(REPOSITORY), *(os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one)]
+    )
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **dict(check.environment)}
+    begin = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *check.arguments],
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(min(check.seconds, limit))
+            outcome = "passed" if status == 0 else "nothing to run" if status == 5 else f"failed with status {status}"
+        except subprocess.TimeoutExpired:
+            outcome = "ran out of time"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return outcome, time.monotonic() - begin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tests", action="store_true", help="the tests (the default, unless --micro is given)")
+    parser.add_argument("--micro", action="store_true", help=f"bench/gpu/{{{','.join(MICRO)}}}.py")
+    parser.add_argument("--only", help="names of checks, separated by commas")
+    default_logs = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / "gpu-checks")
+    parser.add_argument("--logs", type=Path, default=default_logs, metavar="DIR", help="default: $OUT, or %(default)s")
+    parser.add_argument("--limit-seconds", type=float, default=3600.0, metavar="S", help="of the whole run")
+    args = parser.parse_args()
+    checks = test_checks() if args.tests or not args.micro else []
+    checks += micro_checks() if args.micro else []
+    if args.only:
+        checks = [check for check in checks if check.name in args.only.split(",")]
+    args.logs.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.limit_seconds
+    outcomes = []
+    for check in checks:
+        log = args.logs / f"{check.name}.log"
+        outcome, seconds = run_check(check, log, max(1.0, deadline - time.monotonic()))
+        outcomes.append(outcome)
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+        print("\n".join([f"==== {check.name}", *tail]), flush=True)
+        print(f"==== {check.name}: {outcome}, {seconds:.0f} s, log in {log}\n", flush=True)
+    for check, outcome in zip(checks, outcomes):
+        print(f"{check.name}: {outcome}")
+    return 0 if all(outcome in ("passed", "nothing to run") for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
