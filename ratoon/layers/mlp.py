@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -39,12 +40,7 @@ class GatedMLP:
         self.down = RowParallelLinear(weights / names[2], intermediate_size, hidden_size, bias)
         ops = weights.ops
         self.fused = None
-
-        def activate(both: Tensor) -> Tensor:
-            gate, up = both.chunk(2, dim=-1)  # [T, I] each, views of one product
-            return ops.activation(gate, activation).mul_(up)
-
-        self.activate: Callable[[Tensor], Tensor] = activate
+        self.activate: Callable[[Tensor], Tensor] = partial(ops.gated_activation, kind=activation)
         if activation == "silu":  # the usual case is one fused call, without adapters
             self.activate = ops.silu_and_mul
             self.fused = ops.make_gated_mlp(self.gate_up.multiply, self.down.multiply)

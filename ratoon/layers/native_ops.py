@@ -146,6 +146,10 @@ class NativeOps:
         self._kernels.ratoon_silu_and_mul(x.data_ptr(), x.stride(0), y.data_ptr(), rows, double // 2)
         return y
 
+    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)  # [T, I] each
+        return self.activation(gate, kind).mul_(up)
+
     def activation(self, x: Tensor, kind: str) -> Tensor:
         rows, width = x.shape
         y = torch.empty(rows, width)

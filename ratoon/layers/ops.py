@@ -1,7 +1,7 @@
 """The arithmetic of layers, as an interface with one implementation for each kind of device.
 
-`TorchOps` (torch_ops.py) runs anywhere and is the reference. `NativeOps` (native/) is for fp32 on a CPU. A layer uses
-the Ops of its weights and is independent of the device.
+`TorchOps` (torch_ops.py) runs anywhere and is the reference. `NativeOps` (native/) is for fp32 on a CPU, `CudaOps`
+(triton/) for CUDA. A layer uses the Ops of its weights and is independent of the device.
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ class Ops(Protocol):
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """[T, 2·I] → [T, I]: silu of the first half times the second."""
+        ...
+
+    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+        """[T, 2·I] → [T, I]: the activation of the first half, of any kind, times the second."""
         ...
 
     def activation(self, x: Tensor, kind: str) -> Tensor:

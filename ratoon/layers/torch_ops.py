@@ -73,6 +73,10 @@ class TorchOps:
         gate, up = x.chunk(2, dim=-1)  # [T, I] each
         return functional.silu(gate).mul_(up)
 
+    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)  # [T, I] each
+        return self.activation(gate, kind).mul_(up)
+
     def activation(self, x: Tensor, kind: str) -> Tensor:
         return _ACTIVATIONS[kind](x)
 
