@@ -22,6 +22,10 @@ os.environ["RATOON_DEVICE"] = "cpu"
 # holds in the processes that tests start too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Without a GPU, Triton kernels run under its interpreter, which is chosen when triton is first imported.
+if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # On a machine with many cores every test process would start a thread for each of them.
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))

@@ -37,6 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 KV_FRACTION = {"cuda": 0.85, "cpu": 0.4}
 CPU_KV_LIMIT = 4 * 2**30
 ALLOCATOR_PATIENCE = 0.3  # seconds
+OLDEST_FOR_TRITON = (8, 0)  # compute capability
 DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
 
 
@@ -66,7 +67,7 @@ class Worker:
         set_native_threads(threads)
         if config.num_threads is not None:  # otherwise torch's default stays: this process may use torch elsewhere
             torch.set_num_threads(threads)
-        ops: Ops = TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
+        ops = choose_ops(device, dtype)
         # Before memory is allocated: check that there is a backend for every layer
         declared = declare_model(model_config, max_model_len)
         geometry = geometry_of(declared, config.attention_backend, config.cache.block_size, device, dtype)
@@ -122,6 +123,24 @@ class Worker:
             with torch.inference_mode():
                 self.runner.model = self._build_model()
         self.runner.kv.allocate()
+
+
+def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest that serve this device and dtype."""
+    if device.type != "cuda":
+        return TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
+    try:
+        from ratoon.layers.cuda_ops import CudaOps
+        from ratoon.layers.product_choices import choices_file, read_choices
+    except ImportError as error:
+        logger.warning("operations on CUDA run in plain torch, which is slower: %s", error)
+        return TorchOps()
+    if torch.cuda.get_device_capability(device) < OLDEST_FOR_TRITON:
+        logger.warning("operations on CUDA run in plain torch, which is slower: Triton kernels need a newer GPU")
+        return TorchOps()
+    choices = read_choices(choices_file(device))
+    logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
+    return CudaOps(choices)
 
 
 @contextmanager

@@ -1,0 +1,103 @@
+"""Ops for CUDA by the Triton kernels in triton/, with cuBLAS for products of many rows. Importing this imports triton.
+
+No method synchronises with the device, or launches anything that depends on values on it: all can be captured in a
+CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from ratoon.layers.ops import Product
+from ratoon.layers.product_choices import ProductChoices, Tile
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.triton import elementwise, norms
+from ratoon.layers.triton.gemv import gemv
+
+Tensor = torch.Tensor
+
+
+class CudaLinear:
+    """[T, in] → [T, out]: a kernel of our own for few rows, the library's for more."""
+
+    __slots__ = ("bias", "dependent", "tiles", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tiles: Sequence[Tile | None], dependent: bool) -> None:
+        """`tiles`: by number of rows, None for the library's product. With more rows it is the library's."""
+        self.weight = weight.contiguous()
+        self.bias = bias
+        self.tiles = tiles
+        self.dependent = dependent
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tile = self.tiles[len(x)] if len(x) < len(self.tiles) else None
+        if tile is None:
+            return functional.linear(x, self.weight, self.bias)
+        return gemv(x, self.weight, self.bias, tile, dependent=self.dependent)
+
+
+class CudaGatedMLP:
+    """[T, H] → [T, H]. With few rows the gate's activation is part of the first product."""
+
+    __slots__ = ("down", "gate_up", "tiles")
+
+    def __init__(self, gate_up: CudaLinear, down: CudaLinear, tiles: Sequence[Tile | None]) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self.tiles = tiles
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up
+        tile = self.tiles[len(x)] if len(x) < len(self.tiles) else None
+        if tile is None:
+            return self.down(elementwise.gated_activation(gate_up(x), "silu"))
+        return self.down(gemv(x, gate_up.weight, gate_up.bias, tile, gated="silu", dependent=gate_up.dependent))
+
+
+class CudaOps(TorchOps):
+    """Implements `Ops`; see there for the shapes."""
+
+    name = "cuda"
+
+    def __init__(self, choices: ProductChoices | None = None, dependent_launch: bool = False) -> None:
+        """`choices`: what was measured on this GPU; without, fixed ones. `dependent_launch`: see triton/gemv.py."""
+        self.choices = choices or ProductChoices()
+        self.dependent_launch = dependent_launch
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
+        return CudaLinear(weight, bias, self.choices.of("linear", weight), self.dependent_launch)
+
+    def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
+        if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear):
+            return CudaGatedMLP(gate_up, down, self.choices.of("gated", gate_up.weight))
+        return super().make_gated_mlp(gate_up, down)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norms.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norms.rms_norm(x, weight, eps, residual)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return norms.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return norms.layer_norm(x, weight, bias, eps, residual)
+
+    def head_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        norms.head_rms_norm(x, weight, eps)
+
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        elementwise.rotary(q, k, positions, cos_sin)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return elementwise.gated_activation(x, "silu")
+
+    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+        return elementwise.gated_activation(x, kind)
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        return elementwise.activation(x, kind)

@@ -1,0 +1,121 @@
+"""Which kernel multiplies: by shape of the weight, dtype and number of rows.
+
+Without a measurement the choice is a fixed function of the shape, so that two runs do the same. A measurement, made on
+request (product_measurement.py), replaces it. It is kept in a file of the user's cache folder, for this GPU and these
+versions of torch and Triton. A file that is damaged or of another form is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+FILE_FORMAT = 1
+MAX_ROWS = 4  # of the kernels for few rows (triton/gemv.py)
+KINDS = ("linear", "gated")  # "gated": with the gate's activation in the same kernel
+
+
+class Tile(NamedTuple):
+    """What one program of a kernel for few rows computes: `outputs`, in steps of `inputs` of the sum."""
+
+    outputs: int
+    inputs: int
+    num_warps: int
+
+
+class ProductKey(NamedTuple):
+    kind: str
+    outputs: int  # of the weight: for "gated" twice those of the result
+    inputs: int
+    dtype: str
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.outputs}x{self.inputs} {self.dtype} {self.rows}"
+
+
+class ProductChoices:
+    """A tile for few rows, or None for the library's product."""
+
+    def __init__(self, measured: Mapping[str, Tile | None] | None = None) -> None:
+        """`measured`: by str(ProductKey)."""
+        self.measured = dict(measured or {})
+
+    def __str__(self) -> str:
+        return f"{len(self.measured)} shapes as measured" if self.measured else "all shapes as by default"
+
+    def of(self, kind: str, weight: torch.Tensor) -> list[Tile | None]:
+        """The choices for a weight [out, in], by number of rows up to MAX_ROWS."""
+        assert kind in KINDS
+        outputs, inputs = weight.shape
+        keys = [ProductKey(kind, outputs, inputs, dtype_name(weight.dtype), rows) for rows in range(MAX_ROWS + 1)]
+        return [self.measured[str(key)] if str(key) in self.measured else default_tile(key) for key in keys]
+
+
+def default_tile(key: ProductKey) -> Tile | None:
+    """What was fastest for most shapes on an H200: small tiles, many of them, and larger ones for large weights."""
+    if key.rows == 0:
+        return None
+    outputs = key.outputs if key.kind == "linear" else key.outputs // 2
+    return Tile(1 if outputs <= 4096 else 2 if outputs <= 2**15 else 4, 1024, 4)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def choices_file(device: torch.device) -> Path:
+    """For this GPU and these versions: another kernel may be fastest with others."""
+    import triton
+
+    folder = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    gpu = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device))
+    name = f"products-{gpu}-torch-{torch.__version__}-triton-{triton.__version__}.json"
+    return Path(folder) / "ratoon" / re.sub(r"[^A-Za-z0-9.+-]", "-", name)
+
+
+def read_choices(file: Path) -> ProductChoices:
+    """What the file says, or nothing if there is none that can be read."""
+    try:
+        content = json.loads(file.read_text())
+        return ProductChoices(_parse(content))
+    except FileNotFoundError:
+        return ProductChoices()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        logger.warning("%s is ignored, the fixed choices of products are used: %r", file, error)
+        return ProductChoices()
+
+
+def write_choices(file: Path, choices: ProductChoices) -> None:
+    """In one move, so that another process never reads half a file. A folder that can't be written is no error."""
+    products = {key: None if tile is None else list(tile) for key, tile in sorted(choices.measured.items())}
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"format": FILE_FORMAT, "products": products}, indent=1))
+        temporary.replace(file)
+    except OSError as error:
+        logger.warning("the choices of products are not kept: %s", error)
+
+
+def _parse(content: Any) -> dict[str, Tile | None]:
+    if content["format"] != FILE_FORMAT:
+        raise ValueError(f"it has the format {content['format']!r}")
+    return {str(key): None if tile is None else _parse_tile(tile) for key, tile in content["products"].items()}
+
+
+def _parse_tile(numbers: Any) -> Tile:
+    tile = Tile(*numbers)
+    for number, limit in zip(tile, (16, 8192, 16), strict=True):
+        if type(number) is not int or not 1 <= number <= limit or number & (number - 1):
+            raise ValueError(f"{numbers!r} is no tile")
+    return tile

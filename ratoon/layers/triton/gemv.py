@@ -1,0 +1,168 @@
+"""Products of a few rows with a weight: what a decode step of small batches spends its time on.
+
+Every weight is read once, at the speed of memory; a program computes a few outputs of all rows, with sums in float32.
+What stands before and behind the product goes into the same kernel: the RMS norm of the input (each program computes
+it again, the input is small), the gate's activation, the addition to the residual stream. Each of them rounds as it
+does alone.
+
+With programmatic dependent launch a kernel starts while the one before it still runs, and loads its first weights
+before it waits for its input.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ratoon.layers.product_choices import Tile
+from ratoon.layers.triton.elementwise import activate
+
+Tensor = torch.Tensor
+
+MAX_NORM_WIDTH = 8192  # of an input that is normed inside the kernel
+
+
+class Norm(NamedTuple):
+    """An RMS norm of the input."""
+
+    weight: Tensor
+    eps: float
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: Tile,
+    *,
+    norm: Norm | None = None,
+    gated: str | None = None,
+    residual: Tensor | None = None,
+    dependent: bool = False,
+) -> Tensor:
+    """x [T, in] with T up to 4, weight [out, in] → [T, out].
+
+    `gated`: the weight holds a gate and an up part, one above the other; the result [T, out / 2] is this activation of
+    the one times the other. `residual` [T, out] is added to in place and returned. `dependent`: launch before the
+    kernel ahead has ended.
+    """
+    rows, width = x.shape
+    outputs = weight.shape[0] if gated is None else weight.shape[0] // 2
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
+    options = {"launch_pdl": True} if dependent else {}
+    _gemv_kernel[(triton.cdiv(outputs, tile.outputs),)](
+        x, weight, weight if bias is None else bias, weight if norm is None else norm.weight, y,
+        x.stride(0), y.stride(0), outputs, 0.0 if norm is None else norm.eps,
+        WIDTH=width, ROWS=rows, BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
+        DEPENDENT=dependent, BLOCK_OUT=tile.outputs, BLOCK_IN=min(tile.inputs, triton.next_power_of_2(width)),
+        BLOCK_NORM=1 if norm is None else triton.next_power_of_2(width),
+        num_warps=tile.num_warps, num_stages=1, **options,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _gemv_kernel(
+    x, weight, bias, norm, y, x_stride, y_stride, outputs, eps, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_NORM: tl.constexpr,
+):  # fmt: skip
+    output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [O]
+    column = tl.arange(0, BLOCK_IN)[None, :]  # [1, I]
+    exists = (output < outputs)[:, None]
+    first = weight + output.to(tl.int64)[:, None] * WIDTH + column  # [O, I]
+    second = weight + (output.to(tl.int64) + outputs)[:, None] * WIDTH + column  # of the up part
+    here = exists & (column < WIDTH)
+    tile = tl.load(first, mask=here, other=0.0)
+    up_tile = tile
+    if GATED is not None:
+        up_tile = tl.load(second, mask=here, other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    # One input row after the other, by name: a further dimension would move the tile between threads.
+    scale0, scale1, scale2, scale3 = 1.0, 1.0, 1.0, 1.0
+    if NORM:
+        scale0 = _norm_scale(x, WIDTH, eps, BLOCK_NORM)
+        if ROWS > 1:
+            scale1 = _norm_scale(x + x_stride, WIDTH, eps, BLOCK_NORM)
+        if ROWS > 2:
+            scale2 = _norm_scale(x + 2 * x_stride, WIDTH, eps, BLOCK_NORM)
+        if ROWS > 3:
+            scale3 = _norm_scale(x + 3 * x_stride, WIDTH, eps, BLOCK_NORM)
+    sum0 = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    sum1, sum2, sum3, up0, up1, up2, up3 = sum0, sum0, sum0, sum0, sum0, sum0, sum0
+    for start in range(0, WIDTH, BLOCK_IN):
+        wide, wide_up = tile.to(tl.float32), up_tile.to(tl.float32)
+        coming = start + BLOCK_IN
+        here = exists & (column + coming < WIDTH)
+        tile = tl.load(first + coming, mask=here, other=0.0)
+        if GATED is not None:
+            up_tile = tl.load(second + coming, mask=here, other=0.0)
+        values = _load_input(x, norm, scale0, start + column, WIDTH, NORM)
+        sum0 += wide * values
+        if GATED is not None:
+            up0 += wide_up * values
+        if ROWS > 1:
+            values = _load_input(x + x_stride, norm, scale1, start + column, WIDTH, NORM)
+            sum1 += wide * values
+            if GATED is not None:
+                up1 += wide_up * values
+        if ROWS > 2:
+            values = _load_input(x + 2 * x_stride, norm, scale2, start + column, WIDTH, NORM)
+            sum2 += wide * values
+            if GATED is not None:
+                up2 += wide_up * values
+        if ROWS > 3:
+            values = _load_input(x + 3 * x_stride, norm, scale3, start + column, WIDTH, NORM)
+            sum3 += wide * values
+            if GATED is not None:
+                up3 += wide_up * values
+    _store_row(y, bias, sum0, up0, output, outputs, BIAS, GATED, ADD)
+    if ROWS > 1:
+        _store_row(y + y_stride, bias, sum1, up1, output, outputs, BIAS, GATED, ADD)
+    if ROWS > 2:
+        _store_row(y + 2 * y_stride, bias, sum2, up2, output, outputs, BIAS, GATED, ADD)
+    if ROWS > 3:
+        _store_row(y + 3 * y_stride, bias, sum3, up3, output, outputs, BIAS, GATED, ADD)
+
+
+@triton.jit
+def _norm_scale(x, WIDTH: tl.constexpr, eps, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    values = tl.load(x + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
+
+
+@triton.jit
+def _load_input(x, norm, scale, column, WIDTH: tl.constexpr, NORM: tl.constexpr):
+    """[1, I] in float32."""
+    values = tl.load(x + column, mask=column < WIDTH, other=0.0)
+    if NORM:
+        factors = tl.load(norm + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        normed = (values.to(tl.float32) * scale).to(values.dtype).to(tl.float32)
+        values = (normed * factors).to(values.dtype)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _store_row(y, bias, sums, up_sums, output, outputs, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr):
+    """The row's sums [O, I] over I, and what follows the product."""
+    exists = output < outputs
+    kind = y.dtype.element_ty
+    total = tl.sum(sums, axis=1)
+    if BIAS:
+        total += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+    total = total.to(kind).to(tl.float32)
+    if GATED is not None:
+        up = tl.sum(up_sums, axis=1)
+        if BIAS:
+            up += tl.load(bias + outputs + output, mask=exists, other=0.0).to(tl.float32)
+        total = activate(total, GATED).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    if ADD:
+        total = total.to(kind).to(tl.float32) + tl.load(y + output, mask=exists, other=0.0).to(tl.float32)
+    tl.store(y + output, total.to(kind), mask=exists)

@@ -1,0 +1,225 @@
+"""CudaOps against TorchOps and against formulas in float64: on the GPU where there is one, otherwise under Triton's
+interpreter on the CPU (tests/conftest.py). Sizes are odd, inputs random, outputs poisoned where they are given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ratoon.layers.cuda_ops import CudaOps
+from ratoon.layers.product_choices import (
+    ProductChoices,
+    ProductKey,
+    Tile,
+    default_tile,
+    read_choices,
+    write_choices,
+)
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.triton.gemv import Norm, gemv
+from tests.unit.layers.test_torch_ops import exact_layer_norm, exact_rms_norm, exact_rotary
+
+Tensor = torch.Tensor
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = Tile(2, 16, 1)
+
+ours = CudaOps()
+reference = TorchOps()
+
+# Error of one or two roundings to the dtype, with room for sums and approximate functions inside.
+TOLERANCES = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+# Triton's interpreter cuts a number off where it converts it to bfloat16.
+ROUNDED = {torch.float32, torch.float16} | ({torch.bfloat16} if DEVICE.type == "cuda" else set())
+KINDS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def strided(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Rows with a gap between them."""
+    return random(rows, width + 5, dtype=dtype, seed=seed)[:, :width]
+
+
+def assert_close(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(actual.double(), exact.double(), atol=tolerance, rtol=tolerance)
+
+
+def assert_sum(total: Tensor, first: Tensor, second: Tensor) -> None:
+    """With the rounding of the dtype."""
+    if total.dtype in ROUNDED:
+        assert torch.equal(total, first + second)
+    else:
+        assert_close(total, first + second, total.dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("width", [1, 20, 37])
+def test_rms_norms_follow_the_formula_and_add_in_place(dtype: torch.dtype, width: int) -> None:
+    x, weight = strided(3, width, dtype) * 3, random(width, dtype=dtype, seed=1)
+    residual = strided(3, width, dtype, seed=2)
+    before, untouched = residual.clone(), x.clone()
+    assert_close(ours.rms_norm(x, weight, 1e-3), exact_rms_norm(x, weight, 1e-3), dtype)
+    normed = ours.add_rms_norm(x, residual, weight, 1e-3)
+    assert_sum(residual, before, x)
+    assert_close(normed, exact_rms_norm(residual, weight, 1e-3), dtype)
+    assert torch.equal(x, untouched)
+
+
+@pytest.mark.parametrize("dtype", sorted(ROUNDED - {torch.float32}, key=str), ids=str)
+def test_rms_norm_of_16_bits_rounds_before_the_weight_is_applied(dtype: torch.dtype) -> None:
+    x, weight = random(16, 64, dtype=dtype), random(64, dtype=dtype, seed=1)
+    rounded = exact_rms_norm(x, torch.ones_like(weight), 1e-6).to(dtype)
+    differing = ours.rms_norm(x, weight, 1e-6) != weight * rounded
+    assert differing.float().mean() < 0.01  # what lies between two numbers may fall to the other side
+
+
+@dtypes
+def test_layer_norms_follow_the_formula_and_add_in_place(dtype: torch.dtype) -> None:
+    x, weight, bias = strided(3, 37, dtype) + 2, random(37, dtype=dtype, seed=1), random(37, dtype=dtype, seed=2)
+    residual = strided(3, 37, dtype, seed=3)
+    before = residual.clone()
+    assert_close(ours.layer_norm(x, weight, bias, 1e-3), exact_layer_norm(x, weight, bias, 1e-3), dtype)
+    assert_close(ours.layer_norm(x, weight, None, 1e-3), exact_layer_norm(x, weight, 0 * bias, 1e-3), dtype)
+    normed = ours.add_layer_norm(x, residual, weight, bias, 1e-3)
+    assert_sum(residual, before, x)
+    assert_close(normed, exact_layer_norm(residual, weight, bias, 1e-3), dtype)
+
+
+@dtypes
+def test_head_norm_changes_a_strided_view_and_nothing_beside_it(dtype: torch.dtype) -> None:
+    fused, weight = random(3, 15, 20, dtype=dtype), random(20, dtype=dtype, seed=1)
+    before = fused.clone()
+    ours.head_rms_norm(fused[:, 1:12], weight, 1e-6)
+    assert_close(fused[:, 1:12], exact_rms_norm(before[:, 1:12], weight, 1e-6), dtype)
+    assert torch.equal(fused[:, :1], before[:, :1])
+    assert torch.equal(fused[:, 12:], before[:, 12:])
+
+
+@dtypes
+@pytest.mark.parametrize("rotary_dim", [20, 12])
+def test_rotary_turns_strided_queries_and_keys_in_place_and_leaves_values(dtype: torch.dtype, rotary_dim: int) -> None:
+    fused = random(3, 3 + 2 + 2, 20, dtype=dtype)
+    before = fused.clone()
+    angles = torch.arange(50)[:, None] * torch.logspace(0, -3, rotary_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE)  # [50, rotary_dim]
+    positions = torch.tensor([7, 0, 49], device=DEVICE)
+    q, k, v = fused.split([3, 2, 2], dim=1)
+    ours.rotary(q, k, positions, cos_sin)
+    assert_close(fused[:, :5], exact_rotary(before[:, :5], positions, cos_sin), dtype)
+    assert torch.equal(v, before[:, 5:])
+    assert torch.equal(fused[1], before[1])  # position 0 is not turned
+    assert torch.equal(fused[:, :5, rotary_dim:], before[:, :5, rotary_dim:])
+
+
+@dtypes
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_alone_and_gating_are_those_of_torch(dtype: torch.dtype, kind: str) -> None:
+    x = strided(3, 42, dtype) * 3
+    assert_close(ours.activation(x, kind), reference.activation(x, kind), dtype)
+    assert_close(ours.gated_activation(x, kind), reference.gated_activation(x, kind), dtype)
+    if kind == "silu":
+        assert_close(ours.silu_and_mul(x), reference.silu_and_mul(x), dtype)
+
+
+def test_no_rows_are_no_error() -> None:
+    x, weight = random(0, 16), random(16, seed=1)
+    assert ours.rms_norm(x, weight, 1e-6).shape == (0, 16)
+    assert ours.make_linear(random(5, 16), None)(x).shape == (0, 5)
+    assert ours.silu_and_mul(x).shape == (0, 8)
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = x.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("outputs", "width"), [(7, 37), (4, 32)])
+def test_products_of_few_rows_follow_the_formula(dtype: torch.dtype, rows: int, outputs: int, width: int) -> None:
+    x, weight = strided(rows, width, dtype), random(outputs, width, dtype=dtype, seed=1)
+    bias = random(outputs, dtype=dtype, seed=2)
+    scaled = 4 * TOLERANCES[dtype]  # sums of `width` terms
+    for own_bias in (None, bias):
+        product = gemv(x, weight, own_bias, SMALL)
+        assert product.dtype == dtype
+        torch.testing.assert_close(product.double(), exact_linear(x, weight, own_bias), atol=scaled, rtol=scaled)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fused_products_give_what_their_parts_give(dtype: torch.dtype, rows: int) -> None:
+    x, weight, bias = random(rows, 37, dtype=dtype), random(10, 37, dtype=dtype, seed=1), random(10, dtype=dtype)
+    norm = Norm(random(37, dtype=dtype, seed=3), 1e-5)
+    scaled = 8 * TOLERANCES[dtype]
+
+    def check(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual, expected, atol=scaled, rtol=scaled)
+
+    normed = reference.rms_norm(x, *norm)
+    product = reference.make_linear(weight, bias)(normed)
+    check(gemv(x, weight, bias, SMALL, norm=norm), product)
+    check(gemv(x, weight, bias, SMALL, norm=norm, gated="silu"), reference.silu_and_mul(product))
+    residual = random(rows, 10, dtype=dtype, seed=4)
+    expected = residual + product
+    assert gemv(normed, weight, bias, SMALL, residual=residual) is residual
+    check(residual, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 9])
+def test_linear_layers_and_gated_halves_agree_with_torch_for_any_number_of_rows(rows: int) -> None:
+    x, gate_up, down = random(rows, 24), random(2 * 20, 24, seed=1), random(24, 20, seed=2)
+    bias = random(40, seed=3)
+    by_ours = ours.make_gated_mlp(ours.make_linear(gate_up, bias), ours.make_linear(down, None))
+    by_torch = reference.make_gated_mlp(reference.make_linear(gate_up, bias), reference.make_linear(down, None))
+    torch.testing.assert_close(by_ours(x), by_torch(x), atol=2e-4, rtol=2e-5)
+    torch.testing.assert_close(ours.make_linear(gate_up, bias)(x), reference.make_linear(gate_up, bias)(x))
+    other = lambda y: y[:, :20]  # noqa: E731 – a product of another format
+    mixed = ours.make_gated_mlp(ours.make_linear(gate_up, bias), other)
+    torch.testing.assert_close(mixed(x), other(reference.silu_and_mul(x @ gate_up.T + bias)), atol=2e-4, rtol=2e-5)
+
+
+# The choice between kernels
+
+
+def test_the_default_choice_depends_on_the_key_alone_and_zero_rows_have_no_kernel() -> None:
+    key = ProductKey("linear", 4096, 1024, "bfloat16", 1)
+    assert default_tile(key) == default_tile(key) is not None
+    assert default_tile(key._replace(rows=0)) is None
+    weight = torch.empty(4096, 1024, dtype=torch.bfloat16, device="meta")
+    assert ProductChoices().of("linear", weight)[1] == default_tile(key)
+
+
+def test_measured_choices_replace_the_defaults_and_survive_a_file(tmp_path: Path) -> None:
+    weight = torch.empty(48, 32, device="meta")
+    keys = [ProductKey("linear", 48, 32, "float32", rows) for rows in range(5)]
+    file = tmp_path / "deep" / "choices.json"
+    write_choices(file, ProductChoices({str(keys[1]): Tile(8, 512, 2), str(keys[2]): None}))
+    choices = read_choices(file).of("linear", weight)
+    assert choices[1] == Tile(8, 512, 2)
+    assert choices[2] is None  # the library's
+    assert choices[3:] == [default_tile(key) for key in keys[3:]]
+    assert [path.name for path in file.parent.iterdir()] == ["choices.json"]
+
+
+GARBAGE = ["", "{", "null", "[]", '{"format": 1}', '{"format": 2, "products": {}}', '{"format": 1, "products": [1]}']
+GARBAGE += [json.dumps({"format": 1, "products": {"a": tile}}) for tile in (5, [1, 2], [3, 16, 4], ["1", 16, 4])]
+
+
+@pytest.mark.parametrize("content", GARBAGE)
+def test_a_damaged_file_of_choices_is_ignored(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "choices.json"
+    file.write_text(content)
+    assert read_choices(file).measured == {}
+    assert read_choices(tmp_path / "missing").measured == {}
+    assert read_choices(tmp_path).measured == {}  # a folder
