@@ -29,8 +29,9 @@ class TensorSource(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
-        """The stored tensor, on the CPU, in its file's format. With `part`, only that part is read."""
+    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
+        """The stored tensor in its file's format. With `part`, only that part is read. `device` is where it will be
+        used: a source that has no direct way there returns it on the CPU."""
         ...
 
 
@@ -43,9 +44,11 @@ class TensorRequest(NamedTuple):
     as_stored: bool = False  # keep the file's format if Ops supports it; otherwise convert to floats
 
 
-def read_tensor(source: TensorSource, ops: Ops, request: TensorRequest) -> StoredTensor:
+def read_tensor(
+    source: TensorSource, ops: Ops, request: TensorRequest, device: torch.device | None = None
+) -> StoredTensor:
     """The slow part of taking a tensor: reading and, if Ops does not support its format, decoding."""
-    stored = source.read(request.name, request.part)
+    stored = source.read(request.name, request.part, device)
     if request.transposed:
         stored = stored.t()
     if request.as_stored and not stored.transposed and ops.find_format(stored) is not None:
@@ -77,7 +80,7 @@ class Weights:
         self.prefix = ""
         self.adapter_targets: dict[str, AdapterTarget] = {}  # of all views, by the name of the layer
         self.requests: list[TensorRequest] = []  # of all views, in the order of the second pass
-        self._fetch = fetch or partial(read_tensor, source, ops)
+        self._fetch = fetch or partial(read_tensor, source, ops, device=device)
         self._placed: set[str] = set()  # taken or ignored, by all views
 
     def __truediv__(self, name: object) -> Weights:

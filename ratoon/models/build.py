@@ -46,7 +46,7 @@ def build_model(
     comparison = Weights(source, TorchOps(), META, dtype, shard)
     model_class(config, comparison, length)
     comparison.check_nothing_left()
-    with ReadAhead(partial(read_tensor, source, ops), comparison.requests) as ahead:
+    with ReadAhead(partial(read_tensor, source, ops, device=device), comparison.requests) as ahead:
         return model_class(config, Weights(source, ops, device, dtype, shard, ahead), length)
 
 

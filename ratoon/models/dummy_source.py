@@ -1,16 +1,23 @@
 """Random weights of given shapes, as a TensorSource: for tests, benchmarks and sizing without files.
 
-A tensor depends only on the seed, its name and its shape, so that two runs, and two ranks, have the same model.
+A tensor depends only on the seed, its name, its shape and the type of the device, so that two runs, and two ranks, have
+the same model. On a GPU it is made there: a CPU would need most of a minute for eight billion numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ratoon.layers.stored import StoredTensor, TensorSlice
 
+if TYPE_CHECKING:
+    import torch
+
 STANDARD_DEVIATION = 0.02  # what the families here are initialised with
+NUMBERS_AT_ONCE = 2**24  # made on a GPU by one pass, which bounds the memory for the steps between
 
 
 class DummySource:
@@ -24,16 +31,45 @@ class DummySource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
         import torch
 
         shape = self._shapes[name]
         if name.endswith("bias"):
-            tensor = torch.zeros(shape)
+            tensor = torch.zeros(shape, device=device)
         elif len(shape) == 1 and ("norm" in name.lower() or "ln_" in name):
-            tensor = torch.ones(shape)
+            tensor = torch.ones(shape, device=device)
         else:
             digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            tensor = torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+            seed = int.from_bytes(digest[:7], "little")
+            if device is None or device.type == "cpu":
+                generator = torch.Generator().manual_seed(seed)
+                tensor = torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+            else:
+                tensor = counted_normals(seed, shape, device).mul_(STANDARD_DEVIATION)
         return StoredTensor.of_floats(tensor, part)
+
+
+def counted_normals(seed: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Standard normal numbers in float32, each a function of the seed and its index alone. torch's own generator for
+    GPUs depends on how many multiprocessors the GPU has."""
+    import torch
+
+    count = math.prod(shape)
+    numbers = torch.empty(count, device=device)
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    for start in range(0, count, NUMBERS_AT_ONCE):
+        stop = min(start + NUMBERS_AT_ONCE, count)
+        index = torch.arange(start, stop, device=device)  # int64; all below keep 32 bits of it
+        bits = _mix(_mix(index & 0xFFFFFFFF ^ low) ^ (index >> 32) ^ high)
+        # The middles of 2²³ equal parts of (-1, 1): float32 holds them exactly, and none is 1
+        uniform = (bits >> 9).float().add_(0.5).mul_(2.0**-22).sub_(1.0)
+        torch.erfinv(uniform, out=numbers[start:stop])
+    return numbers.mul_(math.sqrt(2)).view(shape)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """A permutation of the 32-bit numbers in which every bit of the result depends on every bit given."""
+    bits = (bits ^ (bits >> 16)).mul_(0x7FEB352D).bitwise_and_(0xFFFFFFFF)
+    bits = (bits ^ (bits >> 15)).mul_(0x31848BAB).bitwise_and_(0xFFFFFFFF)
+    return bits ^ (bits >> 16)

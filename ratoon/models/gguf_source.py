@@ -87,7 +87,7 @@ class GGUFSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
         gguf_name = self._gguf_names[name]
         if self._is_transposed(name):
             return self.file.read(gguf_name, None if part is None else part._replace(dim=1 - part.dim)).t()

@@ -11,12 +11,15 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.models.damage import FETCH_AGAIN, reading, shorten, show
 from ratoon.models.tokenizer import read_json
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -43,7 +46,7 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
         from safetensors import safe_open
 
         entry = self._tensors[name]

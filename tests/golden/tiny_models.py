@@ -35,7 +35,7 @@ class DictSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
-    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
         self.num_reads += 1
         return StoredTensor.of_floats(self.tensors[name], part)
 

@@ -153,8 +153,8 @@ class CountingSource(DummySource):
 
     num_read = 0
 
-    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
-        stored = super().read(name, part)
+    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
+        stored = super().read(name, part, device)
         self.num_read += stored.data.numel() if len(stored.shape) == 2 else 0
         return stored
 

@@ -60,7 +60,7 @@ class ShapeSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
         self.num_reads += 1
         generator = torch.Generator().manual_seed(len(name))
         return StoredTensor.of_floats(torch.randn(self._shapes[name], generator=generator), part)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ratoon.core.errors import ModelError
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import Weights
-from ratoon.models.dummy_source import DummySource
+from ratoon.models.dummy_source import DummySource, counted_normals
 from ratoon.models.safetensors_source import SafetensorsSource, find_weight_files
 from ratoon.models.source import resolve_model
 from tests.unit.models.model_files import (
@@ -312,6 +312,23 @@ def test_random_weights_depend_on_name_and_seed_only() -> None:
     assert torch.equal(source.read("input_layernorm.weight").data, torch.ones(8))
     assert torch.equal(source.read("ln_f.weight").data, torch.ones(8))
     assert torch.equal(source.read("a.bias").data, torch.zeros(8))
+
+
+def test_random_weights_of_a_gpu_depend_on_seed_and_index_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    numbers = counted_normals(5, (300, 100), cpu)
+    monkeypatch.setattr("ratoon.models.dummy_source.NUMBERS_AT_ONCE", 7001)
+    assert torch.equal(counted_normals(5, (300, 100), cpu), numbers)
+    assert torch.equal(counted_normals(5, (100,), cpu), numbers[0])
+    assert numbers.isfinite().all() and numbers.abs().max() > 3.5
+    assert abs(numbers.mean().item()) < 0.02
+    assert numbers.std().item() == pytest.approx(1.0, rel=0.02)
+    assert numbers.unique().numel() > 29_900
+    # Neighbours, rows and other seeds are independent of each other.
+    others = [numbers.roll(1, 1), numbers.roll(1, 0), counted_normals(6, (300, 100), cpu), numbers.flip(0)]
+    others += [counted_normals(5 + 2**40, (300, 100), cpu)]
+    for other in others:
+        assert abs((numbers * other).mean().item()) < 0.03
 
 
 def test_names_and_shapes_cost_no_memory(tmp_path: Path) -> None:

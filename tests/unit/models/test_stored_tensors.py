@@ -177,9 +177,9 @@ def test_a_models_requests_are_the_same_when_it_is_compared_and_when_it_is_read(
         name = "counted"
         shapes = source.tensors.shapes
 
-        def read(self, name: str, part: TensorSlice | None = None) -> StoredTensor:
+        def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
             reads.append(name)
-            return source.tensors.read(name, part)
+            return source.tensors.read(name, part, device)
 
     build_model(source.config, Counted(), TorchOps(), CPU, torch.float32)
     assert sorted(reads) == sorted(collect_shapes(source.config))
