@@ -73,6 +73,10 @@ class StepSkippedError(EngineError):
     """A step was not executed because an earlier one failed."""
 
 
+class DeviceLostError(EngineError):
+    """The device can't be used by this process any more (a sticky CUDA error): only a new process can."""
+
+
 class EngineAwayError(EngineError):
     """The engine process died and is being restarted: retry later."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -36,6 +36,14 @@ class BeamCandidates(msgspec.Struct, array_like=True, gc=False):
     scores: list[float]  # the beam's score and the token's log-probability
     beams: list[int]  # which beam it continues
     token_ids: list[int]
+
+
+class AsyncModelRunnerOutput(Protocol):
+    """A step whose results may still be on their way from the device."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for them. From any thread, and more than once."""
+        ...
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

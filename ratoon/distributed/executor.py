@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import ConfigError, StepSkippedError
-from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.worker import Worker, WorkerFacts
 from ratoon.layers.weights import TensorSource
@@ -25,7 +25,8 @@ class StepHandle(Protocol):
     """A step in flight: running, or queued behind earlier ones."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for its end. Raises what the step raised, or StepSkippedError."""
+        """Wait for its end. Raises what the step raised, or StepSkippedError; DeviceLostError if no further step can
+        be executed in this process."""
         ...
 
 
@@ -69,8 +70,12 @@ def executor_class(name: str) -> ExecutorClass:
     return found
 
 
+StepOutput = ModelRunnerOutput | AsyncModelRunnerOutput
+
+
 class ThreadedExecutor:
-    """Runs steps in order on one thread. A subclass implements the two phases of a step."""
+    """Runs steps in order on one thread. A subclass implements the two phases of a step. With an output that is still
+    pending on the device, the thread goes on to the next step, and the caller waits."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
@@ -80,21 +85,30 @@ class ThreadedExecutor:
         """Launch the forward pass; may return before the device is done."""
         raise NotImplementedError
 
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self) -> StepOutput:
         raise NotImplementedError
 
-    def submit(self, plan: SchedulerOutput) -> StepHandle:
-        return self._thread.submit(self._run_step, plan)
+    def examine_failure(self, error: Exception) -> None:
+        """A step raised, or its results could not be read. Raises DeviceLostError if later ones would fail as well."""
 
-    def _run_step(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, plan: SchedulerOutput) -> StepHandle:
+        return StepInFlight(self, self._thread.submit(self._run_step, plan))
+
+    def _run_step(self, plan: SchedulerOutput) -> StepOutput:
         if self._failed:
             raise StepSkippedError(f"step {plan.step} was not executed: an earlier one failed")
         try:
             self.execute_model(plan)
             return self.sample_tokens()
-        except BaseException:
-            self._failed = True
+        except BaseException as error:
+            self.note_failure(error)
             raise
+
+    def note_failure(self, error: BaseException) -> None:
+        """The steps after this one are skipped until `recover`."""
+        self._failed = True
+        if isinstance(error, Exception):
+            self.examine_failure(error)
 
     def recover(self) -> None:
         self._failed = False
@@ -106,12 +120,31 @@ class ThreadedExecutor:
         self._thread.shutdown()
 
 
+class StepInFlight:
+    """The handle of a step on the thread of a ThreadedExecutor."""
+
+    def __init__(self, executor: ThreadedExecutor, launched: Future[StepOutput]) -> None:
+        self._executor = executor
+        self._launched = launched
+
+    def result(self) -> ModelRunnerOutput:
+        output = self._launched.result()
+        if isinstance(output, ModelRunnerOutput):
+            return output
+        try:
+            return output.get_output()
+        except Exception as error:  # a step after it may have been launched; its result is of no use either
+            self._executor.note_failure(error)
+            raise
+
+
 class UniProcExecutor(ThreadedExecutor):
     """One worker, in this process."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
         super().__init__()
         self._worker = Worker(config, model, tensors, timer)
+        self.call(self._worker.enter_thread)
         self.facts = self._worker.facts
 
     @property
@@ -122,8 +155,11 @@ class UniProcExecutor(ThreadedExecutor):
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._worker.execute_model(plan)
 
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self) -> StepOutput:
         return self._worker.sample_tokens()
+
+    def examine_failure(self, error: Exception) -> None:
+        self._worker.examine_failure(error)
 
     def sleep(self, level: int) -> None:
         self.call(lambda: self._worker.sleep(level))

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ratoon.core.config import EngineConfig
-from ratoon.core.errors import RequestError
+from ratoon.core.errors import DeviceLostError, RequestError
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.core.stats import SchedulerStats
@@ -100,7 +100,8 @@ class EngineCore:
 
         While the engine is paused or asleep nothing is planned: results of what is in flight, aborts and deadlines are
         all that comes out. An exception while executing fails the request that it belongs to, and the engine goes on:
-        if there are several in the step, each is tried alone to find out.
+        if there are several in the step, each is tried alone to find out. DeviceLostError is raised: no later step
+        could be executed.
         """
         with self._step_lock:
             self._take_aborts()
@@ -126,6 +127,8 @@ class EngineCore:
         plan, handle = self._in_flight[0]
         try:
             result = handle.result()
+        except DeviceLostError:  # no request can be isolated: what runs this core has to be started again
+            raise
         except Exception as error:
             logger.exception("a step failed")
             outputs = self._isolate(plan, error)

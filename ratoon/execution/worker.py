@@ -7,17 +7,18 @@ import logging
 import math
 import os
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ratoon.core.config import CacheConfig, EngineConfig, ModelConfig, resolve_max_model_len
-from ratoon.core.errors import ConfigError, ModelError
+from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig, bytes_per_block
-from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.kv_tensors import dtype_name
@@ -60,7 +61,7 @@ class Worker:
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, tensors: TensorSource, timer: StartupTimer
     ) -> None:
-        device = resolve_device(config.device)
+        self._device = device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device, model_config)
         max_model_len = resolve_max_model_len(config.max_model_len, model_config)
         threads = config.num_threads or usable_cores()
@@ -103,11 +104,30 @@ class Worker:
             kv_bytes=kv_config.num_blocks * kv_config.bytes_per_block,
         )
 
+    def enter_thread(self) -> None:
+        """Called once, on the thread that will execute all steps. On CUDA it gets a stream of its own: graphs can't be
+        captured on the default one."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.cuda.synchronize()  # the weights were loaded on another stream
+            torch.cuda.set_stream(torch.cuda.Stream())
+
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)
 
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         return self.runner.sample_tokens()
+
+    def examine_failure(self, error: Exception) -> None:
+        """After a step that raised: give back memory if there was too little. Raises DeviceLostError if the device
+        does not work any more: a kernel's illegal access, for example, makes every later call fail."""
+        if self._device.type != "cuda":
+            return
+        if not device_responds(self._device):
+            raise DeviceLostError(f"{self._device} does not respond after an error: {error}") from error
+        if isinstance(error, torch.OutOfMemoryError):
+            traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+            torch.cuda.empty_cache()
 
     def sleep(self, level: int) -> None:
         """Level 1 frees the KV cache, level 2 the weights as well."""
@@ -141,6 +161,15 @@ def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     choices = read_choices(choices_file(device))
     logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
     return CudaOps(choices)
+
+
+def device_responds(device: torch.device) -> bool:
+    """Whether the device still executes work. The first call may report an error that is over by the second."""
+    for _ in range(2):
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(device)
+            return True
+    return False
 
 
 @contextmanager

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratoon.core.errors import StepSkippedError
+from ratoon.core.config import EngineConfig, SchedulerConfig
+from ratoon.core.errors import DeviceLostError, StepSkippedError
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.distributed.executor import ThreadedExecutor
+from ratoon.engine.core import EngineCore
 from tests.unit.engine.test_engine_core import (
     BLOCK_SIZE,
     FakeExecutor,
@@ -270,3 +272,94 @@ def test_any_depth_gives_the_same_tokens(
             length = 3 + 4 * index
             for choice in range(n):
                 assert tokens_of(outputs[str(index)], choice) == [*range(length, length + stop + 1)]
+
+
+# ---- results that are pending on the device ----
+
+
+class Pending:
+    """An output that is there when the device is done."""
+
+    def __init__(self, output: ModelRunnerOutput, done: threading.Event, error: Exception | None = None) -> None:
+        self._output, self._done, self._error = output, done, error
+
+    def get_output(self) -> ModelRunnerOutput:
+        assert self._done.wait(60.0)
+        if self._error is not None:
+            raise self._error
+        return self._output
+
+
+class DeviceOfItsOwn(ThreadedExecutor):
+    """Launches steps; their results come when `done` is set. Those of step 2 may be an error."""
+
+    def __init__(self, error: Exception | None = None, is_lost: bool = False) -> None:
+        super().__init__()
+        self.done = threading.Event()
+        self.launched: list[int] = []
+        self._error, self._is_lost = error, is_lost
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self.launched.append(plan.step)
+
+    def sample_tokens(self) -> Pending:
+        output = ModelRunnerOutput([f"step {self.launched[-1]}"])
+        return Pending(output, self.done, self._error if self.launched[-1] == 2 else None)
+
+    def examine_failure(self, error: Exception) -> None:
+        if self._is_lost:
+            raise DeviceLostError("gone") from error
+
+
+def test_the_thread_of_steps_goes_on_while_results_are_pending() -> None:
+    executor = DeviceOfItsOwn()
+    handles = [executor.submit(SchedulerOutput(step)) for step in (1, 2, 3)]
+    executor.call(lambda: None)  # after them
+    assert executor.launched == [1, 2, 3] and not executor.done.is_set()
+    executor.done.set()
+    assert [handle.result().req_ids for handle in handles] == [["step 1"], ["step 2"], ["step 3"]]
+    executor.shutdown()
+
+
+def test_a_failure_that_is_found_while_waiting_is_a_failed_step() -> None:
+    executor = DeviceOfItsOwn(RuntimeError("unreadable"))
+    executor.done.set()
+    handles = [executor.submit(SchedulerOutput(step)) for step in (1, 2, 3)]
+    executor.call(lambda: None)
+    assert handles[0].result().req_ids == ["step 1"]
+    with pytest.raises(RuntimeError, match="unreadable"):
+        handles[1].result()
+    with pytest.raises(StepSkippedError):
+        executor.submit(SchedulerOutput(4)).result()
+    executor.recover()
+    assert executor.submit(SchedulerOutput(5)).result().req_ids == ["step 5"]
+    assert executor.launched == [1, 2, 3, 5]
+    executor.shutdown()
+
+
+def test_a_lost_device_is_told_as_such() -> None:
+    executor = DeviceOfItsOwn(RuntimeError("CUDA error"), is_lost=True)
+    executor.done.set()
+    handles = [executor.submit(SchedulerOutput(step)) for step in (1, 2)]
+    assert handles[0].result().req_ids == ["step 1"]
+    with pytest.raises(DeviceLostError, match="gone"):
+        handles[1].result()
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_lost_device_ends_the_core_and_blames_no_request(depth: int) -> None:
+    executor = FakeExecutor(33)
+    core = EngineCore(EngineConfig("fake", scheduler=SchedulerConfig(max_steps_in_flight=depth)), executor)
+    core.add_request(request("a", max_tokens=4))
+    core.add_request(request("b", 9, max_tokens=4, first=500))
+
+    def lose(error: Exception) -> None:
+        raise DeviceLostError("gone") from error
+
+    executor.before_forward = fail_with("a")
+    executor.examine_failure = lose  # type: ignore[method-assign]
+    with pytest.raises(DeviceLostError):
+        core.step()
+    assert not core.scheduler.state.quarantined
+    core.shutdown()
