@@ -80,6 +80,10 @@ class AttentionBackend(ABC):
     """Created once per KV group of an engine; holds no state of a step."""
 
     name: str
+    # Whether `build_metadata` and `forward` may be captured in a CUDA graph: they then use only the device tensors of
+    # the metadata, which keep their addresses, and `max_query_len` and `max_seq_len` as upper bounds; nothing waits for
+    # the device, and requests with no query are skipped.
+    supports_graphs: bool = False
 
     @classmethod
     @abstractmethod
