@@ -53,9 +53,10 @@ class BeamRows:
             self._fork(step)
         beams, rows = self.rows_of(step.req_id), self._rows
         if step.block_ids:
-            for table, ids in zip(rows.block_tables, step.block_ids, strict=True):
+            for group, (table, ids) in enumerate(zip(rows.block_tables, step.block_ids, strict=True)):
                 columns = np.array(ids).reshape(len(beams), -1)  # [B, C]
                 table[beams, step.first_column : step.first_column + columns.shape[1]] = columns
+                rows.note_blocks(group, beams, step.first_column, columns.shape[1])
         end = step.num_computed_tokens + step.num_tokens
         rows.num_computed[beams] = step.num_computed_tokens
         rows.num_blocks[:, beams] = np.maximum(rows.num_blocks[:, beams], -(-end // rows.block_size))
@@ -69,18 +70,23 @@ class BeamRows:
         num_columns = -(-step.num_computed_tokens // rows.block_size)
         # Rows of a search differ only after the prompt; a new row needs the columns before as well.
         first = int(rows.num_prompt[old[0]]) // rows.block_size
-        for table in rows.block_tables:
+        added = beams[len(old) :]
+        for group, table in enumerate(rows.block_tables):
             behind = table[parents, first:num_columns]  # a copy
-            table[beams[len(old) :], :first] = table[old[0], :first]
+            table[added, :first] = table[old[0], :first]
             table[beams, first:num_columns] = behind
+            rows.note_blocks(group, added, 0, first)
+            rows.note_blocks(group, beams, first, num_columns - first)
         if rows.cross_tables is not None:
-            rows.cross_tables[beams[len(old) :]] = rows.cross_tables[old[0]]
+            rows.cross_tables[added] = rows.cross_tables[old[0]]
             rows.encoder_lens[beams] = rows.encoder_lens[old[0]]
+            rows.note_cross_table(added)
         # Only tokens that are not computed yet are read.
         new_tokens = np.array(step.token_ids).reshape(len(beams), -1)  # [B, N]
         start = step.num_computed_tokens - step.num_restored_tokens
         end = start + new_tokens.shape[1]
         rows.token_ids[beams, start:end] = new_tokens
+        rows.note_tokens(beams, start, end - start)
         rows.num_tokens[beams] = end
         rows.num_prompt[beams] = rows.num_prompt[old[0]]
         self._of_search[step.req_id] = beams

@@ -47,6 +47,7 @@ def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
         for first, count, is_written in capture.spans:
             row = next(free)
             rows.token_ids[row, first : first + count] = capture.token_ids[offset : offset + count]
+            rows.note_tokens(row, first, count)
             rows.num_computed[row] = first
             rows.append_blocks(row, capture.block_ids)
             rows.set_cross_table(row, capture.cross_block_ids, capture.num_encoder_positions)

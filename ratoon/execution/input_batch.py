@@ -12,24 +12,41 @@ import numpy as np
 from ratoon.core.kv import NULL_BLOCK
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, BlockIds, NewRequestData
+from ratoon.execution.journal import Journal, NoJournal
 
 
 class InputBatch:
     """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group. For a model with an
-    encoder also `cross_tables` [rows, blocks of the longest encoder input]."""
+    encoder also `cross_tables` [rows, blocks of the longest encoder input].
+
+    All of them lie one after the other in `memory`, so that a device can have a copy of it (device_rows.py), to which
+    the writes that are noted in `journal` are repeated.
+    """
 
     def __init__(
-        self, max_rows: int, max_model_len: int, block_size: int, num_groups: int, max_encoder_len: int = 0
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        max_encoder_len: int = 0,
+        journal: Journal | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.max_blocks = -(-max_model_len // block_size)
+        max_cross_blocks = -(-max_encoder_len // block_size)
         # np.zeros commits pages when they are written, so a large table costs only what is used of it.
-        self.token_ids = np.zeros((max_rows, max_model_len), np.int32)
-        self.block_tables = [np.zeros((max_rows, self.max_blocks), np.int32) for _ in range(num_groups)]
+        self.memory = np.zeros(max_rows * (max_model_len + num_groups * self.max_blocks + max_cross_blocks), np.int32)
+        self.journal = NoJournal() if journal is None else journal
+        self.tables_start = max_rows * max_model_len  # in `memory`
+        self.cross_start = self.tables_start + num_groups * max_rows * self.max_blocks
+        self.token_ids = self.memory[: self.tables_start].reshape(max_rows, max_model_len)
+        tables = self.memory[self.tables_start : self.cross_start].reshape(num_groups, max_rows, self.max_blocks)
+        self.block_tables = list(tables)
         self.cross_tables: np.ndarray | None = None
         if max_encoder_len:
-            self.cross_tables = np.zeros((max_rows, -(-max_encoder_len // block_size)), np.int32)
+            self.cross_tables = self.memory[self.cross_start :].reshape(max_rows, max_cross_blocks)
         self.encoder_lens = np.zeros(max_rows, np.int32)
         self.num_tokens = np.zeros(max_rows, np.int64)
         self.num_computed = np.zeros(max_rows, np.int64)
@@ -52,6 +69,7 @@ class InputBatch:
         self.row_of[new.req_id] = row
         count = len(new.token_ids)
         self.token_ids[row, :count] = new.token_ids
+        self.note_tokens(row, 0, count)
         self.num_tokens[row] = count
         self.num_prompt[row] = new.num_prompt_tokens
         self.num_computed[row] = new.num_computed_tokens
@@ -84,22 +102,44 @@ class InputBatch:
             self._free_rows.append(row)
 
     def append_blocks(self, row: int, block_ids: BlockIds) -> None:
-        for table, counts, ids in zip(self.block_tables, self.num_blocks, block_ids, strict=True):
+        for group, (table, counts, ids) in enumerate(zip(self.block_tables, self.num_blocks, block_ids, strict=True)):
             if ids:
                 start = counts[row]
                 table[row, start : start + len(ids)] = ids
                 counts[row] = start + len(ids)
+                self.note_blocks(group, row, int(start), len(ids))
 
     def set_cross_table(self, row: int, block_ids: list[int], num_positions: int) -> None:
         """Set what the row's cross-attention reads. It does not change while the branch has the row."""
         if self.cross_tables is not None:
             self.cross_tables[row, : len(block_ids)] = block_ids
+            self.note_cross_table(row)
             self.encoder_lens[row] = num_positions
 
     def replace_block(self, copy: BlockCopy) -> None:
-        self.block_tables[copy.group][self.row_of[copy.req_id], copy.index] = copy.dst
+        row = self.row_of[copy.req_id]
+        self.block_tables[copy.group][row, copy.index] = copy.dst
+        self.note_blocks(copy.group, row, copy.index, 1)
 
     def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """One token for each of these rows (each row once)."""
+        """One token for each of these rows (each row once). Not noted: on a device the sampler has written them."""
         self.token_ids[rows, self.num_tokens[rows]] = tokens
         self.num_tokens[rows] += 1
+
+    def append_pending(self, rows: np.ndarray) -> None:
+        """The same for tokens that only the device knows."""
+        self.num_tokens[rows] += 1
+
+    # ---- the journal: of one row, or of several ----
+
+    def note_tokens(self, rows: int | np.ndarray, start: int, count: int) -> None:
+        self.journal.note(rows * self.max_model_len + start, count)
+
+    def note_blocks(self, group: int, rows: int | np.ndarray, start: int, count: int) -> None:
+        table_start = self.tables_start + group * len(self.token_ids) * self.max_blocks
+        self.journal.note(table_start + rows * self.max_blocks + start, count)
+
+    def note_cross_table(self, rows: int | np.ndarray) -> None:
+        if self.cross_tables is not None:
+            width = self.cross_tables.shape[1]
+            self.journal.note(self.cross_start + rows * width, width)

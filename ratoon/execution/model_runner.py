@@ -7,13 +7,14 @@ and block accounting are the scheduler's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ratoon.attention.interface import AttentionBackend
 from ratoon.core.kv import KVCacheConfig
-from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
 from ratoon.execution.beam_candidates import CandidatesReader
@@ -22,10 +23,20 @@ from ratoon.execution.buffers import indices_on
 from ratoon.execution.capture import CaptureReader, captured_rows, lay_out_spans
 from ratoon.execution.encoder import EncoderRunner
 from ratoon.execution.input_batch import InputBatch
+from ratoon.execution.journal import Journal
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.pooling import PoolingBranches
 from ratoon.execution.prompt_logprobs import PromptLogprobsReader
-from ratoon.execution.readers import ExecutedPass, LogitsReader, NextTokenReader, RowReader, StepLayout, rows_of
+from ratoon.execution.readers import (
+    ExecutedPass,
+    LogitsReader,
+    NextTokenReader,
+    PendingOutput,
+    RowReader,
+    StepLayout,
+    join,
+    rows_of,
+)
 from ratoon.execution.sampled_rows import SampledRowsReader
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
@@ -33,6 +44,9 @@ from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation, StepInputs
 from ratoon.models.base import LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderDecoderLM
+
+if TYPE_CHECKING:
+    from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
 
 
 class ModelRunner:
@@ -48,9 +62,11 @@ class ModelRunner:
         max_num_reqs: int,
         max_num_tokens: int,
         encoder_backend: AttentionBackend | None = None,
+        inputs_on_device: bool | None = None,
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
-        encoder's own attention, where the model has one."""
+        encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
+        by default on CUDA."""
         self.model = model
         self.device = device
         self.kv = KVTensors(kv_config, backends, device)
@@ -61,14 +77,24 @@ class ModelRunner:
             assert encoder_backend is not None, "the model has an encoder"
             self.encoder = EncoderRunner(encoder_backend, self.kv, kv_config.block_size, dtype, device)
             max_encoder_len = model.config.encoder.max_position
+        on_device = device.type == "cuda" if inputs_on_device is None else inputs_on_device
+        journal = Journal() if on_device else None
         self.input_batch = InputBatch(
-            num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len
+            num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len, journal
         )
         self.sampling_rows = SamplingRows(max_num_reqs)
         self.sampler = Sampler(self.sampling_rows)
         self.pooling = PoolingBranches()
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
-        self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
+        self.inputs: InputPreparation | DeviceInputs
+        self._resident: DeviceRows | None = None  # the rows on the device
+        if on_device:
+            from ratoon.execution.device_inputs import DeviceInputs
+
+            self.inputs = DeviceInputs(self.input_batch, max_num_tokens, num_rows, 0, device)
+            self._resident = self.inputs.resident
+        else:
+            self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows)
         self.num_computed_tokens = 0  # rows run through the model since the start
         self._executed: list[ExecutedPass] = []  # what the first phase leaves for the second
 
@@ -104,7 +130,7 @@ class ModelRunner:
         """The readers of the step, one for each kind of result that it has."""
         next_token: list[LogitsReader] = []
         if plan.sampled_req_ids:
-            next_token.append(SampledRowsReader(plan, layout, self.input_batch, self.sampler))
+            next_token.append(SampledRowsReader(plan, layout, self.input_batch, self.sampler, self._resident))
         if plan.beam_steps:
             next_token.append(CandidatesReader(plan.beam_steps, layout, self.beam_rows))
         compute_logits = self.model.compute_logits
@@ -182,10 +208,16 @@ class ModelRunner:
                 self.beam_rows.apply(step)
 
     @torch.inference_mode()
-    def sample_tokens(self) -> ModelRunnerOutput:
-        """Sample a token for every branch in `sampled_req_ids`, and read out all other results."""
+    def sample_tokens(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Sample a token for every branch in `sampled_req_ids`, and read out all other results. On CUDA this waits only
+        if one of these needs the host; otherwise the output is pending."""
         executed, self._executed = self._executed, []
         output = ModelRunnerOutput()
-        for forward_pass in executed:
-            forward_pass.read(output)
-        return output
+        finish = join([forward_pass.read(output) for forward_pass in executed])
+        if finish is None:
+            return output
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return PendingOutput(output, finish, done)

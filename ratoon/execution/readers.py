@@ -21,6 +21,9 @@ from ratoon.models.base import FinalStates
 
 Tensor = torch.Tensor
 ComputeLogits = Callable[[Tensor], Tensor]  # [R, H] → [R, V]
+# Puts results into the output that it gets, once the device is done. Called in another thread than readers are, while
+# that one may run the next step.
+Finish = Callable[[ModelRunnerOutput], None]
 
 
 class RowReader(Protocol):
@@ -28,8 +31,9 @@ class RowReader(Protocol):
 
     rows: list[int]  # of the step's batch, in the order of `read`'s states
 
-    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
-        """The final states [len(rows), H] of the rows; results go into `output`."""
+    def read(self, states: FinalStates, output: ModelRunnerOutput) -> Finish | None:
+        """The final states [len(rows), H] of the rows. Results go into `output`, or later into what `Finish` gets: a
+        reader that returns one has not waited for the device."""
         ...
 
 
@@ -38,7 +42,7 @@ class LogitsReader(Protocol):
 
     rows: list[int]
 
-    def read_logits(self, logits: Tensor, output: ModelRunnerOutput) -> None:
+    def read_logits(self, logits: Tensor, output: ModelRunnerOutput) -> Finish | None:
         """The logits [len(rows), V] of the rows. They may be changed in place."""
         ...
 
@@ -72,10 +76,21 @@ class NextTokenReader:
         self._compute_logits = compute_logits
         self.rows = [row for reader in readers for row in reader.rows]
 
-    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
+    def read(self, states: FinalStates, output: ModelRunnerOutput) -> Finish | None:
         logits = self._compute_logits(states.normed)
-        for reader, part in zip(self._readers, logits.split([len(reader.rows) for reader in self._readers])):
-            reader.read_logits(part, output)
+        parts = logits.split([len(reader.rows) for reader in self._readers])
+        return join([reader.read_logits(part, output) for reader, part in zip(self._readers, parts)])
+
+
+def join(parts: Sequence[Finish | None]) -> Finish | None:
+    """All of them in one. None: nothing is left to do."""
+    left = [finish for finish in parts if finish is not None]
+
+    def finish_all(output: ModelRunnerOutput) -> None:
+        for finish in left:
+            finish(output)
+
+    return finish_all if len(left) > 1 else left[0] if left else None
 
 
 def rows_of(readers: Sequence[RowReader]) -> list[int]:
@@ -89,9 +104,29 @@ class ExecutedPass:
     states: FinalStates  # of `rows_of(readers)`
     readers: Sequence[RowReader]
 
-    def read(self, output: ModelRunnerOutput) -> None:
+    def read(self, output: ModelRunnerOutput) -> Finish | None:
         start = 0
+        parts = []
         for reader in self.readers:
             end = start + len(reader.rows)
-            reader.read(self.states.select(slice(start, end)), output)
+            parts.append(reader.read(self.states.select(slice(start, end)), output))
             start = end
+        return join(parts)
+
+
+class PendingOutput:
+    """The output of a step that the device may still be working on. The thread that launched it makes it, another one
+    may take it."""
+
+    def __init__(self, output: ModelRunnerOutput, finish: Finish, done: torch.cuda.Event | None) -> None:
+        self._output = output
+        self._finish: Finish | None = finish
+        self._done = done  # recorded after everything that the results need; None: that was done at once
+
+    def get_output(self) -> ModelRunnerOutput:
+        if self._finish is not None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._finish(self._output)
+            self._finish = None
+        return self._output

@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
 import numpy as np
 import torch
 
-from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.cells import to_device
 from ratoon.execution.input_batch import InputBatch
-from ratoon.execution.readers import StepLayout
+from ratoon.execution.readers import Finish, StepLayout
 from ratoon.execution.sampler import Sampler
+from ratoon.execution.sampling_rows import SamplingRows
+
+if TYPE_CHECKING:
+    from ratoon.execution.device_inputs import DeviceRows
 
 NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidden)"
 
 
+class Tokens(Protocol):
+    """Tokens that were chosen, one for each draw. They may still be on their way to the host."""
+
+    def start_copy(self) -> None:
+        """Copy to the host without waiting. The methods below are called once that is done."""
+        ...
+
+    def wait(self) -> None:
+        """Until it is done."""
+        ...
+
+    def to_numpy(self) -> np.ndarray: ...
+
+    @property
+    def bad_rows(self) -> list[int]: ...
+
+    def logprobs_lists(self) -> dict[int, LogprobsLists]: ...
+
+
 class SampledRowsReader:
-    def __init__(self, plan: SchedulerOutput, layout: StepLayout, branches: InputBatch, sampler: Sampler) -> None:
+    """`resident`: the rows on the device, if they are there. Sampled tokens then stay on the device until the next step
+    is under way, unless a row's rules read them."""
+
+    def __init__(
+        self,
+        plan: SchedulerOutput,
+        layout: StepLayout,
+        branches: InputBatch,
+        sampler: Sampler,
+        resident: DeviceRows | None = None,
+    ) -> None:
         self.rows = [layout.last_row[req_id] for req_id in plan.sampled_req_ids]
         self._plan = plan
         self._branches = branches
         self._sampler = sampler
+        self._resident = resident
 
-    def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
+    def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
         num_branches = len(self._plan.sampled_req_ids)
         ids, rows, seeds, source = self._draws()
         if len(ids) > num_branches:  # several choices from one row
-            logits = logits[torch.from_numpy(source).to(logits.device)]
+            logits = logits[to_device(source, logits.device)]
         sampled = self._sampler.sample(logits, rows, seeds)
-
-        tokens = sampled.to_numpy()  # the only device synchronisation of a step
-        bad = set(sampled.bad_rows)
-        own = np.array([index for index in range(num_branches) if index not in bad], np.int64)
-        self._branches.append_tokens(rows[own], tokens[own])
-        self._sampler.rows.append_tokens(rows[own], tokens[own])
-        for index, token in enumerate(tokens.tolist()):
-            if index in bad:
-                output.errors[ids[index]] = NO_TOKEN
-            else:
-                output.req_ids.append(ids[index])
-                output.sampled_token_ids.append([token])
-        output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}
+        own = rows[:num_branches]
+        if self._resident is None:
+            append_known(sampled, ids, own, self._branches, self._sampler.rows, output)
+            return None
+        self._resident.append_tokens(own, sampled.token_ids[:num_branches])
+        return append_pending(sampled, ids, own, self._branches, self._sampler.rows, output)
 
     def _draws(self) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
         """The branches that get a token: ids, rows, seeds, and the sampled row that each draws from.
@@ -59,3 +90,54 @@ class SampledRowsReader:
                 seeds.append(np.uint64(seed))
                 source.append(index)
         return ids, np.array(rows), np.array(seeds, np.uint64), np.array(source)
+
+
+def append_pending(
+    sampled: Tokens,
+    ids: list[str],
+    own: np.ndarray,
+    branches: InputBatch,
+    sampling_rows: SamplingRows,
+    output: ModelRunnerOutput,
+) -> Finish | None:
+    """As `append_known`, for tokens that the device has written to its rows. The host waits for them only if the rules
+    of a row read them; otherwise what `Finish` does is left."""
+    sampled.start_copy()
+    if sampling_rows.need_tokens(own):
+        sampled.wait()
+        append_known(sampled, ids, own, branches, sampling_rows, output)
+        return None
+    branches.append_pending(own)
+    sampling_rows.append_tokens(own, np.zeros(len(own), np.int64))
+    return partial(put_tokens, sampled, ids)
+
+
+def append_known(
+    sampled: Tokens,
+    ids: list[str],
+    own: np.ndarray,
+    branches: InputBatch,
+    sampling_rows: SamplingRows,
+    output: ModelRunnerOutput,
+) -> None:
+    """Append the first tokens to the rows `own` of their branches; put all of them, which are those of `ids`, into the
+    output."""
+    tokens = sampled.to_numpy()[: len(own)]  # the only device synchronisation of a step
+    bad = set(sampled.bad_rows)
+    if bad:
+        good = np.array([index for index in range(len(own)) if index not in bad], np.int64)
+        own, tokens = own[good], tokens[good]
+    branches.append_tokens(own, tokens)
+    sampling_rows.append_tokens(own, tokens)
+    put_tokens(sampled, ids, output)
+
+
+def put_tokens(sampled: Tokens, ids: list[str], output: ModelRunnerOutput) -> None:
+    bad = set(sampled.bad_rows)
+    for index, token in enumerate(sampled.to_numpy().tolist()):
+        if index in bad:
+            output.errors[ids[index]] = NO_TOKEN
+        else:
+            output.req_ids.append(ids[index])
+            output.sampled_token_ids.append([token])
+    output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}

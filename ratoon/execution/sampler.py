@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ratoon.core.outputs import LogprobsLists
+from ratoon.execution.buffers import copy_to_host
 from ratoon.execution.cells import all_to_device, take, to_device
 from ratoon.execution.rules.base import apply_rules
 from ratoon.execution.sampling_rows import Needs, SamplingRows
@@ -39,6 +40,17 @@ class SampledTokens:
         self._logprob_rows = logprob_rows
         self._num_logprobs = num_logprobs
         self._host: np.ndarray | None = None
+        self._copy: Tensor | None = None  # in pinned memory, on its way
+        self._copied: torch.cuda.Event | None = None
+
+    def start_copy(self) -> None:
+        """Copy everything to the host without waiting. Values are there when the step is done."""
+        if self.token_ids.device.type == "cuda":
+            self._copy, self._copied = copy_to_host(self.packed())
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
 
     @property
     def bad_rows(self) -> list[int]:
@@ -71,7 +83,7 @@ class SampledTokens:
 
     def _on_host(self) -> np.ndarray:
         if self._host is None:
-            self._host = self.packed().cpu().numpy()
+            self._host = (self.packed().cpu() if self._copy is None else self._copy).numpy()
         return self._host
 
 

@@ -89,6 +89,11 @@ class SamplingRows:
             moves = zip(slots.tolist(), tokens[changing].tolist())
             self._set_rules(slots, [self.rules[slot].after(token_id) for slot, token_id in moves])
 
+    def need_tokens(self, slots: np.ndarray) -> bool:
+        """Whether the rules of one of these slots read its next token on the host."""
+        changing = slots[(self.needs[slots] & int(Needs.TOKENS)) != 0]
+        return any(self.rules[slot].needs_token_on_host for slot in changing.tolist())
+
     def _set_rules(self, slots: np.ndarray, rules: Sequence[RowRules]) -> None:
         """A row without active rules for its next token is treated as one without rules."""
         self.needs[slots] |= np.uint16(Needs.EDITS)

@@ -1,4 +1,5 @@
-"""Input preparation: from rows and scheduled counts to the arrays of a step, with vectorised index arithmetic.
+"""Input preparation on the host: from rows and scheduled counts to the arrays of a step, with vectorised index
+arithmetic. device_inputs.py is the same on a device.
 
 A test checks it against the worked example of the design. No state of branches is kept here: the buffers are only
 reused memory.
@@ -13,7 +14,7 @@ import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.kv import NULL_BLOCK
-from ratoon.execution.buffers import StepBuffers
+from ratoon.execution.buffers import StepBuffer
 from ratoon.execution.input_batch import InputBatch
 
 
@@ -30,27 +31,25 @@ class StepInputs:
 
 
 class InputPreparation:
-    def __init__(self, rows: InputBatch, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
+    def __init__(self, rows: InputBatch, max_num_tokens: int, max_num_reqs: int) -> None:
         self.rows = rows
-        self._buffers = buffers = StepBuffers(device)
-        self.input_ids = buffers.make(max_num_tokens, dtype=torch.int64)
-        self.positions = buffers.make(max_num_tokens, dtype=torch.int64)
-        self.query_start_loc = buffers.make(max_num_reqs + 1, dtype=torch.int32)
-        self.seq_lens = buffers.make(max_num_reqs, dtype=torch.int32)
+        self.input_ids = StepBuffer(max_num_tokens, dtype=torch.int64)
+        self.positions = StepBuffer(max_num_tokens, dtype=torch.int64)
+        self.query_start_loc = StepBuffer(max_num_reqs + 1, dtype=torch.int32)
+        self.seq_lens = StepBuffer(max_num_reqs, dtype=torch.int32)
         num_groups = len(rows.block_tables)
-        self.slot_mappings = [buffers.make(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)]
-        self.block_tables = [buffers.make(max_num_reqs, rows.max_blocks, dtype=torch.int32) for _ in range(num_groups)]
+        self.slot_mappings = [StepBuffer(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)]
+        self.block_tables = [StepBuffer(max_num_reqs, rows.max_blocks, dtype=torch.int32) for _ in range(num_groups)]
         if rows.cross_tables is not None:
-            self.encoder_lens = buffers.make(max_num_reqs, dtype=torch.int32)
-            self.cross_tables = buffers.make(max_num_reqs, rows.cross_tables.shape[1], dtype=torch.int32)
-            self.nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
+            self.encoder_lens = StepBuffer(max_num_reqs, dtype=torch.int32)
+            self.cross_tables = StepBuffer(max_num_reqs, rows.cross_tables.shape[1], dtype=torch.int32)
+            self.nothing_stored = torch.zeros(0, dtype=torch.int64)
 
     def prepare(
         self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None = None
     ) -> StepInputs:
         """`batch_rows` [R]: the row of each scheduled branch; `num_scheduled` [R]: its tokens in this step (≥ 1);
         `unwritten` [R] bool: rows whose keys and values are not kept: they go to the null block."""
-        self._buffers.turn()
         rows = self.rows
         num_reqs = len(batch_rows)
         cu_num_tokens = np.cumsum(num_scheduled)
@@ -66,7 +65,6 @@ class InputPreparation:
         np.add(rows.num_computed[batch_rows], num_scheduled, out=seq_lens, casting="unsafe")
         self.query_start_loc.array[0] = 0
         self.query_start_loc.array[1 : num_reqs + 1] = cu_num_tokens
-        device_positions = self.positions.to_device(total)
         max_seq_len, max_query_len = int(seq_lens.max()), int(num_scheduled.max())
         groups = []
         for group in range(len(rows.block_tables)):
@@ -75,10 +73,9 @@ class InputPreparation:
                 self.slot_mappings[group].array[:total][np.repeat(unwritten, num_scheduled)] = NULL_BLOCK
             groups.append(self._group_inputs(group, batch_rows, total, max_query_len, max_seq_len))
         cross = None if rows.cross_tables is None else self._cross_inputs(batch_rows, max_query_len)
-        input_ids = self.input_ids.to_device(total)
-        self._buffers.copied()
         writes_nothing = unwritten is not None and bool(unwritten.all())
-        return StepInputs(input_ids, device_positions, groups, cu_num_tokens, writes_nothing, cross)
+        input_ids = self.input_ids.tensor(total)
+        return StepInputs(input_ids, self.positions.tensor(total), groups, cu_num_tokens, writes_nothing, cross)
 
     def _map_slots(self, group: int, req_indices: np.ndarray, positions: np.ndarray, total: int) -> None:
         """Where each token's keys and values go: block · block_size + offset."""
@@ -106,10 +103,10 @@ class InputPreparation:
             query_start_loc=self.query_start_loc.array[: num_reqs + 1],
             seq_lens=self.seq_lens.array[:num_reqs],
             block_table=table[:num_reqs],
-            query_start_loc_device=self.query_start_loc.to_device(num_reqs + 1),
-            seq_lens_device=self.seq_lens.to_device(num_reqs),
-            block_table_device=self.block_tables[group].to_device(num_reqs),
-            slot_mapping=self.slot_mappings[group].to_device(total),
+            query_start_loc_device=self.query_start_loc.tensor(num_reqs + 1),
+            seq_lens_device=self.seq_lens.tensor(num_reqs),
+            block_table_device=self.block_tables[group].tensor(num_reqs),
+            slot_mapping=self.slot_mappings[group].tensor(total),
             block_size=self.rows.block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
@@ -130,9 +127,9 @@ class InputPreparation:
             query_start_loc=self.query_start_loc.array[: num_reqs + 1],
             seq_lens=lens,
             block_table=table[:num_reqs],
-            query_start_loc_device=self.query_start_loc.to_device(num_reqs + 1),
-            seq_lens_device=self.encoder_lens.to_device(num_reqs),
-            block_table_device=self.cross_tables.to_device(num_reqs),
+            query_start_loc_device=self.query_start_loc.tensor(num_reqs + 1),
+            seq_lens_device=self.encoder_lens.tensor(num_reqs),
+            block_table_device=self.cross_tables.tensor(num_reqs),
             slot_mapping=self.nothing_stored,
             block_size=self.rows.block_size,
             max_query_len=max_query_len,

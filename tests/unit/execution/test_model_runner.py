@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,7 @@ from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from ratoon.execution import prompt_logprobs
-from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.execution.step_inputs import InputPreparation
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model
@@ -35,14 +35,19 @@ OTHER = random_token_ids(21, seed=2)
 LLAMA = tiny_llama()
 TWO_GROUPS = tiny_qwen2(window=6, first_window_layer=1)
 needs_kernels = pytest.mark.skipif(bool(native_ops_reasons(CPU, torch.float32)), reason="no native kernels here")
-BACKENDS = ["torch", pytest.param("native", marks=needs_kernels)]
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None, reason="needs Triton's interpreter"
+)
+# "resident": inputs prepared by kernels, under Triton's interpreter, with the torch backend
+BACKENDS = ["torch", pytest.param("native", marks=needs_kernels), pytest.param("resident", marks=interpreted)]
 
 
 class Driver:
     """A runner, with helpers that write plans for it and execute them."""
 
-    def __init__(self, tiny: TinyModel = LLAMA, backend: str = "torch", max_num_reqs: int = 8) -> None:
+    def __init__(self, tiny: TinyModel = LLAMA, backend: str = "torch", max_num_reqs: int = 8, **settings: Any) -> None:
         ops = NativeOps() if backend == "native" else TorchOps()
+        settings.setdefault("inputs_on_device", backend == "resident")
         model = build_model(tiny.config, tiny.source, ops, CPU, torch.float32)
         self.groups = group_layers([layer.kv_spec(BLOCK_SIZE, "float32") for layer in model.attention_layers])
         self.runner = ModelRunner(
@@ -54,6 +59,7 @@ class Driver:
             max_model_len=tiny.config.max_position,
             max_num_reqs=max_num_reqs,
             max_num_tokens=256,
+            **settings,
         )
 
     def new(
@@ -106,7 +112,8 @@ class Driver:
                 **rest,
             )
         )
-        return self.runner.sample_tokens()
+        output = self.runner.sample_tokens()
+        return output if isinstance(output, ModelRunnerOutput) else output.get_output()
 
     def decode(self, req_id: str, computed: int, count: int) -> list[int]:
         """`count` more tokens of one branch, one step each."""
@@ -467,15 +474,66 @@ def test_steps_reuse_the_same_memory() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_everything_that_the_model_reads_is_put_on_the_device() -> None:
-    """On a device that is not the host's memory: every tensor lies there, and the host's arrays hold the numbers."""
-    rows = InputBatch(4, 64, BLOCK_SIZE, num_groups=2)
-    rows.add(NewRequestData("a", PROMPT, len(PROMPT), GREEDY, 0, ([1, 2, 3], [4, 5, 6]), 16))
-    step = InputPreparation(rows, 64, 4, torch.device("meta")).prepare(np.array([0]), np.array([21]))
-    tensors = [step.input_ids, step.positions]
-    for group in step.groups:
-        tensors += [group.slot_mapping, group.block_table_device, group.seq_lens_device]
-        tensors.append(group.query_start_loc_device)
-        assert (group.seq_lens.tolist(), group.query_start_loc.tolist()) == ([37], [0, 21])
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
-    assert len(step.input_ids) == len(step.positions) == 21
+# ---- results without waiting ----
+
+
+def launch(driver: Driver, new: Sequence[NewRequestData] = (), known: dict[str, int] | None = None) -> Any:
+    """Launch a step; its output may be pending."""
+    known = known or {}
+    counts = {branch.req_id: len(branch.token_ids) for branch in new} | dict.fromkeys(known, 1)
+    cached = CachedRequestData(list(known), list(known.values()), [None] * len(known))
+    driver.runner.execute_model(
+        SchedulerOutput(
+            scheduled_new_reqs=list(new),
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            sampled_req_ids=list(counts),
+        )
+    )
+    return driver.runner.sample_tokens()
+
+
+@interpreted
+def test_steps_are_launched_before_the_tokens_of_earlier_ones_are_taken() -> None:
+    driver = Driver(backend="resident")
+    prompts = {"a": PROMPT, "b": OTHER}
+    new = [driver.new("a", PROMPT, 1), driver.new("b", OTHER, 21)]
+    pending = [launch(driver, new)]
+    pending += [launch(driver, known={"b": len(OTHER) + i, "a": len(PROMPT) + i}) for i in range(4)]
+    assert not any(isinstance(output, ModelRunnerOutput) for output in pending)
+    assert not driver.runner.input_batch.token_ids[0, len(PROMPT) :].any(), "the host has not seen them"
+    outputs = [output.get_output() for output in pending]
+    for req_id, prompt in prompts.items():
+        tokens = [token_of(output, req_id) for output in outputs]
+        assert tokens == oracle_greedy(LLAMA, prompt, 5)
+    assert pending[0].get_output() is outputs[0], "it can be taken again"
+
+
+@interpreted
+def test_a_row_whose_rules_read_its_tokens_makes_the_step_wait() -> None:
+    for params, waits in (
+        (SamplingParams(temperature=0.0, repetition_penalty=1.5), True),
+        (SamplingParams(temperature=0.0, min_tokens=3, eos_token_ids=[5]), False),
+        (SamplingParams(temperature=0.0, logprobs=2), False),
+    ):
+        expected = Driver()
+        tokens = [token_of(expected.step(new=[expected.new("a", PROMPT, 1, params=params)]), "a")]
+        tokens += expected.decode("a", len(PROMPT), 3)
+        driver = Driver(backend="resident")
+        pending = [launch(driver, [driver.new("a", PROMPT, 1, params=params)])]
+        pending += [launch(driver, known={"a": len(PROMPT) + i}) for i in range(3)]
+        assert [isinstance(output, ModelRunnerOutput) for output in pending] == [waits] * 4
+        outputs = pending if waits else [output.get_output() for output in pending]
+        assert [token_of(output, "a") for output in outputs] == tokens
+        assert all(output.logprobs for output in outputs) == (params.logprobs is not None)
+
+
+@interpreted
+def test_a_pending_row_without_a_token_fails_alone() -> None:
+    driver = Driver(poisoned(LLAMA), "resident")
+    bad = [*PROMPT[:20], NAN_TOKEN]
+    first = launch(driver, [driver.new("a", PROMPT, 1), driver.new("bad", bad, 6), driver.new("b", OTHER, 11)])
+    second = launch(driver, known={"a": len(PROMPT), "bad": len(bad), "b": len(OTHER)})
+    assert set(first.get_output().errors) == {"bad"} and first.get_output().req_ids == ["a", "b"]
+    assert token_of(second.get_output(), "b") == oracle_greedy(LLAMA, OTHER, 2)[1]

@@ -1,0 +1,167 @@
+"""Triton kernels that prepare a step's inputs on the device, from the rows that lie there. Imported on CUDA only.
+
+The arithmetic is that of step_inputs.py. Every kernel works on memory at fixed addresses and reads the numbers of
+requests and tokens from it, so that a captured graph can be replayed for any step that is not larger.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+Tensor = torch.Tensor
+
+TABLE_COLUMNS = 128  # that are copied at a time
+TOKENS_OF_PROGRAM = (1, 64, 1024)  # few sizes: each is compiled on its first use
+CELLS_OF_PROGRAM = 1024
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scatter(memory, cells, values, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    cell = tl.load(cells + places, mask=inside, other=0)
+    value = tl.load(values + places, mask=inside, other=0)
+    tl.store(memory + cell, value, mask=inside)
+
+
+def scatter(memory: Tensor, cells: Tensor, values: Tensor) -> None:
+    """memory[cells] = values. A cell may occur several times, always with the same value."""
+    count = len(cells)
+    _scatter[(triton.cdiv(count, CELLS_OF_PROGRAM),)](memory, cells, values, count, BLOCK=CELLS_OF_PROGRAM)
+
+
+@triton.jit(do_not_specialize=["num_padded_tokens", "num_padded_reqs"])
+def _prepare(  # type: ignore[no-untyped-def]
+    memory,  # the rows: token ids, block tables of the groups, cross tables
+    tables_start,  # where in `memory` they begin
+    cross_start,
+    counts,  # of the step: requests, tokens
+    rows,  # [R] and so on: what the host says of each request
+    num_computed,
+    query_starts,  # [R + 1]
+    unwritten,
+    encoder_lens,
+    input_ids,  # [T] and so on: what the model reads
+    positions,
+    slots,  # [groups, capacity]
+    slots_stride,
+    query_start_loc,
+    seq_lens,
+    tables,  # [groups, capacity, max_blocks]
+    tables_stride,
+    cross_lens,
+    cross_tables,
+    num_padded_tokens,
+    num_padded_reqs,
+    max_rows,
+    max_model_len,
+    max_blocks,
+    max_cross_blocks,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+):
+    """One program for a request, a group (the last: cross-attention) and NUM_TOKENS of the request's tokens.
+
+    Requests behind the step's are padding: each has one token until all padded tokens have a request, then none. Their
+    token, position and slot are 0, and their table is the null block.
+    """
+    request, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_reqs, num_tokens = tl.load(counts), tl.load(counts + 1)
+    is_real = request < num_reqs
+    row = tl.load(rows + request, mask=is_real, other=0).to(tl.int64)
+    computed = tl.load(num_computed + request, mask=is_real, other=0)
+    padding_start = num_tokens + request - num_reqs
+    start = tl.load(query_starts + request, mask=is_real, other=0)
+    end = tl.load(query_starts + request + 1, mask=is_real, other=0)
+    start = tl.where(is_real, start, tl.minimum(padding_start, num_padded_tokens))
+    end = tl.where(is_real, end, tl.minimum(padding_start + 1, num_padded_tokens))
+    length = end - start
+    seq_len = computed + length
+
+    if group < NUM_GROUPS:
+        offsets = part * NUM_TOKENS + tl.arange(0, NUM_TOKENS)
+        inside = offsets < length
+        position = computed + offsets
+        if group == 0:
+            token_place = row * max_model_len + position
+            token = tl.load(memory + token_place, mask=inside & is_real, other=0)
+            tl.store(input_ids + start + offsets, token.to(tl.int64), mask=inside)
+            tl.store(positions + start + offsets, position.to(tl.int64), mask=inside)
+            if part == 0:
+                tl.store(seq_lens + request, seq_len)
+                tl.store(query_start_loc + request, start)
+                tl.store(query_start_loc + request + 1, end, mask=request == num_padded_reqs - 1)
+        table = memory + tables_start + (group.to(tl.int64) * max_rows + row) * max_blocks
+        block = tl.load(table + position // BLOCK_SIZE, mask=inside & is_real, other=0)
+        is_kept = is_real & (tl.load(unwritten + request, mask=is_real, other=1) == 0)
+        slot = tl.where(is_kept, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+        tl.store(slots + group * slots_stride + start + offsets, slot, mask=inside)
+        out = tables + group * tables_stride + request.to(tl.int64) * max_blocks
+        num_keys = seq_len
+    else:
+        table = memory + cross_start + row * max_cross_blocks
+        out = cross_tables + request.to(tl.int64) * max_cross_blocks
+        num_keys = tl.load(encoder_lens + request, mask=is_real, other=0)
+        num_keys = tl.where(is_real, num_keys, length)
+        if part == 0:
+            tl.store(cross_lens + request, num_keys)
+
+    if part == 0:
+        num_columns = (num_keys + BLOCK_SIZE - 1) // BLOCK_SIZE
+        first = 0
+        while first < num_columns:
+            columns = first + tl.arange(0, NUM_COLUMNS)
+            inside_table = columns < num_columns
+            entries = tl.load(table + columns, mask=inside_table & is_real, other=0)
+            tl.store(out + columns, entries, mask=inside_table)
+            first += NUM_COLUMNS
+
+
+def prepare(
+    num_padded_reqs: int, max_query_len: int, *arguments: Any, num_groups: int, has_cross: bool, block_size: int
+) -> None:
+    """`arguments`: all of the kernel's that are no constants."""
+    num_tokens = next((size for size in TOKENS_OF_PROGRAM if size >= max_query_len), TOKENS_OF_PROGRAM[-1])
+    grid = (num_padded_reqs, num_groups + has_cross, triton.cdiv(max_query_len, num_tokens))
+    _prepare[grid](
+        *arguments,
+        NUM_GROUPS=num_groups,
+        BLOCK_SIZE=block_size,
+        NUM_TOKENS=num_tokens,
+        NUM_COLUMNS=TABLE_COLUMNS,
+    )
+
+
+@triton.jit
+def _append_tokens(  # type: ignore[no-untyped-def]
+    memory, counts, rows, seq_lens, token_ids, bad, results, max_model_len, BLOCK: tl.constexpr
+):
+    requests = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = requests < tl.load(counts)
+    row = tl.load(rows + requests, mask=is_real, other=0).to(tl.int64)
+    position = tl.load(seq_lens + requests, mask=is_real, other=0)
+    token = tl.load(token_ids + requests, mask=is_real, other=0).to(tl.int32)
+    is_bad = tl.load(bad + requests, mask=is_real, other=0) != 0
+    tl.store(memory + row * max_model_len + position, token, mask=is_real & (position < max_model_len))
+    tl.store(results + requests, tl.where(is_bad, -1, token), mask=is_real)
+
+
+def append_tokens(
+    memory: Tensor,
+    counts: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    token_ids: Tensor,  # [padded requests]
+    bad: Tensor,
+    results: Tensor,
+    max_model_len: int,
+) -> None:
+    """Write the token of each request of the step behind its last one, and to `results`; -1 there: it has none."""
+    grid = (triton.cdiv(len(token_ids), CELLS_OF_PROGRAM),)
+    _append_tokens[grid](memory, counts, rows, seq_lens, token_ids, bad, results, max_model_len, BLOCK=CELLS_OF_PROGRAM)

@@ -1,0 +1,40 @@
+"""Which cells of the rows the host has written since the last step: what a copy of the rows on a device has to be told.
+
+No values are kept: they are read from the rows when the step is prepared, so a cell that was written twice is right.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Journal:
+    """Runs of cells, by their place in the flat memory of the rows."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+
+    def note(self, start: int | np.ndarray, count: int) -> None:
+        """A run, or several of equal length."""
+        if count <= 0:
+            return
+        if isinstance(start, np.ndarray):
+            self._starts += start.tolist()
+            self._counts += [count] * len(start)
+        else:
+            self._starts.append(start)
+            self._counts.append(count)
+
+    def take(self) -> np.ndarray:
+        """The cells [N] that were noted, which are forgotten."""
+        starts, self._starts = np.array(self._starts, np.int64), []
+        counts, self._counts = np.array(self._counts, np.int64), []
+        firsts = np.cumsum(counts) - counts
+        return np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
+
+
+class NoJournal(Journal):
+    """For rows that are read where they lie."""
+
+    def note(self, start: int | np.ndarray, count: int) -> None: ...

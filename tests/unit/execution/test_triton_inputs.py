@@ -1,0 +1,195 @@
+"""Inputs that kernels prepare from rows on the device: the same as on the host, by the worked example and by chance.
+
+Without a GPU the kernels run under Triton's interpreter, on tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from ratoon.core.errors import ConfigError
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import BlockCopy, NewRequestData
+from ratoon.execution import device_inputs
+from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
+from ratoon.execution.input_batch import InputBatch
+from ratoon.execution.journal import Journal
+from ratoon.execution.step_inputs import InputPreparation, StepInputs
+from tests.unit.execution.test_step_inputs import BLOCKS, COMPUTED, MAX_MODEL_LEN, SCHEDULED, concatenated
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_REQS, MAX_TOKENS = 8, 256
+
+
+def make_rows(num_groups: int = 1, max_encoder_len: int = 0) -> InputBatch:
+    return InputBatch(MAX_REQS, MAX_MODEL_LEN, 16, num_groups, max_encoder_len, Journal())
+
+
+def make_inputs(rows: InputBatch, max_padded: int = 0) -> DeviceInputs:
+    inputs = DeviceInputs(rows, MAX_TOKENS, MAX_REQS, max_padded, DEVICE)
+    for tensor in (inputs.input_ids, inputs.positions, inputs.slot_mappings, inputs.block_tables, inputs.seq_lens):
+        tensor.fill_(-7)  # what is not written is seen
+    return inputs
+
+
+def new_branch(name: str, tokens: Sequence[int], blocks: Sequence[Sequence[int]], computed: int = 0) -> NewRequestData:
+    block_ids = tuple(list(ids) for ids in blocks)
+    return NewRequestData(name, list(tokens), len(tokens), SamplingParams(), 0, block_ids, computed)
+
+
+def worked_example() -> tuple[InputBatch, StepInputs]:
+    rows = make_rows()
+    generator = np.random.default_rng(0)
+    for index, (computed, scheduled, blocks) in enumerate(zip(COMPUTED, SCHEDULED, BLOCKS, strict=True)):
+        tokens = generator.integers(0, 1000, computed + scheduled).tolist()
+        rows.add(new_branch(str(index), tokens, [blocks], computed))
+    return rows, make_inputs(rows).prepare(np.arange(5), np.array(SCHEDULED))
+
+
+def test_the_worked_example_on_the_device() -> None:
+    rows, step = worked_example()
+    group, m = step.groups[0], MAX_MODEL_LEN
+    assert step.positions.tolist() == concatenated(54, 145, range(93), range(75), range(30))
+    token_indices = concatenated(54, 145 + m, np.arange(93) + 2 * m, np.arange(75) + 3 * m, np.arange(30) + 4 * m)
+    assert step.input_ids.tolist() == rows.token_ids.reshape(-1)[token_indices].tolist()
+    assert group.slot_mapping.tolist() == concatenated(70, 225, range(240, 333), range(336, 411), range(416, 446))
+    assert group.query_start_loc_device.tolist() == [0, 1, 2, 95, 170, 200]
+    assert group.seq_lens_device.tolist() == [55, 146, 93, 75, 30]
+    assert group.block_table_device[1, :10].tolist() == list(range(5, 15))
+
+
+def equal_inputs(ours: StepInputs, theirs: StepInputs) -> None:
+    """What a backend reads: of a table, the columns of the keys that a request has."""
+    assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+    assert ours.positions.tolist() == theirs.positions.tolist()
+    assert ours.cu_num_tokens.tolist() == theirs.cu_num_tokens.tolist()
+    assert ours.writes_nothing == theirs.writes_nothing
+    pairs = list(zip(ours.groups, theirs.groups, strict=True))
+    if theirs.cross is not None:
+        assert ours.cross is not None
+        pairs.append((ours.cross, theirs.cross))
+    for mine, other in pairs:
+        assert mine.slot_mapping.tolist() == other.slot_mapping.tolist()
+        assert (mine.max_query_len, mine.max_seq_len) == (other.max_query_len, other.max_seq_len)
+        for seen in (mine.query_start_loc_device, mine.query_start_loc):
+            assert seen.tolist() == other.query_start_loc.tolist()
+        for seen in (mine.seq_lens_device, mine.seq_lens):
+            assert seen.tolist() == other.seq_lens.tolist()
+        for request, seq_len in enumerate(other.seq_lens.tolist()):
+            columns = -(-seq_len // other.block_size)
+            for table in (mine.block_table_device, mine.block_table):
+                assert table[request, :columns].tolist() == other.block_table[request, :columns].tolist()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("num_groups", "max_encoder_len"), [(1, 0), (2, 0), (2, 40)])
+def test_many_steps_are_prepared_as_on_the_host(num_groups: int, max_encoder_len: int, seed: int) -> None:
+    """Branches come and go, get blocks, have them replaced; some rows are not written."""
+    generator = np.random.default_rng(seed)
+    rows = make_rows(num_groups, max_encoder_len)
+    on_device, on_host = make_inputs(rows), InputPreparation(rows, MAX_TOKENS, MAX_REQS)
+    for step in range(6):
+        for name in list(rows.row_of):
+            if generator.random() < 0.3:
+                rows.drop(name)
+        while len(rows) < generator.integers(2, MAX_REQS):
+            tokens = generator.integers(0, 1000, generator.integers(1, 60)).tolist()
+            blocks = [generator.integers(1, 500, 8).tolist() for _ in range(num_groups)]
+            new = new_branch(f"{step}-{len(rows)}-{generator.random()}", tokens, blocks)
+            new.num_encoder_positions = int(generator.integers(1, 41)) if max_encoder_len else 0
+            new.cross_block_ids = generator.integers(1, 500, -(-new.num_encoder_positions // 16)).tolist()
+            rows.add(new)
+        for name, row in rows.row_of.items():
+            rows.num_computed[row] = generator.integers(0, rows.num_tokens[row])
+            if generator.random() < 0.3:
+                rows.replace_block(BlockCopy(name, num_groups - 1, int(generator.integers(0, 8)), 0, 77))
+        batch = generator.permutation(list(rows.row_of.values()))
+        left = rows.num_tokens[batch] - rows.num_computed[batch]
+        counts = np.minimum(left, generator.integers(1, 20, len(batch)))
+        unwritten = None if step % 3 else generator.random(len(batch)) < 0.5
+        equal_inputs(on_device.prepare(batch, counts, unwritten), on_host.prepare(batch, counts, unwritten))
+
+
+def test_a_sampled_token_is_fed_without_the_host() -> None:
+    rows = make_rows()
+    rows.add(new_branch("a", [5, 6, 7], [[3]]))
+    rows.add(new_branch("b", [8], [[4]]))
+    inputs = make_inputs(rows)
+    inputs.prepare(np.array([0, 1]), np.array([3, 1]))
+    inputs.resident.append_tokens(np.array([0, 1]), torch.tensor([901, 902], device=DEVICE))
+    rows.append_pending(np.array([0, 1]))
+    rows.num_computed[:2] = [3, 1]
+    step = inputs.prepare(np.array([1, 0]), np.array([1, 1]))
+    assert step.input_ids.tolist() == [902, 901]
+    assert rows.token_ids[0, 3] == rows.token_ids[1, 1] == 0, "the host does not know them"
+
+
+def test_more_cells_than_one_copy_holds_all_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_inputs, "MAX_CELLS", 16)
+    rows = make_rows()
+    tokens = list(range(100, 190))
+    rows.add(new_branch("a", tokens, [range(1, 7)]))
+    step = make_inputs(rows).prepare(np.array([0]), np.array([90]))
+    assert step.input_ids.tolist() == tokens
+    assert step.groups[0].block_table_device[0, :6].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_cell_that_is_written_twice_has_its_last_value() -> None:
+    rows = make_rows()
+    rows.add(new_branch("a", [5, 6, 7], [[3]]))
+    rows.drop("a")
+    rows.add(new_branch("b", [8, 9, 10], [[4]]))
+    rows.replace_block(BlockCopy("b", 0, 0, 4, 6))
+    step = make_inputs(rows).prepare(np.array([0]), np.array([3]))
+    assert step.input_ids.tolist() == [8, 9, 10]
+    assert step.groups[0].slot_mapping.tolist() == [96, 97, 98]
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_padding_has_requests_of_its_own_that_write_to_the_null_block(size: int) -> None:
+    rows = make_rows(num_groups=2)
+    rows.add(new_branch("a", [5, 6, 7], [[3], [8]]))
+    rows.add(new_branch("b", list(range(20, 40)), [[4, 5], [9, 7]], computed=19))
+    inputs = make_inputs(rows, max_padded=16)
+    inputs.send(np.array([0, 1]), np.array([3, 1]))
+    inputs.compute(size, size, size)
+    step = inputs.padded(size, size)
+    num_padding = size - 4
+    assert step.input_ids.tolist() == [5, 6, 7, 39] + [0] * num_padding
+    assert step.positions.tolist() == [0, 1, 2, 19] + [0] * num_padding
+    assert step.groups[0].slot_mapping.tolist() == [48, 49, 50, 83] + [0] * num_padding
+    assert step.groups[1].slot_mapping.tolist() == [128, 129, 130, 115] + [0] * num_padding
+    starts = [0, 3, *range(4, size + 1)]
+    for group in step.groups:
+        assert group.query_start_loc_device.tolist() == starts + [size] * (size + 1 - len(starts))
+        assert group.seq_lens_device.tolist() == [3, 20] + [1] * num_padding + [0] * 2
+        assert group.block_table_device[2 : 2 + num_padding, 0].tolist() == [0] * num_padding
+        assert group.max_seq_len == MAX_MODEL_LEN
+
+
+def test_tokens_of_padding_are_not_written() -> None:
+    rows = make_rows()
+    rows.add(new_branch("a", [5, 6], [[3]], computed=1))
+    rows.add(new_branch("b", [7], [[4]]))
+    inputs = make_inputs(rows, max_padded=4)
+    inputs.send(np.array([1, 0]), np.array([1, 1]))
+    inputs.compute(4, 4, 1)
+    before = inputs.resident.memory.clone()
+    inputs.sampled.fill_(-7)
+    bad = torch.tensor([False, True, False, True], device=DEVICE)
+    inputs.append_tokens(torch.tensor([11, 12, 13, 14], device=DEVICE), bad)
+    assert inputs.sampled.tolist() == [11, -1, -7, -7]
+    changed = (inputs.resident.memory != before).nonzero().squeeze(1).tolist()
+    assert changed == [2, MAX_MODEL_LEN + 1]
+    assert inputs.resident.memory[changed].tolist() == [12, 11]
+
+
+def test_rows_that_no_index_reaches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_inputs, "MAX_MEMORY_CELLS", 100)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        DeviceRows(make_rows(), DEVICE)
