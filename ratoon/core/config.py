@@ -128,13 +128,15 @@ class CacheConfig:
     )
     memory_fraction: float | None = setting(
         None,
-        "share of the memory that is free once the weights are loaded; default 0.85 on a GPU, 0.4 and at most 4GiB on "
-        "a CPU",
+        "share of the memory that is free once the weights are loaded; default 0.85 on a GPU, less what the largest "
+        "step needs, 0.4 and at most 4GiB on a CPU",
         ABOVE_ZERO_TO_ONE,
         name="kv_memory_fraction",
     )
     gpu_memory_utilization: float | None = setting(
-        None, "share of a GPU's memory for weights and KV cache together; no effect on a CPU", ABOVE_ZERO_TO_ONE
+        None,
+        "share of a GPU's memory for weights, the largest step and KV cache together; no effect on a CPU",
+        ABOVE_ZERO_TO_ONE,
     )
     enable_prefix_caching: bool = setting(
         True, "share computed prefixes between requests", options=("--prefix-caching",)

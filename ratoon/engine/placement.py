@@ -13,7 +13,8 @@ def place_engine(config: EngineConfig, index: int, num_engines: int) -> EngineCo
         return config
     import torch
 
-    from ratoon.execution.worker import KV_FRACTION, usable_cores
+    from ratoon.execution.kv_memory import KV_FRACTION
+    from ratoon.execution.worker import usable_cores
 
     if config.num_threads is None:
         config = config.with_(num_threads=max(1, usable_cores() // num_engines))

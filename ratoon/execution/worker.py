@@ -15,12 +15,23 @@ from typing import Any
 
 import torch
 
-from ratoon.core.config import CacheConfig, EngineConfig, ModelConfig, resolve_max_model_len
-from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
-from ratoon.core.kv import KVCacheConfig, bytes_per_block
+from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
+from ratoon.core.errors import DeviceLostError, ModelError
+from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.geometry import Geometry, geometry_of
+from ratoon.execution.devices import resolve_device, resolve_dtype
+from ratoon.execution.geometry import geometry_of
+from ratoon.execution.kv_memory import (
+    cut_kv_memory,
+    free_memory,
+    gib,
+    largest_step,
+    measure_step,
+    num_blocks_of,
+    sizes_by_memory,
+    verify_longest_sequence,
+)
 from ratoon.execution.kv_tensors import dtype_name
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.native import kernel_set_name
@@ -33,13 +44,8 @@ from ratoon.observe.startup import StartupTimer
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Defaults: a GPU is normally the engine's alone, host memory is shared with other processes.
-KV_FRACTION = {"cuda": 0.85, "cpu": 0.4}
-CPU_KV_LIMIT = 4 * 2**30
 ALLOCATOR_PATIENCE = 0.3  # seconds
 OLDEST_FOR_TRITON = (8, 0)  # compute capability
-DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +82,13 @@ class Worker:
             is_slow = ops.name == "native" and config.attention_backend == "auto" and choice.backend.name != "cpu"
             logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
         self._build_model = lambda: build_model(model_config, tensors, ops, device, dtype, max_model_len)
-        with timer.phase("load weights"), torch.inference_mode(), refusing_what_does_not_fit(tensors.name):
+        num_weights = sum(math.prod(shape) for shape in tensors.shapes().values())
+        fitting = refusing_what_does_not_fit(tensors.name, num_weights, device, dtype)
+        with timer.phase("load weights"), torch.inference_mode(), fitting:
             model = self._build_model()
-        with timer.phase("allocate the KV cache"):
-            kv_config = cut_kv_memory(config.cache, geometry, device)
-            self.runner = ModelRunner(
+
+        def make_runner(kv_config: KVCacheConfig) -> ModelRunner:
+            return ModelRunner(
                 model,
                 [choice.backend for choice in geometry.choices],
                 kv_config,
@@ -91,7 +99,19 @@ class Worker:
                 max_num_tokens=max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs),
                 encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
             )
-        num_weights = sum(math.prod(shape) for shape in tensors.shapes().values())
+
+        step_bytes = 0
+        if device.type == "cuda" and sizes_by_memory(config.cache) and model_config.causal and not model_config.encoder:
+            with timer.phase("measure the largest step"):
+                plan = largest_step(config.scheduler, config.cache.block_size, len(geometry.groups), max_model_len)
+                probe = KVCacheConfig(num_blocks_of(plan), config.cache.block_size, geometry.groups)
+                kv_bytes = probe.num_blocks * probe.bytes_per_block
+                step_bytes = measure_step(plan, kv_bytes, lambda: make_runner(probe), device)
+        with timer.phase("allocate the KV cache"):
+            kv_config = cut_kv_memory(config.cache, geometry, device, step_bytes)
+            if device.type == "cuda":
+                verify_longest_sequence(kv_config, config.cache, max_model_len)
+            self.runner = make_runner(kv_config)
         self.facts = WorkerFacts(
             kv_config=kv_config,
             max_model_len=max_model_len,
@@ -173,16 +193,22 @@ def device_responds(device: torch.device) -> bool:
 
 
 @contextmanager
-def refusing_what_does_not_fit(source: str) -> Iterator[None]:
+def refusing_what_does_not_fit(
+    source: str, num_weights: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[None]:
     """Raise ModelError if weights or tables do not fit in memory. torch has an exception class for this on GPUs
     only."""
+    free = free_memory(device)
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if type(error) is RuntimeError and "can't allocate memory" not in str(error):
             raise
-        expected = "a smaller model, a smaller max_model_len, or more memory"
-        raise ModelError(source, "does not fit into the memory that is free", expected) from error
+        problem = f"does not fit into the memory that is free: its weights are {gib(num_weights * dtype.itemsize)} in "
+        problem += f"{dtype_name(dtype)}, and {gib(free)} of {device} were free"
+        most = free // dtype.itemsize
+        expected = f"a model of fewer than {most / 1e9:.1f} billion weights, a smaller max_model_len, or more memory"
+        raise ModelError(source, problem, expected) from error
 
 
 def return_freed_memory() -> None:
@@ -200,82 +226,3 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError("device", f"{name!r} is unknown", "auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError("device", f"{name!r} is not supported", "auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device", f"{name!r} was asked for, but torch sees no CUDA device", "use cpu, or a CUDA build"
-        )
-    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        raise ConfigError(
-            "device", f"there is no {name!r}", f"this machine has {torch.cuda.device_count()} CUDA devices"
-        )
-    return device
-
-
-def resolve_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
-    """On a CPU float32 unless another is asked for: few CPUs multiply 16-bit numbers fast."""
-    if name != "auto":
-        return _DTYPES[name]
-    return torch.float32 if device.type == "cpu" else _DTYPES.get(model.checkpoint_dtype, torch.bfloat16)
-
-
-def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device) -> KVCacheConfig:
-    """The number of blocks: as configured, or as many as the memory allows."""
-    groups, cross = geometry.groups, geometry.cross
-    price = bytes_per_block(groups if cross is None else (*groups, cross))
-    num_blocks = cache.num_blocks
-    if num_blocks is None:
-        memory = cache.memory_bytes
-        if memory is None and cache.gpu_memory_utilization is not None and device.type == "cuda":
-            memory = share_of_gpu(device, cache.gpu_memory_utilization)
-        elif memory is None:
-            memory = int(free_memory(device) * (cache.memory_fraction or KV_FRACTION[device.type]))
-            if device.type == "cpu" and cache.memory_fraction is None:
-                memory = min(memory, CPU_KV_LIMIT)
-        num_blocks = memory // price
-        if num_blocks < 2:
-            raise ConfigError(
-                _memory_setting(cache),
-                f"{memory:,} bytes for keys and values hold {num_blocks} blocks of {price:,} bytes",
-                f"at least 2 blocks are needed: {2 * price:,} bytes",
-            )
-    return KVCacheConfig(num_blocks, cache.block_size, groups, cross, cache.swap_bytes // price)
-
-
-def _memory_setting(cache: CacheConfig) -> str:
-    """The setting that limits the memory."""
-    if cache.memory_bytes is not None:
-        return "kv_memory"
-    return "kv_memory_fraction" if cache.gpu_memory_utilization is None else "gpu_memory_utilization"
-
-
-def share_of_gpu(device: torch.device, utilization: float) -> int:
-    """The memory that this fraction of a GPU leaves for blocks next to the loaded weights. As in vLLM, it is a limit
-    for one engine, regardless of what else is on the device."""
-    free, total = torch.cuda.mem_get_info(device)
-    memory = int(total * utilization) - torch.cuda.memory_reserved(device)
-    if memory > free:
-        problem = f"{utilization} of {total:,} bytes leave {memory:,} for the KV cache, and {free:,} are free"
-        raise ConfigError("gpu_memory_utilization", problem, "less of it, or end what else uses the GPU")
-    return max(memory, 0)
-
-
-def free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as lines:
-            available = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(available.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return 8 * 2**30  # the system does not report it

@@ -1,25 +1,12 @@
-"""What the device "auto" means, and which operations serve a device."""
+"""Which operations serve a device."""
 
 import sys
 
 import pytest
 import torch
 
-from ratoon.core.errors import ConfigError
-from ratoon.execution.worker import DEVICE_VARIABLE, choose_ops, resolve_device
+from ratoon.execution.worker import choose_ops
 from ratoon.layers.native_ops import native_ops_reasons
-
-
-def test_auto_is_cuda_where_there_is_one_unless_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv(DEVICE_VARIABLE, "cpu")
-    assert resolve_device("auto").type == "cpu"
-    assert resolve_device("cuda").type == "cuda"
-    monkeypatch.delenv(DEVICE_VARIABLE)
-    assert resolve_device("auto").type == "cuda"
-    monkeypatch.setenv(DEVICE_VARIABLE, "tpu")
-    with pytest.raises(ConfigError, match="tpu"):
-        resolve_device("auto")
 
 
 def test_operations_are_those_of_the_device_and_the_reason_for_slow_ones_is_logged(

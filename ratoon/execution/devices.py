@@ -1,0 +1,109 @@
+"""Which device and dtype an engine runs with, and one clear sentence where what was asked for can't be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+
+import torch
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
+OLDEST_WITH_BFLOAT16 = (8, 0)  # compute capability
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError("device", f"{name!r} is unknown", "auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", f"{name!r} is not supported", "auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        _verify_cuda(name, device)
+    return device
+
+
+def _verify_cuda(name: str, device: torch.device) -> None:
+    if not torch.cuda.is_available():
+        problem, expected = why_no_cuda()
+        raise ConfigError("device", f"{name!r} was asked for, but {problem}", expected)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            "device", f"there is no {name!r}", f"this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    known = torch.cuda.get_arch_list()
+    if known and not _runs_on(known, torch.cuda.get_device_capability(device)):
+        problem = f"this build of torch has no kernels for {gpu_name(device)}, only for {', '.join(known)}"
+        raise ConfigError("device", problem, "another build of torch, another GPU, or cpu")
+
+
+def why_no_cuda() -> tuple[str, str]:
+    """Why torch can't use a GPU, and what would help. torch itself says it only when CUDA is initialised."""
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA", "install a CUDA build of torch, or use cpu"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        text = str(error)
+        if "driver" in text and "too old" in text:
+            found = re.search(r"found version (\d+)", text)
+            version = f" (it is for CUDA {_cuda_version(int(found[1]))})" if found else ""
+            needed = f"a driver for CUDA {torch.version.cuda} or newer, or a build of torch for an older CUDA, or cpu"
+            return f"the NVIDIA driver is too old{version} for this torch", needed
+        if "no NVIDIA driver" in text:
+            return "there is no NVIDIA driver", "install one, or use cpu"
+        return f"CUDA does not start: {text.strip().splitlines()[0]}", "use cpu, or mend it"
+    return "torch sees no CUDA device", "look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use cpu"
+
+
+def _cuda_version(number: int) -> str:
+    """12040 → 12.4."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
+    """Machine code (sm_) runs on later minor versions of its generation, intermediate code (compute_) on all later
+    ones."""
+    own = 10 * capability[0] + capability[1]
+    for name in architectures:
+        kind, _, number = name.partition("_")
+        digits = re.match(r"\d+", number)  # without a suffix, as in sm_90a
+        if digits is None:
+            continue
+        built_for = int(digits[0])
+        if built_for <= own and (kind == "compute" or built_for // 10 == own // 10):
+            return True
+    return False
+
+
+def gpu_name(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+
+
+def resolve_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
+    """On a CPU float32 unless another is asked for: few CPUs multiply 16-bit numbers fast. On a GPU that has no
+    bfloat16, float16 takes its place."""
+    if name == "auto" and device.type == "cpu":
+        return torch.float32
+    dtype = _DTYPES[name] if name != "auto" else _DTYPES.get(model.checkpoint_dtype, torch.bfloat16)
+    if device.type == "cpu" or dtype != torch.bfloat16:
+        return dtype
+    if torch.cuda.get_device_capability(device) >= OLDEST_WITH_BFLOAT16:
+        return dtype
+    if name == "auto":
+        logger.warning("%s has no bfloat16: float16 takes its place", gpu_name(device))
+        return torch.float16
+    problem = (
+        f"bfloat16 needs compute capability {OLDEST_WITH_BFLOAT16[0]}.{OLDEST_WITH_BFLOAT16[1]} or higher, and this"
+    )
+    raise ConfigError("dtype", f"{problem} is {gpu_name(device)}", "auto, float16 or float32")

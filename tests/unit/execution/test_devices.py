@@ -1,0 +1,129 @@
+"""Which device and dtype are used, and the sentence that a user reads where they can't be: torch is faked."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+
+import pytest
+import torch
+
+from ratoon.core.errors import ConfigError
+from ratoon.execution.devices import DEVICE_VARIABLE, resolve_device, resolve_dtype
+from tests.golden.tiny_models import tiny_llama
+
+CUDA = torch.device("cuda")
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: …"
+)
+NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU …"
+
+
+def fake_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], architectures: list[str] | None = None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures or ["sm_75", "sm_80", "sm_90"])
+
+
+def fake_no_gpu(monkeypatch: pytest.MonkeyPatch, error: Exception | None, build: str | None = "13.0") -> None:
+    def init() -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "init", init)
+
+
+def test_auto_is_cuda_where_there_is_one_unless_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, (9, 0))
+    monkeypatch.setenv(DEVICE_VARIABLE, "cpu")
+    assert resolve_device("auto").type == "cpu"
+    assert resolve_device("cuda").type == "cuda"
+    monkeypatch.delenv(DEVICE_VARIABLE)
+    assert resolve_device("auto").type == "cuda"
+    monkeypatch.setenv(DEVICE_VARIABLE, "tpu")
+    with pytest.raises(ConfigError, match="tpu"):
+        resolve_device("auto")
+
+
+@pytest.mark.parametrize(
+    ("error", "build", "words"),
+    [
+        (None, None, "was built without CUDA"),
+        (None, "13.0", "torch sees no CUDA device; look at nvidia-smi"),
+        (
+            RuntimeError(TOO_OLD),
+            "13.0",
+            r"driver is too old \(it is for CUDA 12.4\) for this torch; a driver for CUDA 13.0",
+        ),
+        (RuntimeError(NO_DRIVER), "13.0", "there is no NVIDIA driver; install one"),
+        (RuntimeError("CUDA unknown error\nmore"), "13.0", "CUDA does not start: CUDA unknown error; use cpu"),
+    ],
+)
+def test_a_gpu_that_can_not_be_used_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, build: str | None, words: str
+) -> None:
+    fake_no_gpu(monkeypatch, error, build)
+    with pytest.raises(ConfigError, match=words) as refusal:
+        resolve_device("cuda")
+    assert "\n" not in str(refusal.value)
+    monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_device("auto").type == "cpu"
+
+
+def test_a_number_beyond_the_last_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, (9, 0))
+    with pytest.raises(ConfigError, match="this machine has 1 CUDA devices"):
+        resolve_device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((9, 0), ["sm_80", "sm_90"], True),
+        ((8, 9), ["sm_80", "sm_90"], True),  # a later minor version
+        ((8, 0), ["sm_86"], False),  # an earlier one
+        ((7, 0), ["sm_75", "sm_90a"], False),
+        ((12, 0), ["sm_90"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),  # compiled when it is loaded
+    ],
+)
+def test_a_gpu_that_this_torch_has_no_kernels_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], architectures: list[str], runs: bool
+) -> None:
+    fake_gpu(monkeypatch, capability, architectures)
+    if runs:
+        assert resolve_device("cuda").type == "cuda"
+        return
+    with pytest.raises(
+        ConfigError, match=rf"no kernels for Tesla \(compute capability {capability[0]}\.{capability[1]}\)"
+    ):
+        resolve_device("cuda")
+
+
+def test_without_bfloat16_auto_is_float16_and_asking_for_it_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = dataclasses.replace(tiny_llama().config, checkpoint_dtype="bfloat16")
+    fake_gpu(monkeypatch, (9, 0))
+    assert resolve_dtype("auto", CUDA, model) == resolve_dtype("bfloat16", CUDA, model) == torch.bfloat16
+    fake_gpu(monkeypatch, (7, 5))
+    with caplog.at_level(logging.WARNING):
+        assert resolve_dtype("auto", CUDA, model) == torch.float16
+    assert "float16 takes its place" in caplog.text
+    assert resolve_dtype("float32", CUDA, model) == torch.float32
+    with pytest.raises(
+        ConfigError, match=r"bfloat16 needs compute capability 8\.0 or higher.*7\.5.*float16 or float32"
+    ):
+        resolve_dtype("bfloat16", CUDA, model)
+    assert resolve_dtype("auto", torch.device("cpu"), model) == torch.float32
+    assert resolve_dtype("bfloat16", torch.device("cpu"), model) == torch.bfloat16
