@@ -79,7 +79,7 @@ class LLM(BaseLLM):
         from ratoon.engine.client import make_client
 
         self._client = make_client(self.config, self.source, self.startup_timer, process)
-        self._engine = self.engine = self._wire(LLMEngine, self._client, self._client.describe())
+        self.engine: LLMEngine = self._wire(LLMEngine, self._client, self._client.describe())
         self._batches = Batches(self.engine)
         self.startup_timer.finish()
 

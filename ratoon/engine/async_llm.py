@@ -75,7 +75,7 @@ class AsyncLLM(BaseLLM):
         these settings; EngineError: an engine process failed."""
         if self._ended:
             raise EngineError("the engine has ended: build another AsyncLLM")
-        if self._engine is not None:
+        if self.engine is not None:
             return
         if self._client is None:
             from ratoon.engine.async_client import make_async_client
@@ -94,7 +94,7 @@ class AsyncLLM(BaseLLM):
             await client.shutdown()
             raise
         ready = client.ready
-        self._engine = self._wire(AsyncLLMEngine, client, ready.description, ready.max_model_len, ready.block_size)
+        self.engine = self._wire(AsyncLLMEngine, client, ready.description, ready.max_model_len, ready.block_size)
         self.startup_timer.finish()
 
     async def shutdown(self, drain_seconds: float = 0.0) -> None:
@@ -105,9 +105,9 @@ class AsyncLLM(BaseLLM):
         self._ended = True
         self._drain_until = min(self._drain_until, time.monotonic() + drain_seconds)
         async with self._shutdown_lock:
-            if self._engine is None or self._engine.stopped:
+            if self.engine is None or self.engine.stopped:
                 return
-            await self._engine.shutdown(lambda: self._drain_until)
+            await self.engine.shutdown(lambda: self._drain_until)
             if self.tracer is not None:
                 await asyncio.to_thread(self.tracer.shutdown)
 
@@ -232,8 +232,8 @@ class AsyncLLM(BaseLLM):
 
     async def abort(self, request_id: str | Iterable[str], owner: str | None = None) -> None:
         """End requests of this owner, by the callers' ids: each gets a last output, with the finish reason "abort"."""
-        if self._engine is not None:
-            self._engine.abort([request_id] if isinstance(request_id, str) else request_id, owner)
+        if self.engine is not None:
+            self.engine.abort([request_id] if isinstance(request_id, str) else request_id, owner)
 
     # ---- earlier requests, and the engines ----
 

@@ -51,7 +51,7 @@ class BaseLLM:
         self._throughput = None if self.front_end_config.disable_log_stats else ThroughputLog()
         self._tokenizer: Tokenizer | None = None
         self._client: Any = None
-        self._engine: Any = None  # once it runs
+        self.engine: Any = None  # once it runs
         self._ended = False
 
     def _load_model(self, timer: StartupTimer) -> None:
@@ -119,17 +119,17 @@ class BaseLLM:
 
     def _running(self) -> Any:
         """The engine, if it takes requests, or an error that says why there is none."""
-        if self._engine is None:
+        if self.engine is None:
             raise EngineError("the engine is shut down" if self._ended else "the engine is not started")
-        self._engine.verify_running()
-        return self._engine
+        self.engine.verify_running()
+        return self.engine
 
     @property
     def _front_end(self) -> FrontEnd:
         """For questions that an engine answers after its end as well."""
-        if self._engine is None:
+        if self.engine is None:
             raise EngineError("the engine is not started")
-        engine: FrontEnd = self._engine
+        engine: FrontEnd = self.engine
         return engine
 
     # ---- the model ----
@@ -186,7 +186,7 @@ class BaseLLM:
         return health
 
     def num_unfinished_requests(self) -> int:
-        return 0 if self._engine is None else self._engine.num_unfinished_requests()
+        return 0 if self.engine is None else self.engine.num_unfinished_requests()
 
     def list_roots(self, owner: str | None = None) -> list[Root]:
         """This owner's ended requests that can be continued, the newest first."""

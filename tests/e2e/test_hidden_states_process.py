@@ -109,7 +109,7 @@ async def assert_nothing_left(llm: AsyncLLM, leased: Sequence[int] = (0, 0)) -> 
     for books, num_leased in zip(await llm._client.call_utility("check"), leased, strict=True):
         assert books["num_used_blocks"] == num_leased and books["num_requests"] == 0
     assert len(llm._client._ledger) == 0 and llm.num_unfinished_requests() == 0
-    assert not llm._engine.output_processor.has_unfinished_requests()
+    assert not llm.engine.output_processor.has_unfinished_requests()
 
 
 def test_with_several_replicas_states_are_read_where_the_text_was_made(runner, llm):
@@ -118,7 +118,7 @@ def test_with_several_replicas_states_are_read_where_the_text_was_made(runner, l
         outputs = await asyncio.gather(
             *(generate(llm, prompt, sampled(return_hidden_states=True)) for prompt in prompts)
         )
-        engines = {llm._engine.output_processor.find_root(output.request_id).engine for output in outputs}
+        engines = {llm.engine.output_processor.find_root(output.request_id).engine for output in outputs}
         assert engines == {0, 1}
         for prompt, output in zip(prompts, outputs):
             (states,) = output.hidden_states

@@ -38,7 +38,7 @@ async def generate(llm: AsyncLLM, prompt: list[int], **changes: Any) -> RequestO
 
 
 async def kill_when_rows_have_come(llm: AsyncLLM) -> None:
-    processor = llm._engine.output_processor
+    processor = llm.engine.output_processor
     while not any(getattr(state.answer, "num_rows_run", 0) for state in processor._states.values()):
         await asyncio.sleep(0.005)
     os.kill(llm.health().engines[0].pid, signal.SIGKILL)

@@ -52,7 +52,7 @@ async def turns(count: int = 20) -> None:
 
 def assert_nothing_left(llm: AsyncLLM) -> None:
     assert llm.num_unfinished_requests() == 0
-    assert llm._engine is None or not llm._engine.output_processor.has_unfinished_requests()
+    assert llm.engine is None or not llm.engine.output_processor.has_unfinished_requests()
 
 
 @on_event_loop

@@ -61,8 +61,8 @@ async def turns(count: int = 20) -> None:
 
 def assert_nothing_left(llm: AsyncLLM) -> None:
     assert llm.num_unfinished_requests() == 0
-    if llm._engine is not None:
-        assert not llm._engine.output_processor.has_unfinished_requests()
+    if llm.engine is not None:
+        assert not llm.engine.output_processor.has_unfinished_requests()
 
 
 # ---- answers ----
@@ -617,13 +617,13 @@ async def test_a_step_with_very_many_outputs_leaves_others_their_turns():
         await turns()
         num_turns = 0
         slices: list[tuple[int, int]] = []  # when each came, and how large it was
-        handle = llm._engine._handle
+        handle = llm.engine._handle
 
         def note_slice(outputs, engine_index):
             slices.append((num_turns, len(outputs)))
             handle(outputs, engine_index)
 
-        llm._engine._handle = note_slice
+        llm.engine._handle = note_slice
         client.step()
         while sum(size for _, size in slices) < 1000:
             num_turns += 1
@@ -644,13 +644,13 @@ async def test_the_many_texts_of_a_beam_search_leave_others_their_turns(source):
         task = asyncio.create_task(collect(llm.generate("ab", search)))
         await turns()
         sizes: list[int] = []
-        handle = llm._engine._handle
+        handle = llm.engine._handle
 
         def note_slice(outputs, engine_index):
             sizes.append(sum(len(output.new_token_ids) for output in outputs))
             handle(outputs, engine_index)
 
-        llm._engine._handle = note_slice
+        llm.engine._handle = note_slice
         client.step(300)
         (output,) = await task
         assert max(sizes) < 1000 and sum(sizes) == 200 * 300

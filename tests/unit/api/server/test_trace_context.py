@@ -24,7 +24,7 @@ BODIES = {
 @on_event_loop
 async def test_the_clients_span_goes_along(path):
     async with scripted() as client:
-        client.context.llm._engine._tracer = SimpleNamespace(record=lambda trace: None, shutdown=lambda: None)
+        client.context.llm.engine._tracer = SimpleNamespace(record=lambda trace: None, shutdown=lambda: None)
         request = client.open("POST", path, {"model": MODEL, **BODIES[path]}, headers=HEADERS)
         while not client.engine.core.added:
             assert not request.task.done() or (await request.answer()).status == 200, await request.answer()
@@ -37,7 +37,7 @@ async def test_the_clients_span_goes_along(path):
 @on_event_loop
 async def test_a_continuation_belongs_to_the_span_of_its_own_request():
     async with scripted() as client:
-        client.context.llm._engine._tracer = SimpleNamespace(record=lambda trace: None, shutdown=lambda: None)
+        client.context.llm.engine._tracer = SimpleNamespace(record=lambda trace: None, shutdown=lambda: None)
         parent = (await client.complete(prompt="abc")).json()["id"]
         body = {"model": MODEL, "continuation_of": parent, "continuation_suffix": "x"}
         assert (await client.post("/v1/completions", body, headers=HEADERS)).status == 200
