@@ -65,6 +65,7 @@ MAX_STEPS_AHEAD = 4  # messages with outputs that the client has not taken; the 
 MAX_HEARTBEATS_WAITING = 16
 SECONDS_TO_TIDY_UP = 2.0
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
+SECONDS_TO_BE_HEARD = 30.0  # for the parent to read why the engine did not start
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -85,7 +86,7 @@ class EngineCoreProcess:
         self._is_orphan = False
         self._context = zmq.Context()
         self._inputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outputs: queue.Queue[tuple[EngineMessageType, Any] | Stop] = queue.Queue()
+        self._outputs: queue.SimpleQueue[tuple[EngineMessageType, Any]] = queue.SimpleQueue()
         self._num_outputs_sent = 0
         self._num_outputs_taken = 0
         self._num_bad_messages = 0
@@ -101,7 +102,7 @@ class EngineCoreProcess:
         except Exception as error:
             logger.debug("the engine did not start", exc_info=True)
             self._send(EngineMessageType.START_FAILED, fault_of(error))
-            self._finish_sending()
+            self._wait_for_stop()
             self._remove_directory()
             return 1
         self._core = core
@@ -112,7 +113,6 @@ class EngineCoreProcess:
         forget_live_display()  # the engine has started
         self._send(EngineMessageType.READY, ready)
         self._loop(core, EngineUtilities(core))
-        self._finish_sending()
         core.shutdown()
         self._remove_directory()
         return 0
@@ -126,6 +126,14 @@ class EngineCoreProcess:
         with timer.phase("import torch"):
             config = place_engine(launch.config, launch.index, launch.num_engines)
         return build_core(config, source, timer)
+
+    def _wait_for_stop(self) -> None:
+        """A parent that has read why the engine did not start closes the lifeline. A process that ended earlier could
+        take the message with it: a socket sends in the background, and what has arrived is not yet read."""
+        deadline = time.monotonic() + SECONDS_TO_BE_HEARD
+        with contextlib.suppress(queue.Empty):
+            while not isinstance(self._inputs.get(timeout=max(0.0, deadline - time.monotonic())), Stop):
+                pass
 
     # ---- the loop ----
 
@@ -222,14 +230,8 @@ class EngineCoreProcess:
         socket = self._context.socket(zmq.PUSH)
         socket.connect(self._launch.output_address)
         while True:
-            item = self._outputs.get()
-            if isinstance(item, Stop):
-                socket.close(linger=int(SECONDS_TO_END * 1000))
-                self._outputs.task_done()
-                return
-            kind, message = item
+            kind, message = self._outputs.get()
             socket.send_multipart([self._launch.secret, kind.value, *encode(message)])
-            self._outputs.task_done()
 
     def _send(self, kind: EngineMessageType, message: Any) -> None:
         self._outputs.put((kind, message))
@@ -238,10 +240,6 @@ class EngineCoreProcess:
         outputs.engine_index = self._launch.index
         self._num_outputs_sent += 1
         self._send(EngineMessageType.OUTPUTS, outputs)
-
-    def _finish_sending(self) -> None:
-        self._outputs.put(Stop())
-        self._outputs.join()
 
     def _beat(self) -> None:
         while True:

@@ -113,6 +113,7 @@ class Replica:
         elif kind == EngineMessageType.START_FAILED:
             assert isinstance(message, Fault)
             self.start_error = error_of(message)
+            self.process.ask_to_end()  # it waits for that: its message has arrived
         elif kind == EngineMessageType.HEARTBEAT:
             self._heartbeat = message
             self.process.read_input_socket()

@@ -17,14 +17,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ratoon import LLM, AsyncLLM, BeamSearchParams, EngineDeadError, EngineError, SamplingParams
+from ratoon import LLM, AsyncLLM, BeamSearchParams, EngineDeadError, EngineError, ModelError, SamplingParams
+from ratoon.core.config import EngineConfig
 from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
 from ratoon.engine import launch, replica
 from ratoon.engine.ledger import MAX_STRIKES
+from ratoon.engine.socket_directory import SocketDirectory
 from tests.faults.executors import HANG_TOKEN, KILL_TOKEN, NAME, RAISE_TOKEN
-from tests.faults.processes import PYTHONPATH, SETTINGS, model_name, resident_bytes
+from tests.faults.processes import PYTHONPATH, SETTINGS, is_running, model_name, resident_bytes, wait_until
 from tests.golden.tiny_models import random_token_ids
 
 MARKS = (KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN)
@@ -322,6 +324,26 @@ def test_garbage_from_the_clients_side_does_not_hurt_the_engine():
             assert llm.health().ok
 
     asyncio.run(run())
+
+
+def test_an_engine_that_did_not_start_stays_until_its_parent_has_read_why(tmp_path):
+    """It could take the message with it otherwise: what a socket has accepted is not yet sent, or not yet read."""
+    context, directory = zmq.Context(), SocketDirectory()
+    engine = replica.Replica(EngineConfig(model=str(tmp_path / "no-model")), 0, 1, context, directory)
+    try:
+        assert engine.start()
+        pid = engine.process.pid
+        assert engine.process.outputs.poll(60_000)
+        time.sleep(0.3)
+        assert is_running(pid), "it has ended, and its message was not read"
+        while engine.start_error is None:
+            engine.take(engine.process.outputs.recv_multipart())  # or a heartbeat
+        assert isinstance(engine.start_error, ModelError)
+        wait_until(lambda: not is_running(pid), 10, "its end")
+    finally:
+        engine.end(grace_seconds=0)
+        context.term()
+        directory.remove()
 
 
 class NoMoreProcesses:
