@@ -3,10 +3,13 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.depths import DEPTHS, engines_of_depth
 
 UNIT_TESTS = Path(__file__).parent / "unit"
 CORES_OF_A_WORKER = 2
@@ -45,3 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(UNIT_TESTS) and item.get_closest_marker("slow") is None:
             item.add_marker("check")
+
+
+@pytest.fixture(params=DEPTHS, ids="{} in flight".format)
+def steps_in_flight(request: pytest.FixtureRequest) -> Iterator[int]:
+    """For tests that are marked `both_depths` (depths.py)."""
+    with engines_of_depth(request.param):
+        yield request.param

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.depths import depth_settings
 from tests.golden.engines import model_folder
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +16,11 @@ ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 FAMILY = "llama with grouped heads"
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 256, "num_threads": 1, "max_num_seqs": 64}
+
+
+def engine_settings(**changes: Any) -> dict[str, Any]:
+    """With the depth of a test that runs at several."""
+    return SETTINGS | depth_settings() | changes
 
 
 def model_name() -> str:

@@ -16,6 +16,7 @@ from ratoon import LLM, BeamSearchParams, SamplingParams
 from ratoon.core.params import GenerationParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.layers.native_ops import native_ops_reasons
+from tests.depths import DEPTHS
 from tests.golden.answers import Numbers, numbers_of, open_search, start, whole
 from tests.golden.engines import check_nothing_left, engine, model_folder, scheduler_of
 from tests.golden.tiny_models import random_token_ids
@@ -39,9 +40,9 @@ REQUESTS: list[tuple[list[int], GenerationParams]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with engine(FAMILY, num_blocks=120) as built:
+@pytest.fixture(scope="module", params=DEPTHS, ids="{} in flight".format)
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with engine(FAMILY, num_blocks=120, max_steps_in_flight=request.param) as built:
         yield built
 
 

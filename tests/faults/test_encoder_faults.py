@@ -14,6 +14,7 @@ import torch
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequest, Extraction
+from tests.depths import both_depths
 from tests.golden.encoder_engines import (
     START,
     Driver,
@@ -102,6 +103,7 @@ def right() -> Answers:
 # ---- steps that fail once ----
 
 
+@both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
 def test_a_step_that_fails_once_changes_no_bit(number: int, moment: str) -> None:
@@ -114,6 +116,7 @@ def test_a_step_that_fails_once_changes_no_bit(number: int, moment: str) -> None
         assert answers_of(driver) == right()
 
 
+@both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("what", ["swapped_out", "swapped_in", "encoder_steps", "block_copies"])
 def test_a_step_with_swaps_that_fails_once_changes_no_bit(what: str, moment: str) -> None:
@@ -128,6 +131,7 @@ def test_a_step_with_swaps_that_fails_once_changes_no_bit(what: str, moment: str
         assert answers_of(driver) == right()
 
 
+@both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_steps_that_fail_again_and_again_under_pressure_change_no_bit(moment: str) -> None:
     with core_of(FAMILY, **TIGHT) as driver:
@@ -142,6 +146,7 @@ def test_steps_that_fail_again_and_again_under_pressure_change_no_bit(moment: st
 # ---- requests at fault ----
 
 
+@both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("settings", [{}, TIGHT], ids=["room", "tight"])
 def test_an_encoder_input_whose_steps_always_fail_fails_alone(moment: str, settings: dict[str, Any]) -> None:
@@ -173,6 +178,7 @@ def test_an_encoder_input_that_the_model_cannot_read_fails_alone() -> None:
         assert found == right()
 
 
+@both_depths
 def test_a_table_of_a_failed_step_is_not_found_again() -> None:
     with core_of(FAMILY) as driver:
         failing = Failing(driver, BETWEEN, lambda plan: failing.num_failed == 0)
@@ -222,6 +228,7 @@ def ask_states(driver: Driver, request_id: str, source: Source, of_encoder: bool
     driver.add(EngineCoreRequest(request_id, prompt, asked, encoder_input=source.for_engine()))
 
 
+@both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("of_encoder", [True, False], ids=["encoder", "decoder"])
 def test_hidden_states_that_a_failed_step_should_have_read_are_read_again(of_encoder: bool, moment: str) -> None:
@@ -246,6 +253,7 @@ def test_hidden_states_that_a_failed_step_should_have_read_are_read_again(of_enc
         assert {key: found[key] for key in right()} == right()
 
 
+@both_depths
 def test_an_extraction_that_always_fails_fails_alone() -> None:
     with core_of(FAMILY) as driver:
         Failing(driver, BEFORE, lambda plan: any(step.captured for step in plan.encoder_steps))

@@ -25,8 +25,17 @@ from ratoon.core.params import RequestOutputKind
 from ratoon.engine import launch, replica
 from ratoon.engine.ledger import MAX_STRIKES
 from ratoon.engine.socket_directory import SocketDirectory
+from tests.depths import both_depths
 from tests.faults.executors import HANG_TOKEN, KILL_TOKEN, NAME, RAISE_TOKEN
-from tests.faults.processes import PYTHONPATH, SETTINGS, is_running, model_name, resident_bytes, wait_until
+from tests.faults.processes import (
+    PYTHONPATH,
+    SETTINGS,
+    engine_settings,
+    is_running,
+    model_name,
+    resident_bytes,
+    wait_until,
+)
 from tests.golden.tiny_models import random_token_ids
 
 MARKS = (KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN)
@@ -35,7 +44,7 @@ MARKS = (KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN)
 @pytest.fixture
 def misbehaving(monkeypatch) -> dict:
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    return {**SETTINGS, "executor": NAME}
+    return engine_settings(executor=NAME)
 
 
 def prompt(seed: int, length: int = 12) -> list[int]:
@@ -67,12 +76,13 @@ async def read_stream(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> dict[in
 
 
 @pytest.mark.slow
-def test_streams_survive_fifty_kills_without_losing_or_changing_a_token():
+@pytest.mark.parametrize(("depth", "num_kills"), [(2, 50), (1, 8)])
+def test_streams_survive_many_kills_without_losing_or_changing_a_token(depth, num_kills):
     """16 streams at any time; the engine is killed at random moments, while it starts, computes or idles."""
     dice = random.Random(5)
 
     async def run() -> None:
-        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+        async with AsyncLLM(model_name(), max_steps_in_flight=depth, **SETTINGS) as llm:
             right = {seed: await read_stream(llm, seed) for seed in range(16)}
             kills = 0
             killed: set[int] = set()
@@ -80,14 +90,14 @@ def test_streams_survive_fifty_kills_without_losing_or_changing_a_token():
 
             async def keep_streaming(seed: int) -> int:
                 streams = 0
-                while kills < 50:
+                while kills < num_kills:
                     assert await read_stream(llm, seed) == right[seed]
                     streams += 1
                 return streams
 
             async def keep_killing() -> None:
                 nonlocal kills
-                while kills < 50:
+                while kills < num_kills:
                     await asyncio.sleep(dice.choice([0.02, 0.1, 0.3, 0.8, 2.0]) * dice.random())
                     pid = llm.health().engines[0].pid
                     if pid is None or pid in killed:
@@ -104,19 +114,20 @@ def test_streams_survive_fifty_kills_without_losing_or_changing_a_token():
 
             streams = await asyncio.gather(*(keep_streaming(seed) for seed in range(16)), keep_killing())
             assert sum(streams[:-1]) >= 16
-            assert llm.health().engines[0].num_restarts == 50
+            assert llm.health().engines[0].num_restarts == num_kills
             (books,) = await llm._client.call_utility("check")
             assert books["num_used_blocks"] == 0 and books["num_requests"] == 0
             assert llm.num_unfinished_requests() == 0 and len(llm._client._ledger) == 0
-            assert sizes[-1] - sizes[10] < 32 * 2**20, "memory grows with every kill"
+            assert sizes[-1] - sizes[num_kills // 5] < 32 * 2**20, "memory grows with every kill"
 
     asyncio.run(run())
 
 
+@both_depths
 @pytest.mark.check
 def test_a_killed_engine_is_reported_until_it_is_back():
     async def run() -> None:
-        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+        async with AsyncLLM(model_name(), **engine_settings()) as llm:
             right = await read_stream(llm, 3, 80)
             reading = asyncio.create_task(read_stream(llm, 3, 80))
             await asyncio.sleep(0.05)
@@ -133,6 +144,7 @@ def test_a_killed_engine_is_reported_until_it_is_back():
     asyncio.run(run())
 
 
+@both_depths
 @pytest.mark.slow
 def test_a_beam_search_is_begun_again_and_ends_once_with_the_same_texts():
     kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
@@ -142,7 +154,7 @@ def test_a_beam_search_is_begun_again_and_ends_once_with_the_same_texts():
     ]
 
     async def run() -> None:
-        async with AsyncLLM(model_name(), **{**SETTINGS, "num_blocks": 512}) as llm:
+        async with AsyncLLM(model_name(), **engine_settings(num_blocks=512)) as llm:
 
             async def search(params: BeamSearchParams, num_told: list[int]) -> list[tuple]:
                 ends = []
@@ -169,9 +181,10 @@ def test_a_beam_search_is_begun_again_and_ends_once_with_the_same_texts():
     asyncio.run(run())
 
 
+@both_depths
 def test_a_replica_that_dies_hands_its_requests_to_the_other_and_comes_back():
     async def run() -> None:
-        async with AsyncLLM(model_name(), num_replicas=2, **SETTINGS) as llm:
+        async with AsyncLLM(model_name(), num_replicas=2, **engine_settings()) as llm:
             right = {seed: await read_stream(llm, seed) for seed in range(8)}
             reading = [asyncio.create_task(read_stream(llm, seed)) for seed in range(8)]
             await asyncio.sleep(0.05)
@@ -186,6 +199,7 @@ def test_a_replica_that_dies_hands_its_requests_to_the_other_and_comes_back():
     asyncio.run(run())
 
 
+@both_depths
 @pytest.mark.check
 def test_a_request_that_kills_engines_fails_alone(misbehaving):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -200,6 +214,7 @@ def test_a_request_that_kills_engines_fails_alone(misbehaving):
         assert llm._client.call_utility("check")["num_used_blocks"] == 0
 
 
+@both_depths
 def test_an_exception_in_a_step_fails_that_step_and_not_the_engine(misbehaving):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     with LLM(model_name(), process=True, **misbehaving) as llm:

@@ -12,14 +12,15 @@ import pytest
 
 from ratoon import LLM, AsyncLLM, EngineError, HiddenStatesParams, SamplingParams
 from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
+from tests.depths import both_depths
 from tests.faults.executors import KILL_TOKEN
-from tests.faults.processes import PYTHONPATH, SETTINGS, model_name
+from tests.faults.processes import PYTHONPATH, SETTINGS, engine_settings, model_name
 from tests.faults.reading_executors import DEADLY, SLOW
 from tests.golden.tiny_models import random_token_ids
 
 PROMPT = [token for token in random_token_ids(60, seed=3) if token != KILL_TOKEN]
 EVERYTHING = HiddenStatesParams(positions="all", layers="all")
-IN_PARTS = {**SETTINGS, "max_num_batched_tokens": 8}  # rows in a step
+IN_PARTS = {"max_num_batched_tokens": 8}  # rows in a step
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +51,11 @@ def assert_same(one: HiddenStatesOutput, other: HiddenStatesOutput) -> None:
     assert (one.positions, one.layers, one.token_ids) == (other.positions, other.layers, other.token_ids)
 
 
+@both_depths
 @pytest.mark.slow
 def test_an_engine_that_dies_in_the_middle_of_an_extraction_costs_time_and_nothing_else():
     async def run() -> None:
-        async with AsyncLLM(model_name(), executor=SLOW, **IN_PARTS) as llm:
+        async with AsyncLLM(model_name(), executor=SLOW, **engine_settings(**IN_PARTS)) as llm:
             alone = await llm.extract_hidden_states(PROMPT, EVERYTHING)
             text = await generate(llm, PROMPT, return_hidden_states=EVERYTHING)
             assert text.hidden_states[0].source == "lease"
@@ -95,9 +97,10 @@ def test_a_sequence_that_kills_who_reads_it_is_given_up_and_its_text_is_delivere
     asyncio.run(run())
 
 
+@both_depths
 @pytest.mark.slow
 def test_a_caller_who_waits_gets_the_same_states_from_the_next_process():
-    with LLM(model_name(), process=True, **IN_PARTS) as llm:
+    with LLM(model_name(), process=True, **engine_settings(**IN_PARTS)) as llm:
         alone = llm.extract_hidden_states(PROMPT, EVERYTHING, progress=False)
         run = llm.engine.run([llm.engine.prepare_extraction("again", PROMPT, EVERYTHING, cache_salt="another salt")])
         processor = llm.engine.output_processor

@@ -30,6 +30,7 @@ from ratoon.core.wire import WireTensor
 from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.observe.startup import StartupTimer
+from tests.depths import depth_settings
 from tests.golden import tiny_encoder_models as tiny_encoders
 from tests.golden.beam_oracle import Text
 from tests.golden.driver import GARBAGE
@@ -353,7 +354,7 @@ def build_core(
     cache = CacheConfig(**{"num_blocks": NUM_BLOCKS} | of_cache)
     cache = replace(cache, swap_bytes=swap_blocks * _bytes_per_block(tiny, cache.block_size))
     max_model_len = settings.pop("max_model_len", min(MAX_POSITION, tiny.config.max_position))
-    scheduler = SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 32} | settings)
+    scheduler = SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 32} | depth_settings() | settings)
     config = EngineConfig(
         model="tiny", device="cpu", dtype="float32", num_threads=1, max_model_len=max_model_len,
         attention_backend=attention_backend, cache=cache, scheduler=scheduler,

@@ -20,6 +20,7 @@ from ratoon.api.llm import LLM
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import SamplingParams
 from ratoon.scheduling.scheduler import Scheduler
+from tests.depths import depth_settings
 from tests.golden.test_model_logits import FAMILIES
 from tests.golden.tiny_models import VOCAB_SIZE, TinyModel, tiny_mistral, tiny_qwen3
 
@@ -65,7 +66,7 @@ def write_word_tokenizer(folder: Path) -> None:
 def engine(family: str, **settings: Any) -> Iterator[LLM]:
     """An engine that is checked afterwards: whatever was done with it, no block may be left over."""
     defaults = {"device": "cpu", "num_blocks": NUM_BLOCKS, "num_threads": 1, "skip_tokenizer": True, "max_num_seqs": 32}
-    with LLM(str(model_folder(family)), **(defaults | settings)) as llm:
+    with LLM(str(model_folder(family)), **(defaults | depth_settings() | settings)) as llm:
         yield llm
         check_nothing_left(llm)
 

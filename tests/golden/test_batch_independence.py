@@ -17,6 +17,7 @@ from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import SamplingParams
 from ratoon.layers.native_ops import native_ops_reasons
 from ratoon.models.embedded import find_embedded_model
+from tests.depths import both_depths
 from tests.golden.engines import check_nothing_left, engine, scheduler_of
 from tests.golden.tiny_models import random_token_ids
 
@@ -99,6 +100,7 @@ def assert_same(results: list[Numbers], expected: list[Numbers]) -> None:
     assert results == expected
 
 
+@both_depths
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sixteen_at_once_get_what_each_gets_alone_and_again_with_prefix_hits(family: str) -> None:
     with engine(family) as llm:
@@ -144,6 +146,7 @@ def test_the_number_of_threads_changes_no_bit(family: str) -> None:
         pass
 
 
+@both_depths
 def test_arrival_in_the_middle_of_others_changes_no_bit() -> None:
     """Each request comes one step after the one before it, so that every step mixes prompts and decoding."""
     with engine(LLAMA, max_num_batched_tokens=24) as llm:
@@ -159,6 +162,7 @@ def test_arrival_in_the_middle_of_others_changes_no_bit() -> None:
         assert_same(results, alone(LLAMA))
 
 
+@both_depths
 def test_an_aborted_neighbour_changes_no_bit() -> None:
     with engine(LLAMA, num_blocks=40) as llm:
         neighbours = [llm.stream(random_token_ids(30 + index, seed=70 + index), params(index)) for index in range(3)]
@@ -188,6 +192,7 @@ def test_a_choice_has_a_stream_of_its_own_whatever_the_number_of_choices() -> No
     assert other_seed[0] != one[0]
 
 
+@both_depths
 def test_choices_are_the_same_when_they_must_take_turns() -> None:
     requests = [(random_token_ids(21, seed=5), params(11, n=5)), (random_token_ids(30, seed=6), params(12, n=4))]
     with engine(LLAMA) as llm:
@@ -231,6 +236,7 @@ def test_the_reference_backend_gives_the_same_tokens_in_any_batch() -> None:
     num_blocks=st.integers(7, 30),
     block_size=st.sampled_from([16, 32]),
     caching=st.booleans(),
+    depth=st.integers(1, 3),
 )
 def test_any_batch_in_any_engine_gives_each_request_its_own_numbers(
     chosen: list[int],
@@ -240,10 +246,11 @@ def test_any_batch_in_any_engine_gives_each_request_its_own_numbers(
     num_blocks: int,
     block_size: int,
     caching: bool,
+    depth: int,
 ) -> None:
     with engine(
         LLAMA, max_num_batched_tokens=budget, max_prefill_chunk=chunk, max_num_seqs=rows, num_blocks=num_blocks,
-        block_size=block_size, enable_prefix_caching=caching,
+        block_size=block_size, enable_prefix_caching=caching, max_steps_in_flight=depth,
     ) as llm:  # fmt: skip
         results = answers(llm, [REQUESTS[index] for index in chosen])
         assert_same(results, [alone(LLAMA)[index] for index in chosen])

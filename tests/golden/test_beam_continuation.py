@@ -8,6 +8,7 @@ import torch
 
 from ratoon import BeamSearchParams, RequestOutput, SamplingParams
 from ratoon.layers.native_ops import native_ops_reasons
+from tests.depths import both_depths
 from tests.golden.answers import afresh, num_computed, numbers_of, open_search, start, whole
 from tests.golden.engines import engine, scheduler_of
 from tests.golden.pressure import no_free_memory, step_without_free_memory
@@ -62,6 +63,7 @@ def test_suffixes_of_any_length(suffix: list[int]) -> None:
         assert numbers_of(child) == afresh(llm, whole(parent) + suffix, STOPPING)
 
 
+@both_depths
 def test_a_search_from_any_choice_and_any_place_of_its_parent() -> None:
     several = SamplingParams(temperature=1, seed=3, n=3, max_tokens=9, ignore_eos=True)
     with engine(LLAMA, num_blocks=200) as llm:
@@ -73,6 +75,7 @@ def test_a_search_from_any_choice_and_any_place_of_its_parent() -> None:
             assert numbers_of(child) == afresh(llm, whole(parent, choice)[:at] + SUFFIX, BEAMS), (choice, at)
 
 
+@both_depths
 def test_many_searches_from_one_parent_run_together() -> None:
     with engine(LLAMA, num_blocks=200) as llm:
         parent = start(llm, random_token_ids(25, seed=1), SEEDED, retain_kv=60)
@@ -83,6 +86,7 @@ def test_many_searches_from_one_parent_run_together() -> None:
         assert results == [afresh(llm, [*whole(parent), index], STOPPING) for index in range(6)]
 
 
+@both_depths
 def test_a_search_from_a_running_parent_waits_for_it_or_forks_it() -> None:
     with engine(LLAMA) as llm:
         prompt = random_token_ids(14, seed=5)
@@ -99,6 +103,7 @@ def test_a_search_from_a_running_parent_waits_for_it_or_forks_it() -> None:
             assert numbers_of(child) == afresh(llm, child.prompt_token_ids or (), BEAMS)
 
 
+@both_depths
 def test_a_parent_that_is_gone_is_found_in_the_prefix_cache_or_computed_again() -> None:
     prompt = random_token_ids(30, seed=1)
     with engine(LLAMA, num_blocks=200) as llm:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ratoon import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from ratoon.core.params import GenerationParams
 from ratoon.layers.native_ops import native_ops_reasons
+from tests.depths import both_depths
 from tests.golden.answers import Numbers, numbers_of
 from tests.golden.engines import check_nothing_left, engine, scheduler_of
 from tests.golden.pressure import step_without_free_memory
@@ -87,6 +88,7 @@ def others_alone() -> list[Numbers]:
         return answers_apart(llm, OTHERS)
 
 
+@both_depths
 @pytest.mark.parametrize("family", FAMILIES)
 def test_searches_at_once_get_what_each_gets_alone_and_again_with_prefix_hits(family: str) -> None:
     with engine(family) as llm:
@@ -96,6 +98,7 @@ def test_searches_at_once_get_what_each_gets_alone_and_again_with_prefix_hits(fa
         assert llm.stats().prefix_cache.hits > hits + 100
 
 
+@both_depths
 def test_searches_and_samples_beside_each_other_change_no_bit() -> None:
     with engine(LLAMA) as llm:
         results = answers(llm, [*OTHERS, *SEARCHES, *OTHERS])
@@ -119,6 +122,7 @@ def test_chunks_rows_and_block_sizes_change_no_bit(family: str, changes: dict[st
         assert answers(llm, SEARCHES[::-1]) == alone(family)[::-1]
 
 
+@both_depths
 @pytest.mark.parametrize(
     ("family", "num_blocks"), [(LLAMA, 17), (WIDE_WINDOW, 17), (TWO_GROUPS, 34), (QWEN3, 17), ("gpt2", 17)]
 )
@@ -129,6 +133,7 @@ def test_preemption_changes_no_bit(family: str, num_blocks: int, caching: bool) 
         assert llm.stats().num_preemptions > 2
 
 
+@both_depths
 def test_preemption_beside_samples_changes_no_bit() -> None:
     with engine(LLAMA, num_blocks=19, max_num_batched_tokens=40) as llm:
         results = answers(llm, [*OTHERS, *SEARCHES, *OTHERS])
@@ -174,6 +179,7 @@ def test_the_number_of_threads_changes_no_bit(family: str) -> None:
         pass
 
 
+@both_depths
 def test_arrival_in_the_middle_of_others_changes_no_bit() -> None:
     """Each request comes one step after the one before it, so that every step mixes prompts, beams and decoding."""
     requests = [request for pair in zip(SEARCHES, OTHERS * 2) for request in pair]
@@ -191,6 +197,7 @@ def test_arrival_in_the_middle_of_others_changes_no_bit() -> None:
         assert [numbers_of(received[str(index)]) for index in range(len(requests))] == expected
 
 
+@both_depths
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_an_aborted_neighbour_changes_no_bit_and_leaves_nothing_behind(num_steps: int) -> None:
     with engine(LLAMA, num_blocks=60, max_num_batched_tokens=40) as llm:
@@ -213,13 +220,14 @@ def test_an_aborted_neighbour_changes_no_bit_and_leaves_nothing_behind(num_steps
     rows=st.integers(6, 20),
     num_blocks=st.integers(16, 40),
     caching=st.booleans(),
+    depth=st.integers(1, 3),
 )
 def test_any_batch_in_any_engine_gives_each_search_its_own_numbers(
-    chosen: list[int], budget: int, chunk: int | None, rows: int, num_blocks: int, caching: bool
+    chosen: list[int], budget: int, chunk: int | None, rows: int, num_blocks: int, caching: bool, depth: int
 ) -> None:
     requests, expected = [*SEARCHES, *OTHERS], [*alone(LLAMA), *others_alone()]
     with engine(
         LLAMA, max_num_batched_tokens=budget, max_prefill_chunk=chunk, max_num_seqs=rows, num_blocks=num_blocks,
-        enable_prefix_caching=caching,
+        enable_prefix_caching=caching, max_steps_in_flight=depth,
     ) as llm:  # fmt: skip
         assert answers(llm, [requests[index] for index in chosen]) == [expected[index] for index in chosen]

@@ -16,6 +16,7 @@ from ratoon import LLM, AsyncLLM, BeamSearchParams, RequestError, RequestOutput,
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.params import GenerationParams
 from ratoon.layers.native_ops import native_ops_reasons
+from tests.depths import both_depths
 from tests.faults.processes import SETTINGS, model_name
 from tests.golden.answers import afresh, num_computed, numbers_of, open_search, start, whole
 from tests.golden.engines import engine, scheduler_of
@@ -95,6 +96,7 @@ def test_what_is_behind_the_best_texts_is_not_kept() -> None:
         assert llm.reset_prefix_cache()
 
 
+@both_depths
 def test_a_search_of_a_search_of_a_search() -> None:
     with engine(LLAMA, num_blocks=300) as llm:
         generations = [start(llm, random_token_ids(13, seed=2), PARENT, retain_kv=60)]
@@ -122,6 +124,7 @@ def test_a_place_inside_a_text_that_a_search_found() -> None:
             assert numbers_of(child) == afresh(llm, whole(parent, choice)[:at] + SUFFIX, BEAMS), (choice, at)
 
 
+@both_depths
 def test_without_a_lease_the_prompt_is_found_and_the_rest_is_computed_again() -> None:
     with engine(LLAMA, num_blocks=300) as llm:
         parent = start(llm, random_token_ids(35, seed=1), PARENT)
@@ -133,6 +136,7 @@ def test_without_a_lease_the_prompt_is_found_and_the_rest_is_computed_again() ->
         assert numbers_of(child) == afresh(llm, whole(parent, 2) + SUFFIX, BEAMS)
 
 
+@both_depths
 @pytest.mark.parametrize("num_tokens", range(1, 9))
 def test_a_search_that_lost_its_memory_on_the_way_is_a_good_parent_too(num_tokens: int) -> None:
     """Texts that ended before are not leased any more, those that end afterwards are."""
@@ -146,6 +150,7 @@ def test_a_search_that_lost_its_memory_on_the_way_is_a_good_parent_too(num_token
         assert set(check_children(llm, parent, [SAMPLED])) <= {"lease", "prefix_cache", "recomputed"}
 
 
+@both_depths
 def test_what_a_search_keeps_for_later_gives_way_before_the_search_does() -> None:
     """A pool that holds the search and hardly more: what ended early is dropped, what ends late is leased."""
     prompt = random_token_ids(13, seed=2)
@@ -159,6 +164,7 @@ def test_what_a_search_keeps_for_later_gives_way_before_the_search_does() -> Non
         assert check_children(llm, parent, [SAMPLED]) == ["recomputed", "recomputed", "lease", "lease"]
 
 
+@both_depths
 def test_a_running_search_can_only_be_waited_for() -> None:
     with engine(LLAMA) as llm:
         stream = llm.stream(random_token_ids(9, seed=5), PARENT)
@@ -171,6 +177,7 @@ def test_a_running_search_can_only_be_waited_for() -> None:
         assert numbers_of(waited) == afresh(llm, whole(parent, 1) + SUFFIX, BEAMS)
 
 
+@both_depths
 def test_a_search_that_was_taken_back_is_no_parent_and_leaves_no_lease() -> None:
     with engine(LLAMA) as llm:
         stream = open_search(llm, "parent", random_token_ids(9, seed=5), PARENT, retain_kv=60)

@@ -8,6 +8,7 @@ from transformers.generation.logits_process import LogitsProcessorList, NoRepeat
 
 from ratoon import LLM, BeamSearchParams
 from ratoon.core.outputs import RequestOutput
+from tests.depths import both_depths
 from tests.golden.beam_oracle import assert_same_texts, oracle_search, texts_of
 from tests.golden.engines import engine, scheduler_of, tiny_model
 from tests.golden.pressure import step_without_free_memory
@@ -42,6 +43,7 @@ def texts_and_scores(output: RequestOutput) -> list[tuple[list[int], float | Non
     return [(text.token_ids, text.cumulative_logprob) for text in output.outputs]
 
 
+@both_depths
 @pytest.mark.parametrize("family", [FAMILY, WINDOWED])
 def test_beams_that_were_on_the_host_end_with_the_same_texts_and_scores_to_the_bit(family: str) -> None:
     with engine(family, enable_prefix_caching=False) as llm:
@@ -61,6 +63,7 @@ def test_beams_that_were_on_the_host_end_with_the_same_texts_and_scores_to_the_b
     assert with_prompt - with_beams == 1 + 3 * 8
 
 
+@both_depths
 def test_a_search_that_waits_on_the_host_can_be_taken_back() -> None:
     with engine(FAMILY, swap_memory="1MiB") as llm:
         stream = llm.stream(PROMPT, SEARCH)

@@ -12,6 +12,7 @@ from ratoon import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.params import RequestOutputKind
 from ratoon.engine.front_end import Prepared
+from tests.depths import both_depths
 from tests.faults.processes import SETTINGS, model_name
 from tests.golden.engines import engine, scheduler_of
 from tests.golden.tiny_models import random_token_ids
@@ -44,6 +45,7 @@ def afresh(llm: LLM, tokens: list[int], params: SamplingParams) -> list[int]:
     return tokens_of(llm.generate(tokens, params, progress=False)[0])
 
 
+@both_depths
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_leased_continuation_equals_the_whole_text_at_every_offset(family, params):
@@ -61,6 +63,7 @@ def test_a_leased_continuation_equals_the_whole_text_at_every_offset(family, par
             assert tokens_of(child) == afresh(llm, whole(parent) + suffix, params)
 
 
+@both_depths
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_parent(family):
     with engine(family, block_size=4, num_blocks=300) as llm:
@@ -76,6 +79,7 @@ def test_every_kind_of_parent(family):
             assert tokens_of(child) == afresh(llm, [*whole(parent, 2)[:at], 5, 6], GREEDY), at
 
 
+@both_depths
 def test_a_parent_without_a_lease_is_found_in_whole_blocks_or_computed_again():
     with engine("llama with grouped heads", block_size=4) as llm:
         (parent,) = llm.generate(random_token_ids(10, seed=1), GREEDY, progress=False)
@@ -87,6 +91,7 @@ def test_a_parent_without_a_lease_is_found_in_whole_blocks_or_computed_again():
         assert tokens_of(found) == tokens_of(gone) == afresh(llm, [*whole(parent), 5], GREEDY)
 
 
+@both_depths
 def test_a_parent_that_a_stop_string_ended_keeps_its_lease():
     with engine("llama with grouped heads", block_size=4, skip_tokenizer=False) as llm:
         (plain,) = llm.generate(random_token_ids(6, seed=2), GREEDY, progress=False)
@@ -99,6 +104,7 @@ def test_a_parent_that_a_stop_string_ended_keeps_its_lease():
         assert tokens_of(child) == afresh(llm, [*whole(parent), 4], GREEDY)
 
 
+@both_depths
 def test_a_running_parent_is_waited_for_or_forked():
     with engine("llama with grouped heads", block_size=4) as llm:
         long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -120,6 +126,7 @@ def test_a_running_parent_is_waited_for_or_forked():
         assert tokens_of(waited) == afresh(llm, [*prompt, *got, 8], GREEDY)
 
 
+@both_depths
 def test_many_children_of_one_parent_run_together_beside_others():
     with engine("llama with grouped heads", block_size=4, num_blocks=300) as llm:
         (parent,) = llm.generate(random_token_ids(13, seed=1), SEEDED, retain_kv=60, progress=False)

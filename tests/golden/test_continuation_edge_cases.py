@@ -17,6 +17,7 @@ from ratoon import RequestOutput
 from ratoon.core.errors import UnknownParentError
 from ratoon.engine.roots import MAX_ROOTS, Root, RootTable
 from ratoon.scheduling.branch import BranchStatus
+from tests.depths import both_depths
 from tests.engines_async import thread_engine
 from tests.golden.driver import Driver, greedy, sampled
 from tests.golden.engines import engine, model_folder
@@ -63,6 +64,7 @@ def a_request_needs_the_memory(driver: Driver) -> None:
 class TestTheParentIsFreedAlready:
     """Its lease has ended, in one way or another: the prefix cache is asked, and it is said so."""
 
+    @both_depths
     @pytest.mark.parametrize("make_params", [greedy, sampled])
     @pytest.mark.parametrize(
         ("free_it", "counted_as", "source"),
@@ -119,6 +121,7 @@ class TestTheParentStillRuns:
                 assert num_computed(llm) - before == computed_by_parent + computed_by_child
                 assert tokens_of(child) == driver.afresh(child.prompt_token_ids, params), num_steps
 
+    @both_depths
     def test_it_has_ended_before_the_fork_gets_its_turn(self):
         """There is one row, and the parent has it."""
         with engine(LLAMA, block_size=BLOCK_SIZE, max_num_seqs=1) as llm:
@@ -169,6 +172,7 @@ class TestTheParentStillRuns:
 
 
 class TestBlocksAreEvictedUnderAContinuation:
+    @both_depths
     def test_while_it_waits_its_lease_is_taken_for_those_who_run(self):
         with engine(LLAMA, block_size=BLOCK_SIZE, num_blocks=24, max_num_seqs=1) as llm:
             driver = Driver(llm)
@@ -210,6 +214,7 @@ class TestBlocksAreEvictedUnderAContinuation:
             assert llm.stats().num_preemptions > 0
             assert 0 in lost_with and len(lost_with) > 3, lost_with
 
+    @both_depths
     @pytest.mark.parametrize("family", [LLAMA, TWO_GROUPS])
     def test_parents_children_and_others_take_turns_in_too_little_memory(self, family):
         with engine(family, block_size=BLOCK_SIZE, num_blocks=40, max_num_batched_tokens=24) as llm:

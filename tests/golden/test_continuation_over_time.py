@@ -12,6 +12,7 @@ import pytest
 
 from ratoon import RequestOutput, SamplingParams
 from ratoon.engine.roots import Root
+from tests.depths import both_depths
 from tests.golden.driver import Driver, greedy, sampled
 from tests.golden.engines import engine
 from tests.golden.test_continuation import tokens_of
@@ -88,19 +89,22 @@ def continue_while_the_parent_goes(
 
 @pytest.mark.parametrize("make_parent", KINDS)
 @pytest.mark.parametrize(
-    ("family", "make_params", "block_size", "prompt_lengths"),
+    ("family", "make_params", "block_size", "prompt_lengths", "depth"),
     [
-        (LLAMA, greedy, BLOCK_SIZE, range(9, 9 + BLOCK_SIZE)),  # parents that end at each place of a block
-        (LLAMA, sampled, BLOCK_SIZE, (9, 11)),
-        (WINDOW, greedy, BLOCK_SIZE, (9, 11)),
-        (TWO_GROUPS, sampled, BLOCK_SIZE, (9, 11)),
-        (NATIVE, greedy, 16, (12, 13)),
+        (LLAMA, greedy, BLOCK_SIZE, range(9, 9 + BLOCK_SIZE), 2),  # parents that end at each place of a block
+        (LLAMA, sampled, BLOCK_SIZE, (9, 11), 1),
+        (WINDOW, greedy, BLOCK_SIZE, (9, 11), 2),
+        (TWO_GROUPS, sampled, BLOCK_SIZE, (9, 11), 1),
+        (NATIVE, greedy, 16, (12, 13), 2),
     ],
 )
-def test_the_parent_goes_away_at_every_point_in_time(family, make_params, block_size, prompt_lengths, make_parent):
+def test_the_parent_goes_away_at_every_point_in_time(
+    family, make_params, block_size, prompt_lengths, depth, make_parent
+):
     """Before the continuation is added, before its first step, between the parts of its prefill, while it decodes."""
     params = make_params(4)
-    with engine(family, block_size=block_size, num_blocks=64, max_prefill_chunk=3) as llm:
+    settings = {"block_size": block_size, "num_blocks": 64, "max_prefill_chunk": 3, "max_steps_in_flight": depth}
+    with engine(family, **settings) as llm:
         driver = Driver(llm)
         for length in prompt_lengths:
             prompt = random_token_ids(length, seed=length)
@@ -115,6 +119,7 @@ def test_the_parent_goes_away_at_every_point_in_time(family, make_params, block_
                     assert child.continuation.source == ("prefix_cache" if make_parent is not_leased else "lease")
 
 
+@both_depths
 @pytest.mark.parametrize("make_params", [greedy, sampled])
 def test_the_parent_goes_away_while_the_continuation_waits(make_params):
     params = make_params(4)

@@ -9,6 +9,7 @@ import pytest
 
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.request import InheritedFrom, ResumedChoice
+from tests.depths import both_depths
 from tests.golden.beam_oracle import Text, assert_same_texts
 from tests.golden.encoder_engines import (
     FAMILIES,
@@ -76,6 +77,7 @@ def test_a_continuation_computes_its_suffix_and_one_token_and_runs_no_encoder(fa
         assert driver.num_encoder_runs == 1
 
 
+@both_depths
 @exact_on_cpu
 @pytest.mark.parametrize("params", [sampled(9, n=3), beams(4, n=3)], ids=["choices", "beams"])
 @pytest.mark.parametrize("parent_params", [sampled(9, n=2), beams(3, n=2)], ids=["of choices", "of beams"])
@@ -96,6 +98,7 @@ def test_a_continuation_gives_the_bits_of_the_whole_sent_afresh(parent_params: A
             assert answers(driver, name, 3) == answers(driver, "afresh", 3)
 
 
+@both_depths
 @pytest.mark.parametrize("parent_params", [sampled(9, n=2), beams(3, n=2)], ids=["of choices", "of beams"])
 def test_a_lease_keeps_the_table_where_no_cache_would(parent_params: Any) -> None:
     family = "bart"
@@ -203,6 +206,7 @@ def test_a_continuation_that_names_another_encoder_input_inherits_nothing() -> N
         assert_greedy(family, other, [*whole, *SUFFIX], driver.tokens("child"))
 
 
+@both_depths
 def test_leases_hold_the_table_and_give_it_back_when_memory_is_short() -> None:
     """The parents' leases share one table. A request that needs the memory gets it, and continuations report the right
     source."""
@@ -227,6 +231,7 @@ def test_leases_hold_the_table_and_give_it_back_when_memory_is_short() -> None:
             assert_greedy(family, source, [*whole, *SUFFIX], driver.tokens(name), name)
 
 
+@both_depths
 @exact_on_cpu
 @pytest.mark.parametrize("swap_blocks", [0, 40])
 def test_continuations_under_pressure_give_the_same_bits(swap_blocks: int) -> None:

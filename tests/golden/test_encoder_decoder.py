@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ratoon.core.params import BeamSearchParams
+from tests.depths import both_depths
 from tests.golden.beam_oracle import EARLY_STOPPING, PENALTIES, Text, assert_same_texts
 from tests.golden.encoder_engines import (
     FAMILIES,
@@ -168,6 +169,7 @@ def test_a_decoder_that_fills_all_its_positions(family: str) -> None:
 # ---- sampling ----
 
 
+@both_depths
 @exact_on_cpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_seeded_choices_are_the_same_bits_alone_and_in_a_batch(family: str) -> None:
@@ -237,6 +239,7 @@ def test_beam_searches_find_the_texts_of_transformers(family: str) -> None:
             assert_same_texts(ours, oracle_beams(family, source, prompt, params, stops), (request_id, params))
 
 
+@both_depths
 @exact_on_cpu
 def test_beams_greedy_and_sampled_requests_in_one_batch_are_the_same_bits_as_alone() -> None:
     family = "t5 with gates and an own head"

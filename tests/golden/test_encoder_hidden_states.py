@@ -13,6 +13,7 @@ import torch
 
 from ratoon.core.params import PoolingParams
 from ratoon.core.request import EngineCoreRequest, Extraction, FinishReason
+from tests.depths import both_depths
 from tests.golden.encoder_engines import (
     FAMILIES,
     START,
@@ -160,6 +161,7 @@ def test_states_of_a_decoder_prompt_are_those_behind_its_own_encoder_input() -> 
 # ---- beside generation ----
 
 
+@both_depths
 @exact_on_cpu
 @pytest.mark.parametrize("family", ["bart", "whisper"])
 @pytest.mark.parametrize("swap_blocks", [0, 40])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ratoon.core.params import BeamSearchParams, SamplingParams
+from tests.depths import both_depths
 from tests.golden.encoder_engines import (
     START,
     Driver,
@@ -77,6 +78,7 @@ def ask_all(driver: Driver, family: str) -> None:
 # ---- preemption ----
 
 
+@both_depths
 @exact_on_cpu
 @pytest.mark.parametrize("swap", SWAP)
 @pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
@@ -142,6 +144,7 @@ def test_without_host_memory_a_table_that_another_holds_is_not_run_again() -> No
             assert_greedy(family, source, prompt, driver.tokens(request_id))
 
 
+@both_depths
 def test_the_last_reader_of_an_input_takes_its_table_to_the_host_and_back() -> None:
     """Swapped out once, when preempted, and in once, when there is room again, without running the encoder."""
     family, one, other = "bart", source_of("bart", 50), source_of("bart", 33)
@@ -162,6 +165,7 @@ def test_the_last_reader_of_an_input_takes_its_table_to_the_host_and_back() -> N
         assert_greedy(family, other, decoder_prompt(17), driver.tokens("second"))
 
 
+@both_depths
 @pytest.mark.parametrize("swap_blocks", [0, 80])
 def test_prompts_that_are_preempted_on_their_way_tell_every_number_once(swap_blocks: int) -> None:
     family, source = "bart", source_of("bart", 33)
@@ -199,6 +203,7 @@ def test_tables_come_from_the_device_from_the_cache_from_the_host_and_anew() -> 
 # ---- aborts ----
 
 
+@both_depths
 @exact_on_cpu
 @pytest.mark.parametrize("swap_blocks", [0, 7, 80])
 @pytest.mark.parametrize("seed", range(3))
@@ -222,6 +227,7 @@ def test_aborts_at_any_moment_give_everything_back(seed: int, swap_blocks: int) 
             assert key[0] in aborted or (tokens, score) == (expected, expected_score)
 
 
+@both_depths
 def test_an_abort_of_all_leaves_an_engine_that_answers() -> None:
     family = "bart"
     with core_of(family, num_blocks=TIGHT, swap_blocks=40) as driver:

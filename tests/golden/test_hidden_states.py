@@ -16,6 +16,7 @@ import torch
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest, FinishReason, InheritedFrom
 from ratoon.execution.step_context import PagedStep
+from tests.depths import both_depths
 from tests.golden.engines import ENGINE_FAMILIES, engine
 from tests.golden.hidden_oracle import (
     TOLERANCE,
@@ -308,6 +309,7 @@ def test_half_precision_is_the_rounded_float32() -> None:
 # ---- choices ----
 
 
+@both_depths
 @exact_on_cpu
 @pytest.mark.parametrize("family", [LLAMA, *WITH_WINDOWS])
 @pytest.mark.parametrize("leased", [True, False], ids=["leased", "not leased"])
@@ -321,6 +323,7 @@ def test_every_choice_of_several_has_its_own_states(family: str, leased: bool) -
         llm.reset_prefix_cache()
 
 
+@both_depths
 @exact_on_cpu
 @pytest.mark.parametrize("family", [LLAMA, *WITH_WINDOWS])
 @pytest.mark.parametrize("leased", [True, False], ids=["leased", "not leased"])

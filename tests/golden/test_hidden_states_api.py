@@ -10,6 +10,7 @@ import torch
 
 from ratoon import HiddenStatesParams, RequestOutput
 from ratoon.core.params import BeamSearchParams, SamplingParams
+from tests.depths import both_depths
 from tests.golden.engines import ENGINE_FAMILIES, engine
 from tests.golden.hidden_oracle import TOLERANCE, num_layers, oracle_states
 from tests.golden.tiny_models import random_token_ids
@@ -59,6 +60,7 @@ def test_rows_and_layers_come_in_the_order_in_which_they_were_asked_for() -> Non
     assert_right(found.tensor, LLAMA, prompt, [4, 0, 3, 4], found.positions)
 
 
+@both_depths
 @pytest.mark.parametrize("family", [LLAMA, "qwen2 with windows by layer type", "gpt2"])
 @pytest.mark.parametrize("kind", ["sampled", "beams"])
 def test_texts_that_come_with_their_states(family: str, kind: str) -> None:

@@ -20,6 +20,7 @@ from ratoon.api.llm import LLM
 from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest, InheritedFrom
 from ratoon.layers.native_ops import native_ops_reasons
+from tests.depths import both_depths
 from tests.golden.engines import engine
 from tests.golden.hidden_oracle import Answer, CoreDriver, all_layers, extraction_of, num_layers, oracle_states
 from tests.golden.tiny_models import random_token_ids
@@ -197,6 +198,7 @@ def test_any_mix_in_any_engine_gives_everybody_what_he_gets_alone(family: str, s
         "num_blocks": choose.choice([20, 28, 40, 96]),
         "max_num_seqs": choose.choice([8, 16, 32]),
         "enable_prefix_caching": choose.random() < 0.8,
+        "max_steps_in_flight": 1 + seed % 3,
     }
     with engine(family, **changes) as llm:
         mix = Mix(family, llm, seed)
@@ -211,6 +213,7 @@ def test_any_mix_in_any_engine_gives_everybody_what_he_gets_alone(family: str, s
         llm.reset_prefix_cache()
 
 
+@both_depths
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_beside_extractions_is_generation_alone(family: str) -> None:
     """Every step reads something out; each of the requests twice, from different steps on."""
@@ -232,6 +235,7 @@ def test_generation_beside_extractions_is_generation_alone(family: str) -> None:
 # ---- memory that is taken away ----
 
 
+@both_depths
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("caching", [True, False], ids=["with a prefix cache", "without"])
 def test_an_extraction_that_loses_its_memory_to_generation_ends_with_the_same_bits(

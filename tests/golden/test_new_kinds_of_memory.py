@@ -23,6 +23,7 @@ from ratoon.core.plan import BlockSwap, SchedulerOutput
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.layers.attention import AttentionLayer, StepContext
 from ratoon.models import base
+from tests.depths import both_depths
 from tests.golden.engines import engine, greedy, run, tokens_of
 from tests.golden.tiny_models import random_token_ids
 
@@ -113,6 +114,7 @@ def test_layers_with_one_tensor_of_another_width_answer_as_ordinary_ones_do() ->
     assert "latent" in facts["attention_backend"]
 
 
+@both_depths
 def test_such_blocks_are_swapped_out_and_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
     swapped: list[BlockSwap] = []
     move_blocks = KVTensors.move_blocks

@@ -11,6 +11,7 @@ import torch
 
 from ratoon import BeamSearchParams, RequestOutput
 from ratoon.core.params import TimestampRules
+from tests.depths import both_depths
 from tests.golden.beam_oracle import assert_same_texts, oracle_search, texts_of
 from tests.golden.engines import engine, greedy, oracle_tokens, run, tiny_model, tokens_of
 from tests.golden.pressure import step_without_free_memory
@@ -130,6 +131,7 @@ def test_beams_take_every_rule_that_transformers_has() -> None:
         assert_same_texts(texts_of(output), theirs, (prompt, settings))
 
 
+@both_depths
 def test_penalties_of_beams_outlive_the_loss_of_memory() -> None:
     prompt, fields = random_token_ids(17, seed=3), {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3}
     params = BeamSearchParams(beam_width=4, n=4, max_tokens=MAX_TOKENS, ignore_eos=True, **fields)
@@ -142,6 +144,7 @@ def test_penalties_of_beams_outlive_the_loss_of_memory() -> None:
     assert_same_texts(texts_of(outputs[-1]), theirs, fields)
 
 
+@both_depths
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 9])
 def test_beams_that_lose_their_memory_keep_the_rules(num_tokens: int) -> None:
     chance = random.Random(num_tokens)
@@ -167,6 +170,7 @@ def test_a_branch_that_loses_its_memory_keeps_the_rules() -> None:
     assert found == greedy_by_transformers(prompt, fields)
 
 
+@both_depths
 def test_a_continuation_has_a_first_token_of_its_own() -> None:
     prompt = random_token_ids(9, seed=2)
     with engine(FAMILY) as llm:
