@@ -106,22 +106,25 @@ class Sampler:
         self.rows = rows
 
     def sample(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray) -> SampledTokens:
-        """One token for each row of logits [R, V] float32, which are not changed.
+        """One token for each row of logits [R, V], which are not changed.
 
         `slots` [R] is the slot of each row's request. A slot may occur several times, each with its own entry in
         `seeds` [R] uint64: several choices from one distribution.
         """
+        on_cpu = logits.device.type == "cpu"
+        if on_cpu:
+            logits = logits.float()
         needs = self.rows.needs[slots]
         if not needs.any():
             return SampledTokens(sampling.greedy(logits))
-        choose = self._choose_in_groups if logits.device.type == "cpu" else self._choose_together
+        choose = self._choose_in_groups if on_cpu else self._choose_together
         chosen = choose(logits, slots, seeds, needs)
         asked = _rows_with(needs, Needs.LOGPROBS)
         if len(asked) == 0:
             return SampledTokens(chosen)
         num_logprobs = self.rows.num_logprobs[slots[asked]]
         asked_tokens = chosen.token_ids[to_device(asked, logits.device)]
-        logprobs = sampling.token_logprobs(take(logits, asked), asked_tokens, int(num_logprobs.max()))
+        logprobs = sampling.token_logprobs(take(logits, asked).float(), asked_tokens, int(num_logprobs.max()))
         return SampledTokens(chosen, logprobs, asked, num_logprobs)
 
     def _choose_together(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:

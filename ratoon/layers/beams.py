@@ -7,7 +7,7 @@ search's result does not depend on the other searches of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ Tensor = torch.Tensor
 Edit = Callable[[Tensor], None]  # changes logits in place
 
 MAX_COPIED = 1 << 22  # elements of the logits that are copied at a time
+MAX_KEYS = 2048  # candidates of a search that kernels choose; for more, torch sorts, and waits for the device
 
 
 class SearchRows(NamedTuple):
@@ -63,6 +64,9 @@ def best_candidates_of_searches(
     `edit` does not renormalise: tokens that it does not change keep their probabilities. None for a search with a row
     of NaN or infinite logits, or with no token left.
     """
+    if logits.device.type == "cuda" and max(search.num_candidates for search in searches) <= MAX_KEYS:
+        keys = best_keys_of_searches(logits, scores, searches, edit, logprob_rows)
+        return candidates_of_keys(keys.cpu(), searches, logits.shape[1])
     offsets = _Offsets(*_normalizers(logits), scores)
     sound = (offsets.peak.isfinite() & offsets.log_sum.isfinite()).tolist()
     if logprob_rows:
@@ -80,6 +84,50 @@ def best_candidates_of_searches(
     return found
 
 
+def best_keys_of_searches(
+    logits: Tensor,  # [R, V] float32, or 16-bit if there is no `edit`
+    scores: Tensor,
+    searches: Sequence[SearchRows],
+    edit: Edit | None = None,
+    logprob_rows: Sequence[int] = (),
+) -> Tensor:
+    """The same on a GPU, for all searches at once and without waiting for the device: one tensor [S, W] of keys, which
+    `candidates_of_keys` reads on the host. The logits are read once, and once more after an edit."""
+    from ratoon.layers.triton import top
+
+    normalizers, maxima = top.normalizers_and_maxima(logits)
+    offsets = _Offsets(*normalizers, scores)
+    if logprob_rows:
+        _to_logprobs(logits, offsets, _uploaded(logprob_rows, logits.device))
+    if edit is not None:
+        edit(logits)
+        maxima = top.group_maxima(logits)
+    bounds = _uploaded([[search.start for search in searches], [search.stop for search in searches]], logits.device)
+    max_rows = max(search.stop - search.start for search in searches)
+    num_wanted = max(search.num_candidates for search in searches)
+    return top.best_keys(logits, normalizers, scores, maxima, bounds, max_rows, num_wanted)
+
+
+def candidates_of_keys(keys: Tensor, searches: Sequence[SearchRows], vocab_size: int) -> list[Candidates | None]:
+    """What keys [S, W], copied to the host, stand for."""
+    from ratoon.layers.triton import top
+
+    scores, places, unsound = top.unpack(keys)
+    found: list[Candidates | None] = []
+    for index, search in enumerate(searches):
+        num_found = min(search.num_candidates, (search.stop - search.start) * vocab_size)
+        own = places[index, :num_found]
+        candidates = Candidates(scores[index, :num_found], own // vocab_size, own % vocab_size)
+        found.append(None if unsound[index] else candidates)
+    return found
+
+
+def _uploaded(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """As int64 on the device, without waiting for it (the host side is pinned)."""
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 def _normalizers(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The peak [R] and log_sum [R] of every row. The largest log-probability of a row is -log_sum."""
     peak = logits.amax(dim=-1)
@@ -91,7 +139,8 @@ def _to_logprobs(logits: Tensor, offsets: _Offsets, rows: Tensor) -> None:
     """Replace these rows of logits by log-probabilities. The resulting scores stay the same, bit for bit."""
     for part in rows.split(_rows_at_once(logits)):
         logits[part] = (logits[part] - offsets.peak[part, None]).sub_(offsets.log_sum[part, None])
-    offsets.peak[rows] = offsets.log_sum[rows] = 0.0
+    for offset in (offsets.peak, offsets.log_sum):
+        offset[rows] = offset[rows] * 0.0 + 0.0  # 0, but a row that is not sound stays so
 
 
 def _rows_at_once(logits: Tensor) -> int:

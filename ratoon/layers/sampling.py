@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -121,6 +122,9 @@ def sample_plain(
 ) -> Chosen:
     """One token for each row, whatever the rows need. Shapes depend on those of the arguments alone, and on a GPU
     nothing waits for the device, so a CUDA graph can hold it."""
+    if logits.device.type == "cuda":
+        draws, filters = mode >= Mode.RANDOM, mode is Mode.FILTERED
+        return Chosen(*_gpu().sample_plain(logits, temperature, top_k, top_p, min_p, uniforms, draws, filters))
     logits = logits.float()
     largest = greedy(logits)
     if mode is Mode.GREEDY:
@@ -134,11 +138,20 @@ def sample_plain(
     return Chosen(*(torch.where(is_greedy, ours, theirs) for ours, theirs in zip(largest, drawn)))
 
 
+def _gpu() -> ModuleType:
+    """The kernels. A CPU needs no Triton, which may not be installed."""
+    from ratoon.layers.triton import sampling as kernels
+
+    return kernels
+
+
 def greedy(logits: Tensor) -> Chosen:
     """The largest logit of each row [R, V], the lowest id among equals.
 
     In two steps because torch's argmax over long rows is ten times slower than its amax.
     """
+    if logits.device.type == "cuda":
+        return Chosen(*_gpu().greedy(logits))
     chunk = chunk_maxima(logits).argmax(dim=-1)  # [R]; NaN counts as the largest
     columns = _chunk_columns(chunk, logits)
     inside = logits.gather(1, columns).argmax(dim=-1, keepdim=True)
@@ -170,7 +183,7 @@ class Filters(NamedTuple):
 def draw_filtered(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
     """Draw after temperature, min_p, top_k and top_p, in this order; each applies to what the one before left."""
     if logits.device.type != "cpu" or logits.shape[1] <= NUCLEUS_CANDIDATES * 4:
-        # Finding the rows that need a sort would synchronise with the device, where sorting all rows is cheap.
+        # Finding the rows that need a sort would synchronise with the device.
         return _draw_sorted(exact_probabilities(logits / temperature[:, None]), filters, uniforms)
     small = (filters.top_k > 0) & (filters.top_k < SMALL_TOP_K)
     return _in_two_groups(

@@ -1,0 +1,300 @@
+"""Choosing tokens on a GPU: the greedy choice, the draw and its filters, in a few passes over the logits.
+
+Nothing waits for the device, and shapes depend on the arguments' shapes alone: CUDA graphs can hold every function. A
+row is cut into chunks of fixed length, whatever the batch, so that a row's token does not depend on other rows.
+layers/sampling.py has the definitions; there the sums are exact, here they are rounded, so that a number that falls
+within about 1e-7 of a token's border may give its neighbour.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+Tensor = torch.Tensor
+
+CHUNK = 4096  # columns that one program reads
+PIVOTS = 8  # thresholds that are examined in one pass over a row
+BLOCK = 1024  # columns at a time in such a pass
+_INF = tl.constexpr(float("inf"))
+# Of the rounding to multiples of 2^-52, as in exact_probabilities
+_ROUNDING = tl.constexpr(2.0**-29)
+_LEAST_KEY = tl.constexpr((127 - 52) << 23)  # bits of 2^-52, the least probability that is not 0
+_LOG2_E = tl.constexpr(1.4426950216293335)  # rounded to float32
+_LOG2_E_REST = tl.constexpr(1.9259629911266175e-8)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+def sample_plain(
+    logits: Tensor,  # [R, V] float32, bfloat16 or float16
+    temperature: Tensor,  # [R] float32; 0: greedy
+    top_k: Tensor,  # [R] int64
+    top_p: Tensor,  # [R] float64
+    min_p: Tensor,  # [R] float32
+    uniforms: Tensor,  # [R] float64
+    draws: bool,  # whether a row may have a temperature
+    filters: bool,  # whether such a row may have filters
+) -> tuple[Tensor, Tensor]:
+    """Token ids [R] int64 and bad rows [R] bool; see layers/sampling.py."""
+    num_rows, num_columns = logits.shape
+    num_chunks = triton.cdiv(num_columns, CHUNK)
+    device = logits.device
+    maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
+    sums = torch.empty_like(maxima)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    bad = torch.empty(num_rows, dtype=torch.bool, device=device)
+    if num_rows == 0:
+        return token_ids, bad
+    row = (logits, logits.stride(0), num_columns, temperature)
+    sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(num_chunks)}
+    _reduce_chunks[(num_chunks, num_rows)](*row, maxima, sums, num_chunks, draws, CHUNK, num_warps=4)
+    threshold, masses = maxima, maxima  # not read
+    if filters:
+        threshold = torch.empty(num_rows, dtype=torch.int32, device=device)
+        masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
+        _find_threshold[(num_rows,)](
+            *row, top_k, top_p, min_p, maxima, sums, threshold, num_chunks, sizes["CHUNKS"], BLOCK, PIVOTS, num_warps=8
+        )
+        _sum_kept[(num_chunks, num_rows)](*row, maxima, sums, threshold, masses, num_chunks, **sizes, num_warps=4)
+    _pick[(num_rows,)](
+        *row, uniforms, maxima, sums, threshold, masses, token_ids, bad, num_chunks, draws, filters, **sizes,
+        num_warps=8,
+    )  # fmt: skip
+    return token_ids, bad
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where all rows are greedy."""
+    numbers = logits.new_empty(0, dtype=torch.float32)  # not read
+    return sample_plain(logits, *(numbers,) * 5, draws=False, filters=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of kernels
+
+
+@triton.jit
+def _exp(x):
+    """Within two units of the last place. (tl.exp loses digits where x is large: it rounds x · log2(e).)"""
+    x = tl.maximum(x, -200.0)  # 0; the product below would make NaN of -inf
+    whole = x * _LOG2_E
+    rest = tl.fma(x, _LOG2_E, -whole) + x * _LOG2_E_REST
+    return tl.exp2(whole) * tl.fma(rest, _LN_2, 1.0)
+
+
+@triton.jit
+def _divisor(temperature, row):
+    value = tl.load(temperature + row)
+    return tl.where(value == 0, 1.0, value)
+
+
+@triton.jit
+def _load_scaled(logits, columns, num_columns, divisor):
+    """Logits over temperature; -inf past the end, inf for NaN, which marks the row as bad."""
+    x = tl.load(logits + columns, mask=columns < num_columns, other=-_INF).to(tl.float32)
+    x = tl.math.div_rn(x, divisor)
+    return tl.where(x == x, x, _INF)
+
+
+@triton.jit
+def _load_logits(logits, columns, num_columns):
+    x = tl.load(logits + columns, mask=columns < num_columns, other=-_INF).to(tl.float32)
+    return tl.where(x == x, x, _INF)
+
+
+@triton.jit
+def _is_finite(x):
+    return (x > -_INF) & (x < _INF)
+
+
+@triton.jit
+def _chunk_weights(tops, sums):
+    """What each chunk adds to the sum of exponentials, the row's peak subtracted: [CHUNKS] float64."""
+    return sums.to(tl.float64) * tl.exp((tops - tl.max(tops, 0)).to(tl.float64))
+
+
+@triton.jit
+def _probabilities(x, peak, total):
+    """As exact_probabilities: multiples of 2^-52."""
+    return (tl.math.div_rn(_exp(x - peak), total) + _ROUNDING) - _ROUNDING
+
+
+@triton.jit
+def _first_above(weights, places, target):
+    """The first place whose cumulative weight is above the target, or the last that weighs something. -1: none."""
+    cumulative = tl.cumsum(weights, 0)
+    weighs = weights > 0
+    last = tl.max(tl.where(weighs, places, -1), 0)
+    return tl.minimum(tl.min(tl.where(weighs & (cumulative > target), places, 2147483647), 0), last)
+
+
+@triton.jit
+def _has_filter(temperature, top_k, top_p, min_p):
+    return (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+@triton.jit
+def _reduce_chunks(
+    logits, row_stride, num_columns, temperature, maxima, sums, num_chunks, DRAWS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Of each chunk: the largest scaled logit, and the sum of exponentials, that one subtracted."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    place = row * num_chunks + chunk
+    if DRAWS:
+        x = _load_scaled(logits + row * row_stride, columns, num_columns, _divisor(temperature, row))
+        top = tl.max(x, 0)
+        tl.store(sums + place, tl.sum(_exp(x - tl.where(_is_finite(top), top, 0.0)), 0))
+    else:
+        top = tl.max(_load_logits(logits + row * row_stride, columns, num_columns), 0)
+    tl.store(maxima + place, top)
+
+
+@triton.jit
+def _pick(
+    logits, row_stride, num_columns, temperature, uniforms, maxima, sums, threshold, masses, token_ids, bad, num_chunks,
+    DRAWS: tl.constexpr, FILTERS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The token of a row: first its chunk, then its place there."""
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    of_row = row * num_chunks + chunks
+    tops = tl.load(maxima + of_row, mask=chunks < num_chunks, other=-_INF)
+    peak = tl.max(tops, 0)
+    is_bad = (peak == _INF) | (peak == -_INF)
+    chunk = tl.min(tl.where(tops == peak, chunks, CHUNKS), 0)
+    divisor = 1.0
+    if DRAWS:
+        is_greedy = tl.load(temperature + row) == 0
+        divisor = _divisor(temperature, row)
+        weights = _chunk_weights(tops, tl.load(sums + of_row, mask=chunks < num_chunks, other=0.0))
+        total = tl.sum(weights, 0).to(tl.float32)
+        if FILTERS:
+            least = tl.load(threshold + row)  # -1: no filter
+            kept = tl.load(masses + of_row, mask=chunks < num_chunks, other=0.0)
+            weights = tl.where(least >= 0, kept, weights)
+        target = tl.load(uniforms + row) * tl.sum(weights, 0)
+        drawn = tl.maximum(_first_above(weights, chunks, target), 0)
+        own = tl.sum(tl.where(chunks == drawn, weights, 0.0), 0)
+        before = tl.sum(tl.where(chunks < drawn, weights, 0.0), 0)
+        share = (target - before) / own  # of the chunk's weight, before the token
+        chunk = tl.where(is_greedy, chunk, drawn)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    if DRAWS:
+        x = _load_scaled(logits + row * row_stride, columns, num_columns, divisor)
+        inside = _exp(x - tl.max(x, 0))
+        if FILTERS:
+            p = _probabilities(x, peak, total)
+            p = tl.where(p.to(tl.int32, bitcast=True) >= least, p, 0.0)
+            inside = tl.where(least >= 0, p, inside)
+        inside = inside.to(tl.float64)
+        token = _first_above(inside, columns, share * tl.sum(inside, 0))
+        token = tl.where(is_greedy, tl.min(tl.where(x == peak, columns, num_columns), 0), token)
+    else:
+        x = _load_logits(logits + row * row_stride, columns, num_columns)
+        token = tl.min(tl.where(x == peak, columns, num_columns), 0)
+    token = tl.where(is_bad, 0, tl.minimum(tl.maximum(token, 0), num_columns - 1))
+    tl.store(token_ids + row, token.to(tl.int64))
+    tl.store(bad + row, is_bad)
+
+
+@triton.jit
+def _count_above(
+    logits, num_columns: tl.constexpr, divisor, peak, total, pivots, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
+):
+    """How many probabilities of a row have bits above each pivot, and their exact sums."""
+    counts = tl.zeros([PIVOTS], tl.int32)
+    masses = tl.zeros([PIVOTS], tl.float64)
+    for start in range(0, num_columns, BLOCK):
+        x = _load_scaled(logits, start + tl.arange(0, BLOCK), num_columns, divisor)
+        p = _probabilities(x, peak, total)
+        above = p.to(tl.int32, bitcast=True)[:, None] > pivots[None, :]  # [BLOCK, PIVOTS]
+        counts += tl.sum(above.to(tl.int32), 0)
+        masses += tl.sum(tl.where(above, p.to(tl.float64)[:, None], 0.0), 0)
+    return counts, masses
+
+
+@triton.jit
+def _search(
+    logits, num_columns: tl.constexpr, divisor, peak, total, low, high, limit,
+    BY_MASS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The least bits v above `low` for which the probabilities above v number fewer than `limit`, or (BY_MASS) have
+    together less than `limit` of the mass above `low`. Any value that separates the same tokens may be returned.
+
+    Bits of positive floats are in the order of the floats. At `low` the condition is false, at `high` it is true.
+    """
+    places = tl.arange(0, PIVOTS)
+    num_low, num_high = num_columns, 0
+    whole = tl.full([], 0.0, tl.float64)
+    while (high - low > 1) & (num_low - num_high > 1):
+        pivots = (low + (high - low).to(tl.int64) * places // PIVOTS).to(tl.int32)  # the first is `low`
+        counts, masses = _count_above(logits, num_columns, divisor, peak, total, pivots, BLOCK, PIVOTS)
+        if BY_MASS:
+            whole = tl.where(whole == 0.0, tl.max(masses, 0), whole)  # in the first pass
+            holds = masses < limit * whole
+        else:
+            holds = counts < limit
+        num_low = tl.min(tl.where(holds, num_low, counts), 0)
+        num_high = tl.max(tl.where(holds, counts, num_high), 0)
+        low = tl.max(tl.where(holds, low, pivots), 0)
+        high = tl.min(tl.where(holds, pivots, high), 0)
+    return low + 1
+
+
+@triton.jit
+def _find_threshold(
+    logits, row_stride, num_columns: tl.constexpr, temperature, top_k, top_p, min_p, maxima, sums, threshold,
+    num_chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The bits of the least probability that a row's filters keep, or a value that separates the same tokens. -1 where
+    there is no filter."""
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    of_row = row * num_chunks + chunks
+    tops = tl.load(maxima + of_row, mask=chunks < num_chunks, other=-_INF)
+    peak = tl.max(tops, 0)
+    k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    result = -1
+    if _has_filter(tl.load(temperature + row), k, p, least) & _is_finite(peak):
+        total = tl.sum(_chunk_weights(tops, tl.load(sums + of_row, mask=chunks < num_chunks, other=0.0)), 0)
+        total = total.to(tl.float32)
+        divisor = _divisor(temperature, row)
+        logits += row * row_stride
+        largest = (tl.math.div_rn(1.0, total) + _ROUNDING) - _ROUNDING
+        high = largest.to(tl.int32, bitcast=True)
+        result = (least * largest).to(tl.int32, bitcast=True)
+        if (k > 0) & (k < num_columns):
+            low = tl.full([], _LEAST_KEY - 1, tl.int32)
+            kth = _search(logits, num_columns, divisor, peak, total, low, high, k, False, BLOCK, PIVOTS)
+            result = tl.maximum(result, kth)
+        if p < 1:
+            low = tl.maximum(result, _LEAST_KEY) - 1
+            nucleus = _search(logits, num_columns, divisor, peak, total, low, high, p, True, BLOCK, PIVOTS)
+            result = tl.maximum(result, nucleus)
+    tl.store(threshold + row, result)
+
+
+@triton.jit
+def _sum_kept(
+    logits, row_stride, num_columns, temperature, maxima, sums, threshold, masses, num_chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The mass of each chunk that a row's filters keep."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    least = tl.load(threshold + row)
+    if least >= 0:
+        chunks = tl.arange(0, CHUNKS)
+        of_row = row * num_chunks + chunks
+        tops = tl.load(maxima + of_row, mask=chunks < num_chunks, other=-_INF)
+        total = tl.sum(_chunk_weights(tops, tl.load(sums + of_row, mask=chunks < num_chunks, other=0.0)), 0)
+        columns = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = _load_scaled(logits + row * row_stride, columns, num_columns, _divisor(temperature, row))
+        p = _probabilities(x, tl.max(tops, 0), total.to(tl.float32))
+        kept = tl.where(p.to(tl.int32, bitcast=True) >= least, p, 0.0).to(tl.float64)
+        tl.store(masses + row * num_chunks + chunk, tl.sum(kept, 0))

@@ -1,0 +1,208 @@
+"""Sampling kernels against the functions of layers/sampling.py and layers/beams.py: on the GPU where there is one,
+otherwise under Triton's interpreter on the CPU (tests/conftest.py), which takes tens of milliseconds for a program: few
+rows, and few programs a row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ratoon.layers import sampling
+from ratoon.layers.beams import (
+    Candidates,
+    SearchRows,
+    best_candidates_of_searches,
+    best_keys_of_searches,
+    candidates_of_keys,
+)
+from ratoon.layers.sampling import Chosen, Mode
+from ratoon.layers.triton import sampling as kernels
+
+Tensor = torch.Tensor
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAST_UNIFORM = 1 - 2.0**-53
+# temperature, top_k, top_p, min_p
+GREEDY, PLAIN, TOP_K, TOP_P, MIN_P = (0, 0, 1, 0), (0.8, 0, 1, 0), (0.7, 5, 1, 0), (1.2, 0, 0.8, 0), (1, 0, 1, 0.1)
+ALL_FILTERS, WIDE = (1, 40, 0.9, 0.01), (1.5, 900, 0.97, 0)
+
+
+def random_logits(num_rows: int, vocab_size: int, scale: float = 3.0, seed: int = 0) -> Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def sample(logits: Tensor, kinds: list[tuple], uniforms: list[float] | Tensor, mode: Mode) -> tuple[Chosen, Chosen]:
+    """By the kernels, and by the functions for CPUs."""
+    temperature, top_k, top_p, min_p = zip(*kinds)
+    numbers = (
+        torch.tensor(temperature, dtype=torch.float32),
+        torch.tensor(top_k),
+        torch.tensor(top_p, dtype=torch.float64),
+        torch.tensor(min_p, dtype=torch.float32),
+        torch.as_tensor(uniforms, dtype=torch.float64),
+    )
+    on_device = [number.to(DEVICE) for number in numbers]
+    found = kernels.sample_plain(logits.to(DEVICE), *on_device, mode >= Mode.RANDOM, mode is Mode.FILTERED)
+    return Chosen(*(part.cpu() for part in found)), sampling.sample_plain(logits, *numbers, mode)
+
+
+def assert_alike(pair: tuple[Chosen, Chosen]) -> None:
+    found, expected = pair
+    assert found.bad.tolist() == expected.bad.tolist()
+    good = ~expected.bad
+    assert found.token_ids[good].tolist() == expected.token_ids[good].tolist()
+
+
+# --- one token for each row
+
+
+@pytest.mark.parametrize("vocab_size", [1, 4096, 9001])
+def test_greedy_rows_get_the_largest_logit(vocab_size):
+    logits = random_logits(3, vocab_size)
+    assert_alike(sample(logits, [GREEDY] * 3, [0.5] * 3, Mode.GREEDY))
+    assert_alike(sample(logits.bfloat16(), [GREEDY] * 3, [0.5] * 3, Mode.GREEDY))
+
+
+@pytest.mark.parametrize("equal", [(4095, 4096), (0, 9000)])
+def test_greedy_rows_get_the_lowest_of_equal_ids(equal):
+    logits = torch.zeros(2, 9001)
+    logits[1, list(equal)] = 1.0
+    found, _ = sample(logits, [GREEDY] * 2, [0.5] * 2, Mode.GREEDY)
+    assert found.token_ids.tolist() == [0, equal[0]]
+
+
+def test_rows_that_are_not_numbers_are_flagged_and_others_are_not_in_every_mode():
+    logits = random_logits(6, 5003)
+    logits[0, 5002], logits[1, 0], logits[2] = math.nan, math.inf, -math.inf
+    logits[3, 100:] = -math.inf
+    logits[5] = -math.inf
+    logits[5, 4999] = -1e30
+    for mode, kind in ((Mode.GREEDY, GREEDY), (Mode.RANDOM, PLAIN), (Mode.FILTERED, ALL_FILTERS)):
+        pair = sample(logits, [kind] * 6, [0.3] * 6, mode)
+        assert pair[0].bad.tolist() == [True, True, True, False, False, False]
+        assert_alike(pair)
+        assert ((pair[0].token_ids >= 0) & (pair[0].token_ids < 5003)).all()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 4097])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_are_those_of_the_cpu(vocab_size, dtype):
+    logits = random_logits(4, vocab_size).to(dtype)
+    kinds = [GREEDY, PLAIN, (0.2, 0, 1, 0), (2.0, 0, 1, 0)]
+    assert_alike(sample(logits, kinds, [0.1, 0.25, 0.7, 0.9], Mode.RANDOM))
+
+
+@pytest.mark.parametrize("kind", [TOP_K, TOP_P, MIN_P, ALL_FILTERS, WIDE])
+def test_filtered_draws_are_those_of_the_cpu(kind):
+    logits = random_logits(2, 5003)
+    assert_alike(sample(logits, [kind, PLAIN], [0.3, 0.6], Mode.FILTERED))
+
+
+def test_a_row_draws_the_same_in_every_mode():
+    logits = random_logits(3, 5003)
+    kinds = [GREEDY, PLAIN, (1.4, 0, 1, 0)]
+    random, _ = sample(logits, kinds, [0.1, 0.77, 0.33], Mode.RANDOM)
+    filtered, _ = sample(logits, kinds, [0.1, 0.77, 0.33], Mode.FILTERED)
+    greedy, _ = sample(logits, kinds, [0.1, 0.77, 0.33], Mode.GREEDY)
+    assert random.token_ids.tolist() == filtered.token_ids.tolist()
+    assert random.token_ids[0] == greedy.token_ids[0]
+
+
+@pytest.mark.parametrize("uniform", [0.0, LAST_UNIFORM])
+def test_a_forbidden_token_is_never_drawn(uniform):
+    logits = torch.full((3, 5003), -math.inf)
+    allowed = [[5002], [4095, 4096], [17, 2000, 4998]]
+    for row, ids in enumerate(allowed):
+        logits[row, ids] = random_logits(1, len(ids))[0]
+    found, _ = sample(logits, [PLAIN, PLAIN, (1, 0, 0.99, 0)], [uniform] * 3, Mode.FILTERED)
+    assert not found.bad.any()
+    assert all(token in ids for token, ids in zip(found.token_ids.tolist(), allowed))
+
+
+@pytest.mark.parametrize("kind", [PLAIN, ALL_FILTERS])
+def test_extreme_logits_give_the_right_token(kind):
+    logits = torch.zeros(3, 5003)
+    logits[0, 77] = 1e30
+    logits[1] = -1e30
+    logits[1, 78] = -1e29
+    logits[2] = torch.finfo(torch.float32).min
+    logits[2, 79] = 0.0
+    for temperature in (1e-5, 2.0):
+        found, _ = sample(logits, [(temperature, *kind[1:])] * 3, [LAST_UNIFORM] * 3, Mode.FILTERED)
+        assert found.token_ids.tolist() == [77, 78, 79]
+        assert not found.bad.any()
+
+
+@pytest.mark.parametrize("kind", [(1, 3, 1, 0), (1, 4, 1, 0), (1, 0, 0.5, 0), (1, 0, 1, 1.0), (1, 6, 0.6, 0.2)])
+def test_tokens_of_equal_probability_are_kept_or_removed_together(kind):
+    logits = torch.full((3, 300), -4.0)
+    logits[:, [7, 70, 77]] = 3.0
+    logits[:, [1, 100, 299]] = 2.0
+    assert_alike(sample(logits, [kind] * 3, [0.0, 0.5, LAST_UNIFORM], Mode.FILTERED))
+
+
+def test_frequencies_of_draws_match_the_probabilities():
+    num_draws = 2000 if DEVICE.type == "cuda" else 40
+    logits = random_logits(1, 5, scale=1.0).repeat(num_draws, 1)
+    uniforms = sampling.uniform(np.full(num_draws, 11, dtype=np.uint64), np.arange(num_draws))
+    found, _ = sample(logits, [(0.9, 0, 1, 0)] * num_draws, torch.from_numpy(uniforms), Mode.RANDOM)
+    expected = torch.softmax(logits[0].double() / 0.9, -1) * num_draws
+    counts = torch.bincount(found.token_ids, minlength=5)
+    assert ((counts - expected) ** 2 / expected).sum() < 24  # chi-square with 4 degrees of freedom, 0.01%
+
+
+# --- candidates of beam searches
+
+
+def choose(logits: Tensor, scores: Tensor, searches: list[SearchRows], edit=None, logprob_rows=()) -> list:
+    keys = best_keys_of_searches(logits.to(DEVICE), scores.to(DEVICE), searches, edit, logprob_rows)
+    return candidates_of_keys(keys.cpu(), searches, logits.shape[1])
+
+
+def assert_same_candidates(found: list[Candidates | None], expected: list[Candidates | None]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None and theirs is not None
+        assert ours.beams.tolist() == theirs.beams.tolist()
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        assert torch.allclose(ours.scores, theirs.scores, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("vocab_size", "beams", "num_candidates"), [(1, [3], 2), (600, [2, 5], 9), (5003, [5], 24)])
+def test_candidates_are_those_of_the_cpu(vocab_size, beams, num_candidates):
+    searches, start = [], 0
+    for index, count in enumerate(beams):
+        searches.append(SearchRows(start, start + count, num_candidates - index))
+        start += count
+    for logits, scores in (
+        (random_logits(start, vocab_size), -torch.rand(start, generator=torch.Generator().manual_seed(1)) * 4),
+        (random_logits(1, vocab_size, scale=1.0).round().repeat(start, 1), torch.zeros(start)),  # many equal ones
+    ):
+        expected = best_candidates_of_searches(logits.clone(), scores, searches)
+        assert_same_candidates(choose(logits, scores, searches), expected)
+    assert_same_candidates(
+        choose(logits.bfloat16(), scores, searches), best_candidates_of_searches(logits, scores, searches)
+    )
+
+
+def test_candidates_of_a_search_with_a_row_that_is_not_a_number_are_missing():
+    logits = random_logits(6, 300)
+    logits[3, 7] = math.nan
+    searches = [SearchRows(0, 2, 4), SearchRows(2, 4, 4), SearchRows(4, 6, 4)]
+    for logprob_rows in ((), (1, 3, 4)):
+        found = choose(logits.clone(), torch.zeros(6), searches, None, logprob_rows)
+        assert [candidates is None for candidates in found] == [False, True, False]
+
+
+def test_edits_of_logits_and_of_log_probabilities_are_those_of_the_cpu():
+    logits, scores, searches = random_logits(4, 300), torch.zeros(4), [SearchRows(0, 1, 8), SearchRows(1, 4, 5)]
+
+    def edit(logits: Tensor) -> None:
+        logits[:, ::7] = -math.inf
+        logits[2] *= 0.5
+
+    expected = best_candidates_of_searches(logits.clone(), scores, searches, edit, logprob_rows=[2])
+    assert_same_candidates(choose(logits.clone(), scores, searches, edit, logprob_rows=[2]), expected)
