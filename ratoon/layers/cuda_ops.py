@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from ratoon.layers.ops import Product
+from ratoon.layers.ops import FusedProduct, Product, RMSWeights
 from ratoon.layers.product_choices import ProductChoices, Tile
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton import elementwise, norms
-from ratoon.layers.triton.gemv import gemv
+from ratoon.layers.triton.gemv import MAX_NORM_WIDTH, gemv
 
 Tensor = torch.Tensor
 
@@ -33,10 +33,19 @@ class CudaLinear:
         self.dependent = dependent
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.fused(x, None, None)
+
+    def fused(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
         tile = self.tiles[len(x)] if len(x) < len(self.tiles) else None
-        if tile is None:
+        if norm is not None and (tile is None or x.shape[1] > MAX_NORM_WIDTH):
+            x, norm = norms.rms_norm(x, *norm), None
+        if tile is not None:
+            return gemv(x, self.weight, self.bias, tile, norm=norm, residual=residual, dependent=self.dependent)
+        if residual is None:
             return functional.linear(x, self.weight, self.bias)
-        return gemv(x, self.weight, self.bias, tile, dependent=self.dependent)
+        if self.bias is not None:
+            return residual.add_(functional.linear(x, self.weight, self.bias))
+        return residual.addmm_(x, self.weight.t())
 
 
 class CudaGatedMLP:
@@ -50,17 +59,25 @@ class CudaGatedMLP:
         self.tiles = tiles
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.fused(x, None, None)
+
+    def fused(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
         gate_up = self.gate_up
         tile = self.tiles[len(x)] if len(x) < len(self.tiles) else None
         if tile is None:
-            return self.down(elementwise.gated_activation(gate_up(x), "silu"))
-        return self.down(gemv(x, gate_up.weight, gate_up.bias, tile, gated="silu", dependent=gate_up.dependent))
+            between = elementwise.gated_activation(gate_up.fused(x, norm, None), "silu")
+        else:
+            if norm is not None and x.shape[1] > MAX_NORM_WIDTH:
+                x, norm = norms.rms_norm(x, *norm), None
+            between = gemv(x, gate_up.weight, gate_up.bias, tile, norm=norm, gated="silu", dependent=gate_up.dependent)
+        return self.down.fused(between, None, residual)
 
 
 class CudaOps(TorchOps):
     """Implements `Ops`; see there for the shapes."""
 
     name = "cuda"
+    defers_norms = True
 
     def __init__(self, choices: ProductChoices | None = None, dependent_launch: bool = False) -> None:
         """`choices`: what was measured on this GPU; without, fixed ones. `dependent_launch`: see triton/gemv.py."""
@@ -74,6 +91,9 @@ class CudaOps(TorchOps):
         if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear):
             return CudaGatedMLP(gate_up, down, self.choices.of("gated", gate_up.weight))
         return super().make_gated_mlp(gate_up, down)
+
+    def fuse(self, product: Product) -> FusedProduct | None:
+        return product.fused if isinstance(product, CudaLinear | CudaGatedMLP) else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)

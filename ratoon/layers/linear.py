@@ -1,7 +1,8 @@
 """Linear layers: they take their weights by name, fuse weights of the same input, and own the result.
 
-A layer combines format, shard and adapter. Ops decides how a weight is stored and multiplied, the class of the layer
-decides which part of it a rank takes, and adapters add their low-rank products by row.
+A layer combines format, shard and adapter. Ops decides how a weight is stored and multiplied, and whether the norm
+before the product and the addition behind it are part of it. The class of the layer decides which part of the weight a
+rank takes, and adapters add their low-rank products by row.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ratoon.layers.adapters import AdapterRows, AdapterTarget
+from ratoon.layers.norm import LinearInput, Normed
 from ratoon.layers.ops import Ops, Product
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.weights import Weights
@@ -36,7 +38,7 @@ class Linear:
     ranks.
     """
 
-    __slots__ = ("multiply", "reduce", "targets")
+    __slots__ = ("fused", "multiply", "reduce", "targets")
 
     def __init__(
         self, pieces: Sequence[Piece], in_features: int, transposed: bool = False, inputs: range | None = None
@@ -52,14 +54,27 @@ class Linear:
             shape = (piece.out_features, in_features)
             self.targets.append(piece.weights.add_target(shape, inputs, piece.outputs, first))
         self.multiply = make_product(weights.ops, parts, _take_bias(pieces))
+        self.fused = weights.ops.fuse(self.multiply)
         self.reduce = None if len(inputs) == in_features else weights.shard.all_reduce
 
-    def __call__(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
+        if isinstance(x, Normed):
+            if self.fused is not None and self.reduce is None and adapters is None:
+                return self.fused(x.stream, x.rms, None)
+            x = x.compute()
         y = self.multiply(x)
         if adapters is not None:
             for target in self.targets:
                 target.add(x, y, adapters)
         return y if self.reduce is None else self.reduce(y)
+
+    def add_to(self, stream: Tensor, x: Tensor, adapters: AdapterRows | None = None) -> Tensor | None:
+        """Add to the residual stream [T, out] in place. What is yet to be added is returned: all of it, where the
+        product and the addition are not one operation."""
+        if self.fused is None or self.reduce is not None or adapters is not None:
+            return self(x, adapters)
+        self.fused(x, None, stream)
+        return None
 
 
 class ColumnParallelLinear(Linear):
@@ -150,7 +165,7 @@ class QKVLinear:
             pieces = [Piece(weights / name, size, has_bias, [own]) for name, size, has_bias, own in parts]
         self.linear = Linear(pieces, hidden_size, transposed)
 
-    def __call__(self, x: Tensor, adapters: AdapterRows | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, hidden] → q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
         fused = self.linear(x, adapters)
         heads = fused.view(-1, self.num_heads_in_all, self.head_dim)  # [T, heads + 2·kv_heads, head_dim]

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.linear import Linear, MergedLinear, RowParallelLinear
-from ratoon.layers.ops import Ops
+from ratoon.layers.norm import LinearInput, Normed
+from ratoon.layers.ops import Ops, Product
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
-FeedForward = Callable[[Tensor, AdapterRows | None], Tensor]  # [T, H] → [T, H]
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")  # those of Ops.activation
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
+class FeedForward(Protocol):
+    def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
+        """[T, H] → [T, H]."""
+        ...
+
+    def add_to(self, stream: Tensor, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor | None:
+        """As that of Linear."""
+        ...
+
+
 class GatedMLP:
     """down(activation(gate(x)) · up(x)), with gate and up as one product: [T, H] → [T, H]."""
 
-    __slots__ = ("activate", "down", "fused", "gate_up")
+    __slots__ = ("activate", "down", "fused", "gate_up", "multiply")
 
     def __init__(
         self,
@@ -39,17 +50,33 @@ class GatedMLP:
         self.gate_up = MergedLinear(weights, names[:2], hidden_size, sizes, bias)
         self.down = RowParallelLinear(weights / names[2], intermediate_size, hidden_size, bias)
         ops = weights.ops
-        self.fused = None
+        self.multiply: Product | None = None
         self.activate: Callable[[Tensor], Tensor] = partial(ops.gated_activation, kind=activation)
         if activation == "silu":  # the usual case is one fused call, without adapters
             self.activate = ops.silu_and_mul
-            self.fused = ops.make_gated_mlp(self.gate_up.multiply, self.down.multiply)
+            self.multiply = ops.make_gated_mlp(self.gate_up.multiply, self.down.multiply)
+        self.fused = None if self.multiply is None or self.down.reduce else ops.fuse(self.multiply)
 
-    def __call__(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        if adapters is not None or self.fused is None:
+    def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
+        if adapters is not None or self.multiply is None:
             return self.down(self.activate(self.gate_up(x, adapters)), adapters)
-        y = self.fused(x)
+        if isinstance(x, Normed):
+            if self.fused is not None:
+                return self.fused(x.stream, x.rms, None)
+            x = x.compute()
+        y = self.multiply(x)
         return y if self.down.reduce is None else self.down.reduce(y)
+
+    def add_to(self, stream: Tensor, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor | None:
+        if adapters is not None or self.multiply is None:
+            return self.down.add_to(stream, self.activate(self.gate_up(x, adapters)), adapters)
+        if self.fused is None:
+            return self(x)
+        if isinstance(x, Normed):
+            self.fused(x.stream, x.rms, stream)
+        else:
+            self.fused(x, None, stream)
+        return None
 
 
 class MLP:
@@ -64,9 +91,12 @@ class MLP:
         self.kind = activation
         self.activate = ops.activation
 
-    def __call__(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
         # [T, H] → [T, I] → [T, I] → [T, H]
         return self.down(self.activate(self.up(x, adapters), self.kind), adapters)
+
+    def add_to(self, stream: Tensor, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor | None:
+        return self.down.add_to(stream, self.activate(self.up(x, adapters), self.kind), adapters)
 
 
 def _check_activation(name: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ratoon.layers.native import library
-from ratoon.layers.ops import Product, WeightFormat
+from ratoon.layers.ops import FusedProduct, Product, WeightFormat
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import add_low_rank
 
@@ -71,6 +71,7 @@ class NativeGatedMLP:
 
 class NativeOps:
     name = "native"
+    defers_norms = False
 
     def __init__(self) -> None:
         kernels = library()
@@ -90,6 +91,9 @@ class NativeOps:
         if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
             return NativeGatedMLP(gate_up, down)
         return lambda x: down(self.silu_and_mul(gate_up(x)))
+
+    def fuse(self, product: Product) -> FusedProduct | None:
+        return None
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.index_select(table, 0, ids)

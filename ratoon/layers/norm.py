@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from ratoon.layers.ops import RMSWeights
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
 
 
+class Normed:
+    """The norm of a stream, not computed yet: the product that takes it may do so in its own kernel."""
+
+    __slots__ = ("_norm", "rms", "stream")
+
+    def __init__(self, stream: Tensor, rms: RMSWeights, norm: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+        self.stream = stream
+        self.rms = rms
+        self._norm = norm
+
+    def compute(self) -> Tensor:
+        return self._norm(self.stream, *self.rms)
+
+
+LinearInput = Tensor | Normed  # [T, in]
+
+
 class RMSNorm:
     """`norm(x)` is the norm of x; `norm(x, residual)` first does residual += x in place, and is the norm of the sum."""
 
-    __slots__ = ("add_norm", "eps", "norm", "weight")
+    __slots__ = ("add_norm", "eps", "norm", "rms", "weight")
 
     def __init__(self, weights: Weights, size: int, eps: float) -> None:
         self.weight = weights.take("weight", size)
         self.eps = eps
         self.norm = weights.ops.rms_norm
         self.add_norm = weights.ops.add_rms_norm
+        self.rms = RMSWeights(self.weight, eps) if weights.ops.defers_norms else None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if residual is None:
             return self.norm(x, self.weight, self.eps)
         return self.add_norm(x, residual, self.weight, self.eps)
+
+    def before_product(self, stream: Tensor, update: Tensor | None) -> LinearInput:
+        """The norm of the stream, after `update` was added to it in place, as the input of a linear layer."""
+        if update is not None:
+            return self(update, stream)
+        return self(stream) if self.rms is None else Normed(stream, self.rms, self.norm)
 
 
 class LayerNorm:
@@ -43,6 +70,10 @@ class LayerNorm:
         if residual is None:
             return self.norm(x, self.weight, self.bias, self.eps)
         return self.add_norm(x, residual, self.weight, self.bias, self.eps)
+
+    def before_product(self, stream: Tensor, update: Tensor | None) -> LinearInput:
+        """As that of RMSNorm. No product computes this norm."""
+        return self(stream) if update is None else self(update, stream)
 
 
 class HeadRMSNorm:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +15,22 @@ from ratoon.layers.stored import StoredTensor
 
 Tensor = torch.Tensor
 Product = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
+
+
+class RMSWeights(NamedTuple):
+    """An RMS norm."""
+
+    weight: Tensor
+    eps: float
+
+
+class FusedProduct(Protocol):
+    """A product in one call with what stands beside it."""
+
+    def __call__(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
+        """[T, in] → [T, out] of the norm of x, or of x. With `residual` [T, out], the product is added to that in
+        place, and it is returned; x is other memory then."""
+        ...
 
 
 class WeightFormat(Protocol):
@@ -33,6 +49,7 @@ class Ops(Protocol):
     """T tokens, H hidden size. Nothing here synchronises with the device."""
 
     name: str
+    defers_norms: bool  # layers leave the norms before products to `fuse`
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
         """How a weight is multiplied in its stored format. None: it must be converted to floats, for `make_linear`."""
@@ -51,6 +68,11 @@ class Ops(Protocol):
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         """down(silu_and_mul(gate_up(x))), as one call where the products allow it."""
+        ...
+
+    def fuse(self, product: Product) -> FusedProduct | None:
+        """A product of this Ops, also of `make_gated_mlp`, with its neighbours. None: they are called by themselves,
+        and the norm after it adds the product to the residual stream."""
         ...
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from ratoon.layers.ops import Product, WeightFormat
+from ratoon.layers.ops import FusedProduct, Product, WeightFormat
 from ratoon.layers.stored import StoredTensor
 
 Tensor = torch.Tensor
@@ -20,6 +20,7 @@ class TorchOps:
     """Implements `Ops`; see there for the shapes."""
 
     name = "torch"
+    defers_norms = False
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
         return None
@@ -40,6 +41,9 @@ class TorchOps:
             return down(self.silu_and_mul(gate_up(x)))  # [T, H] → [T, 2·I] → [T, I] → [T, H]
 
         return feed_forward
+
+    def fuse(self, product: Product) -> FusedProduct | None:
+        return None
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         return functional.embedding(ids, table)

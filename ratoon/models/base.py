@@ -27,7 +27,7 @@ class StreamLayer(Protocol):
     """A layer between the embeddings and the final norm: two halves, so that rows can be dropped between them."""
 
     def __call__(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor | None:
-        """All [T, H]. Adds `update` to the stream in place; returns the next update, or None."""
+        """All [T, H]. Adds `update` to the stream in place; returns the next update, or None if that is added too."""
         return self.finish(self.attend(stream, update, positions, step), stream, step.adapters)
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
@@ -35,7 +35,7 @@ class StreamLayer(Protocol):
         ...
 
     def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor | None:
-        """The second half, in which rows are independent: → the next update [T, H]."""
+        """The second half, in which rows are independent: → the next update [T, H], or None."""
         ...
 
 
@@ -62,14 +62,13 @@ class FinalStates:
 
 
 def end_of_stream(final_norm: RMSNorm | LayerNorm | None, update: Tensor | None, stream: Tensor) -> FinalStates:
-    """The final states of the stream [R, H], to which the final norm adds the last update in place.
+    """The final states of the stream [R, H], to which the final norm adds the last update in place, if there is one.
 
-    Post-norm layers (post_norm.py) leave no update, and no norm follows them.
+    No norm follows post-norm layers (post_norm.py).
     """
-    if update is None:
+    if final_norm is None:
         return FinalStates(stream, stream)
-    assert final_norm is not None
-    return FinalStates(stream, final_norm(update, stream))
+    return FinalStates(stream, final_norm(stream) if update is None else final_norm(update, stream))
 
 
 class LanguageModel:
@@ -116,8 +115,9 @@ class LanguageModel:
         """[T], [T] → the final states of all rows [T, H], or of these `rows` [R] → [R, H]. `observers` get the stream
         before every layer. With `num_layers` below the model's, the pass ends after them, and no row has a final state.
 
-        `stream` is the residual stream and is added to in place; `update` is the output of the layer before. The hidden
-        state after a layer is their sum. The next norm does the addition, so that memory is read once.
+        `stream` is the residual stream and is added to in place; `update` is the output of the layer before, unless its
+        last product has added that. The hidden state after a layer is their sum. The next norm does the addition, so
+        that memory is read once.
         """
         stream = self.embed_tokens(input_ids, positions)
         update: Tensor | None = None

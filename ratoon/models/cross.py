@@ -14,7 +14,7 @@ from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import CrossAttentionLayer, StepContext
 from ratoon.layers.linear import Linear, MergedLinear
 from ratoon.layers.mlp import FeedForward
-from ratoon.layers.norm import LayerNorm, RMSNorm
+from ratoon.layers.norm import LayerNorm, LinearInput, RMSNorm
 from ratoon.models.base import StreamLayer
 from ratoon.models.decoder import SelfAttention
 
@@ -33,7 +33,7 @@ class CrossAttention:
     key_value: MergedLinear
     output: Linear
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+    def __call__(self, x: LinearInput, step: StepContext) -> Tensor:
         q = self.query(x, step.adapters)  # [T, H] → [T, heads · head_dim]
         return self.layer(q.view(-1, self.layer.num_heads, self.layer.head_dim), step)  # [T, heads · head_dim]
 
@@ -58,11 +58,11 @@ class PreNormCrossLayer(StreamLayer):
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """The part in which rows depend on others: → cross-attention's output [T, heads · head_dim]."""
-        x = self.attention_norm(stream) if update is None else self.attention_norm(update, stream)
-        attended = self.attention(x, positions, step)
-        attended = self.attention.output(attended, step.adapters)
-        return self.cross(self.cross_norm(attended, stream), step)
+        attended = self.attention(self.attention_norm.before_product(stream, update), positions, step)
+        update = self.attention.output.add_to(stream, attended, step.adapters)
+        return self.cross(self.cross_norm.before_product(stream, update), step)
 
-    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor:
-        """The rest, in which rows are independent: → [T, H]."""
-        return self.mlp(self.mlp_norm(self.cross.output(attended, adapters), stream), adapters)
+    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor | None:
+        """The rest, in which rows are independent: → [T, H], or None."""
+        update = self.cross.output.add_to(stream, attended, adapters)
+        return self.mlp.add_to(stream, self.mlp_norm.before_product(stream, update), adapters)

@@ -13,7 +13,7 @@ from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, StepContext
 from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import FeedForward
-from ratoon.layers.norm import HeadRMSNorm, LayerNorm, RMSNorm
+from ratoon.layers.norm import HeadRMSNorm, LayerNorm, LinearInput, RMSNorm
 from ratoon.layers.rotary import Rotary
 from ratoon.models.base import StreamLayer
 
@@ -34,7 +34,7 @@ class SelfAttention:
     q_norm: HeadRMSNorm | None = None
     k_norm: HeadRMSNorm | None = None
 
-    def __call__(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+    def __call__(self, x: LinearInput, positions: Tensor, step: StepContext) -> Tensor:
         # [T, H] → [T, heads, head_dim], twice [T, kv_heads, head_dim]: views of one product
         q, k, v = self.qkv(x, step.adapters)
         if self.q_norm is not None:
@@ -57,9 +57,9 @@ class PreNormLayer(StreamLayer):
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """The first half, in which rows depend on each other: → [T, heads · head_dim]."""
-        x = self.attention_norm(stream) if update is None else self.attention_norm(update, stream)
-        return self.attention(x, positions, step)
+        return self.attention(self.attention_norm.before_product(stream, update), positions, step)
 
-    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor:
-        """The second half, in which rows are independent: → [T, H]."""
-        return self.mlp(self.mlp_norm(self.attention.output(attended, adapters), stream), adapters)
+    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor | None:
+        """The second half, in which rows are independent: → [T, H], or None."""
+        update = self.attention.output.add_to(stream, attended, adapters)
+        return self.mlp.add_to(stream, self.mlp_norm.before_product(stream, update), adapters)

@@ -11,13 +11,12 @@ before it waits for its input.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Tile
 from ratoon.layers.triton.elementwise import activate
 
@@ -26,20 +25,13 @@ Tensor = torch.Tensor
 MAX_NORM_WIDTH = 8192  # of an input that is normed inside the kernel
 
 
-class Norm(NamedTuple):
-    """An RMS norm of the input."""
-
-    weight: Tensor
-    eps: float
-
-
 def gemv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     tile: Tile,
     *,
-    norm: Norm | None = None,
+    norm: RMSWeights | None = None,
     gated: str | None = None,
     residual: Tensor | None = None,
     dependent: bool = False,

@@ -4,6 +4,7 @@ interpreter on the CPU (tests/conftest.py). Sizes are odd, inputs random, output
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.cuda_ops import CudaOps
+from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import (
+    MAX_ROWS,
     ProductChoices,
     ProductKey,
     Tile,
@@ -21,14 +25,28 @@ from ratoon.layers.product_choices import (
     write_choices,
 )
 from ratoon.layers.torch_ops import TorchOps
-from ratoon.layers.triton.gemv import Norm, gemv
+from ratoon.layers.triton.gemv import gemv
+from ratoon.models.base import LanguageModel, StreamObserver
+from ratoon.models.build import build_model, collect_shapes
+from ratoon.models.dummy_source import DummySource
+from tests.golden.dense_step import DenseStep
+from tests.golden.tiny_models import DictSource
 from tests.unit.layers.test_torch_ops import exact_layer_norm, exact_rms_norm, exact_rotary
+from tests.unit.models.test_build_model import GPT2, LLAMA
 
 Tensor = torch.Tensor
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Tile(2, 16, 1)
 
-ours = CudaOps()
+
+class FewPrograms(ProductChoices):
+    """Large tiles: the interpreter takes a millisecond for each program."""
+
+    def of(self, kind: str, weight: Tensor) -> list[Tile | None]:
+        return [None, *[Tile(16, 32, 1)] * MAX_ROWS]
+
+
+ours = CudaOps(FewPrograms())
 reference = TorchOps()
 
 # Error of one or two roundings to the dtype, with room for sums and approximate functions inside.
@@ -160,7 +178,7 @@ def test_products_of_few_rows_follow_the_formula(dtype: torch.dtype, rows: int, 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fused_products_give_what_their_parts_give(dtype: torch.dtype, rows: int) -> None:
     x, weight, bias = random(rows, 37, dtype=dtype), random(10, 37, dtype=dtype, seed=1), random(10, dtype=dtype)
-    norm = Norm(random(37, dtype=dtype, seed=3), 1e-5)
+    norm = RMSWeights(random(37, dtype=dtype, seed=3), 1e-5)
     scaled = 8 * TOLERANCES[dtype]
 
     def check(actual: Tensor, expected: Tensor) -> None:
@@ -187,6 +205,61 @@ def test_linear_layers_and_gated_halves_agree_with_torch_for_any_number_of_rows(
     other = lambda y: y[:, :20]  # noqa: E731 – a product of another format
     mixed = ours.make_gated_mlp(ours.make_linear(gate_up, bias), other)
     torch.testing.assert_close(mixed(x), other(reference.silu_and_mul(x @ gate_up.T + bias)), atol=2e-4, rtol=2e-5)
+
+
+# The operations in models: norms before products and additions behind them are theirs, except under adapters.
+
+
+class Recorder(StreamObserver):
+    """The residual stream after each layer, and how often an update was left to the next one."""
+
+    num_layers_read = 0
+
+    def __init__(self) -> None:
+        self.streams: list[Tensor] = []
+        self.num_updates = 0
+
+    def observe(self, layer: int, stream: Tensor, update: Tensor | None) -> None:
+        self.num_updates += update is not None
+        self.streams.append(stream.clone() if update is None else stream + update)
+
+
+def run(model: LanguageModel, lengths: list[int], slots: Tensor | None = None) -> tuple[Tensor, Recorder]:
+    """Steps of these lengths over one sequence: the logits of all tokens."""
+    step, recorder, logits, start = DenseStep(), Recorder(), [], 0
+    for length in lengths:
+        positions = torch.arange(start, start + length)
+        step.adapters = None if slots is None else AdapterRows(slots[positions])
+        states = model.forward(positions % 11, positions, step, observers=[recorder])
+        logits.append(model.compute_logits(states.normed, step.adapters))
+        start += length
+    return torch.cat(logits), recorder
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the dense step is on the CPU; tests/cuda has engines")
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"])
+@torch.inference_mode()
+def test_models_give_the_same_logits_and_streams_with_either_operations(family: str) -> None:
+    config = replace(GPT2 if family == GPT2.architecture else LLAMA, architecture=family, num_layers=2)
+    random_weights = DummySource(collect_shapes(config), seed=5)
+    source = DictSource({name: random_weights.read(name).data * 5 for name in random_weights.shapes()})
+    models = [build_model(config, source, ops, DEVICE, torch.float32) for ops in (ours, reference)]
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    (logits, recorder), (expected, expected_recorder) = (run(model, [1, 5, 3]) for model in models)
+    torch.testing.assert_close(logits, expected, **close)
+    torch.testing.assert_close(recorder.streams, expected_recorder.streams, **close)
+    assert recorder.num_updates == 0 and expected_recorder.num_updates > 0
+    for model in models:
+        generator = torch.Generator().manual_seed(1)
+        for target in model.adapter_targets.values():
+            num_outputs, num_inputs = target._shape
+            target.open_slots(1, 2, DEVICE, torch.float32)
+            a, b = (torch.randn(*shape, generator=generator) for shape in ((2, num_inputs), (num_outputs, 2)))
+            target.load(0, a, b)
+    slots = torch.tensor([0, -1, 0, 0, -1, -1, 0, 0])
+    (logits, _), (adapted, _) = (run(model, [2, 6], slots) for model in models)
+    torch.testing.assert_close(logits, adapted, **close)
+    assert not torch.allclose(adapted, expected[:8])
 
 
 # The choice between kernels
