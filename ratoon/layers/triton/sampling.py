@@ -15,9 +15,21 @@ import triton.language as tl
 Tensor = torch.Tensor
 
 CHUNK = 4096  # columns that one program reads
+# For rows with filters, the largest tokens are listed, and usually all that the filters leave is among them.
+GROUP = 32  # columns whose maximum is stored
+WANTED = 256  # a list has at least as many tokens
+GROUP_ROOM = 512  # groups that may hold them; more are possible only where many are equal
+LIST_ROOM = 1024  # tokens of a list
+GROUPS_AT_ONCE = 128
+# Other rows are read several times.
 PIVOTS = 8  # thresholds that are examined in one pass over a row
 BLOCK = 1024  # columns at a time in such a pass
+
 _INF = tl.constexpr(float("inf"))
+# In place of a row's threshold
+_NO_FILTER = tl.constexpr(-1)
+_NOT_FOUND = tl.constexpr(-2)
+_DRAWN = tl.constexpr(-3)  # its token is known
 # Of the rounding to multiples of 2^-52, as in exact_probabilities
 _ROUNDING = tl.constexpr(2.0**-29)
 _LEAST_KEY = tl.constexpr((127 - 52) << 23)  # bits of 2^-52, the least probability that is not 0
@@ -48,14 +60,25 @@ def sample_plain(
         return token_ids, bad
     row = (logits, logits.stride(0), num_columns, temperature)
     sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(num_chunks)}
-    _reduce_chunks[(num_chunks, num_rows)](*row, maxima, sums, num_chunks, draws, CHUNK, num_warps=4)
-    threshold, masses = maxima, maxima  # not read
+    of_groups = threshold = masses = maxima  # not read
     if filters:
+        of_groups = torch.empty(num_rows, triton.cdiv(num_columns, GROUP), dtype=torch.float32, device=device)
         threshold = torch.empty(num_rows, dtype=torch.int32, device=device)
         masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
-        _find_threshold[(num_rows,)](
-            *row, top_k, top_p, min_p, maxima, sums, threshold, num_chunks, sizes["CHUNKS"], BLOCK, PIVOTS, num_warps=8
-        )
+    _reduce_chunks[(num_chunks, num_rows)](
+        *row, maxima, sums, of_groups, num_chunks, of_groups.shape[1], draws, filters, CHUNK, GROUP, num_warps=4
+    )
+    if filters:
+        wanted = (*row, top_k, top_p, min_p, maxima, sums, threshold)
+        places = torch.empty(num_rows, GROUP_ROOM, dtype=torch.int32, device=device)
+        listed = torch.empty(num_rows, LIST_ROOM, dtype=torch.float32, device=device)
+        listed_ids = torch.empty(num_rows, LIST_ROOM, dtype=torch.int32, device=device)
+        _draw_from_list[(num_rows,)](
+            *wanted, uniforms, of_groups, places, listed, listed_ids, token_ids, bad, num_chunks, of_groups.shape[1],
+            sizes["CHUNKS"], GROUP, triton.next_power_of_2(of_groups.shape[1]), WANTED, GROUP_ROOM, LIST_ROOM,
+            GROUPS_AT_ONCE, num_warps=8,
+        )  # fmt: skip
+        _find_threshold[(num_rows,)](*wanted, num_chunks, sizes["CHUNKS"], BLOCK, PIVOTS, num_warps=8)
         _sum_kept[(num_chunks, num_rows)](*row, maxima, sums, threshold, masses, num_chunks, **sizes, num_warps=4)
     _pick[(num_rows,)](
         *row, uniforms, maxima, sums, threshold, masses, token_ids, bad, num_chunks, draws, filters, **sizes,
@@ -130,6 +153,33 @@ def _first_above(weights, places, target):
 
 
 @triton.jit
+def _ordered(x):
+    """Floats as int32 in the same order."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 equals 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _kth_largest(keys, k):
+    """Tries its bits from the highest to the lowest. The least int32 if there are fewer than k keys."""
+    found = tl.where(tl.sum((keys >= 0).to(tl.int32), 0) >= k, 0, -2147483648)
+    for bit in range(31):
+        raised = found + (1 << (30 - bit))
+        found = tl.where(tl.sum((keys >= raised).to(tl.int32), 0) >= k, raised, found)
+    return found
+
+
+@triton.jit
+def _least_of_mass(bits, masses, limit):
+    """The largest bits v for which the entries with bits ≥ v have at least this mass together; 0 if none have."""
+    found = tl.full([], 0, tl.int32)
+    for bit in range(31):
+        raised = found + (1 << (30 - bit))
+        found = tl.where(tl.sum(tl.where(bits >= raised, masses, 0.0), 0) >= limit, raised, found)
+    return found
+
+
+@triton.jit
 def _has_filter(temperature, top_k, top_p, min_p):
     return (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
@@ -140,17 +190,25 @@ def _has_filter(temperature, top_k, top_p, min_p):
 
 @triton.jit
 def _reduce_chunks(
-    logits, row_stride, num_columns, temperature, maxima, sums, num_chunks, DRAWS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Of each chunk: the largest scaled logit, and the sum of exponentials, that one subtracted."""
+    logits, row_stride, num_columns, temperature, maxima, sums, of_groups, num_chunks, num_groups,
+    DRAWS: tl.constexpr, FILTERS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Of each chunk: the largest scaled logit, and the sum of exponentials, that one subtracted. Of groups of columns:
+    the largest."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    columns = chunk * CHUNK + tl.arange(0, CHUNK)
     place = row * num_chunks + chunk
     if DRAWS:
+        # The same code with and without filters: the sums are rounded alike.
+        groups = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+        columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = _load_scaled(logits + row * row_stride, columns, num_columns, _divisor(temperature, row))
-        top = tl.max(x, 0)
-        tl.store(sums + place, tl.sum(_exp(x - tl.where(_is_finite(top), top, 0.0)), 0))
+        tops = tl.max(x, 1)
+        if FILTERS:
+            tl.store(of_groups + row * num_groups + groups, tops, mask=groups < num_groups)
+        top = tl.max(tops, 0)
+        tl.store(sums + place, tl.sum(tl.sum(_exp(x - tl.where(_is_finite(top), top, 0.0)), 1), 0))
     else:
+        columns = chunk * CHUNK + tl.arange(0, CHUNK)
         top = tl.max(_load_logits(logits + row * row_stride, columns, num_columns), 0)
     tl.store(maxima + place, top)
 
@@ -162,6 +220,10 @@ def _pick(
 ):  # fmt: skip
     """The token of a row: first its chunk, then its place there."""
     row = tl.program_id(0).to(tl.int64)
+    if FILTERS:
+        least = tl.load(threshold + row)
+        if least == _DRAWN:
+            return
     chunks = tl.arange(0, CHUNKS)
     of_row = row * num_chunks + chunks
     tops = tl.load(maxima + of_row, mask=chunks < num_chunks, other=-_INF)
@@ -175,7 +237,6 @@ def _pick(
         weights = _chunk_weights(tops, tl.load(sums + of_row, mask=chunks < num_chunks, other=0.0))
         total = tl.sum(weights, 0).to(tl.float32)
         if FILTERS:
-            least = tl.load(threshold + row)  # -1: no filter
             kept = tl.load(masses + of_row, mask=chunks < num_chunks, other=0.0)
             weights = tl.where(least >= 0, kept, weights)
         target = tl.load(uniforms + row) * tl.sum(weights, 0)
@@ -201,6 +262,78 @@ def _pick(
     token = tl.where(is_bad, 0, tl.minimum(tl.maximum(token, 0), num_columns - 1))
     tl.store(token_ids + row, token.to(tl.int64))
     tl.store(bad + row, is_bad)
+
+
+@triton.jit
+def _draw_from_list(
+    logits, row_stride, num_columns, temperature, top_k, top_p, min_p, maxima, sums, threshold, uniforms, of_groups,
+    places, listed, listed_ids, token_ids, bad, num_chunks, num_groups,
+    CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WANTED: tl.constexpr, GROUP_ROOM: tl.constexpr,
+    LIST_ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The token of a row with filters, if all that they leave is among its largest tokens, which are listed in the
+    order of their ids."""
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    of_row = row * num_chunks + chunks
+    tops = tl.load(maxima + of_row, mask=chunks < num_chunks, other=-_INF)
+    peak = tl.max(tops, 0)
+    k, p, m = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    if (_has_filter(tl.load(temperature + row), k, p, m) & _is_finite(peak)) == 0:
+        tl.store(threshold + row, _NO_FILTER)
+        return
+    result = tl.full([], _NOT_FOUND, tl.int32)
+    total = tl.sum(_chunk_weights(tops, tl.load(sums + of_row, mask=chunks < num_chunks, other=0.0)), 0)
+    total = total.to(tl.float32)
+    groups = tl.arange(0, GROUPS)
+    keys = _ordered(tl.load(of_groups + row * num_groups + groups, mask=groups < num_groups, other=-_INF))
+    least = _kth_largest(keys, WANTED)
+    chosen = (keys >= least) & (groups < num_groups)
+    num_chosen = tl.sum(chosen.to(tl.int32), 0)
+    if num_chosen <= GROUP_ROOM:
+        tl.store(places + row * GROUP_ROOM + tl.cumsum(chosen.to(tl.int32), 0) - 1, groups, mask=chosen)
+        tl.debug_barrier()
+        divisor = _divisor(temperature, row)
+        num_listed = 0
+        for start in range(0, GROUP_ROOM, AT_ONCE):
+            turn = start + tl.arange(0, AT_ONCE)
+            of_turn = tl.load(places + row * GROUP_ROOM + turn, mask=turn < num_chosen, other=num_groups)
+            columns = of_turn[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # past the end where there is no group
+            columns = tl.reshape(columns, [AT_ONCE * GROUP])
+            x = _load_scaled(logits + row * row_stride, columns, num_columns, divisor)
+            is_listed = (_ordered(x) >= least) & (columns < num_columns)
+            at = num_listed + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+            fits = is_listed & (at < LIST_ROOM)
+            tl.store(listed + row * LIST_ROOM + at, _probabilities(x, peak, total), mask=fits)
+            tl.store(listed_ids + row * LIST_ROOM + at, columns, mask=fits)
+            num_listed += tl.sum(is_listed.to(tl.int32), 0)
+        tl.debug_barrier()
+        if num_listed <= LIST_ROOM:
+            slots = tl.arange(0, LIST_ROOM)
+            probabilities = tl.load(listed + row * LIST_ROOM + slots, mask=slots < num_listed, other=0.0)
+            bits = probabilities.to(tl.int32, bitcast=True)
+            last = tl.min(tl.where(slots < num_listed, bits, 2147483647), 0)
+            is_whole = num_listed == num_columns
+            largest = tl.max(probabilities, 0)
+            floor = (m * largest).to(tl.int32, bitcast=True)
+            if (k > 0) & (k <= num_listed):
+                floor = tl.maximum(floor, _kth_largest(bits, k))
+            only_top_p = (k == 0) & (m == 0) & (is_whole == 0)
+            masses = probabilities.to(tl.float64)
+            bound = floor
+            if p < 1:
+                # Where only top_p cuts, what is left is all; its sum differs from 1 by rounding alone.
+                whole = tl.where(only_top_p, 1.0, tl.sum(tl.where(bits >= floor, masses, 0.0), 0))
+                bound = tl.maximum(floor, _least_of_mass(bits, masses, p * whole))
+                bound = tl.minimum(bound, largest.to(tl.int32, bitcast=True))
+            if (last < floor) | (last == 0) | is_whole | (only_top_p & (bound > last)):
+                kept = tl.where(bits >= bound, masses, 0.0)
+                place = _first_above(kept, slots, tl.load(uniforms + row) * tl.sum(kept, 0))
+                token = tl.load(listed_ids + row * LIST_ROOM + tl.maximum(place, 0))
+                tl.store(token_ids + row, token.to(tl.int64))
+                tl.store(bad + row, False)
+                result = tl.full([], _DRAWN, tl.int32)
+    tl.store(threshold + row, result)
 
 
 @triton.jit
@@ -252,16 +385,14 @@ def _find_threshold(
     logits, row_stride, num_columns: tl.constexpr, temperature, top_k, top_p, min_p, maxima, sums, threshold,
     num_chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the least probability that a row's filters keep, or a value that separates the same tokens. -1 where
-    there is no filter."""
+    """The bits of the least probability that a row's filters keep, or a value that separates the same tokens."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS)
     of_row = row * num_chunks + chunks
     tops = tl.load(maxima + of_row, mask=chunks < num_chunks, other=-_INF)
     peak = tl.max(tops, 0)
-    k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-    result = -1
-    if _has_filter(tl.load(temperature + row), k, p, least) & _is_finite(peak):
+    if tl.load(threshold + row) == _NOT_FOUND:
+        k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
         total = tl.sum(_chunk_weights(tops, tl.load(sums + of_row, mask=chunks < num_chunks, other=0.0)), 0)
         total = total.to(tl.float32)
         divisor = _divisor(temperature, row)
@@ -277,7 +408,7 @@ def _find_threshold(
             low = tl.maximum(result, _LEAST_KEY) - 1
             nucleus = _search(logits, num_columns, divisor, peak, total, low, high, p, True, BLOCK, PIVOTS)
             result = tl.maximum(result, nucleus)
-    tl.store(threshold + row, result)
+        tl.store(threshold + row, result)
 
 
 @triton.jit

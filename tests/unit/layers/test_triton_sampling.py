@@ -102,6 +102,43 @@ def test_filtered_draws_are_those_of_the_cpu(kind):
     assert_alike(sample(logits, [kind, PLAIN], [0.3, 0.6], Mode.FILTERED))
 
 
+@pytest.mark.parametrize(
+    ("kind", "from_list"),
+    [
+        (TOP_K, True),
+        (TOP_P, False),  # flat: the nucleus has hundreds of tokens
+        ((0.3, 0, 0.8, 0), True),
+        (MIN_P, False),
+        ((0.3, 0, 1, 0.5), True),
+        (ALL_FILTERS, False),  # 40 tokens are more than the list has
+        ((1, 15, 0.9, 0.01), True),
+        ((1, 0, 0.9, 0.2), True),
+    ],
+)
+def test_filtered_draws_come_from_a_list_where_it_has_all_that_is_left(kind, from_list, monkeypatch):
+    monkeypatch.setattr(kernels, "WANTED", 16)
+    monkeypatch.setattr(kernels, "GROUP_ROOM", 32)
+    monkeypatch.setattr(kernels, "LIST_ROOM", 64)
+    monkeypatch.setattr(kernels, "GROUPS_AT_ONCE", 16)
+    logits = random_logits(2, 3001, scale=2.0)
+    if from_list:
+        monkeypatch.setattr(kernels, "_find_threshold", Skipped())
+    assert_alike(sample(logits, [kind] * 2, [0.3, 0.9], Mode.FILTERED))
+
+
+class Skipped:
+    """A kernel that is not needed."""
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *args, **options: None
+
+
+def test_many_equal_logits_overflow_a_list():
+    logits = torch.zeros(2, 3001)
+    logits[1, 5:2000] = 1.0
+    assert_alike(sample(logits, [(1, 700, 1, 0), (1, 0, 0.5, 0)], [0.5, 0.9], Mode.FILTERED))
+
+
 def test_a_row_draws_the_same_in_every_mode():
     logits = random_logits(3, 5003)
     kinds = [GREEDY, PLAIN, (1.4, 0, 1, 0)]
