@@ -1,0 +1,1 @@
+"""What device and threads do in the steps of an engine, moment by moment: `ratoon bench profile`."""

@@ -1,0 +1,132 @@
+"""Decode steps of a batch of requests: timed alone, then again while everything is recorded.
+
+Recording slows a step down, so the device's share is what it worked in a recorded step, divided by the time of a step
+that was not recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ratoon.benchmarks.timeline.spans import CORE, DEVICE, STEPS, Span, SpanRecorder, busy_time
+from ratoon.benchmarks.timeline.trace import DeviceTrace
+from ratoon.core.errors import EngineError
+from ratoon.core.params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from ratoon.api.llm import LLM
+
+WARM_UP_STEPS = 8  # all requests decode, and graphs of this batch are captured
+SPARE_TOKENS = 8  # no answer may end before the last step that is recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Some decode steps of one batch."""
+
+    batch: int
+    num_steps: int
+    step_seconds: float  # without recording
+    recorded_seconds: float  # of a step while it was recorded
+    spans: list[Span]  # of all lanes, by one clock
+    device_events: list[dict[str, Any]]  # of torch's profiler; none on a CPU
+    begin: float  # of the recorded steps, in the clock of the spans
+    end: float
+
+    @property
+    def has_device(self) -> bool:
+        return any(span.lane == DEVICE for span in self.spans)
+
+    def share(self, lane: str) -> float:
+        """Of a step's time: how much the lane worked."""
+        busy = busy_time(self.spans, lane, self.begin, self.end) / self.num_steps / 1e6
+        return min(1.0, busy / self.step_seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        shares = {name: self.share(lane) for name, lane in (("steps_thread", STEPS), ("core_thread", CORE))}
+        return {
+            "batch": self.batch,
+            "steps": self.num_steps,
+            "step_ms": 1e3 * self.step_seconds,
+            "recorded_step_ms": 1e3 * self.recorded_seconds,
+            "device_busy": self.share(DEVICE) if self.has_device else None,
+            **{f"{name}_busy": share for name, share in shares.items()},
+        }
+
+
+class BatchRun:
+    """Requests that are sent together, and driven step by step."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._ids = itertools.count()
+        self._source = random.Random(0)
+
+    def measure(self, batch: int, input_len: int, num_steps: int) -> Timeline:
+        """The batch is aborted at the end."""
+        request_ids = self._send(batch, input_len, self.num_tokens(batch, input_len, num_steps))
+        try:
+            self._reach_decoding(set(request_ids))
+            self._run(WARM_UP_STEPS)
+            step_seconds = self._run(num_steps)
+            recorder = SpanRecorder()
+            trace = DeviceTrace() if self._on_gpu else None
+            with recorder.recording(self._llm):
+                if trace is not None:
+                    trace.start()
+                begin = recorder.now()
+                recorded_seconds = self._run(num_steps)
+                end = recorder.now()
+                device = [] if trace is None else trace.stop()
+        finally:
+            self._end(request_ids)
+        events = [] if trace is None else trace.events
+        return Timeline(batch, num_steps, step_seconds, recorded_seconds, recorder.spans + device, events, begin, end)
+
+    def num_tokens(self, batch: int, input_len: int, num_steps: int) -> int:
+        """Of an answer: the first requests decode while the prompts of the last are computed."""
+        prefill_steps = -(-batch * input_len // self._llm.config.scheduler.max_num_batched_tokens)
+        return prefill_steps + WARM_UP_STEPS + 2 * num_steps + SPARE_TOKENS
+
+    @property
+    def _on_gpu(self) -> bool:
+        return str(self._llm.describe()["device"]).startswith("cuda")
+
+    def _send(self, batch: int, input_len: int, num_tokens: int) -> list[str]:
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        vocab_size = self._llm.source.config.vocab_size
+        request_ids = [f"profile-{next(self._ids)}" for _ in range(batch)]
+        for request_id in request_ids:
+            prompt = [self._source.randrange(vocab_size) for _ in range(input_len)]
+            self._llm.engine.add_request(request_id, prompt, params)
+        return request_ids
+
+    def _reach_decoding(self, waiting: set[str]) -> None:
+        """Until each request has its first token."""
+        while waiting:
+            for output in self._llm.engine.step():
+                if output.error is not None:
+                    raise EngineError(output.error)
+                waiting.discard(output.request_id)
+
+    def _run(self, num_steps: int) -> float:
+        """Seconds for a step."""
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            self._llm.engine.step()
+        return (time.perf_counter() - begin) / num_steps
+
+    def _end(self, request_ids: list[str]) -> None:
+        self._llm.abort(request_ids)
+        while self._llm.engine.client.has_work():
+            self._llm.engine.step()

@@ -1,0 +1,116 @@
+"""Records when the parts of a step ran, on which thread: methods of a running engine are wrapped while it records.
+
+Nothing is added to the engine itself, so that it pays nothing when nobody records.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ratoon.api.llm import LLM
+
+DEVICE, STEPS, CORE = "device", "steps thread", "core thread"
+LANES = (DEVICE, STEPS, CORE)
+WAIT = "wait"  # the core's thread has nothing to do until the oldest step has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Times in microseconds; from which moment on is the recorder's."""
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+
+
+class SpanRecorder:
+    """Spans of the host's threads, by the clock `now`."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    @staticmethod
+    def now() -> float:
+        return time.perf_counter_ns() / 1e3
+
+    @contextmanager
+    def recording(self, llm: LLM) -> Iterator[None]:
+        """Record what the engine of `llm`, which is in this process, does while the block runs."""
+        core = llm.engine.client.core  # type: ignore[attr-defined]
+        executor = core.executor
+        wrapped = [
+            self._wrap(core.scheduler, "schedule", CORE, "plan"),
+            self._wrap(core.scheduler, "update_from_output", CORE, "update"),
+            self._wrap(llm.engine, "process_outputs", CORE, "outputs"),
+            self._wrap(executor, "execute_model", STEPS, "launch"),
+            self._wrap(executor, "sample_tokens", STEPS, "sample"),
+            self._replace(executor, "submit", lambda submit: lambda plan: TimedHandle(submit(plan), self)),
+        ]
+        try:
+            yield
+        finally:
+            for undo in reversed(wrapped):
+                undo()
+
+    def add(self, lane: str, name: str, begin: float) -> None:
+        self.spans.append(Span(lane, name, begin, self.now()))
+
+    def _wrap(self, owner: Any, method: str, lane: str, name: str) -> Callable[[], None]:
+        def wrapper(call: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*arguments: Any, **options: Any) -> Any:
+                begin = self.now()
+                try:
+                    return call(*arguments, **options)
+                finally:
+                    self.add(lane, name, begin)
+
+            return timed
+
+        return self._replace(owner, method, wrapper)
+
+    @staticmethod
+    def _replace(
+        owner: Any, method: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> Callable[[], None]:
+        """Put a wrapper in the place of a method. An executor of another kind may lack it, and has no such spans."""
+        original = getattr(owner, method, None)
+        if original is None:
+            return lambda: None
+        setattr(owner, method, make(original))
+        return lambda: delattr(owner, method)
+
+
+class TimedHandle:
+    """A step in flight whose result is waited for in a span."""
+
+    def __init__(self, handle: Any, recorder: SpanRecorder) -> None:
+        self._handle = handle
+        self._recorder = recorder
+
+    def result(self) -> Any:
+        begin = self._recorder.now()
+        try:
+            return self._handle.result()
+        finally:
+            self._recorder.add(CORE, WAIT, begin)
+
+
+def busy_time(spans: Sequence[Span], lane: str, begin: float, end: float) -> float:
+    """Microseconds of a window in which the lane did something other than wait. Spans that overlap count once."""
+    inside = sorted(
+        (max(span.begin, begin), min(span.end, end))
+        for span in spans
+        if span.lane == lane and span.name != WAIT and span.end > begin and span.begin < end
+    )
+    busy, last = 0.0, begin
+    for first, stop in inside:
+        if stop > last:
+            busy += stop - max(first, last)
+            last = stop
+    return busy
