@@ -109,26 +109,16 @@ class InputProcessor:
         owner: str | None = None,
         in_place_of: str | None = None,  # the id of an unknown parent; the prompt contains its text
     ) -> EngineCoreRequest:
-        if arrival_time is None:
-            arrival_time = self._clock()
-        _verify_envelope(request_id, priority, cache_salt)
-        self._verify_retention(retain_kv)
+        envelope = self._envelope(request_id, arrival_time, priority, cache_salt, owner, retain_kv)
         self.verify_params(params)
         token_ids, encoder_input, num_forced = self._prompts.process(prompt, num_places=1)  # for the first new token
-        params = self._params.complete(params, len(token_ids), encoder_input, num_forced)
         return EngineCoreRequest(
-            request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=token_ids,
             encoder_input=encoder_input,
-            params=params,
-            eos_token_id=self.eos_token_ids[0] if self.eos_token_ids else None,
-            arrival_time=arrival_time,
-            priority=priority,
-            cache_salt=cache_salt,
-            external_id=request_id,
+            params=self._params.complete(params, len(token_ids), encoder_input, num_forced),
+            eos_token_id=self._eos_token_id,
             parent_id=in_place_of,
-            retain_kv=retain_kv,
-            owner=owner,
+            **envelope,
         )
 
     def process_continuation(
@@ -145,49 +135,29 @@ class InputProcessor:
         retain_kv: float | None = None,
     ) -> EngineCoreRequest:
         """A request that goes on after a parent's tokens. Only the suffix is tokenised; an empty one is fine."""
-        if arrival_time is None:
-            arrival_time = self._clock()
-        _verify_envelope(request_id, priority, parent.cache_salt)
-        self._verify_retention(retain_kv)
+        envelope = self._envelope(request_id, arrival_time, priority, parent.cache_salt, parent.owner, retain_kv)
         self.verify_params(params)
         inherited, suffix_ids = parent.tokens(choice, at), self._prompts.process_suffix(suffix)
-        longest = self._max_model_len - 1
-        if len(inherited) + len(suffix_ids) > longest:
+        num_prompt_tokens, longest = len(inherited) + len(suffix_ids), self._max_model_len - 1
+        if num_prompt_tokens > longest:
             raise RequestError(
                 "continuation_suffix",
-                f"makes {len(inherited) + len(suffix_ids)} tokens with the {len(inherited)} before it, and at most "
-                f"{longest} leave room (max_model_len is {self._max_model_len})",
+                f"makes {num_prompt_tokens} tokens with the {len(inherited)} before it, and at most {longest} leave "
+                f"room (max_model_len is {self._max_model_len})",
                 "a shorter suffix, or an earlier place in the parent (`at`)",
             )
-        num_prompt_tokens = len(inherited) + len(suffix_ids)
-        params = self._params.complete(params, num_prompt_tokens, parent.encoder_input)
         return EngineCoreRequest(
-            request_id=f"{request_id}-{_random_suffix()}",
             prompt_token_ids=inherited + suffix_ids,
             encoder_input=parent.encoder_input,
-            params=params,
-            eos_token_id=self.eos_token_ids[0] if self.eos_token_ids else None,
-            arrival_time=arrival_time,
-            priority=priority,
-            cache_salt=parent.cache_salt,
+            params=self._params.complete(params, num_prompt_tokens, parent.encoder_input),
+            eos_token_id=self._eos_token_id,
             adapter=parent.adapter,
-            external_id=request_id,
             continuation_of=parent.branch_id(choice),
             continuation_token_ids=suffix_ids,
             parent_id=parent.request_id,
             preferred_rank=parent.engine,
-            retain_kv=retain_kv,
-            owner=parent.owner,
+            **envelope,
         )
-
-    def _verify_retention(self, seconds: float | None) -> None:
-        if seconds is None:
-            return
-        expected = f"seconds, above 0 and at most {self._max_lease_seconds:g}"
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
-            raise RequestError("retain_kv", f"{seconds!r} is not a number of seconds", expected)
-        if not 0 < seconds <= self._max_lease_seconds:
-            raise RequestError("retain_kv", f"{seconds} is out of range", expected)
 
     def process_pooling(
         self,
@@ -201,20 +171,11 @@ class InputProcessor:
         owner: str | None = None,
     ) -> EngineCoreRequest:
         """A request for the prompt's vector. Nothing is generated, so the prompt may fill the model's whole length."""
-        if arrival_time is None:
-            arrival_time = self._clock()
-        _verify_envelope(request_id, priority, cache_salt)
+        envelope = self._envelope(request_id, arrival_time, priority, cache_salt, owner)
         self.verify_pooling_params(pooling_params)
         token_ids = self._prompts.process(prompt, num_places=0).token_ids
         return EngineCoreRequest(
-            request_id=f"{request_id}-{_random_suffix()}",
-            prompt_token_ids=token_ids,
-            params=with_pooling(pooling_params, self._pooling),
-            arrival_time=arrival_time,
-            priority=priority,
-            cache_salt=cache_salt,
-            external_id=request_id,
-            owner=owner,
+            prompt_token_ids=token_ids, params=with_pooling(pooling_params, self._pooling), **envelope
         )
 
     def process_extraction(
@@ -229,26 +190,56 @@ class InputProcessor:
         owner: str | None = None,
     ) -> tuple[EngineCoreRequest, Selection]:
         """A request for hidden states of a prompt, or of an earlier request, and what it was made from."""
-        if arrival_time is None:
-            arrival_time = self._clock()
-        _verify_envelope(request_id, 0, cache_salt)
+        envelope = self._envelope(request_id, arrival_time, 0, cache_salt, owner)
         self.selector.verify(params)
-        internal_id = f"{request_id}-{_random_suffix()}"
         if isinstance(source, Root):
             if cache_salt is not None:
                 raise RequestError("cache_salt", "is the original request's own", "None")
-            request, selection = extract_from_root(self.selector, internal_id, source, choice, params)
+            request, selection = extract_from_root(self.selector, envelope["request_id"], source, choice, params)
         else:
             model_input = self._prompts.process(source, num_places=0)
-            request, selection = extract_from_prompt(self.selector, internal_id, model_input, params)
+            request, selection = extract_from_prompt(self.selector, envelope["request_id"], model_input, params)
             request.cache_salt, request.owner = cache_salt, owner
-        request.external_id = request_id
-        request.arrival_time = arrival_time
+        request.external_id, request.arrival_time = request_id, envelope["arrival_time"]
         return request, selection
+
+    @property
+    def _eos_token_id(self) -> int | None:
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def _envelope(
+        self,
+        request_id: str,
+        arrival_time: float | None,
+        priority: int,
+        cache_salt: str | None,
+        owner: str | None,
+        retain_kv: float | None = None,
+    ) -> dict[str, Any]:
+        """What every kind of request has beside its prompt and params: checked, as fields of EngineCoreRequest."""
+        _verify_envelope(request_id, priority, cache_salt)
+        self._verify_retention(retain_kv)
+        return {
+            "request_id": f"{request_id}-{_random_suffix()}",
+            "external_id": request_id,
+            "arrival_time": self._clock() if arrival_time is None else arrival_time,
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "owner": owner,
+            "retain_kv": retain_kv,
+        }
+
+    def _verify_retention(self, seconds: float | None) -> None:
+        if seconds is None:
+            return
+        expected = f"seconds, above 0 and at most {self._max_lease_seconds:g}"
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
+            raise RequestError("retain_kv", f"{seconds!r} is not a number of seconds", expected)
+        if not 0 < seconds <= self._max_lease_seconds:
+            raise RequestError("retain_kv", f"{seconds} is out of range", expected)
 
 
 def _verify_envelope(request_id: str, priority: int, cache_salt: str | None) -> None:
-    """The fields of every kind of request beside its prompt."""
     if not isinstance(request_id, str) or not request_id:
         raise RequestError("request_id", f"{request_id!r} is not an id", "text of at least one character")
     if isinstance(priority, bool) or not isinstance(priority, int):
