@@ -39,9 +39,9 @@ def load(args: argparse.Namespace) -> Calls:
 
 def _searches(llm: Any, known: Known) -> Calls:
     try:
-        from ratoon.benchmarks.two_stage.experiment import beam_search as search_params
         from ratoon.benchmarks.two_stage.stage import Send, StageRunner
-    except ModuleNotFoundError:  # an earlier checkout has them there (`--before`)
+        from ratoon.benchmarks.two_stage.stage import beam_search as search_params
+    except ImportError:  # an earlier checkout has them there (`--before`)
         from ratoon.api.two_stage.experiment import beam_search as search_params
         from ratoon.api.two_stage.stage import Send, StageRunner
     from ratoon.core.params import RequestOutputKind, SamplingParams

@@ -1,27 +1,23 @@
 """`ratoon bench two-stage`: sample an answer, then run a beam search after it, with each kind of reuse.
 
-The parser, and the order of things. What is measured is in two_stage/, over HTTP in two_stage/over_http/.
+The parser, and the order of things. What is measured is in two_stage/.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
-from ratoon.api.progress import request_progress
-from ratoon.api.remote.options import add_remote_options, open_client
+from ratoon.api.remote.options import add_remote_options, open_client, refuse_engine_options
+from ratoon.benchmarks.two_stage.settings import SIZES, TwoStageSettings, check_model, fitting_engine, settings_of
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from ratoon.benchmarks.two_stage.experiment import Round
-    from ratoon.benchmarks.two_stage.over_http.experiment import Measured
-    from ratoon.benchmarks.two_stage.over_http.settings import HttpSettings
-    from ratoon.benchmarks.two_stage.settings import TwoStageSettings
+    from ratoon.benchmarks.two_stage.trips import Measured
 
 DEFAULT_MODEL = "smollm2-135m"
 EXIT_DISAGREED = 1
@@ -33,16 +29,6 @@ All must find the same beams; otherwise the exit code is 1.
 
 With --url the stages are requests to a running server, stage 2 of each conversation as soon as its stage 1 has ended;
 a client can't fill the server's memory, so the last two variants are left out."""
-# Option, its default, and what it is.
-SIZES = (
-    ("--prompt-tokens", 500, "tokens of a prompt"),
-    ("--stage1-tokens", 200, "tokens that stage 1 samples"),
-    ("--suffix-tokens", 5, "tokens between the answer and the beams"),
-    ("--beam-width", 32, "beams of stage 2"),
-    ("--beam-tokens", 3, "tokens of each beam"),
-    ("--rounds", 3, "rounds; the variants take turns"),
-    ("--seed", 0, "of prompts and samples"),
-)
 
 
 def add_parser(kinds: Subparsers) -> None:
@@ -50,7 +36,8 @@ def add_parser(kinds: Subparsers) -> None:
         "two-stage", help="beam search after a sampled answer, with each kind of reuse", description=DESCRIPTION
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=f"default {DEFAULT_MODEL}; without --url")
-    for option, default, help_text in SIZES:
+    for name, default, help_text, _ in SIZES:
+        option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, default=default, metavar="N", help=f"{help_text} (default {default})")
     parser.add_argument(
         "--requests", "--concurrency", type=int, metavar="N", dest="requests", help="conversations at once (default 1)"
@@ -87,79 +74,29 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     from ratoon.benchmarks.loadgen.plot import check_plotting
     from ratoon.benchmarks.loadgen.settings import check_writable
+    from ratoon.benchmarks.two_stage.report import describe
 
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None:
             check_writable(option, path)
     if args.plot is not None:
         check_plotting(args.plot)
-    return run_in_process(args) if args.url is None else run_over_http(args)
-
-
-def run_over_http(args: argparse.Namespace) -> int:
-    from ratoon.benchmarks.bench_serve import allow_many_connections, fast_loop_factory
-    from ratoon.benchmarks.two_stage.over_http.experiment import measure
-    from ratoon.benchmarks.two_stage.over_http.settings import http_settings_of
-
-    settings = http_settings_of(args)
-    client = open_client(args, settings.timeout)
-    allow_many_connections()
-    with asyncio.Runner(loop_factory=fast_loop_factory()) as runner:
-        measured = runner.run(measure(client, settings, args.remote_model))
+    refuse_other_options(args)
+    settings = settings_of(args)
+    target, facts, measured = (run_in_process if args.url is None else run_over_http)(args, settings)
     if not any(turn.trips for one in measured.rounds for turn in one.values()):
         raise KeyboardInterrupt
-    return report_over_http(client.url, settings, measured, args)
+    return report(describe(target, settings), {**facts, "settings": settings.as_dict()}, measured, args)
 
 
-def report_over_http(url: str, settings: HttpSettings, measured: Measured, args: argparse.Namespace) -> int:
-    import msgspec
-
-    from ratoon.benchmarks.two_stage.over_http.measures import all_well, summarize
-    from ratoon.benchmarks.two_stage.over_http.plot import draw
-    from ratoon.benchmarks.two_stage.over_http.report import (
-        as_object,
-        describe,
-        format_latencies,
-        format_notes,
-        format_ways,
-    )
-
-    summaries = summarize(measured)
-    title = describe(measured.model, url, settings)
-    print(f"{title}\n\n{format_latencies(summaries)}\n\n{format_ways(summaries)}")
-    for note in format_notes(measured, summaries):
-        print(f"note: {note}", file=sys.stderr)
-    if args.json is not None:
-        facts = {"url": url, "model": measured.model, "settings": settings.as_dict()}
-        Path(args.json).write_bytes(msgspec.json.encode(as_object(facts, measured, summaries)))
-    if args.plot is not None:
-        draw(args.plot, title, measured, summaries)
-    if measured.interrupted:
-        print("interrupted: these are the figures so far", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0 if all_well(summaries.values()) else EXIT_DISAGREED
-
-
-def run_in_process(args: argparse.Namespace) -> int:
-    from ratoon.benchmarks.two_stage.settings import check_model, fitting_engine, settings_of
-    from ratoon.models.source import resolve_model
-
-    refuse_http_options(args)
-    settings = settings_of(args)
-    args.model = args.model or DEFAULT_MODEL
-    model = resolve_model(args.model).config
-    check_model(settings, model, args.max_model_len)
-    with open_llm(args, skip_tokenizer=True, **fitting_engine(settings, model, args)) as llm:
-        from ratoon.benchmarks.two_stage.experiment import TwoStageExperiment
-        from ratoon.benchmarks.two_stage.ways import WAYS
-
-        with request_progress(settings.rounds * len(WAYS), wanted=True, label="two-stage") as advance:
-            rounds = TwoStageExperiment(llm, settings).run(on_turn=lambda: advance(1, settings.stage1_tokens))
-        facts = llm.describe()
-    return report(settings, facts, rounds, args)
-
-
-def refuse_http_options(args: argparse.Namespace) -> None:
+def refuse_other_options(args: argparse.Namespace) -> None:
+    """RequestError for options that belong to the other transport."""
+    if args.url is not None:
+        if args.model is not None:
+            problem = f"{args.model!r}: the model is the server's"
+            raise RequestError("MODEL", problem, "--model NAME names one of several")
+        refuse_engine_options(args)
+        return
     for name in HTTP_OPTIONS:
         default = math.inf if name == "request_rate" else None
         if getattr(args, name) != default:
@@ -167,23 +104,49 @@ def refuse_http_options(args: argparse.Namespace) -> None:
             raise RequestError(option, "needs a server", "give its address (--url), or leave it out")
 
 
-def report(settings: TwoStageSettings, engine: dict[str, object], rounds: list[Round], args: argparse.Namespace) -> int:
+def run_in_process(args: argparse.Namespace, settings: TwoStageSettings) -> tuple[str, dict[str, Any], Measured]:
+    from ratoon.models.source import resolve_model
+
+    args.model = args.model or DEFAULT_MODEL
+    model = resolve_model(args.model).config
+    check_model(settings, model, args.max_model_len)
+    with open_llm(args, skip_tokenizer=True, **fitting_engine(settings, model, args)) as llm:
+        from ratoon.benchmarks.two_stage.experiment import ConversationSource, measure
+        from ratoon.benchmarks.two_stage.in_process import EngineTransport
+
+        transport = EngineTransport(llm, settings)
+        measured = measure(transport, settings, ConversationSource(settings, transport.prompts))
+        return args.model, {"model": args.model, "engine": llm.describe()}, measured
+
+
+def run_over_http(args: argparse.Namespace, settings: TwoStageSettings) -> tuple[str, dict[str, Any], Measured]:
+    from ratoon.benchmarks.bench_serve import allow_many_connections, fast_loop_factory
+    from ratoon.benchmarks.two_stage.experiment import measure
+    from ratoon.benchmarks.two_stage.http_transport import open_transport
+
+    client = open_client(args, args.timeout)
+    allow_many_connections()
+    with open_transport(client, settings, args.remote_model, fast_loop_factory()) as transport:
+        measured = measure(transport, settings, transport.source)
+        return f"{transport.model} at {client.url}", {"url": client.url, "model": transport.model}, measured
+
+
+def report(title: str, facts: dict[str, Any], measured: Measured, args: argparse.Namespace) -> int:
     import msgspec
 
-    from ratoon.benchmarks.two_stage.measures import compare, summarize
+    from ratoon.benchmarks.two_stage.measures import all_well, summarize
     from ratoon.benchmarks.two_stage.plot import draw
-    from ratoon.benchmarks.two_stage.report import as_object, describe, format_agreement, format_notes, format_table
+    from ratoon.benchmarks.two_stage.report import as_object, format_latencies, format_notes, format_ways
 
-    summaries, agreement = summarize(rounds), compare(rounds)
-    title = describe(args.model, settings)
-    print(f"{title}\n\n{format_table(summaries)}\n")
-    for line in format_agreement(agreement):
-        print(line)
-    for note in format_notes(summaries):
+    summaries = summarize(measured)
+    print(f"{title}\n\n{format_latencies(summaries)}\n\n{format_ways(summaries)}")
+    for note in format_notes(measured, summaries):
         print(f"note: {note}", file=sys.stderr)
     if args.json is not None:
-        facts = {"model": args.model, "engine": engine, "settings": msgspec.to_builtins(settings)}
-        Path(args.json).write_bytes(msgspec.json.encode(as_object(facts, rounds, summaries, agreement)))
+        Path(args.json).write_bytes(msgspec.json.encode(as_object(facts, measured, summaries)))
     if args.plot is not None:
-        draw(args.plot, title, rounds, summaries)
-    return 0 if agreement.all_well else EXIT_DISAGREED
+        draw(args.plot, title, measured, summaries)
+    if measured.interrupted:
+        print("interrupted: these are the figures so far", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0 if all_well(summaries.values()) else EXIT_DISAGREED

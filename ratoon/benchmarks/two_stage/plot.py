@@ -1,66 +1,81 @@
-"""A picture of a two-stage run: stage-2 TTFT, where the time of both stages goes, tokens computed, way by way."""
+"""A picture of a run: how stage-2 TTFT and whole conversations are spread, and the tokens of stage 2."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ratoon.benchmarks.loadgen.plot import new_figure
-from ratoon.benchmarks.two_stage.experiment import Round
 from ratoon.benchmarks.two_stage.measures import WaySummary
+from ratoon.benchmarks.two_stage.trips import Measured, Trip
 from ratoon.benchmarks.two_stage.ways import WAYS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-STAGE_COLORS = ("#b9c4bd", "#2f7d4f")
-POINT_COLOR = "#c2571a"
-LABELS = [textwrap.fill(way.label, 13) for way in WAYS]
+COLORS = ("#8a8a8a", "#c2571a", "#2f7d4f", "#e3a27c", "#8fc0a2")  # of the ways, in their order
+COMPUTED_COLOR, CACHED_COLOR = "#2f7d4f", "#b9c4bd"
 
 
-def draw(path: str, title: str, rounds: Sequence[Round], summaries: Mapping[str, WaySummary]) -> None:
-    figure = new_figure(title, 16, 5.2)
+def draw(path: str, title: str, measured: Measured, summaries: Mapping[str, WaySummary]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure = new_figure(title, 15, 4.8)
     first, second, third = figure.subplots(1, 3)
-    _draw_ttft(first, rounds, summaries)
-    _draw_totals(second, rounds)
-    _draw_computed(third, summaries)
-    for axes in (first, second, third):
-        axes.grid(axis="y", alpha=0.25)
-        axes.set_axisbelow(True)
-        axes.tick_params(axis="x", labelsize=7.5)
+    _draw_spread(first, measured, summaries, "Stage-2 time to first token", _stage2_ttft)
+    first.set_xscale("log")  # the ways lie orders of magnitude apart
+    first.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    first.xaxis.set_minor_formatter(NullFormatter())
+    for axes in (first, second):
+        axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
+    _draw_spread(second, measured, summaries, "Both stages", lambda trip: trip.seconds)
+    _draw_tokens(third, summaries)
     figure.savefig(path)
 
 
-def _draw_ttft(axes: Axes, rounds: Sequence[Round], summaries: Mapping[str, WaySummary]) -> None:
-    """Medians as bars, rounds as points. The ways lie orders of magnitude apart, so the scale is logarithmic."""
-    heights = [1e3 * summaries[way.key].ttft.seconds.median for way in WAYS]
-    axes.bar(LABELS, heights, color=STAGE_COLORS[1], alpha=0.85)
-    for index, (way, height) in enumerate(zip(WAYS, heights)):
-        values = [1e3 * median(one[way.key].ttft_seconds) for one in rounds]
-        axes.plot([index] * len(values), values, ".", color=POINT_COLOR, markersize=4)
-        text = f"{height:,.0f} ms\n{summaries[way.key].ttft.advantage.median:.1f}×"
-        axes.text(index, 1.06 * max(values), text, ha="center", va="bottom", fontsize=8)
-    axes.set(title="Stage-2 time to first token", ylabel="milliseconds", yscale="log")
-    axes.set_ylim(min(heights) / 3, max(heights) * 4)
+def _stage2_ttft(trip: Trip) -> float | None:
+    return None if trip.stage2 is None else trip.stage2.ttft
 
 
-def _draw_totals(axes: Axes, rounds: Sequence[Round]) -> None:
-    bottom = [0.0] * len(WAYS)
-    for label, color, attribute in zip(("stage 1", "stage 2"), STAGE_COLORS, ("stage1_seconds", "stage2_seconds")):
-        heights = [median(getattr(one[way.key], attribute) for one in rounds) for way in WAYS]
-        axes.bar(LABELS, heights, bottom=bottom, color=color, label=label)
+def _draw_spread(
+    axes: Axes,
+    measured: Measured,
+    summaries: Mapping[str, WaySummary],
+    title: str,
+    read: Callable[[Trip], float | None],
+) -> None:
+    """The share of conversations at or below each time, a line for each way."""
+    for way, color in zip(WAYS, COLORS, strict=True):
+        if way.key not in summaries:
+            continue
+        trips = measured.trips(way.key)
+        values = [1e3 * value for trip in trips if trip.succeeded and (value := read(trip)) is not None]
+        if values:
+            label = f"{way.label}, median {median(values):,.0f} ms"
+            axes.ecdf(values, color=color, linewidth=2.0, label=label)
+    axes.set(title=title, xlabel="milliseconds", ylabel="share of conversations", ylim=(0, 1.02))
+    axes.yaxis.set_major_formatter(lambda value, position: f"{value:.0%}")
+    axes.grid(alpha=0.25)
+    if axes.lines:
+        axes.legend(loc="best", fontsize=8)
+
+
+def _draw_tokens(axes: Axes, summaries: Mapping[str, WaySummary]) -> None:
+    ways = [way for way in WAYS if way.key in summaries]
+    labels = [textwrap.fill(way.label, 13) for way in ways]
+    bottom = [0.0] * len(ways)
+    for label, color in (("computed", COMPUTED_COLOR), ("cached", CACHED_COLOR)):
+        heights = [getattr(summaries[way.key], f"{label}_tokens") for way in ways]
+        axes.bar(labels, heights, bottom=bottom, color=color, label=label)
         bottom = [low + height for low, height in zip(bottom, heights)]
-    for index, height in enumerate(bottom):
-        axes.text(index, height, f"{height:.2f} s", ha="center", va="bottom", fontsize=8)
-    axes.set(title="Both stages", ylabel="seconds", ylim=(0, max(bottom) * 1.2))
+    for index, way in enumerate(ways):
+        one = summaries[way.key]
+        text = f"{one.computed_tokens:,} computed\n{one.cached_tokens:,} cached"
+        axes.text(index, bottom[index], text, ha="center", va="bottom", fontsize=8)
+    axes.set(title="Prompt tokens of stage 2", ylabel="tokens", ylim=(0, max([*bottom, 1.0]) * 1.3))
+    axes.grid(axis="y", alpha=0.25)
+    axes.tick_params(axis="x", labelsize=7.5)
+    axes.set_axisbelow(True)
     axes.legend(loc="upper right", fontsize=8, ncols=2)
-
-
-def _draw_computed(axes: Axes, summaries: Mapping[str, WaySummary]) -> None:
-    heights = [summaries[way.key].computed_tokens for way in WAYS]
-    bars = axes.bar(LABELS, heights, color=STAGE_COLORS[1], alpha=0.85)
-    sources = [", ".join(summaries[way.key].sources).replace("_", " ") for way in WAYS]
-    axes.bar_label(bars, [f"{height:,.6g}\n{source}" for height, source in zip(heights, sources)], fontsize=8)
-    axes.set(title="Prompt tokens computed in stage 2", ylabel="tokens", ylim=(0, max(heights) * 1.2))

@@ -1,19 +1,34 @@
-"""Settings of a two-stage run, checked before the model is loaded, and the size of its KV cache."""
+"""Settings of a two-stage run, checked before a model is loaded or a request sent, and the size of its KV cache."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ratoon.benchmarks.loadgen.settings import above_zero, at_least
+from ratoon.benchmarks.two_stage.conversations import FileConversation, read_conversations
 from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.params import MAX_BEAM_WIDTH
 
 if TYPE_CHECKING:
     from ratoon.core.config import ModelConfig
+
+
+DEFAULT_CONVERSATIONS = 8  # in a round, over HTTP
+# Options: their defaults, what they are, and the lowest value.
+SIZES = (
+    ("prompt_tokens", 500, "tokens of a prompt", 1),
+    ("stage1_tokens", 200, "tokens that stage 1 samples", 1),
+    ("suffix_tokens", 5, "tokens between the answer and the beams", 0),
+    ("beam_width", 32, "beams of stage 2", 1),
+    ("beam_tokens", 3, "tokens of each beam", 1),
+    ("rounds", 3, "rounds; the variants take turns", 1),
+    ("seed", 0, "of prompts and samples", 0),
+)
 
 
 class TwoStageSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,28 +40,62 @@ class TwoStageSettings(msgspec.Struct, frozen=True, kw_only=True):
     beam_width: int
     beam_tokens: int
     rounds: int
-    requests: int  # conversations at once
     seed: int
+    num_conversations: int  # in a round
+    concurrency: int | None  # conversations at once; None: no limit
+    # Over HTTP alone
+    file: str | None = None
+    file_conversations: list[FileConversation] | None = None
+    request_rate: float = math.inf  # conversations that begin in a second
+    burstiness: float = 1.0
 
     @property
     def whole_tokens(self) -> int:
         """The tokens before stage 2's beams: prompt, answer and suffix."""
         return self.prompt_tokens + self.stage1_tokens + self.suffix_tokens
 
+    @property
+    def ignore_eos(self) -> bool:
+        """Of a file, answers end where the model ends them."""
+        return self.file_conversations is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a report: without the conversations themselves, and JSON knows no infinity."""
+        facts: dict[str, Any] = msgspec.to_builtins(self)
+        del facts["file_conversations"]
+        facts["request_rate"] = None if math.isinf(self.request_rate) else self.request_rate
+        return facts
+
 
 def settings_of(args: argparse.Namespace) -> TwoStageSettings:
     """RequestError, with the option's name, for invalid values."""
-    given = {name: getattr(args, name) for name in TwoStageSettings.__struct_fields__}
-    settings = TwoStageSettings(**{**given, "requests": 1 if args.requests is None else args.requests})
-    for name in ("prompt_tokens", "stage1_tokens", "beam_width", "beam_tokens", "rounds", "requests"):
-        _require(name, getattr(settings, name), 1)
-    _require("suffix_tokens", settings.suffix_tokens, 0)
-    _require("seed", settings.seed, 0)
-    if settings.beam_width > MAX_BEAM_WIDTH:
-        raise RequestError("--beam-width", f"{settings.beam_width} is out of range", f"at most {MAX_BEAM_WIDTH}")
+    for option, _, _, lowest in SIZES:
+        at_least(args, option, lowest)
+    at_least(args, "requests", 1)
+    if args.beam_width > MAX_BEAM_WIDTH:
+        raise RequestError("--beam-width", f"{args.beam_width} is out of range", f"at most {MAX_BEAM_WIDTH}")
     if args.enable_prefix_caching is False:
         raise RequestError("--no-prefix-caching", "leaves nothing to compare with", "leave it out")
-    return settings
+    sizes = {option: getattr(args, option) for option, _, _, _ in SIZES}
+    at_once = 1 if args.requests is None else args.requests
+    if args.url is None:
+        return TwoStageSettings(**sizes, num_conversations=at_once, concurrency=at_once)
+    at_least(args, "num_conversations", 1)
+    for name in ("request_rate", "burstiness", "timeout"):
+        above_zero(args, name)
+    lines = None if args.file is None else read_conversations(args.file, args.stage1_tokens)
+    if lines is not None and args.num_conversations is not None and args.num_conversations > len(lines):
+        raise RequestError("--num-conversations", f"{args.num_conversations}, but {args.file} has {len(lines)}")
+    count = args.num_conversations or (DEFAULT_CONVERSATIONS if lines is None else len(lines))
+    return TwoStageSettings(
+        **sizes,
+        num_conversations=count,
+        concurrency=at_once if math.isinf(args.request_rate) else args.requests,
+        file=args.file,
+        file_conversations=None if lines is None else lines[:count],
+        request_rate=args.request_rate,
+        burstiness=args.burstiness,
+    )
 
 
 def check_model(settings: TwoStageSettings, model: ModelConfig, max_model_len: int | None) -> None:
@@ -80,12 +129,7 @@ def _num_blocks(settings: TwoStageSettings, model: ModelConfig, args: argparse.N
     block_size = args.block_size or CacheConfig().block_size
     lease_fraction = CacheConfig().lease_fraction if args.lease_fraction is None else args.lease_fraction
     num_groups = len({model.window_of_layer(layer) for layer in range(model.num_layers)})
-    whole = settings.requests * num_groups * (-(-settings.whole_tokens // block_size) + 1)
-    beams = settings.requests * num_groups * settings.beam_width * (-(-settings.beam_tokens // block_size) + 1)
+    whole = settings.num_conversations * num_groups * (-(-settings.whole_tokens // block_size) + 1)
+    beams = settings.num_conversations * num_groups * settings.beam_width * (-(-settings.beam_tokens // block_size) + 1)
     leasable = math.ceil(whole / lease_fraction) if lease_fraction > 0 else 0
     return 1 + max(2 * whole + beams, leasable)  # the parents, others beside them that are as long, the beams
-
-
-def _require(name: str, value: int, lowest: int) -> None:
-    if value < lowest:
-        raise RequestError(f"--{name.replace('_', '-')}", f"{value} is out of range", f"at least {lowest}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ratoon.api.llm import LLM
 from ratoon.core.errors import EngineError
 from ratoon.core.outputs import RequestOutput
-from ratoon.core.params import GenerationParams
+from ratoon.core.params import BeamSearchParams, GenerationParams, RequestOutputKind, SamplingParams
 from ratoon.engine.front_end import Prepared
 
 
@@ -69,3 +69,19 @@ class StageRunner:
             return engine.prepare(request_id, send.token_ids, send.params, retain_kv=send.retain_kv)
         root = engine.output_processor.find_root(send.parent.request_id)
         return engine.prepare_continuation(request_id, root, send.token_ids, send.params, retain_kv=send.retain_kv)
+
+
+def sampling(num_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+def beam_search(width: int, num_tokens: int) -> BeamSearchParams:
+    """All beams, and an output after every step, the first of which tells when stage 2 has something to show."""
+    return BeamSearchParams(
+        beam_width=width,
+        n=width,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+    )

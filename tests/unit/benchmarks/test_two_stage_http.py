@@ -10,28 +10,23 @@ import pytest
 from ratoon.api.remote.client import CHAT, RemoteError
 from ratoon.benchmarks.loadgen.datasets import Turn as FirstTurn
 from ratoon.benchmarks.loadgen.measures import RequestRecord
-from ratoon.benchmarks.two_stage.over_http.conversations import Conversation, read_conversations
-from ratoon.benchmarks.two_stage.over_http.experiment import Measured
-from ratoon.benchmarks.two_stage.over_http.measures import all_well, summarize
-from ratoon.benchmarks.two_stage.over_http.plot import draw
-from ratoon.benchmarks.two_stage.over_http.report import as_object, format_latencies, format_notes, format_ways
-from ratoon.benchmarks.two_stage.over_http.run import Trip, Turn, TwoStageClient
-from ratoon.benchmarks.two_stage.over_http.settings import HttpSettings
+from ratoon.benchmarks.two_stage.conversations import Conversation, read_conversations
+from ratoon.benchmarks.two_stage.http_client import TwoStageClient
+from ratoon.benchmarks.two_stage.measures import all_well, summarize
+from ratoon.benchmarks.two_stage.plot import draw
+from ratoon.benchmarks.two_stage.report import as_object, format_latencies, format_notes, format_ways
 from ratoon.benchmarks.two_stage.settings import TwoStageSettings
+from ratoon.benchmarks.two_stage.trips import Measured, Trip, Turn
 from ratoon.benchmarks.two_stage.ways import CONTINUATION, HTTP_WAYS, NO_REUSE, PREFIX_CACHE, Beam, shared_beams
 from ratoon.cli import main
 from ratoon.core.errors import RequestError
 
-SIZES = TwoStageSettings(
-    prompt_tokens=3, stage1_tokens=2, suffix_tokens=1, beam_width=2, beam_tokens=2, rounds=1, requests=1, seed=0
-)
 URL = ["bench", "two-stage", "--url", "http://127.0.0.1:1"]
 
 
-def settings(**changes) -> HttpSettings:
-    fields = {"num_conversations": 2, "file": None, "file_conversations": None, "concurrency": None}
-    fields |= {"request_rate": float("inf"), "burstiness": 1.0, "timeout": 10.0, "sizes": SIZES}
-    return HttpSettings(**{**fields, **changes})
+def settings(**changes) -> TwoStageSettings:
+    sizes = {"prompt_tokens": 3, "stage1_tokens": 2, "suffix_tokens": 1, "beam_width": 2, "beam_tokens": 2}
+    return TwoStageSettings(**{**sizes, "rounds": 1, "seed": 0, "num_conversations": 2, "concurrency": None, **changes})
 
 
 def conversation(number: int = 0, **fields) -> Conversation:
@@ -140,7 +135,7 @@ def test_what_fails_is_written_down_and_has_no_second_stage():
         client.fails_stage = stage
         (trip,) = take_turn(client, CONTINUATION, [conversation()]).trips.values()
         assert not trip.succeeded and trip.seconds is None and (trip.stage2 is None) == (stage == 1)
-        measured = Measured("m", [[conversation()]], [{"continuation": Turn({0: trip}, 1.0)}])
+        measured = Measured([[conversation()]], [{"continuation": Turn({0: trip}, 1.0)}])
         summaries = summarize(measured)
         assert not all_well(summaries.values())
         (note,) = format_notes(measured, summaries)
@@ -169,7 +164,7 @@ def measured_rounds() -> Measured:
         "prefix_cache": Turn({0: trip(beams, [" London", " Paris."], cached=8, source="prefix_cache", ttft=0.5)}, 4.0),
         "continuation": Turn({0: trip(other, [" Paris", " Rome"], (1, 3), cached=10, ttft=0.1)}, 2.0),
     }
-    return Measured("m", [[reference]], [turns])
+    return Measured([[reference]], [turns])
 
 
 def test_figures_and_evaluation():
@@ -198,6 +193,17 @@ def test_reports_show_every_way_and_programs_get_everything(tmp_path):
     pytest.importorskip("matplotlib")
     draw(str(tmp_path / "out.svg"), "title", measured, summaries)
     assert "</svg>" in (tmp_path / "out.svg").read_text()
+
+
+def test_a_runner_that_computes_another_number_of_tokens_is_noted():
+    measured = measured_rounds()
+    turn = measured.rounds[0]["prefix_cache"]
+    for by_runner, agrees in ((None, None), (4, True), (5, False)):
+        turn.runner_tokens = by_runner
+        summaries = summarize(measured)
+        assert summaries["prefix_cache"].runner_agrees is agrees
+        assert all_well([summaries["prefix_cache"]]) == (agrees is not False)
+        assert any("model runner" in note for note in format_notes(measured, summaries)) == (agrees is False)
 
 
 def test_hits_are_left_out_without_references_and_lost_leases_are_noted():

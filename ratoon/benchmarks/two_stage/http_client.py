@@ -15,8 +15,9 @@ from ratoon.api.remote.client import CHAT, COMPLETIONS, Chunk, ChunkChoice, Remo
 from ratoon.benchmarks.loadgen.measures import RequestRecord
 from ratoon.benchmarks.loadgen.run import Clock, note, run_paced, send
 from ratoon.benchmarks.loadgen.target import messages_of
-from ratoon.benchmarks.two_stage.over_http.conversations import Conversation
-from ratoon.benchmarks.two_stage.over_http.settings import HttpSettings
+from ratoon.benchmarks.two_stage.conversations import Conversation
+from ratoon.benchmarks.two_stage.settings import TwoStageSettings
+from ratoon.benchmarks.two_stage.trips import Trip, Turn
 from ratoon.benchmarks.two_stage.ways import NO_REUSE, Beam, Way
 
 LEASE_SECONDS = 60.0  # from the end of stage 1; stage 2 follows at once
@@ -85,39 +86,8 @@ class Answer:
         return [self.texts[index] for index in sorted(self.scores)]
 
 
-class Trip(msgspec.Struct):
-    """One conversation in one way."""
-
-    stage1: RequestRecord
-    stage2: RequestRecord | None = None  # None: stage 1 failed
-    answer: list[int] = []  # of stage 1
-    beams: list[Beam] = []
-    texts: list[str] = []  # of the beams
-    source: str | None = None  # of what stage 2 reused
-
-    @property
-    def succeeded(self) -> bool:
-        return self.stage1.succeeded and self.stage2 is not None and self.stage2.succeeded
-
-    @property
-    def seconds(self) -> float | None:
-        """Both stages, from the sending of the first to the end of the second."""
-        if not self.succeeded:
-            return None
-        assert self.stage2 is not None and self.stage2.ended is not None
-        return self.stage2.ended - self.stage1.started
-
-
-class Turn(msgspec.Struct):
-    """All conversations of a round in one way, in their order; one that was cut off before it began is missing."""
-
-    trips: dict[int, Trip]
-    seconds: float
-    interrupted: bool = False
-
-
 class TwoStageClient:
-    def __init__(self, client: RemoteClient, model: str, settings: HttpSettings, run_id: str) -> None:
+    def __init__(self, client: RemoteClient, model: str, settings: TwoStageSettings, run_id: str) -> None:
         self._client = client
         self._model = model
         self._settings = settings
@@ -128,10 +98,10 @@ class TwoStageClient:
         way: Way,
         conversations: Sequence[Conversation],
         arrivals: Sequence[float],
-        number: str,
+        occasion: str,
         on_end: Callable[[Trip], None] = lambda trip: None,
     ) -> Turn:
-        """If cancelled, it returns the results so far. `number` is the round's."""
+        """If cancelled, it returns the results so far."""
         trips: dict[int, Trip] = {}
         clock = Clock()
         by_rate = any(arrivals)
@@ -139,7 +109,7 @@ class TwoStageClient:
         async def one(index: int, arrival: float) -> None:
             due = arrival if by_rate and self._settings.concurrency is None else clock.now()
             trip = trips[index] = Trip(RequestRecord(session=index, turn=0, scheduled=due))
-            await self._run(trip, way, conversations[index], f"{self._run_id}-{number}-{way.key}-{index}", clock)
+            await self._run(trip, way, conversations[index], f"{self._run_id}-{occasion}-{way.key}-{index}", clock)
             on_end(trip)
 
         interrupted = await run_paced(one, arrivals, self._settings.concurrency, clock)
@@ -187,13 +157,12 @@ class TwoStageClient:
         return COMPLETIONS, {**body, "prompt": turn.prompt}
 
     def _second(self, way: Way, conversation: Conversation, first: Answer, salt: str) -> dict[str, Any]:
-        sizes = self._settings.sizes
         body = {
             **self._common(salt),
             "use_beam_search": True,
-            "beam_width": sizes.beam_width,
-            "n": sizes.beam_width,
-            "max_tokens": sizes.beam_tokens,
+            "beam_width": self._settings.beam_width,
+            "n": self._settings.beam_width,
+            "max_tokens": self._settings.beam_tokens,
         }
         if way.continues:
             return {

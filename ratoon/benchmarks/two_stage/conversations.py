@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import msgspec
 
 from ratoon.benchmarks.loadgen.datasets import JsonLine, Turn, read_lines, turn_of_line
-from ratoon.benchmarks.loadgen.prompts import PromptMaker
-from ratoon.benchmarks.two_stage.settings import TwoStageSettings
 from ratoon.core.errors import RequestError
 
 EXAMPLE = '{"prompt": "…", "suffix": "…", "reference": "…"}'
@@ -46,14 +41,3 @@ def read_conversations(path: str, default_output_len: int) -> list[FileConversat
             raise RequestError(where, "has an empty reference", "a text, or several in a list")
         found.append(FileConversation(turn_of_line(line, where, default_output_len), line.suffix, references))
     return found
-
-
-def random_conversations(
-    sizes: TwoStageSettings, count: int, maker: PromptMaker, source: random.Random
-) -> list[Conversation]:
-    made = []
-    for _ in range(count):
-        suffix: Any = maker.make(sizes.suffix_tokens, source) if sizes.suffix_tokens else []
-        turn = Turn(output_len=sizes.stage1_tokens, prompt=maker.make(sizes.prompt_tokens, source))
-        made.append(Conversation(turn, suffix, source.getrandbits(31)))
-    return made
