@@ -9,7 +9,7 @@ from ratoon.api.options import SHORT_OPTIONS, option_of, shown_default
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.setting import Setting, settings_of
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
-from ratoon.core.vllm_names import NO_EFFECT, RENAMED, RULES
+from ratoon.core.vllm_names import NEGATED, NO_EFFECT, RENAMED, RULES
 
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
@@ -48,6 +48,7 @@ def page() -> str:
     tables = ((HEAD, ENGINE_SETTINGS), (FRONT_END, FRONT_END_SETTINGS), (SERVER, settings_of(ServerSettings)))
     text = "".join(f"{head}\n{table(settings)}" for head, settings in tables)
     theirs = {name: f"`{ours}`" for name, ours in RENAMED.items()}
+    theirs |= {name: f"not `{ours}`" for name, ours in NEGATED.items()}
     theirs |= {"swap_space": "`swap_memory`, in GiB", "tokenizer": "only the model's own is accepted"}
     theirs |= {name: rule.expected for name, rule in RULES.items()}
     theirs |= dict.fromkeys(NO_EFFECT, "changes nothing")

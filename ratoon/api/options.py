@@ -24,7 +24,7 @@ from ratoon.api.beam_options import (
 from ratoon.core.setting import Setting
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
 from ratoon.core.sizes import format_size
-from ratoon.core.vllm_names import NO_EFFECT, RENAMED, RULES
+from ratoon.core.vllm_names import NEGATED, NO_EFFECT, RENAMED, RULES
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
@@ -84,6 +84,9 @@ def add_vllm_options(parser: argparse.ArgumentParser, without: Sequence[str] = (
     settings = {setting.name: setting for setting in ENGINE_SETTINGS}
     for theirs, ours in RENAMED.items():
         add_setting_option(group, replace(settings[ours], name=theirs, default=None, help=option_of(ours)))
+    for theirs, ours in NEGATED.items():
+        help = f"--no-{ours.replace('_', '-')}"
+        add_setting_option(group, replace(settings[ours], name=theirs, default=None, help=help))
     group.add_argument("--swap-space", type=float, metavar="GIB", help="--swap-memory in GiB")
     group.add_argument("--tokenizer", metavar="MODEL", help="only the model's own is accepted")
     rules = {name: (rule.kind, rule.expected) for name, rule in RULES.items()}
@@ -159,7 +162,7 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords for LLM, from the options that were given."""
     names = [setting.name for setting in (*ENGINE_SETTINGS, *OBSERVED_SETTINGS)]
-    return given_settings(args, [*names, *RENAMED, "swap_space", "tokenizer", *RULES])
+    return given_settings(args, [*names, *RENAMED, *NEGATED, "swap_space", "tokenizer", *RULES])
 
 
 def given_settings(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

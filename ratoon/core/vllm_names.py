@@ -1,7 +1,7 @@
 """vLLM's names of engine settings, so that scripts for vLLM run with one changed import.
 
-Three kinds: other names for existing settings; settings of which only some values are supported and the others are
-refused; and settings that do not affect answers and are ignored.
+Three kinds: other names for existing settings, or for their opposites; settings of which only some values are supported
+and the others are refused; and settings that do not affect answers and are ignored.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ RENAMED = {
     "num_gpu_blocks_override": "num_blocks",
     "scheduling_policy": "policy",
 }
+NEGATED = {"enforce_eager": "cuda_graphs"}  # switches that mean the opposite
 RULES = {
     "tensor_parallel_size": PARALLEL,
     "pipeline_parallel_size": PARALLEL,
@@ -51,12 +52,12 @@ RULES = {
 }  # fmt: skip
 # Settings that do not affect answers, and the type of their values.
 NO_EFFECT: dict[str, type] = {
-    "trust_remote_code": bool, "enforce_eager": bool, "disable_custom_all_reduce": bool, "max_seq_len_to_capture": int,
+    "trust_remote_code": bool, "disable_custom_all_reduce": bool, "max_seq_len_to_capture": int,
     "compilation_config": str, "distributed_executor_backend": str, "worker_cls": str, "runner": str, "task": str,
     "download_dir": str, "served_model_name": str, "mm_processor_kwargs": str, "limit_mm_per_prompt": str,
     "disable_async_output_proc": bool, "async_scheduling": bool,
 }  # fmt: skip
-VLLM_NAMES = (*RENAMED, "swap_space", "tokenizer", *RULES, *NO_EFFECT)
+VLLM_NAMES = (*RENAMED, *NEGATED, "swap_space", "tokenizer", *RULES, *NO_EFFECT)
 
 
 def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,6 +72,11 @@ def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("tokenizer", "is another than the model's", "leave it out, or put its files beside the model")
     for theirs, ours in RENAMED.items():
         _rename(given, theirs, ours, given.get(theirs))
+    for theirs, ours in NEGATED.items():
+        value = given.get(theirs)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(theirs, f"{value!r} is out of range", "True or False")
+        _rename(given, theirs, ours, not value)
     swap = given.get("swap_space")
     if swap is not None and (isinstance(swap, bool) or not isinstance(swap, (int, float)) or not swap >= 0):
         raise ConfigError("swap_space", f"{swap!r} is out of range", "a number of GiB, 0 for none")

@@ -7,7 +7,7 @@ and block accounting are the scheduler's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -37,16 +37,17 @@ from ratoon.execution.readers import (
     join,
     rows_of,
 )
-from ratoon.execution.sampled_rows import SampledRowsReader
+from ratoon.execution.sampled_rows import SampledPass, SampledRowsReader
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation, StepInputs
-from ratoon.models.base import LanguageModel, StreamObserver
+from ratoon.models.base import FinalStates, LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderDecoderLM
 
 if TYPE_CHECKING:
     from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
+    from ratoon.execution.graphs import Capture, StepGraphs
 
 
 class ModelRunner:
@@ -63,10 +64,11 @@ class ModelRunner:
         max_num_tokens: int,
         encoder_backend: AttentionBackend | None = None,
         inputs_on_device: bool | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
         encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
-        by default on CUDA."""
+        by default on CUDA. `capture`: makes graphs of small steps, if their inputs are on the device."""
         self.model = model
         self.device = device
         self.kv = KVTensors(kv_config, backends, device)
@@ -88,15 +90,20 @@ class ModelRunner:
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
         self.inputs: InputPreparation | DeviceInputs
         self._resident: DeviceRows | None = None  # the rows on the device
+        self.graphs: StepGraphs | None = None
         if on_device:
             from ratoon.execution.device_inputs import DeviceInputs
+            from ratoon.execution.graphs import StepGraphs, graph_sizes, run_padded
 
-            self.inputs = DeviceInputs(self.input_batch, max_num_tokens, num_rows, 0, device)
-            self._resident = self.inputs.resident
+            sizes = [] if capture is None else graph_sizes(max_num_tokens)
+            inputs = DeviceInputs(self.input_batch, max_num_tokens, num_rows, max(sizes, default=0), device)
+            self.inputs, self._resident = inputs, inputs.resident
+            if capture is not None:
+                self.graphs = StepGraphs(sizes, lambda key: run_padded(key, inputs, self.kv, self.model), capture)
         else:
             self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows)
         self.num_computed_tokens = 0  # rows run through the model since the start
-        self._executed: list[ExecutedPass] = []  # what the first phase leaves for the second
+        self._executed: list[ExecutedPass | SampledPass] = []  # what the first phase leaves for the second
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
@@ -109,8 +116,46 @@ class ModelRunner:
         if plan.total_num_scheduled_tokens:
             self._executed.append(self._run_decoder(plan))
 
-    def _run_decoder(self, plan: SchedulerOutput) -> ExecutedPass:
-        inputs = self._prepare(plan)
+    def _run_decoder(self, plan: SchedulerOutput) -> ExecutedPass | SampledPass:
+        rows, num_scheduled = self._batch(plan)
+        executed: ExecutedPass | SampledPass | None = None
+        if self.graphs is not None and not (plan.captures or plan.encoder_steps or self.pooling):
+            size = self.graphs.size_for(plan.total_num_scheduled_tokens)
+            if size is not None:
+                executed = self._run_padded(plan, rows, num_scheduled, size)
+        if executed is None:
+            executed = self._run_alone(plan, self._prepare(plan, rows, num_scheduled))
+        self.num_computed_tokens += plan.total_num_scheduled_tokens
+        return executed
+
+    def _run_padded(
+        self, plan: SchedulerOutput, rows: np.ndarray, num_scheduled: np.ndarray, size: int
+    ) -> ExecutedPass | SampledPass | None:
+        """Run a small step from fixed memory. None: it must run alone."""
+        from ratoon.execution.graphs import GraphKey, GraphTokens
+
+        graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
+        assert graphs is not None
+        is_decode = len(rows) == plan.total_num_scheduled_tokens
+        if len(plan.sampled_req_ids) == len(rows) == plan.total_num_scheduled_tokens and not plan.fanout:
+            plain = self.sampler.plain_numbers(rows, self.input_batch.seeds[rows])
+            if plain is not None:
+                numbers, mode = plain
+                inputs.send(rows, num_scheduled, numbers=numbers)
+                graphs.run(GraphKey(size, is_decode, mode))
+                tokens = GraphTokens(inputs.sampled[: len(rows)])
+                return SampledPass(tokens, list(plan.num_scheduled_tokens), rows, self.input_batch, self.sampling_rows)
+        readers = self._readers(plan, StepLayout.of(plan, np.cumsum(num_scheduled)))
+        if any(isinstance(reader, PromptLogprobsReader) for reader in readers):
+            return None
+        inputs.send(rows, num_scheduled)
+        states = graphs.run(GraphKey(size, is_decode, None))
+        assert states is not None
+        states = states[indices_on(self.device, rows_of(readers))]
+        return ExecutedPass(FinalStates(states, states), readers)
+
+    def _run_alone(self, plan: SchedulerOutput, inputs: StepInputs) -> ExecutedPass:
+        """Run a step of any kind, from inputs of its own size."""
         metadata = [backend.build_metadata(group) for backend, group in zip(self.kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else self.kv.cross_backend.build_metadata(inputs.cross)
         readers = self._readers(plan, StepLayout.of(plan, inputs.cu_num_tokens))
@@ -123,7 +168,6 @@ class ModelRunner:
             num_layers = max((observer.num_layers_read for observer in observers), default=0)
         step = PagedStep(self.kv, metadata, cross)
         states = self.model.forward(inputs.input_ids, inputs.positions, step, wanted, observers, num_layers)
-        self.num_computed_tokens += plan.total_num_scheduled_tokens
         return ExecutedPass(states, readers)
 
     def _readers(self, plan: SchedulerOutput, layout: StepLayout) -> list[RowReader]:
@@ -145,8 +189,7 @@ class ModelRunner:
             readers.append(CaptureReader(captured, len(self.model.layers), self.device))
         return [reader for reader in readers if reader.rows or isinstance(reader, StreamObserver)]
 
-    def _prepare(self, plan: SchedulerOutput) -> StepInputs:
-        rows, num_scheduled = self._batch(plan)
+    def _prepare(self, plan: SchedulerOutput, rows: np.ndarray, num_scheduled: np.ndarray) -> StepInputs:
         if not plan.captures:
             return self.inputs.prepare(rows, num_scheduled)
         spans = lay_out_spans(self.input_batch, plan.captures)

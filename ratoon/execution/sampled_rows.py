@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,6 +91,20 @@ class SampledRowsReader:
                 seeds.append(np.uint64(seed))
                 source.append(index)
         return ids, np.array(rows), np.array(seeds, np.uint64), np.array(source)
+
+
+@dataclass(slots=True)
+class SampledPass:
+    """A forward pass in which every branch had one token, and whose next tokens are chosen already. As ExecutedPass."""
+
+    tokens: Tokens
+    ids: list[str]
+    rows: np.ndarray
+    branches: InputBatch
+    sampling_rows: SamplingRows
+
+    def read(self, output: ModelRunnerOutput) -> Finish | None:
+        return append_pending(self.tokens, self.ids, self.rows, self.branches, self.sampling_rows, output)
 
 
 def append_pending(

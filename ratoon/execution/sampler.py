@@ -146,12 +146,27 @@ class Sampler:
 
     def _choose_plain(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
         """Without edits, by params whose arrays travel to the device together."""
+        numbers = self._plain_numbers(slots, seeds, needs)
+        on_device = dict(zip(numbers, all_to_device(list(numbers.values()), logits.device)))
+        return sampling.sample_plain(logits, **on_device, mode=_mode(needs))
+
+    def plain_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
+        """The arguments of `sampling.sample_plain` for these rows. None: they need more than it does."""
+        needs = self.rows.needs[slots]
+        if (needs & int(Needs.EDITS | Needs.LOGPROBS)).any():
+            return None
+        mode = _mode(needs)
+        return ({} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)), mode
+
+    def _plain_numbers(self, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> dict[str, np.ndarray]:
         rows = self.rows
-        temperature = np.where(needs & int(Needs.RANDOM), rows.temperature[slots], np.float32(0))
-        uniforms = sampling.uniform(seeds, rows.num_outputs[slots])
-        columns = [temperature, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots], uniforms]
-        temperatures, top_k, top_p, min_p, numbers = all_to_device(columns, logits.device)
-        return sampling.sample_plain(logits, temperatures, top_k, top_p, min_p, numbers, _mode(needs))
+        return {
+            "temperature": np.where(needs & int(Needs.RANDOM), rows.temperature[slots], np.float32(0)),
+            "top_k": rows.top_k[slots],
+            "top_p": rows.top_p[slots],
+            "min_p": rows.min_p[slots],
+            "uniforms": sampling.uniform(seeds, rows.num_outputs[slots]),
+        }
 
     def _choose_in_groups(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
         """Group the rows by what they need, and sample each group by its function. For a CPU."""

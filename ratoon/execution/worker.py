@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.devices import resolve_device, resolve_dtype
-from ratoon.execution.geometry import geometry_of
+from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.kv_memory import (
     cut_kv_memory,
     free_memory,
@@ -41,6 +41,9 @@ from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource
 from ratoon.models.build import build_model, declare_model
 from ratoon.observe.startup import StartupTimer
+
+if TYPE_CHECKING:
+    from ratoon.execution.graphs import Capture
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class Worker:
                 max_num_reqs=config.scheduler.max_num_seqs,
                 max_num_tokens=max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs),
                 encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
+                capture=choose_capture(config, device, geometry),
             )
 
         step_bytes = 0
@@ -154,6 +158,8 @@ class Worker:
         self.runner.kv.release()
         if self.runner.encoder is not None:
             self.runner.encoder.release()
+        if self.runner.graphs is not None:
+            self.runner.graphs.clear()
         if level >= 2:
             del self.runner.model
         return_freed_memory()
@@ -181,6 +187,19 @@ def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     choices = read_choices(choices_file(device))
     logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
     return CudaOps(choices)
+
+
+def choose_capture(config: EngineConfig, device: torch.device, geometry: Geometry) -> Capture | None:
+    """What makes CUDA graphs of small steps. None: every step is launched kernel by kernel."""
+    if device.type != "cuda" or not config.cuda_graphs:
+        return None
+    slow = dict.fromkeys(choice.backend.name for choice in geometry.choices if not choice.backend.supports_graphs)
+    if slow:
+        logger.warning("steps are not captured as CUDA graphs: attention by %s can't be", ", ".join(slow))
+        return None
+    from ratoon.execution.graphs import CudaCapture
+
+    return CudaCapture()
 
 
 def device_responds(device: torch.device) -> bool:

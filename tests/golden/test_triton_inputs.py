@@ -1,10 +1,12 @@
 """Whole engines whose inputs are prepared by kernels, as on CUDA, give the results of those that prepare them on the
-host. The kernels run under Triton's interpreter; everything else is the CPU path."""
+host: each step alone, and padded to the sizes of graphs. The kernels run under Triton's interpreter, a graph runs its
+function again, and everything else is the CPU path."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,42 +21,62 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+class RunAgain:
+    """In place of a graph."""
+
+    def __init__(self, function: Any) -> None:
+        self.replay = function
+
+
 @contextmanager
-def inputs_on_device() -> Iterator[None]:
-    def make(*arguments: object, **settings: object) -> ModelRunner:
-        return ModelRunner(*arguments, **settings, inputs_on_device=True)  # type: ignore[arg-type]
+def inputs_on_device(padded: bool) -> Iterator[None]:
+    runners: list[ModelRunner] = []
+
+    def make(*arguments: Any, **settings: Any) -> ModelRunner:
+        settings |= {"inputs_on_device": True, "capture": RunAgain if padded else None}
+        runners.append(ModelRunner(*arguments, **settings))
+        return runners[-1]
 
     with patch.object(worker, "ModelRunner", make):
         yield
+    for runner in runners:
+        assert (runner.graphs is not None and runner.graphs.stats.num_graphs > 1) == padded
 
 
+PADDED = pytest.mark.parametrize("padded", [False, True], ids=["alone", "padded"])
+
+
+@PADDED
 @pytest.mark.parametrize("make", [tiny_models.tiny_mistral, tiny_models.tiny_qwen3], ids=lambda make: make.__name__)
-def test_a_batch_gets_the_same_tokens(make):
+def test_a_batch_gets_the_same_tokens(make, padded):
     tiny = make()
     expected = greedy(tiny, "cpu")
-    with inputs_on_device():
+    with inputs_on_device(padded):
         assert greedy(tiny, "cpu") == expected
 
 
-def test_searches_and_continuations_find_the_same_texts():
+@PADDED
+def test_searches_and_continuations_find_the_same_texts(padded):
     tiny = tiny_models.tiny_qwen2()
     expected = searches(tiny, "cpu")
-    with inputs_on_device():
+    with inputs_on_device(padded):
         assert searches(tiny, "cpu") == expected
 
 
-def test_hidden_states_are_the_same_to_the_bit():
+@PADDED
+def test_hidden_states_are_the_same_to_the_bit(padded):
     tiny = tiny_models.tiny_llama()
     expected = states(tiny, "cpu")
-    with inputs_on_device():
+    with inputs_on_device(padded):
         found = states(tiny, "cpu")
     assert found.keys() == expected.keys()
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
+@PADDED
 @pytest.mark.parametrize("family", ["marian", "t5"])
-def test_texts_over_encoders_are_the_same_with_little_memory(family):
+def test_texts_over_encoders_are_the_same_with_little_memory(family, padded):
     expected, _ = texts_over_encoders(family, "cpu", 100)
-    with inputs_on_device():
+    with inputs_on_device(padded):
         found, swapped = texts_over_encoders(family, "cpu", 13, swap_bytes=2**22)
     assert found == expected and swapped

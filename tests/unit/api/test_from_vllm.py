@@ -70,7 +70,7 @@ def test_the_command_line_of_vllm_serve_means_the_same(capsys):
     assert (args.served_model_name, args.num_replicas) == (["a", "b"], 2)
     assert engine_settings(args) == {
         "gpu_memory_utilization": 0.9, "tensor_parallel_size": 1, "max_model_len": 64, "swap_space": 1.0,
-        "enable_prefix_caching": False,
+        "enforce_eager": True, "enable_prefix_caching": False,
     }  # fmt: skip
     assert main(["generate", "fake", "hi", "--tensor-parallel-size", "2"]) == 2
     assert "tensor_parallel_size: 2 is not supported" in capsys.readouterr().err

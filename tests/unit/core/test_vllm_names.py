@@ -21,6 +21,11 @@ def test_settings_that_have_another_name_here() -> None:
     assert config.cache.gpu_memory_utilization == 0.9
 
 
+def test_eager_mode_is_the_opposite_of_graphs() -> None:
+    assert engine_config("m").cuda_graphs and engine_config("m", enforce_eager=False).cuda_graphs
+    assert not engine_config("m", enforce_eager=True).cuda_graphs
+
+
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [("float", "float32"), (torch.bfloat16, "bfloat16"), ("torch.float16", "float16"), ("auto", "auto")],
@@ -31,7 +36,7 @@ def test_dtypes_as_vllm_writes_them(dtype: Any, name: str) -> None:
 
 def test_what_changes_no_answer_changes_nothing() -> None:
     assert engine_config(
-        "m", tensor_parallel_size=1, pipeline_parallel_size=1, enforce_eager=True, trust_remote_code=False,
+        "m", tensor_parallel_size=1, pipeline_parallel_size=1, trust_remote_code=False,
         revision=None, tokenizer="m", tokenizer_mode="auto", quantization=None,
         cpu_offload_gb=0, kv_cache_dtype="auto", max_seq_len_to_capture=8192, enable_lora=False, swap_space=0,
         served_model_name="x",
@@ -50,6 +55,8 @@ def test_what_changes_no_answer_changes_nothing() -> None:
         ({"revision": "v2"}, "revision: 'v2'"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb: 4"),
         ({"enable_lora": True}, "enable_lora: True"),
+        ({"enforce_eager": "yes"}, "enforce_eager: 'yes' is out of range"),
+        ({"enforce_eager": True, "cuda_graphs": True}, "enforce_eager: and cuda_graphs are the same setting"),
         ({"swap_space": -1}, "swap_space: -1 is out of range"),
         ({"swap_space": 1, "swap_memory": "1GiB"}, "swap_space: and swap_memory are the same setting"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: 1.5 is out of range"),

@@ -1,0 +1,217 @@
+"""Small steps from fixed memory, padded to a few sizes, so that each can be captured once as a CUDA graph and replayed.
+
+What is captured (`run_padded`) is an ordinary function: without a graph it does the same. Which steps are small enough,
+and what is read from them, is the runner's.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ratoon.core.outputs import LogprobsLists
+from ratoon.execution.buffers import copy_to_host
+from ratoon.execution.device_inputs import DeviceInputs
+from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.step_context import PagedStep
+from ratoon.layers.sampling import Mode, sample_plain
+from ratoon.models.base import LanguageModel
+
+Tensor = torch.Tensor
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = 512  # of a step that is padded
+MAX_GRAPHS = 128
+MIN_FREE_BYTES = 512 * 2**20  # of the device's memory: with less, no further graph is captured
+MAX_FAILURES = 3  # captures that failed, after which none is tried
+
+
+def graph_sizes(max_tokens: int) -> list[int]:
+    """The sizes that steps are padded to, up to the first that holds `max_tokens`, or MAX_TOKENS. Few, because each is
+    captured when it is first needed; from 32 on they are at most a quarter apart."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, MAX_TOKENS + 1, 64)]
+    return sizes[: bisect_left(sizes, max_tokens) + 1]
+
+
+class GraphKey(NamedTuple):
+    size: int  # tokens, padded
+    is_decode: bool  # every request has one token
+    mode: Mode | None  # how the tokens are sampled; None: it ends with the final norm
+
+    @property
+    def max_query_len(self) -> int:
+        return 1 if self.is_decode else self.size
+
+
+def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: LanguageModel) -> Tensor | None:
+    """The step that `inputs.send` has brought to the device. Returns the states after the final norm [size, H]; if
+    tokens are sampled, None: they are in `inputs.sampled` and in the rows."""
+    inputs.compute(key.size, key.size, key.max_query_len)
+    step = inputs.padded(key.size, key.max_query_len)
+    metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, step.groups)]
+    cross = None if step.cross is None else kv.cross_backend.build_metadata(step.cross)
+    states = model.forward(step.input_ids, step.positions, PagedStep(kv, metadata, cross))
+    if key.mode is None:
+        return states.normed
+    numbers = inputs.sampling_numbers(key.size)
+    chosen = sample_plain(model.compute_logits(states.normed), **numbers, mode=key.mode)
+    inputs.append_tokens(chosen.token_ids, chosen.bad)
+    return None
+
+
+class GraphTokens:
+    """Tokens that `run_padded` chose, for the first requests of a step. As execution/sampler.py's SampledTokens."""
+
+    def __init__(self, sampled: Tensor) -> None:
+        self._sampled = sampled  # [R] int32; -1: none
+        self._host = sampled
+        self._copied: torch.cuda.Event | None = None
+
+    def start_copy(self) -> None:
+        if self._sampled.device.type == "cuda":
+            self._host, self._copied = copy_to_host(self._sampled)
+        else:
+            self._host = self._sampled.clone()  # the next step overwrites it
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    @property
+    def bad_rows(self) -> list[int]:
+        return np.flatnonzero(self._host.numpy() < 0).tolist()
+
+    def to_numpy(self) -> np.ndarray:
+        return self._host.numpy().astype(np.int64)
+
+    def logprobs_lists(self) -> dict[int, LogprobsLists]:
+        return {}
+
+
+# ---- capturing ----
+
+
+class Captured(Protocol):
+    """A function that was captured."""
+
+    def replay(self) -> Tensor | None:
+        """What the function returned, computed anew in the same memory."""
+        ...
+
+
+Capture = Callable[[Callable[[], Tensor | None]], Captured]
+
+
+class CudaCapture:
+    """Captures functions on the current stream, which must not be the default one. Graphs share a pool of memory: they
+    are never replayed at the same time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # torch's handle
+
+    def __call__(self, function: Callable[[], Tensor | None]) -> Captured:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return CudaGraph(function, self._pool)
+
+
+class CudaGraph:
+    def __init__(self, function: Callable[[], Tensor | None], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # what it would free belongs to other streams
+        try:
+            # Other threads may use the device meanwhile, to take results for example.
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._result = function()
+            except BaseException:
+                with suppress(RuntimeError):
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+
+    def replay(self) -> Tensor | None:
+        self._graph.replay()
+        return self._result
+
+
+@dataclass(slots=True)
+class GraphStats:
+    """What graphs have cost so far."""
+
+    num_graphs: int = 0
+    num_bytes: int = 0  # of the device's memory
+    seconds: float = 0.0  # to capture them
+
+
+class StepGraphs:
+    """Runs padded steps by their key: the first time as it is, which also compiles the kernels, from the second time on
+    as a graph. So nothing is captured before the first token, nor for a size that occurs once."""
+
+    def __init__(self, sizes: list[int], run: Callable[[GraphKey], Tensor | None], capture: Capture) -> None:
+        self.stats = GraphStats()
+        self._sizes = sizes
+        self._run = run
+        self._capture = capture
+        self._graphs: dict[GraphKey, Captured] = {}
+        self._seen: set[GraphKey] = set()
+        self._num_failures = 0
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """The size that so many tokens are padded to. None: they are too many."""
+        place = bisect_left(self._sizes, num_tokens)
+        return self._sizes[place] if place < len(self._sizes) else None
+
+    def run(self, key: GraphKey) -> Tensor | None:
+        graph = self._graphs.get(key)
+        if graph is None and key in self._seen:
+            graph = self._try_capture(key)
+        self._seen.add(key)
+        return self._run(key) if graph is None else graph.replay()
+
+    def clear(self) -> None:
+        """Drop all graphs: memory that they use is about to be freed."""
+        self._graphs.clear()
+        self._seen.clear()
+        self.stats = GraphStats()
+
+    def _try_capture(self, key: GraphKey) -> Captured | None:
+        if len(self._graphs) >= MAX_GRAPHS or self._num_failures >= MAX_FAILURES:
+            return None
+        free = free_bytes()
+        if free is not None and free < MIN_FREE_BYTES:
+            return None
+        begin = time.perf_counter()
+        try:
+            graph = self._capture(lambda: self._run(key))
+        except Exception:  # the step itself is still to be run
+            self._num_failures += 1
+            logger.warning("a step of %d tokens can't be captured as a CUDA graph", key.size, exc_info=True)
+            return None
+        self._graphs[key] = graph
+        after = free_bytes()
+        self.stats.num_graphs += 1
+        self.stats.seconds += time.perf_counter() - begin
+        if free is not None and after is not None:
+            self.stats.num_bytes += max(free - after, 0)
+        logger.debug("captured %s: %s", key, self.stats)
+        return graph
+
+
+def free_bytes() -> int | None:
+    """Of the device's memory; None without CUDA."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None

@@ -1,0 +1,206 @@
+"""Small steps from fixed memory: sizes, when a graph is captured, and the same tokens with padding as without.
+
+A graph is replaced by its function, which runs again; the kernels of the inputs run under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from ratoon.core.params import SamplingParams
+from ratoon.execution import graphs
+from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes
+from ratoon.layers.sampling import Mode
+from tests.unit.execution.test_model_runner import (
+    LLAMA,
+    NAN_TOKEN,
+    OTHER,
+    PROMPT,
+    TWO_GROUPS,
+    Driver,
+    interpreted,
+    launch,
+    oracle_greedy,
+    poisoned,
+    token_of,
+)
+
+
+class RunAgain:
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.replay = function
+
+
+def fail(function: Callable[[], Any]) -> Any:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_sizes_rise_and_reach_what_is_asked_for() -> None:
+    assert graph_sizes(10_000) == graph_sizes(512) and graph_sizes(512)[-1] == 512
+    assert graph_sizes(512)[:9] == [1, 2, 4, 8, 16, 24, 32, 40, 48]
+    assert graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 4] and graph_sizes(257)[-1] == 320
+    sizes = graph_sizes(512)
+    assert sizes == sorted(set(sizes)) and all(b / a <= 1.25 for a, b in pairwise(sizes) if a >= 32)
+
+
+KEY, OTHER_KEY = GraphKey(8, True, Mode.GREEDY), GraphKey(8, False, None)
+
+
+def make_graphs(capture: Callable[..., Any]) -> tuple[StepGraphs, list[GraphKey]]:
+    ran: list[GraphKey] = []
+    return StepGraphs([1, 2, 8], ran.append, capture), ran  # type: ignore[arg-type]
+
+
+def test_a_step_is_padded_to_the_next_size() -> None:
+    made, _ = make_graphs(RunAgain)
+    assert [made.size_for(count) for count in (1, 2, 3, 8, 9)] == [1, 2, 8, 8, None]
+
+
+def test_a_graph_is_captured_when_its_key_occurs_again() -> None:
+    made, ran = make_graphs(RunAgain)
+    made.run(KEY)
+    made.run(OTHER_KEY)
+    assert made.stats.num_graphs == 0 and ran == [KEY, OTHER_KEY]
+    made.run(KEY)
+    made.run(KEY)
+    assert made.stats.num_graphs == 1 and ran[2:] == [KEY, KEY], "captured once, replayed twice"
+    made.clear()
+    made.run(KEY)
+    assert made.stats.num_graphs == 0
+
+
+def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    made, ran = make_graphs(fail)
+    for _ in range(10):
+        made.run(KEY)
+    assert ran == [KEY] * 10 and made.stats.num_graphs == 0
+    assert len(caplog.records) == graphs.MAX_FAILURES and "can't be captured" in caplog.text
+
+
+def test_the_number_of_graphs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 1)
+    made, ran = make_graphs(RunAgain)
+    for key in (KEY, OTHER_KEY) * 3:
+        made.run(key)
+    assert made.stats.num_graphs == 1 and len(ran) == 6
+
+
+@pytest.mark.parametrize(("free", "captured"), [(2**20, 0), (2**40, 1)])
+def test_nothing_is_captured_when_memory_is_short(free: int, captured: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "free_bytes", lambda: free)
+    made, _ = make_graphs(RunAgain)
+    for _ in range(3):
+        made.run(KEY)
+    assert made.stats.num_graphs == captured
+
+
+# ---- the runner ----
+
+
+def padded_driver(*arguments: Any) -> tuple[Driver, list[GraphKey]]:
+    """Also the keys of the steps that it runs."""
+    driver = Driver(*arguments, inputs_on_device=True, capture=RunAgain)
+    keys: list[GraphKey] = []
+    assert driver.runner.graphs is not None
+    run = driver.runner.graphs.run
+    driver.runner.graphs.run = lambda key: (keys.append(key), run(key))[1]  # type: ignore[method-assign]
+    return driver, keys
+
+
+@interpreted
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_padded_steps_give_the_tokens_of_the_model(backend: str) -> None:
+    """Three branches, one of which ends: mixed steps, then decodes of three and of two padded to four and two."""
+    driver, keys = padded_driver(TWO_GROUPS, backend)
+    prompts = {"a": PROMPT, "b": OTHER, "c": OTHER[:5]}
+    outputs = [
+        driver.step(new=[driver.new(name, tokens, 1 + 4 * i) for i, (name, tokens) in enumerate(prompts.items())])
+    ]
+    outputs += [driver.step(known={name: len(tokens) + i for name, tokens in prompts.items()}) for i in range(3)]
+    for i in range(3, 6):
+        ended = {"finished_req_ids": ["a"]} if i == 3 else {}
+        outputs.append(driver.step(known={name: len(prompts[name]) + i for name in ("c", "b")}, **ended))
+    for name, tokens in prompts.items():
+        found = [token_of(output, name) for output in outputs if name in output.req_ids]
+        assert found == oracle_greedy(TWO_GROUPS, tokens, 4 if name == "a" else 7)
+    assert keys == [
+        GraphKey(64, False, None),
+        *[GraphKey(4, True, Mode.GREEDY)] * 3,
+        *[GraphKey(2, True, Mode.GREEDY)] * 3,
+    ]
+    assert driver.runner.num_computed_tokens == 63 + 9 + 6
+
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "random": SamplingParams(temperature=1.5),
+    "top_k": SamplingParams(temperature=1.5, top_k=7),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.7),
+    "min_p": SamplingParams(temperature=2.0, min_p=0.1),
+    "penalised": SamplingParams(temperature=0.9, repetition_penalty=1.4),
+    "logprobs": SamplingParams(temperature=0.9, logprobs=2),
+}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("names", "mode"),
+    [
+        (["greedy", "greedy", "greedy"], Mode.GREEDY),
+        (["random", "greedy", "random"], Mode.RANDOM),
+        (["top_k", "greedy", "top_p", "min_p", "random"], Mode.FILTERED),
+        (["random", "penalised", "top_k"], None),
+        (["logprobs", "greedy", "random"], None),
+    ],
+)
+def test_every_way_of_sampling_draws_the_same_tokens_in_padded_steps(names: list[str], mode: Mode | None) -> None:
+    results = []
+    padded, keys = padded_driver()
+    for driver in (Driver(), padded):
+        new = [
+            driver.new(str(index), OTHER[: 5 + index], 1 + 4 * index, params=PARAMS[name], seed=index)
+            for index, name in enumerate(names)
+        ]
+        outputs = [driver.step(new=new)]
+        known = {branch.req_id: len(branch.token_ids) for branch in new}
+        outputs += [driver.step(known={name: count + step for name, count in known.items()}) for step in range(5)]
+        results.append([(output.req_ids, output.sampled_token_ids, sorted(output.logprobs)) for output in outputs])
+    assert results[0] == results[1]
+    assert {key.mode for key in keys[1:]} == {mode} and all(key.is_decode for key in keys[1:])
+
+
+@interpreted
+def test_padded_steps_are_launched_before_tokens_are_taken() -> None:
+    driver, _ = padded_driver()
+    pending = [launch(driver, [driver.new("a", PROMPT, 1), driver.new("b", OTHER, 21)])]
+    pending += [launch(driver, known={"a": len(PROMPT) + i, "b": len(OTHER) + i}) for i in range(4)]
+    outputs = [output.get_output() for output in pending]
+    assert [token_of(output, "a") for output in outputs] == oracle_greedy(LLAMA, PROMPT, 5)
+    assert [token_of(output, "b") for output in outputs] == oracle_greedy(LLAMA, OTHER, 5)
+
+
+@interpreted
+def test_a_branch_whose_logits_are_nan_fails_alone_in_a_padded_step() -> None:
+    driver, keys = padded_driver(poisoned(LLAMA))
+    bad = driver.new("bad", [*OTHER, NAN_TOKEN], 6, computed=0)
+    driver.step(new=[driver.new("a", PROMPT, 1), bad], counts={"a": len(PROMPT), "bad": len(OTHER)}, sampled=["a"])
+    output = driver.step(known={"a": len(PROMPT), "bad": len(OTHER)})
+    assert keys[-1] == GraphKey(2, True, Mode.GREEDY)
+    assert set(output.errors) == {"bad"} and output.req_ids == ["a"]
+    assert token_of(output, "a") == oracle_greedy(LLAMA, PROMPT, 2)[1]
+
+
+@interpreted
+def test_steps_of_other_kinds_run_alone() -> None:
+    driver, keys = padded_driver()
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    output = driver.step(new=[driver.new("a", OTHER, 1, params=params)])
+    assert output.prompt_logprobs and keys == []
+    assert [token_of(output, "a"), *driver.decode("a", len(OTHER), 2)] == oracle_greedy(LLAMA, OTHER, 3)
+    assert len(keys) == 2
