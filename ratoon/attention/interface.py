@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 
 LayerCache = tuple[torch.Tensor, ...]  # of one layer: the tensors that its spec names, each [blocks, …]
 
@@ -125,7 +125,11 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         kv_cache: LayerCache,
         metadata: Any,
+        transform: HeadTransform | None = None,
     ) -> torch.Tensor:
-        """Store, then attend: self-attention. Shapes as in StepContext.attend."""
+        """Transform, store, attend: self-attention. Shapes as in StepContext.attend. A backend that does some of it in
+        one kernel overrides this."""
+        if transform is not None:
+            transform.apply(q, k)
         self.store(layer, k, v, kv_cache, metadata)
         return self.attend(layer, q, kv_cache, metadata)

@@ -9,7 +9,7 @@ import torch
 from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 
 Tensor = torch.Tensor
 
@@ -26,10 +26,10 @@ class PagedStep:
         self._metadata = metadata
         self._cross = cross
 
-    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
         index, kv = layer.index, self._kv
         group = kv.group_of_layer[index]
-        return kv.backends[group].forward(layer, q, k, v, kv.of_layer[index], self._metadata[group])
+        return kv.backends[group].forward(layer, q, k, v, kv.of_layer[index], self._metadata[group], transform)
 
     def attend_across(self, layer: CrossAttentionLayer, q: Tensor) -> Tensor:
         return self._kv.cross_backend.attend(layer, q, self._kv.of_cross_layer[layer.index], self._cross)
@@ -54,8 +54,8 @@ class EncoderPass:
         self._metadata = metadata
         self._stored = stored  # metadata with the slots of the cross tables
 
-    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._backend.forward(layer, q, k, v, self._scratch, self._metadata)
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
+        return self._backend.forward(layer, q, k, v, self._scratch, self._metadata, transform)
 
     def attend_across(self, layer: CrossAttentionLayer, q: Tensor) -> Tensor:
         raise RuntimeError("an encoder attends to nothing but its own input")

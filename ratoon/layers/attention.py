@@ -12,6 +12,28 @@ import torch
 
 from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from ratoon.layers.adapters import AdapterRows
+from ratoon.layers.norm import HeadRMSNorm
+from ratoon.layers.rotary import Rotary
+
+
+@dataclass(slots=True, eq=False)
+class HeadTransform:
+    """What happens to the heads of queries and keys before attention: norms, then the rotation. It travels with them,
+    so that a backend can do it in the kernel that stores keys and values."""
+
+    positions: torch.Tensor  # [T]
+    rotary: Rotary | None
+    q_norm: HeadRMSNorm | None
+    k_norm: HeadRMSNorm | None
+
+    def apply(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """In place, one operation after the other."""
+        if self.q_norm is not None:
+            self.q_norm(q)
+        if self.k_norm is not None:
+            self.k_norm(k)
+        if self.rotary is not None:
+            self.rotary(q, k, self.positions)
 
 
 class StepContext(Protocol):
@@ -22,8 +44,16 @@ class StepContext(Protocol):
         """Which adapter each row [T] has; None: no row has one."""
         ...
 
-    def attend(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k and v [T, kv_heads, head_dim], attend with q [T, heads, head_dim]; returns [T, heads · head_dim]."""
+    def attend(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        transform: HeadTransform | None,
+    ) -> torch.Tensor:
+        """Transform q [T, heads, head_dim] and k [T, kv_heads, head_dim], which may change in place; store k and v;
+        attend with q; returns [T, heads · head_dim]."""
         ...
 
     def attend_across(self, layer: CrossAttentionLayer, q: torch.Tensor) -> torch.Tensor:
@@ -56,8 +86,15 @@ class AttentionLayer:
             return FullAttentionSpec(block_size, self.num_kv_heads, self.head_dim, dtype)
         return SlidingWindowSpec(block_size, self.num_kv_heads, self.head_dim, dtype, self.window)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepContext) -> torch.Tensor:
-        return step.attend(self, q, k, v)
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        step: StepContext,
+        transform: HeadTransform | None = None,
+    ) -> torch.Tensor:
+        return step.attend(self, q, k, v, transform)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.attention import AttentionLayer, StepContext
+from ratoon.layers.attention import AttentionLayer, HeadTransform, StepContext
 from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import FeedForward
 from ratoon.layers.norm import HeadRMSNorm, LayerNorm, LinearInput, RMSNorm
@@ -37,13 +37,10 @@ class SelfAttention:
     def __call__(self, x: LinearInput, positions: Tensor, step: StepContext) -> Tensor:
         # [T, H] → [T, heads, head_dim], twice [T, kv_heads, head_dim]: views of one product
         q, k, v = self.qkv(x, step.adapters)
-        if self.q_norm is not None:
-            self.q_norm(q)
-        if self.k_norm is not None:
-            self.k_norm(k)
-        if self.rotary is not None:
-            self.rotary(q, k, positions)
-        return self.layer(q, k, v, step)  # [T, heads · head_dim]
+        transform = None
+        if self.rotary is not None or self.q_norm is not None or self.k_norm is not None:
+            transform = HeadTransform(positions, self.rotary, self.q_norm, self.k_norm)
+        return self.layer(q, k, v, step, transform)  # [T, heads · head_dim]
 
 
 @dataclass(slots=True, eq=False)

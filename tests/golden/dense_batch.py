@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 from ratoon.models.base import FinalStates, LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
 
@@ -34,7 +34,9 @@ class DensePass:
         self.memory = memory
         self.lengths = list(lengths)
 
-    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
+        if transform is not None:
+            transform.apply(q, k)
         assert q.shape[1:] == (layer.num_heads, layer.head_dim)
         assert k.shape[1:] == v.shape[1:] == (layer.num_kv_heads, layer.head_dim)
         attended = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.attention import AttentionLayer
+from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.models.base import LanguageModel
 
 Tensor = torch.Tensor
@@ -19,7 +19,9 @@ class DenseStep:
         self.keys: dict[int, Tensor] = {}  # layer index → [S, kv_heads, head_dim]
         self.values: dict[int, Tensor] = {}
 
-    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
+        if transform is not None:
+            transform.apply(q, k)
         assert q.shape[1:] == (layer.num_heads, layer.head_dim)
         assert k.shape[1:] == v.shape[1:] == (layer.num_kv_heads, layer.head_dim)
         keys = self.keys[layer.index] = _grown(self.keys.get(layer.index), k)

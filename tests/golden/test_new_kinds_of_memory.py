@@ -21,7 +21,7 @@ from ratoon.core.kv import KVCacheSpec, PageTensor
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.plan import BlockSwap, SchedulerOutput
 from ratoon.execution.kv_tensors import KVTensors
-from ratoon.layers.attention import AttentionLayer, StepContext
+from ratoon.layers.attention import AttentionLayer, HeadTransform, StepContext
 from ratoon.models import base
 from tests.depths import both_depths
 from tests.golden.engines import engine, greedy, run, tokens_of
@@ -44,8 +44,15 @@ class LatentSpec(KVCacheSpec, frozen=True):
 
 
 class KeyIsValueLayer(AttentionLayer):
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepContext) -> torch.Tensor:
-        return step.attend(self, q, k, k)
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        step: StepContext,
+        transform: HeadTransform | None = None,
+    ) -> torch.Tensor:
+        return step.attend(self, q, k, k, transform)
 
 
 class LatentLayer(KeyIsValueLayer):
