@@ -8,9 +8,11 @@ from typing import Any
 from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds
 from ratoon.attention.torch_reference import TorchReferenceBackend
+from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.errors import ConfigError
 
-BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TorchReferenceBackend]  # fastest first
+# Fastest first
+BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TritonAttentionBackend, TorchReferenceBackend]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
 from ratoon.attention.select import select_backend
 from ratoon.attention.torch_reference import TorchReferenceBackend
+from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import FullAttentionSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
@@ -18,16 +19,19 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
+NOT_ON_CUDA = TritonAttentionBackend.reasons_against(AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4))
+
+
 class Batch:
     """Sequences in a paged cache: history first, then a step of new tokens for each."""
 
-    def __init__(self, computed, scheduled, layer, block_size, seed=0):
+    def __init__(self, computed, scheduled, layer, block_size, seed=0, device="cpu", dtype=torch.float32):
         generator = torch.Generator().manual_seed(seed)
-        self.layer, self.block_size = layer, block_size
+        self.layer, self.block_size, self.device, self.dtype = layer, block_size, device, dtype
         self.computed, self.scheduled = computed, scheduled
         lengths = [c + s for c, s in zip(computed, scheduled, strict=True)]
         self.sequences = [
-            torch.randn(length, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim, generator=generator)
+            torch.randn(length, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim, generator=generator).to(dtype)
             for length in lengths
         ]
         width = max(-(-length // block_size) for length in lengths)
@@ -43,9 +47,10 @@ class Batch:
         query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         seq_lens = (np.array(starts) + counts).astype(np.int32)
         return CommonAttentionMetadata(
-            query_start, seq_lens, self.tables, torch.from_numpy(query_start), torch.from_numpy(seq_lens),
-            torch.from_numpy(self.tables), torch.from_numpy(slots.astype(np.int64)),
-            self.block_size, int(max(counts)), int(seq_lens.max()),
+            query_start, seq_lens, self.tables, torch.from_numpy(query_start).to(self.device),
+            torch.from_numpy(seq_lens).to(self.device), torch.from_numpy(self.tables).to(self.device),
+            torch.from_numpy(slots.astype(np.int64)).to(self.device), self.block_size, int(max(counts)),
+            int(seq_lens.max()),
         )  # fmt: skip
 
     def run(self, backend, chunks=1, apart=False):
@@ -54,8 +59,7 @@ class Batch:
         spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, "float32")
         # What was never written must not be read, and what lies between the pages is of other layers
         cache = tuple(
-            torch.full((self.num_blocks, 3, *shape), float("nan"))[:, 1] if apart
-            else torch.full((self.num_blocks, *shape), float("nan"))
+            self.filled(self.num_blocks, 3, *shape)[:, 1] if apart else self.filled(self.num_blocks, *shape)
             for shape in backend.page_shapes(spec)
         )  # fmt: skip
         self.step(backend, cache, [0] * len(self.computed), self.computed)
@@ -68,6 +72,9 @@ class Batch:
                 outputs[index].append(rows)
         return [torch.cat(rows) for rows in outputs]
 
+    def filled(self, *shape):
+        return torch.full(shape, float("nan"), device=self.device, dtype=self.dtype)
+
     def step(self, backend, cache, starts, counts):
         taking_part = [index for index, count in enumerate(counts) if count]
         if not taking_part:
@@ -79,9 +86,9 @@ class Batch:
         )
         self.tables = whole
         layer = self.layer
-        rows = torch.cat([self.sequences[i][starts[i] : starts[i] + counts[i]] for i in taking_part])
+        rows = torch.cat([self.sequences[i][starts[i] : starts[i] + counts[i]] for i in taking_part]).to(self.device)
         q, k, v = rows.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
-        out = backend.forward(layer, q, k, v, cache, metadata).split([counts[i] for i in taking_part])
+        out = backend.forward(layer, q, k, v, cache, metadata).cpu().split([counts[i] for i in taking_part])
         results = [torch.empty(0, layer.num_heads * layer.head_dim)] * len(counts)
         for place, index in enumerate(taking_part):
             results[index] = out[place]
@@ -176,7 +183,8 @@ def test_without_causality_a_row_sees_all_of_its_own_sequence_and_nothing_else(b
 class CrossBatch:
     """Queries of requests over encoder inputs that are in the cache; `source[i]`: whose input request i reads."""
 
-    def __init__(self, encoder_lens, source, query_lens, layer, block_size=16):
+    def __init__(self, encoder_lens, source, query_lens, layer, block_size=16, device="cpu"):
+        self.device = device
         generator = torch.Generator().manual_seed(1)
         self.layer, self.block_size, self.query_lens, self.source = layer, block_size, query_lens, source
         self.encoded = [torch.randn(n, 2, layer.num_heads, layer.head_dim, generator=generator) for n in encoder_lens]
@@ -193,13 +201,17 @@ class CrossBatch:
         query_start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         lens = np.array(seq_lens, np.int32)
         return CommonAttentionMetadata(
-            query_start, lens, table, torch.from_numpy(query_start), torch.from_numpy(lens), torch.from_numpy(table),
-            torch.tensor(slots, dtype=torch.int64), self.block_size, max(query_lens), max(seq_lens),
+            query_start, lens, table, torch.from_numpy(query_start).to(self.device),
+            torch.from_numpy(lens).to(self.device), torch.from_numpy(table).to(self.device),
+            torch.tensor(slots, dtype=torch.int64).to(self.device), self.block_size, max(query_lens), max(seq_lens),
         )  # fmt: skip
 
     def run(self, backend):
         spec = self.layer.kv_spec(self.block_size, "float32")
-        cache = tuple(torch.full((self.num_blocks, *shape), float("nan")) for shape in backend.page_shapes(spec))
+        cache = tuple(
+            torch.full((self.num_blocks, *shape), float("nan"), device=self.device)
+            for shape in backend.page_shapes(spec)
+        )
         lens = [len(part) for part in self.encoded]
         slots = [
             table[position // self.block_size] * self.block_size + position % self.block_size
@@ -207,11 +219,11 @@ class CrossBatch:
             for position in range(length)
         ]
         stored = backend.build_metadata(self.group_inputs(self.tables, lens, lens, slots))
-        keys, values = torch.cat(self.encoded).unbind(1)
+        keys, values = torch.cat(self.encoded).to(self.device).unbind(1)
         backend.store(self.layer, keys, values, cache, stored)
         tables, seq_lens = [self.tables[i] for i in self.source], [lens[i] for i in self.source]
         read = backend.build_metadata(self.group_inputs(tables, seq_lens, self.query_lens, []))
-        return backend.attend(self.layer, self.q, cache, read)
+        return backend.attend(self.layer, self.q.to(self.device), cache, read).cpu()
 
     def written_out(self):
         owners = np.repeat(self.source, self.query_lens)
@@ -255,9 +267,12 @@ def test_on_the_cpu_readers_of_one_encoder_input_get_what_each_gets_alone_to_the
 def test_the_fastest_backend_that_fits_is_chosen():
     needs = AttentionNeeds("cpu", torch.float32, 16, 64, 9, 3)
     chosen = select_backend("auto", needs, "layers 0-3")
-    assert (chosen.backend.name, chosen.reasons_against) == ("cpu", {"torch": ["cpu is faster"]})
+    assert (chosen.backend.name, chosen.reasons_against) == ("cpu", {"triton": NOT_ON_CUDA, "torch": ["cpu is faster"]})
     chosen = select_backend("torch", needs, "layers 0-3")
-    assert (chosen.backend.name, chosen.reasons_against) == ("torch", {"cpu": ["torch was asked for"]})
+    assert (chosen.backend.name, chosen.reasons_against) == (
+        "torch",
+        {"cpu": ["torch was asked for"], "triton": NOT_ON_CUDA},
+    )
     chosen = select_backend("auto", AttentionNeeds("cpu", torch.float32, 8, 24, 9, 3), "layers 0-3")
     assert chosen.backend.name == "torch"
     assert [why.split(" must")[0] for why in chosen.reasons_against["cpu"]] == ["block_size", "head_dim"]
@@ -283,7 +298,7 @@ def test_a_backend_that_was_asked_for_and_cannot_says_why(needs, reason):
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="auto, cpu, torch"):
+    with pytest.raises(ConfigError, match="auto, cpu, triton, torch"):
         select_backend("warp", AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4), "layers 0-3")
 
 

@@ -1,0 +1,282 @@
+"""The CUDA backend: on a GPU where there is one, otherwise under Triton's interpreter on the CPU (tests/conftest.py).
+
+Sizes are small because the interpreter is slow; tests/cuda has real ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratoon.attention import triton_backend
+from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
+from ratoon.attention.select import select_backend
+from ratoon.attention.torch_reference import TorchReferenceBackend
+from ratoon.attention.triton_backend import (
+    LaunchPlan,
+    Scratch,
+    TritonAttentionBackend,
+    choose_num_splits,
+    choose_tiles,
+    plan_launches,
+)
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
+from ratoon.layers.norm import HeadRMSNorm
+from ratoon.layers.rotary import Rotary
+from ratoon.layers.torch_ops import TorchOps
+from tests.triton_interpreter import repair_interpreter
+from tests.unit.attention.test_backends import BIAS, Batch, CrossBatch
+
+Tensor = torch.Tensor
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEEDS = AttentionNeeds("cuda", torch.bfloat16, 16, 128, 32, 8)
+MIXED = ([0, 40, 33], [67, 1, 4])  # cached and new tokens: prefill, decode, a continuation
+GROUPED = AttentionLayer(0, 2, 1, 16, 0.25)
+
+repair_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def large_store_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of the interpreter is that of its programs, whatever their size."""
+    monkeypatch.setattr(triton_backend, "choose_store_tile", lambda num_tokens: (16, 4))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write stays NaN."""
+
+    def full_of_nan(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+    monkeypatch.setattr(triton_backend.torch, "empty", full_of_nan)
+
+
+def assert_as_defined(batch: Batch, backend: TritonAttentionBackend, tolerance: float = 2e-6, **how: Any) -> None:
+    for got, expected in zip(batch.run(backend, **how), batch.written_out(), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
+
+
+# ---- attention ----
+
+
+@pytest.mark.parametrize(
+    ("layer", "lengths", "block_size"),
+    [
+        (AttentionLayer(0, 4, 2, 16, 0.25), MIXED, 16),
+        (AttentionLayer(0, 3, 1, 80, 0.11), MIXED, 16),  # neither heads nor head_dim are powers of two
+        (AttentionLayer(0, 2, 1, 32, 0.17, window=20), MIXED, 16),
+        (AttentionLayer(0, 2, 1, 32, 0.17, window=5), MIXED, 24),
+        (AttentionLayer(0, 4, 2, 16, 0.2, bias=BIAS), ([0, 33], [33, 1]), 16),
+        (AttentionLayer(0, 70, 1, 16, 0.2), ([0, 20], [2, 1]), 8),  # more rows for a token than a tile has
+    ],
+    ids=["grouped", "odd", "window", "narrow window", "bias", "many heads"],
+)
+def test_a_mixed_batch_equals_the_definition(
+    layer: AttentionLayer, lengths: tuple[list[int], list[int]], block_size: int
+) -> None:
+    assert_as_defined(Batch(*lengths, layer, block_size, device=DEVICE), TritonAttentionBackend())
+
+
+@pytest.mark.parametrize(("window", "fused_merge"), [(None, True), (50, True), (None, False)])
+def test_keys_of_a_short_request_are_split_and_merged(window: int | None, fused_merge: bool) -> None:
+    batch = Batch([130, 60, 0], [1, 3, 1], replace(GROUPED, window=window), 16, device=DEVICE)
+    assert_as_defined(batch, TritonAttentionBackend(num_splits=3, fused_merge=fused_merge))
+
+
+@pytest.mark.parametrize("layer", [replace(GROUPED, causal=False), replace(GROUPED, causal=False, bias=BIAS)])
+def test_without_causality_a_row_sees_all_of_its_sequence(layer: AttentionLayer) -> None:
+    assert_as_defined(Batch([0, 0, 0], [1, 40, 16], layer, 16, device=DEVICE), TritonAttentionBackend())
+
+
+def test_cross_attention_sees_the_rows_own_encoder_input() -> None:
+    batch = CrossBatch([3, 70, 64], [0, 1, 1, 2], [4, 1, 30, 1], CrossAttentionLayer(0, 2, 16, 0.25), device=DEVICE)
+    got = batch.run(TritonAttentionBackend())
+    torch.testing.assert_close(got.double(), batch.written_out(), rtol=0, atol=2e-6)
+
+
+def test_half_precision_stays_within_its_rounding() -> None:
+    batch = Batch([60, 0], [1, 40], GROUPED, 16, device=DEVICE, dtype=torch.float16)
+    assert_as_defined(batch, TritonAttentionBackend(), tolerance=4e-3)
+
+
+def test_pages_that_are_parts_of_wider_rows_hold_the_same() -> None:
+    assert_as_defined(Batch([20, 0], [1, 18], GROUPED, 16, device=DEVICE), TritonAttentionBackend(), apart=True)
+
+
+@settings(max_examples=3)
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 30)), min_size=1, max_size=4), st.sampled_from([None, 9]))
+def test_any_lengths_equal_the_definition(lengths: list[tuple[int, int]], window: int | None) -> None:
+    computed, scheduled = zip(*lengths, strict=True)
+    batch = Batch(list(computed), list(scheduled), replace(GROUPED, window=window), 16, device=DEVICE)
+    assert_as_defined(batch, TritonAttentionBackend())
+
+
+@pytest.mark.parametrize(("padding_queries", "max_query_len"), [(0, 1), (1, 1), (1, 40)])
+def test_padding_requests_over_the_null_block_change_nothing(padding_queries: int, max_query_len: int) -> None:
+    """As in a captured step: upper bounds instead of the step's own numbers, and requests that are not there."""
+    batch = Batch([30, 21], [1, max_query_len], GROUPED, 16, device=DEVICE)
+    backend = TritonAttentionBackend()
+    expected = torch.cat(batch.run(backend))
+    inputs = batch.inputs(batch.computed, batch.scheduled)
+    cache = torch.full((batch.num_blocks, *backend.page_shapes(GROUPED.kv_spec(16, "float32"))[0]), float("nan"))
+    batch.step(backend, (cache := cache.to(DEVICE),), [0, 0], batch.computed)
+    starts = np.append(inputs.query_start_loc, [inputs.query_start_loc[-1] + padding_queries * n for n in (1, 2)])
+    padding = int(starts[-1] - inputs.query_start_loc[-1])
+    table = torch.zeros(4, inputs.block_table.shape[1] + 3, dtype=torch.int32)
+    table[:2, : inputs.block_table.shape[1]] = torch.from_numpy(inputs.block_table)
+    padded = replace(
+        inputs,
+        query_start_loc=starts,
+        query_start_loc_device=torch.from_numpy(starts.astype(np.int32)).to(DEVICE),
+        seq_lens_device=torch.tensor([*inputs.seq_lens.tolist(), 1, 1], dtype=torch.int32, device=DEVICE),
+        block_table_device=table.to(DEVICE),
+        slot_mapping=torch.cat([inputs.slot_mapping, inputs.slot_mapping.new_zeros(padding)]),
+        max_seq_len=500,
+    )
+    metadata = replace(backend.build_metadata(padded), query_lens=None)
+    rows = torch.cat([sequence[start:] for sequence, start in zip(batch.sequences, batch.computed, strict=True)])
+    q, k, v = torch.cat([rows, rows[:padding]]).to(DEVICE).split([2, 1, 1], dim=1)
+    got = backend.forward(GROUPED, q, k, v, (cache,), metadata)[: len(expected)]
+    torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=1e-6)
+
+
+# ---- the same numbers in any batch ----
+
+
+@pytest.mark.parametrize("layer", [GROUPED, replace(GROUPED, window=33)], ids=["full", "window"])
+def test_batch_invariant_rows_are_the_same_to_the_bit_in_any_batch_and_chunk(
+    layer: AttentionLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_backend, "_CHUNK", 32)
+    batch = Batch([0, 60], [40, 10], layer, 16, device=DEVICE)
+    together = batch.run(TritonAttentionBackend(batch_invariant=True))
+    for got, expected in zip(together, batch.written_out(), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
+    in_chunks = batch.run(TritonAttentionBackend(batch_invariant=True), chunks=3)
+    alone = Batch([60], [10], layer, 16, seed=99, device=DEVICE)
+    alone.sequences = [batch.sequences[1]]
+    one_by_one = alone.run(TritonAttentionBackend(batch_invariant=True, fused_merge=False), chunks=10)
+    for got, expected in zip([*in_chunks, *one_by_one], [*together, together[1]], strict=True):
+        assert torch.equal(got, expected)
+
+
+# ---- norm, rotation and store in one kernel ----
+
+
+def make_transform(
+    head_dim: int, rotary_dim: int | None, has_norm: bool, num_tokens: int, dtype: torch.dtype
+) -> HeadTransform:
+    generator = torch.Generator().manual_seed(5)
+    ops = TorchOps()
+
+    def norm() -> HeadRMSNorm | None:
+        weight = torch.randn(head_dim, generator=generator).to(DEVICE, dtype)
+        weights: Any = SimpleNamespace(take=lambda name, size: weight, ops=ops)
+        return HeadRMSNorm(weights, head_dim, 1e-5) if has_norm else None
+
+    positions = torch.randint(0, 50, (num_tokens,), generator=generator).to(DEVICE)
+    if rotary_dim is None:
+        return HeadTransform(positions, None, norm(), norm())
+    angles = torch.randn(50, rotary_dim // 2, generator=generator)
+    rotary = Rotary.__new__(Rotary)
+    rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE), ops.rotary
+    return HeadTransform(positions, rotary, norm(), norm())
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "has_norm", "dtype"),
+    [
+        (32, 32, True, torch.float32),
+        (80, 32, True, torch.bfloat16),
+        (32, None, True, torch.float32),
+        (96, 96, False, torch.bfloat16),
+        (24, None, False, torch.float32),
+    ],
+)
+def test_norm_rotation_and_store_are_those_of_the_reference(
+    head_dim: int, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype
+) -> None:
+    layer, num_tokens, block_size = AttentionLayer(0, 6, 3, head_dim, 0.1), 11, 8
+    generator = torch.Generator().manual_seed(1)
+    product = torch.randn(num_tokens, 12, head_dim, generator=generator).to(DEVICE, dtype)
+    slots = torch.randperm(4 * block_size, generator=generator)[:num_tokens] + block_size
+    slots[-2:] = 0  # padding rows
+    inputs = CommonAttentionMetadata(
+        np.array([0, num_tokens]), np.array([num_tokens]), np.zeros((1, 1)), torch.zeros(2, device=DEVICE),
+        torch.zeros(1, device=DEVICE), torch.zeros(1, 1, device=DEVICE), slots.to(DEVICE), block_size, 1, 1,
+    )  # fmt: skip
+    transform = None
+    if rotary_dim is not None or has_norm:
+        transform = make_transform(head_dim, rotary_dim, has_norm, num_tokens, dtype)
+    backend = TritonAttentionBackend()
+    pages = torch.full((5, 2, 3, block_size, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    q, k, v = product.clone().split([6, 3, 3], dim=1)
+    backend._store(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
+
+    expected_q, expected_k, expected_v = product.clone().split([6, 3, 3], dim=1)
+    if transform is not None:
+        transform.apply(expected_q, expected_k)
+    expected = torch.full((5, 2, block_size, 3, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    reference = TorchReferenceBackend()
+    reference.store(layer, expected_k, expected_v, (expected,), reference.build_metadata(inputs))
+    # The interpreter cuts bits off where it should round: after the norm, its weight and the rotation.
+    tolerance = float(expected_q.abs().max()) * {torch.float32: 1e-6, torch.bfloat16: 2**-6}[dtype]
+    torch.testing.assert_close(q, expected_q, rtol=0, atol=tolerance)
+    torch.testing.assert_close(pages.transpose(2, 3)[1:], expected[1:], rtol=0, atol=tolerance)
+
+
+# ---- what is chosen ----
+
+
+def test_it_is_chosen_on_cuda_and_says_why_not_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select_backend("auto", NEEDS, "layers 0-3").backend.name == "triton"
+    reasons = TritonAttentionBackend.reasons_against
+    assert reasons(NEEDS) == []
+    assert reasons(replace(NEEDS, device_type="cpu")) == ["runs on CUDA, not on cpu"]
+    assert "at most 256, not 512" in reasons(replace(NEEDS, head_dim=512))[0]
+    assert "not a latent vector" in reasons(replace(NEEDS, content="a latent vector"))[0]
+    assert "not in torch.float64" in reasons(replace(NEEDS, dtype=torch.float64))[0]
+    monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
+    assert reasons(NEEDS) == ["triton is not installed"]
+    assert select_backend("auto", NEEDS, "layers 0-3").backend.name == "torch"
+
+
+def test_small_batches_are_split_and_large_ones_are_not() -> None:
+    splits = [choose_num_splits(requests, 8, 8192, 64, 132) for requests in (1, 4, 32, 66, 67, 512)]
+    assert splits == [32, 16, 2, 1, 1, 1]
+    assert choose_num_splits(1, 8, 100, 64, 132) == 2  # a part is at least a tile of keys
+
+
+def test_short_and_long_requests_are_told_apart_by_rows() -> None:
+    lens = np.array([1, 16, 17, 300])
+    assert plan_launches(lens, 300, group=4) == LaunchPlan(16, True)
+    assert plan_launches(lens[3:], 300, group=4) == LaunchPlan(0, True)
+    assert plan_launches(lens[:2], 16, group=4) == LaunchPlan(16, False)
+    assert plan_launches(None, 300, group=8) == LaunchPlan(8, True)
+    assert plan_launches(np.array([1, 2]), 2, group=100) == LaunchPlan(1, True)
+
+
+def test_batch_invariant_tiles_depend_on_nothing_in_the_batch() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert len({choose_tiles(128, dtype, rows, batch_invariant=True) for rows in (None, 1, 16, 64)}) == 1
+
+
+def test_outgrown_scratch_stays_allocated_for_captured_graphs() -> None:
+    scratch = Scratch()
+    device = torch.device(DEVICE)
+    small = scratch.take(10, 16, device)
+    assert scratch.take(10, 16, device)[0] is small[0]
+    large = scratch.take(2**15, 16, device)
+    assert large[0].numel() >= 2**15 * 16 and large[3] is small[3]
+    assert scratch._outgrown[0][0] is small[0]
