@@ -22,6 +22,7 @@ from ratoon.layers.triton.elementwise import activate
 
 Tensor = torch.Tensor
 
+INTERPRETED = triton.knobs.runtime.interpret  # which has no launches that could depend on each other
 MAX_NORM_WIDTH = 8192  # of an input that is normed inside the kernel
 
 
@@ -45,6 +46,7 @@ def gemv(
     rows, width = x.shape
     outputs = weight.shape[0] if gated is None else weight.shape[0] // 2
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
+    dependent = dependent and not INTERPRETED
     options = {"launch_pdl": True} if dependent else {}
     _gemv_kernel[(triton.cdiv(outputs, tile.outputs),)](
         x, weight, weight if bias is None else bias, weight if norm is None else norm.weight, y,
