@@ -85,7 +85,7 @@ def test_the_way_a_prompt_is_cut_into_chunks_does_not_show(kind: str, sizes: lis
     np.testing.assert_allclose(in_chunks(Driver(), kind, sizes), oracle_vector(LLAMA, PROMPT, kind), atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", BACKENDS[1:2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [[36, 1], [1, 36], [5, 5, 16, 11], [1] * 37], ids=str)
 def test_with_our_kernels_it_does_not_change_a_bit(kind: str, sizes: list[int], backend: str) -> None:
