@@ -10,6 +10,7 @@ A check that fails or runs out of time does not end the run. The exit status is 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import subprocess
@@ -21,8 +22,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PYTEST = ("-m", "pytest", "-q", "-p", "no:schemathesis", "--durations=5")
-# Tests that run kernels under Triton's interpreter elsewhere run them on the device here (TRITON_INTERPRET=0).
-KERNEL_TESTS = ("tests/unit/attention", "tests/unit/layers", "tests/unit/execution")
+KERNEL_TESTS = "test_triton_*.py"  # under tests/unit: elsewhere they run under Triton's interpreter
 MICRO = ("attention", "ops", "decode", "sampling", "inputs")
 SHOWN_LINES = 25
 
@@ -35,13 +35,18 @@ class Check:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def test_checks() -> list[Check]:
-    kernels = tuple(path for path in KERNEL_TESTS if (REPOSITORY / path).exists())
-    checks = [
+def gpu_tests() -> list[Check]:
+    kernels = sorted(str(path) for path in (REPOSITORY / "tests" / "unit").rglob(KERNEL_TESTS))
+    return [
         Check("cuda", (*PYTEST, *existing("tests/cuda", "tests/golden/test_cuda.py")), 420.0),
-        Check("kernels", (*PYTEST, "-k", "triton or cuda", *kernels), 240.0, (("TRITON_INTERPRET", "0"),)),
+        Check("kernels", (*PYTEST, *kernels), 240.0, (("TRITON_INTERPRET", "0"),)),
     ]
-    return checks
+
+
+def whole_suite() -> list[Check]:
+    """All tests, those of the CPU too, on all cores where pytest-xdist is installed."""
+    workers = ("-n", "auto", "--dist", "worksteal") if importlib.util.find_spec("xdist") is not None else ()
+    return [Check("suite", (*PYTEST, *workers, "tests"), 1800.0)]
 
 
 def micro_checks() -> list[Check]:
@@ -86,14 +91,16 @@ def run_check(check: Check, log: Path, limit: float) -> tuple[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tests", action="store_true", help="the tests (the default, unless --micro is given)")
+    parser.add_argument("--tests", action="store_true", help="those that need a GPU (the default)")
+    parser.add_argument("--suite", action="store_true", help="all tests of the repository")
     parser.add_argument("--micro", action="store_true", help=f"bench/gpu/{{{','.join(MICRO)}}}.py")
     parser.add_argument("--only", help="names of checks, separated by commas")
     default_logs = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / "gpu-checks")
     parser.add_argument("--logs", type=Path, default=default_logs, metavar="DIR", help="default: $OUT, or %(default)s")
     parser.add_argument("--limit-seconds", type=float, default=3600.0, metavar="S", help="of the whole run")
     args = parser.parse_args()
-    checks = test_checks() if args.tests or not args.micro else []
+    checks = gpu_tests() if args.tests or not (args.micro or args.suite) else []
+    checks += whole_suite() if args.suite else []
     checks += micro_checks() if args.micro else []
     if args.only:
         checks = [check for check in checks if check.name in args.only.split(",")]

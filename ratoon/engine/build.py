@@ -42,6 +42,7 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "max_model_len": facts.max_model_len,
         "weight_bytes": facts.weight_bytes,
         "kv_bytes": facts.kv_bytes,
+        "step_bytes": facts.step_bytes,
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
         "num_blocks": kv.num_blocks,
         "block_size": kv.block_size,

@@ -64,6 +64,7 @@ class WorkerFacts:
     num_threads: int
     weight_bytes: int
     kv_bytes: int
+    step_bytes: int = 0  # what the largest step needs beside both; measured on a GPU, unless the pool's size is set
 
 
 class Worker:
@@ -126,6 +127,7 @@ class Worker:
             num_threads=threads,
             weight_bytes=num_weights * dtype.itemsize,
             kv_bytes=kv_config.num_blocks * kv_config.bytes_per_block,
+            step_bytes=step_bytes,
         )
 
     def enter_thread(self) -> None:

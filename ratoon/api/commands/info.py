@@ -21,6 +21,7 @@ MODEL_FIELDS = (
 LABELS = {
     "weight_bytes": "weights",
     "kv_bytes": "KV cache",
+    "step_bytes": "largest step",
     "kv_bytes_per_token": "KV per token",
     "kv_groups": "KV groups",
     "kv_tokens": "tokens in the KV cache",
@@ -60,6 +61,9 @@ def collect(llm: LLM) -> dict[str, Any]:
     config, source = llm.config, llm.source
     block_size, num_blocks = engine["block_size"], engine["num_blocks"]
     memory = {name: engine.pop(name) for name in ("weight_bytes", "kv_bytes", "kv_bytes_per_token")}
+    step_bytes = engine.pop("step_bytes", 0)
+    if step_bytes:  # measured on a GPU
+        memory["step_bytes"] = step_bytes
     memory |= {name: engine.pop(name) for name in ("block_size", "num_blocks", "kv_groups")}
     memory["kv_tokens"] = (num_blocks - 1) * block_size  # block 0 is reserved
     model = asdict(source.config)

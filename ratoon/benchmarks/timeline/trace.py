@@ -30,9 +30,10 @@ class DeviceTrace:
         from torch.profiler import record_function
 
         self._profile.start()
-        self._marked_at = SpanRecorder.now()
-        with record_function(MARKER):
-            pass
+        for _ in range(3):  # the first takes a while to begin
+            self._marked_at = SpanRecorder.now()
+            with record_function(MARKER):
+                pass
 
     def stop(self) -> list[Span]:
         """The device's spans, by the host's clock."""
@@ -49,9 +50,9 @@ class DeviceTrace:
 
 
 def shift_events(events: list[dict[str, Any]], marked_at: float) -> list[dict[str, Any]]:
-    """The same events by the host's clock, by which the marker began at `marked_at`."""
+    """The same events by the host's clock, by which the last marker began at `marked_at`."""
     marks = [event["ts"] for event in events if event.get("name") == MARKER and "ts" in event]
-    offset = marked_at - min(marks) if marks else 0.0
+    offset = marked_at - max(marks) if marks else 0.0
     return [{**event, "ts": event["ts"] + offset} if "ts" in event else event for event in events]
 
 

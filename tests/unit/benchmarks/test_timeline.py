@@ -46,6 +46,7 @@ def test_the_share_is_of_a_step_that_was_not_recorded() -> None:
 def test_events_of_the_device_are_shifted_to_the_clock_of_the_host(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0},
+        {"ph": "X", "cat": "user_annotation", "name": MARKER, "ts": 800.0, "dur": 90.0},
         {"ph": "X", "cat": "user_annotation", "name": MARKER, "ts": 1000.0, "dur": 1.0},
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1500.0, "dur": 20.0},
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1400.0, "dur": 3.0},
