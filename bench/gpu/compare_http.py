@@ -45,6 +45,7 @@ LOAD_SECONDS = 15.0  # how long requests arrive, at a rate
 MAX_REQUESTS = 512
 SATURATING = 256  # requests that are sent at once
 MAX_MODEL_LEN = 4096
+OUR_BUDGET = {"max_num_batched_tokens": 8192}  # of tokens in a step: what vLLM's server chooses on a large GPU
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class HttpComparison:
         model = prepare_model(shape, args.work_folder)
         settings = {"load_format": "dummy", "max_model_len": MAX_MODEL_LEN}
         settings |= engine_settings(args, args.variant, engine)
+        if engine == OURS:
+            settings |= OUR_BUDGET | args.settings
         log = args.work_folder / "logs" / f"http-{shape.name}-{engine}.log"
         seconds = min(args.start_seconds, self._deadline - time.monotonic())
         print(f"# start {shape.name} {engine} {json.dumps(settings)}", flush=True)

@@ -27,6 +27,31 @@ TINY = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+FAKE_VLLM = """
+from types import SimpleNamespace as Some
+
+
+class LLM:
+    def __init__(self, model, **settings):
+        assert settings["load_format"] == "dummy" and settings["gpu_memory_utilization"] == 0.8, settings
+
+    def generate(self, prompts, params, use_tqdm):
+        return [Some(outputs=[Some(token_ids=[7] * one.max_tokens)]) for one in params]
+
+    def beam_search(self, prompts, params):
+        tokens = [prompt["prompt_token_ids"] + [7] * params.max_tokens for prompt in prompts]
+        return [Some(sequences=[Some(tokens=one)] * params.beam_width) for one in tokens]
+
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        self.max_tokens = max_tokens
+"""
+FAKE_SAMPLING_PARAMS = """
+class BeamSearchParams:
+    def __init__(self, beam_width, max_tokens, ignore_eos):
+        self.beam_width, self.max_tokens = beam_width, max_tokens
+"""
 ON_THE_CPU = {"device": "cpu", "dtype": "float32", "num_blocks": 200, "max_num_seqs": 32, "num_threads": 1}
 
 
@@ -39,7 +64,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_program(name: str, shape: Path, folder: Path, settings: dict[str, object], *options: str) -> str:
-    command = [sys.executable, f"bench/gpu/{name}", "--engines", "ratoon", "--models", str(shape)]
+    command = [sys.executable, f"bench/gpu/{name}", "--models", str(shape)]
     command += ["--settings", json.dumps(ON_THE_CPU | settings), "--work-folder", str(folder / "work")]
     command += ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png"), *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT)
@@ -51,20 +76,33 @@ def run_program(name: str, shape: Path, folder: Path, settings: dict[str, object
 def test_every_workload_is_measured_and_one_that_fails_does_not_end_the_run(shape: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     longest = {"max_model_len": 36}  # the prompt of the prefill workload has 40 tokens
-    shown = run_program("compare.py", shape, tmp_path, longest, "--quick", "--only", ALL_BUT_LONG_BEAMS)
+    vllm = ("--vllm-path", str(write_fake_vllm(tmp_path / "site")))
+    shown = run_program("compare.py", shape, tmp_path, longest, "--quick", "--only", ALL_BUT_LONG_BEAMS, *vllm)
     result = json.loads((tmp_path / "out.json").read_text())
-    assert [error["workload"] for error in result["errors"]] == ["prefill"]
+    assert [(error["engine"], error["workload"]) for error in result["errors"]] == [("ratoon", "prefill")]
     assert "36" in result["errors"][0]["error"]
-    figures = {record["what"]: record for record in result["records"]}
+    theirs = {record["what"] for record in result["records"] if record["engine"] == "vllm"}
+    figures = {record["what"]: record for record in result["records"] if record["engine"] == "ratoon"}
+    assert theirs == figures.keys() - {"continuation_leased_ttft_ms"} | {"ttft_8192_ms"}
     assert figures.keys() == {
         "startup_s", "decode_bs1_ms_per_token", "decode_bs32_ms_per_step", "throughput_256req_out_tok_s",
         "continuation_ttft_ms", "continuation_leased_ttft_ms", "cold_705_ttft_ms", "beam32x3_700_ms",
         "beam32x3_700_32req_ms",
     }  # fmt: skip
     assert all(record["floor"] > 0 for what, record in figures.items() if what != "startup_s")
-    assert shown.count("RESULT {") == len(figures)
+    assert shown.count("RESULT {") == len(figures) + len(theirs)
+    (leased,) = [line for line in shown.splitlines() if line.startswith("  700 leased")]
+    assert "×" in leased, "compared with the prefix cache of the peer"
     assert "failed: tiny bf16 ratoon prefill" in shown
     assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def write_fake_vllm(folder: Path) -> Path:
+    """It answers at once. What is tested is how it is asked, and that both engines end in one table."""
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "vllm" / "__init__.py").write_text(FAKE_VLLM)
+    (folder / "vllm" / "sampling_params.py").write_text(FAKE_SAMPLING_PARAMS)
+    return folder
 
 
 ALL_BUT_LONG_BEAMS = "startup,decode1,decode32,prefill,continue,continue-leased,beam,beam32,throughput"
@@ -73,7 +111,7 @@ ALL_BUT_LONG_BEAMS = "startup,decode1,decode32,prefill,continue,continue-leased,
 @pytest.mark.slow
 def test_servers_are_measured_at_several_rates(shape: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    options = ("--rates", "20,inf", "--requests", "4", "--input-len", "8", "--output-len", "6")
+    options = ("--engines", "ratoon", "--rates", "20,inf", "--requests", "4", "--input-len", "8", "--output-len", "6")
     run_program("compare_http.py", shape, tmp_path, {"max_model_len": 64}, *options)
     result = json.loads((tmp_path / "out.json").read_text())
     assert not result["errors"]

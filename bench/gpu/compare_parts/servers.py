@@ -37,7 +37,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._command = [sys.executable, *COMMANDS[engine], str(model), "--host", "127.0.0.1", "--port", str(port)]
         self._command += as_options(settings)
-        self._environment = {**os.environ, "PYTHONPATH": module_path, "HF_HUB_OFFLINE": "1"}
+        self._environment = {**os.environ, "PYTHONPATH": module_path, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
 

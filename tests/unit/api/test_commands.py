@@ -364,6 +364,15 @@ def test_info_has_all_sections_as_json(client, capsys):
     assert facts["startup_seconds"]["total"] >= facts["startup_seconds"]["find model"]
 
 
+def test_info_shows_what_the_largest_step_takes_where_it_was_measured(client, capsys):
+    assert main(["info", "fake"]) == 0
+    assert "largest step" not in capsys.readouterr().out
+    facts = client.describe()
+    client.describe = lambda: {**facts, "step_bytes": 3 * 2**30}
+    assert main(["info", "fake"]) == 0
+    assert "largest step  " in (shown := capsys.readouterr().out) and "3.0 GiB" in shown
+
+
 def test_info_shows_settings_and_start_up(client, capsys):
     assert main(["info", "fake", "--max-num-seqs", "5"]) == 0
     out = capsys.readouterr().out
