@@ -74,15 +74,18 @@ class CommonAttentionMetadata:
     block_size: int
     max_query_len: int
     max_seq_len: int
+    # Whether a graph of the step may be replayed for another one: then only the tensors on the device hold its numbers,
+    # and the two lengths are upper bounds.
+    is_padded: bool = False
 
 
 class AttentionBackend(ABC):
     """Created once per KV group of an engine; holds no state of a step."""
 
     name: str
-    # Whether `build_metadata` and `forward` may be captured in a CUDA graph: they then use only the device tensors of
-    # the metadata, which keep their addresses, and `max_query_len` and `max_seq_len` as upper bounds; nothing waits for
-    # the device, and requests with no query are skipped.
+    # Whether `build_metadata` and `forward` may be captured in a CUDA graph: with padded inputs they use only the
+    # device's tensors, which keep their addresses, and the two upper bounds; nothing waits for the device, and requests
+    # with no query are skipped.
     supports_graphs: bool = False
 
     @classmethod

@@ -132,6 +132,7 @@ class TritonAttentionBackend(AttentionBackend):
     `fused_merge`: for measurements, instead of what is chosen here."""
 
     name = "triton"
+    supports_graphs = True
 
     def __init__(
         self,
@@ -171,8 +172,7 @@ class TritonAttentionBackend(AttentionBackend):
         return [(parts, num_kv_heads, block_size, head_dim)]
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> TritonMetadata:
-        capturing = inputs.seq_lens_device.is_cuda and torch.cuda.is_current_stream_capturing()
-        query_lens = None if capturing else np.diff(inputs.query_start_loc)
+        query_lens = None if inputs.is_padded else np.diff(inputs.query_start_loc)
         return TritonMetadata(inputs, inputs.seq_lens_device.shape[0], query_lens, {})
 
     def store(

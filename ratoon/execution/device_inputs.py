@@ -248,13 +248,13 @@ class DeviceInputs:
             tables, encoder_lens = [np.zeros((size, rows.max_blocks), np.int32)] * len(rows.block_tables), lens
             cross_table = np.zeros((size, self._max_cross_blocks), np.int32)
         groups = [
-            self._metadata(group, starts, lens, table[:size], size, max_query_len, rows.max_model_len)
+            self._metadata(group, starts, lens, table[:size], size, max_query_len, rows.max_model_len, is_padded=True)
             for group, table in enumerate(tables)
         ]
         cross = None
         if rows.cross_tables is not None:
             longest = self._max_cross_blocks * rows.block_size
-            cross = self._cross_metadata(starts, encoder_lens, cross_table, max_query_len, longest)
+            cross = self._cross_metadata(starts, encoder_lens, cross_table, max_query_len, longest, is_padded=True)
         cu_num_tokens = starts[1:]
         return StepInputs(self.input_ids[:size], self.positions[:size], groups, cu_num_tokens, False, cross)
 
@@ -288,6 +288,7 @@ class DeviceInputs:
         num_tokens: int,
         max_query_len: int,
         max_seq_len: int,
+        is_padded: bool = False,
     ) -> CommonAttentionMetadata:
         num_reqs = len(seq_lens)
         return CommonAttentionMetadata(
@@ -301,6 +302,7 @@ class DeviceInputs:
             block_size=self.rows.block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            is_padded=is_padded,
         )
 
     def _cross_metadata(
@@ -310,6 +312,7 @@ class DeviceInputs:
         cross_table: np.ndarray,
         max_query_len: int,
         max_seq_len: int,
+        is_padded: bool = False,
     ) -> CommonAttentionMetadata:
         num_reqs = len(encoder_lens)
         return CommonAttentionMetadata(
@@ -323,4 +326,5 @@ class DeviceInputs:
             block_size=self.rows.block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            is_padded=is_padded,
         )

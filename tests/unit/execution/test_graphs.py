@@ -17,6 +17,7 @@ from ratoon.core.params import SamplingParams
 from ratoon.execution import graphs
 from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes
 from ratoon.layers.sampling import Mode
+from tests.triton_interpreter import repair_interpreter
 from tests.unit.execution.test_model_runner import (
     LLAMA,
     NAN_TOKEN,
@@ -26,10 +27,13 @@ from tests.unit.execution.test_model_runner import (
     Driver,
     interpreted,
     launch,
+    needs_kernels,
     oracle_greedy,
     poisoned,
     token_of,
 )
+
+repair_interpreter()
 
 
 class RunAgain:
@@ -114,7 +118,7 @@ def padded_driver(*arguments: Any) -> tuple[Driver, list[GraphKey]]:
 
 
 @interpreted
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_kernels)])
 def test_padded_steps_give_the_tokens_of_the_model(backend: str) -> None:
     """Three branches, one of which ends: mixed steps, then decodes of three and of two padded to four and two."""
     driver, keys = padded_driver(TWO_GROUPS, backend)
@@ -135,6 +139,26 @@ def test_padded_steps_give_the_tokens_of_the_model(backend: str) -> None:
         *[GraphKey(2, True, Mode.GREEDY)] * 3,
     ]
     assert driver.runner.num_computed_tokens == 63 + 9 + 6
+
+
+@interpreted
+@pytest.mark.slow
+def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_backend() -> None:
+    driver, keys = padded_driver(LLAMA, "triton")
+    padded = driver.runner.inputs.padded
+
+    def without_host(*arguments: int) -> Any:
+        step = padded(*arguments)
+        step.groups[0].query_start_loc = step.groups[0].seq_lens = step.groups[0].block_table = None  # type: ignore
+        return step
+
+    driver.runner.inputs.padded = without_host
+    prompts = {"a": OTHER[:3], "b": OTHER[:2]}
+    outputs = [driver.step(new=[driver.new("a", prompts["a"], 1), driver.new("b", prompts["b"], 5)])]
+    outputs += [driver.step(known={"b": 2 + i, "a": 3 + i}) for i in range(2)]
+    for name, tokens in prompts.items():
+        assert [token_of(output, name) for output in outputs] == oracle_greedy(LLAMA, tokens, 3)
+    assert keys == [GraphKey(8, False, None), *[GraphKey(2, True, Mode.GREEDY)] * 2]
 
 
 PARAMS = {

@@ -13,6 +13,7 @@ import torch
 
 from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.torch_reference import TorchReferenceBackend
+from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.kv import KVCacheConfig, group_layers
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.core.params import SamplingParams
@@ -25,6 +26,7 @@ from ratoon.models.build import build_model
 from tests.golden.tiny_models import DictSource, TinyModel, random_token_ids, tiny_llama, tiny_qwen2
 
 CPU = torch.device("cpu")
+ATTENTION = {"native": CpuAttentionBackend, "triton": TritonAttentionBackend}
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
 WITH_LOGPROBS = SamplingParams(temperature=0.0, logprobs=2)
@@ -52,7 +54,7 @@ class Driver:
         self.groups = group_layers([layer.kv_spec(BLOCK_SIZE, "float32") for layer in model.attention_layers])
         self.runner = ModelRunner(
             model,
-            [CpuAttentionBackend() if backend == "native" else TorchReferenceBackend()] * len(self.groups),
+            [ATTENTION.get(backend, TorchReferenceBackend)() for _ in self.groups],
             KVCacheConfig(num_blocks=40, block_size=BLOCK_SIZE, groups=self.groups),
             dtype=torch.float32,
             device=CPU,
