@@ -1,0 +1,228 @@
+"""Attention in Triton at the sizes of real models, against products of gathered keys and values in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
+from ratoon.layers.norm import HeadRMSNorm
+from ratoon.layers.rotary import Rotary
+from ratoon.layers.torch_ops import TorchOps
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+Tensor = torch.Tensor
+LLAMA = AttentionLayer(0, 32, 8, 128, 128**-0.5)
+QWEN = AttentionLayer(0, 16, 8, 128, 128**-0.5)
+# ‖out − exact‖ / ‖exact‖: rounding of the weights and of the output
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+class Step:
+    """Requests over a cache in which every block is written, except the null block: that one is full of NaN."""
+
+    def __init__(
+        self,
+        layer: Any,
+        computed: list[int],
+        scheduled: list[int],
+        dtype: torch.dtype,
+        block_size: int = 16,
+        seed: int = 0,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.layer, self.block_size, self.computed, self.scheduled = layer, block_size, computed, scheduled
+        lengths = np.array(computed) + scheduled if layer.causal else np.array(computed)
+        counts = -(-lengths // block_size)
+        order = np.random.default_rng(seed).permutation(int(counts.sum())) + 1
+        self.tables = np.zeros((len(lengths), int(counts.max())), np.int32)
+        ends = np.cumsum(counts)
+        for row, (count, end) in enumerate(zip(counts, ends, strict=True)):
+            self.tables[row, :count] = order[end - count : end]
+        self.lengths = lengths.astype(np.int32)
+        shape = (int(counts.sum()) + 1, 2, layer.num_kv_heads, block_size, layer.head_dim)
+        self.cache = torch.randn(shape, device="cuda").to(dtype)
+        self.cache[0] = float("nan")
+        self.q = torch.randn(sum(scheduled), layer.num_heads, layer.head_dim, device="cuda").to(dtype)
+
+    def inputs(self) -> CommonAttentionMetadata:
+        starts = np.concatenate([[0], np.cumsum(self.scheduled)]).astype(np.int32)
+        return CommonAttentionMetadata(
+            starts, self.lengths, self.tables, torch.from_numpy(starts).cuda(), torch.from_numpy(self.lengths).cuda(),
+            torch.from_numpy(self.tables).cuda(), torch.zeros(0, dtype=torch.int64, device="cuda"), self.block_size,
+            max(self.scheduled), int(self.lengths.max()),
+        )  # fmt: skip
+
+    def run(self, backend: TritonAttentionBackend) -> Tensor:
+        return backend.attend(self.layer, self.q, (self.cache,), backend.build_metadata(self.inputs()))
+
+    def exact(self) -> Tensor:
+        layer, group = self.layer, self.layer.num_heads // self.layer.num_kv_heads
+        results = []
+        for row, q in enumerate(self.q.double().split(self.scheduled)):
+            length = int(self.lengths[row])
+            pages = self.cache[torch.from_numpy(self.tables[row, : -(-length // self.block_size)]).cuda().long()]
+            keys, values = pages.double().transpose(0, 1).transpose(2, 3).flatten(1, 2)[:, :length]  # [S, kv_heads, D]
+            keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+            positions = torch.arange(length - len(q), length, device="cuda")[:, None]
+            distances = torch.arange(length, device="cuda") - positions
+            hidden = torch.zeros_like(distances, dtype=torch.bool) if not layer.causal else distances > 0
+            if layer.window is not None:
+                hidden |= distances <= -layer.window
+            scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale
+            if layer.bias is not None:
+                scores += layer.bias[:, distances + layer.bias.shape[1] // 2]
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            results.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
+        return torch.cat(results)
+
+
+def error_of(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+MIXED = ([0, 1023, 300, 777, 5, 2000], [700, 1, 5, 40, 1, 300])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        LLAMA,
+        QWEN,
+        AttentionLayer(0, 9, 3, 64, 0.125),
+        AttentionLayer(0, 12, 12, 80, 0.11),
+        AttentionLayer(0, 8, 1, 96, 0.1),
+        AttentionLayer(0, 8, 2, 256, 1 / 16),
+        replace(LLAMA, window=500),
+    ],
+    ids=["llama", "qwen", "smollm", "80", "96", "256", "window"],
+)
+def test_a_mixed_batch_is_as_exact_as_its_dtype(layer: AttentionLayer, dtype: torch.dtype) -> None:
+    step = Step(layer, *MIXED, dtype)
+    if layer.window is not None:  # freed blocks
+        for row, computed in enumerate(step.computed):
+            step.tables[row, : max(0, computed - layer.window + 1) // 16] = 0
+        filled = Step.exact(replace_cache(step))
+    else:
+        filled = step.exact()
+    assert error_of(step.run(TritonAttentionBackend()), filled) < TOLERANCES[dtype]
+
+
+def replace_cache(step: Step) -> Step:
+    """With a null block that is finite: weights of zero times NaN would be NaN in the exact product."""
+    step.cache[0] = 0.0
+    exact_step = object.__new__(Step)
+    exact_step.__dict__ |= step.__dict__ | {"cache": step.cache.clone()}
+    step.cache[0] = float("nan")
+    return exact_step
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("fused_merge", [True, False])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 17), (1, 8191), (7, 1000), (32, 1024), (257, 333)])
+def test_decoding_is_exact_for_any_number_of_splits(
+    batch: int, length: int, fused_merge: bool, batch_invariant: bool
+) -> None:
+    step = Step(LLAMA, [length - 1] * batch, [1] * batch, torch.bfloat16)
+    backend = TritonAttentionBackend(batch_invariant=batch_invariant, fused_merge=fused_merge)
+    assert error_of(step.run(backend), step.exact()) < 1e-2
+    again = step.run(backend)
+    assert all(torch.equal(again, step.run(backend)) for _ in range(20))  # counters are reset, nothing races
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 100, 128])
+def test_any_block_size_serves(block_size: int) -> None:
+    step = Step(LLAMA, *MIXED, torch.bfloat16, block_size)
+    assert error_of(step.run(TritonAttentionBackend()), step.exact()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_biased_and_unmasked_attention(dtype: torch.dtype) -> None:
+    bias = torch.randn(12, 2 * 1024 + 1, device="cuda")
+    layer = AttentionLayer(0, 12, 12, 64, 1.0 / 8, causal=False, bias=bias)
+    step = Step(layer, [700, 31, 512], [700, 31, 512], dtype)
+    assert error_of(step.run(TritonAttentionBackend()), step.exact()) < TOLERANCES[dtype]
+    step = Step(replace(layer, causal=True), [0, 600, 500], [700, 31, 1], dtype)
+    assert error_of(step.run(TritonAttentionBackend()), step.exact()) < TOLERANCES[dtype]
+    cross = Step(CrossAttentionLayer(0, 12, 64, 0.125), [1500, 31, 512], [1, 4, 200], dtype)
+    assert error_of(cross.run(TritonAttentionBackend()), cross.exact()) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layer", [LLAMA, replace(LLAMA, window=600)], ids=["full", "window"])
+def test_batch_invariant_rows_are_the_same_to_the_bit(layer: AttentionLayer, dtype: torch.dtype) -> None:
+    """The rows of a prompt: at once, as decoding one token, and in a batch with others."""
+    backend = TritonAttentionBackend(batch_invariant=True)
+    whole = Step(layer, [0], [1400], dtype)
+    expected = whole.run(backend)
+    for computed, scheduled in ((1399, 1), (1000, 1), (900, 13), (700, 500)):
+        part = object.__new__(Step)
+        tables = np.zeros((2, 100), np.int32)
+        tables[0, : whole.tables.shape[1]] = tables[1, : whole.tables.shape[1]] = whole.tables[0]
+        for lens, rows in (([scheduled], slice(0, 1)), ([scheduled, 2], slice(0, 2)), ([scheduled, 100], slice(0, 2))):
+            starts = [computed, 200][: len(lens)]
+            queries = [whole.q[start : start + count] for start, count in zip(starts, lens, strict=True)]
+            part.__dict__ |= whole.__dict__ | {
+                "computed": starts, "scheduled": lens, "tables": tables[rows], "q": torch.cat(queries),
+                "lengths": (np.array(starts) + lens).astype(np.int32),
+            }  # fmt: skip
+            got = part.run(backend)[:scheduled]
+            assert torch.equal(got, expected[computed : computed + scheduled])
+
+
+def test_a_captured_step_follows_the_numbers_on_the_device() -> None:
+    step = Step(LLAMA, [100, 2000, 333, 64], [1] * 4, torch.bfloat16)
+    backend = TritonAttentionBackend()
+    inputs = replace(step.inputs(), max_seq_len=8192)
+    step.run(backend)  # compiles, allocates
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(LLAMA, step.q, (step.cache,), backend.build_metadata(inputs))
+    for lengths in ([101, 2001, 334, 65], [1, 1777, 200, 16], [90, 5, 1, 33]):
+        step.lengths = np.array(lengths, np.int32)
+        inputs.seq_lens_device.copy_(torch.from_numpy(step.lengths))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert error_of(out, step.exact()) < 1e-2
+
+
+@pytest.mark.parametrize("num_tokens", [1, 37, 1000])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (128, None), (80, 32), (64, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_norm_rotation_and_store_round_as_the_reference(
+    dtype: torch.dtype, head_dim: int, rotary_dim: int | None, num_tokens: int
+) -> None:
+    torch.manual_seed(0)
+    ops, layer = TorchOps(), AttentionLayer(0, 8, 2, head_dim, 0.1)
+    weights: list[Any] = [
+        SimpleNamespace(take=lambda name, size: torch.randn(size, device="cuda").to(dtype), ops=ops) for _ in range(2)
+    ]
+    norms = [HeadRMSNorm(weight, head_dim, 1e-6) for weight in weights]
+    rotary = None
+    if rotary_dim is not None:
+        rotary = object.__new__(Rotary)
+        angles = torch.randn(5000, rotary_dim // 2, device="cuda") * 100
+        rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1), ops.rotary
+    transform = HeadTransform(torch.randint(0, 5000, (num_tokens,), device="cuda"), rotary, *norms)
+    product = torch.randn(num_tokens, 12, head_dim, device="cuda").to(dtype)
+    slots = torch.randperm(16 * 70, device="cuda")[:num_tokens] + 16
+    pages = torch.full((71, 2, 2, 16, head_dim), float("nan"), dtype=dtype, device="cuda")
+    inputs = replace(Step(layer, [0], [num_tokens], dtype).inputs(), slot_mapping=slots)
+    backend = TritonAttentionBackend()
+    q, k, v = product.clone().split([8, 2, 2], dim=1)
+    backend._store(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
+    expected_q, expected_k, expected_v = product.split([8, 2, 2], dim=1)
+    transform.apply(expected_q, expected_k)
+    stored = pages[slots // 16, :, :, slots % 16]  # [T, 2, kv_heads, head_dim]
+    assert torch.equal(stored[:, 1], expected_v)
+    for got, expected in ((q, expected_q), (stored[:, 0], expected_k)):
+        assert error_of(got, expected.double()) < {torch.float32: 1e-6, torch.bfloat16: 5e-4}[dtype]  # few last bits
