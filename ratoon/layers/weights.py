@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,16 @@ from ratoon.layers.shard import Shard
 from ratoon.layers.stored import FLOAT_FORMATS, StoredTensor, TensorSlice
 
 
+class Destination(Protocol):
+    """A device that tensors can be made on, or read to, without all of them in the host's memory."""
+
+    device: torch.device
+
+    def read(self, file: Path, offset: int, num_bytes: int) -> torch.Tensor:
+        """A range of a file: [num_bytes] uint8, on the device. Threads may read at the same time."""
+        ...
+
+
 class TensorSource(Protocol):
     """Named tensors of one checkpoint. Reading the shapes costs no memory."""
 
@@ -29,9 +40,9 @@ class TensorSource(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
-        """The stored tensor in its file's format. With `part`, only that part is read. `device` is where it will be
-        used: a source that has no direct way there returns it on the CPU."""
+    def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
+        """The stored tensor in its file's format; with `part`, only that part is read. It is at its destination if the
+        source has a way of its own there, otherwise on the CPU."""
         ...
 
 
@@ -45,10 +56,10 @@ class TensorRequest(NamedTuple):
 
 
 def read_tensor(
-    source: TensorSource, ops: Ops, request: TensorRequest, device: torch.device | None = None
+    source: TensorSource, ops: Ops, request: TensorRequest, destination: Destination | None = None
 ) -> StoredTensor:
     """The slow part of taking a tensor: reading and, if Ops does not support its format, decoding."""
-    stored = source.read(request.name, request.part, device)
+    stored = source.read(request.name, request.part, destination)
     if request.transposed:
         stored = stored.t()
     if request.as_stored and not stored.transposed and ops.find_format(stored) is not None:
@@ -80,7 +91,7 @@ class Weights:
         self.prefix = ""
         self.adapter_targets: dict[str, AdapterTarget] = {}  # of all views, by the name of the layer
         self.requests: list[TensorRequest] = []  # of all views, in the order of the second pass
-        self._fetch = fetch or partial(read_tensor, source, ops, device=device)
+        self._fetch = fetch or partial(read_tensor, source, ops)
         self._placed: set[str] = set()  # taken or ignored, by all views
 
     def __truediv__(self, name: object) -> Weights:

@@ -20,11 +20,13 @@ from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorRequest, TensorSource, Weights, read_tensor
 from ratoon.models.base import LanguageModel
+from ratoon.models.device_stream import open_destination
 from ratoon.models.dummy_source import DummySource
 from ratoon.models.registry import find_model_class
 
 META = torch.device("meta")
-TENSORS_AHEAD = 4  # read but not yet taken, which bounds the memory
+TENSORS_AHEAD = 4  # for each thread: read but not yet taken, which bounds the memory
+READERS_OF_DEVICE = 4  # threads; of a CPU's memory one, which is as fast as building the model
 
 
 def build_model(
@@ -46,8 +48,10 @@ def build_model(
     comparison = Weights(source, TorchOps(), META, dtype, shard)
     model_class(config, comparison, length)
     comparison.check_nothing_left()
-    with ReadAhead(partial(read_tensor, source, ops, device=device), comparison.requests) as ahead:
-        return model_class(config, Weights(source, ops, device, dtype, shard, ahead), length)
+    with open_destination(device) as destination:
+        read = partial(read_tensor, source, ops, destination=destination)
+        with ReadAhead(read, comparison.requests, 1 if destination is None else READERS_OF_DEVICE) as ahead:
+            return model_class(config, Weights(source, ops, device, dtype, shard, ahead), length)
 
 
 def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -63,16 +67,19 @@ def declare_model(config: ModelConfig, max_position: int) -> LanguageModel:
 
 
 class ReadAhead:
-    """Reads tensors on another thread while the model is built from those before: reading waits for disks and
+    """Reads tensors on other threads while the model is built from those before: reading waits for disks and
     dequantises, building copies and packs, and both leave the interpreter free.
 
     Called as `read` is. Expects requests in the given order; others are read on demand."""
 
-    def __init__(self, read: Callable[[TensorRequest], StoredTensor], order: Iterable[TensorRequest]) -> None:
+    def __init__(
+        self, read: Callable[[TensorRequest], StoredTensor], order: Iterable[TensorRequest], num_threads: int = 1
+    ) -> None:
         self._read = read
+        self._num_ahead = TENSORS_AHEAD * num_threads
         self._to_come = deque(order)
         self._reading: deque[tuple[TensorRequest, Future[StoredTensor]]] = deque()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ratoon-weights")
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="ratoon-weights")
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -81,7 +88,7 @@ class ReadAhead:
         self._executor.shutdown(cancel_futures=True)
 
     def __call__(self, request: TensorRequest) -> StoredTensor:
-        while self._to_come and len(self._reading) <= TENSORS_AHEAD:
+        while self._to_come and len(self._reading) <= self._num_ahead:
             upcoming = self._to_come.popleft()
             self._reading.append((upcoming, self._executor.submit(self._read, upcoming)))
         if self._reading and self._reading[0][0] == request:

@@ -16,8 +16,10 @@ from ratoon.layers.stored import StoredTensor, TensorSlice
 if TYPE_CHECKING:
     import torch
 
+    from ratoon.layers.weights import Destination
+
 STANDARD_DEVIATION = 0.02  # what the families here are initialised with
-NUMBERS_AT_ONCE = 2**24  # made on a GPU by one pass, which bounds the memory for the steps between
+NUMBERS_AT_ONCE = 2**22  # made on a GPU by one pass: the steps between stay in its cache
 
 
 class DummySource:
@@ -31,9 +33,10 @@ class DummySource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
         import torch
 
+        device = None if destination is None else destination.device
         shape = self._shapes[name]
         if name.endswith("bias"):
             tensor = torch.zeros(shape, device=device)
@@ -42,7 +45,7 @@ class DummySource:
         else:
             digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
             seed = int.from_bytes(digest[:7], "little")
-            if device is None or device.type == "cpu":
+            if device is None:
                 generator = torch.Generator().manual_seed(seed)
                 tensor = torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
             else:

@@ -22,6 +22,8 @@ from ratoon.models.gguf_quants import BF16, F16
 if TYPE_CHECKING:
     import torch
 
+    from ratoon.layers.weights import Destination
+
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -87,7 +89,7 @@ class GGUFSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
         gguf_name = self._gguf_names[name]
         if self._is_transposed(name):
             return self.file.read(gguf_name, None if part is None else part._replace(dim=1 - part.dim)).t()

@@ -1,4 +1,5 @@
-"""The safetensors files of a Hugging Face folder as a TensorSource. Headers are read at once, tensors on demand.
+"""The safetensors files of a Hugging Face folder as a TensorSource. Headers are read at once, tensors on demand: mapped
+into memory by the library, or by their range of the file where a device reads them.
 
 Every file is checked against its header first: one that is truncated, damaged or missing is an error before memory is
 allocated.
@@ -19,7 +20,7 @@ from ratoon.models.damage import FETCH_AGAIN, reading, shorten, show
 from ratoon.models.tokenizer import read_json
 
 if TYPE_CHECKING:
-    import torch
+    from ratoon.layers.weights import Destination
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -31,6 +32,7 @@ class HeaderEntry(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str  # in safetensors' spelling
+    offset: int  # of its first byte in the file
 
 
 class SafetensorsSource:
@@ -46,10 +48,12 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
         from safetensors import safe_open
 
         entry = self._tensors[name]
+        if destination is not None and entry.dtype in FLOATING_BYTES:
+            return _read_range(entry, part, destination)
         with reading(str(entry.file)):
             if entry.file not in self._open_files:
                 self._open_files[entry.file] = safe_open(str(entry.file), framework="pt", device="cpu")
@@ -124,7 +128,9 @@ def _read_header(file: Path) -> dict[str, HeaderEntry]:
             _check_types(entries)
             end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             tensors = {
-                name: HeaderEntry(file, tuple(int(n) for n in entry["shape"]), str(entry["dtype"]))
+                name: HeaderEntry(
+                    file, tuple(entry["shape"]), entry["dtype"], 8 + header_bytes + entry["data_offsets"][0]
+                )
                 for name, entry in entries.items()
             }
             _check_sizes(file, entries)
@@ -134,6 +140,21 @@ def _read_header(file: Path) -> dict[str, HeaderEntry]:
         how = "is cut short" if size < end else "is longer than it should be"
         raise ModelError(str(file), f"{how}: {size:,} bytes, its header asks for {end:,}", "fetch the file again")
     return tensors
+
+
+def _read_range(entry: HeaderEntry, part: TensorSlice | None, destination: Destination) -> StoredTensor:
+    """Rows of a tensor are one range of the file; for another part all of it is read, and cut on the device."""
+    import torch
+
+    shape = entry.shape
+    row_bytes = FLOATING_BYTES[entry.dtype] * math.prod(shape[1:])
+    first = 0
+    if part is not None and part.dim == 0:
+        first, shape, part = part.start, part.shape(shape), None
+    num_bytes = row_bytes * shape[0] if shape else row_bytes
+    data = destination.read(entry.file, entry.offset + first * row_bytes, num_bytes)
+    numbers = data.view(getattr(torch, {"F64": "float64", **DTYPE_NAMES}[entry.dtype])).view(shape)
+    return StoredTensor.of_floats(numbers if part is None else numbers[part.slices()].contiguous())
 
 
 def _check_types(entries: Mapping[str, Any]) -> None:

@@ -6,9 +6,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("triton")
 
@@ -17,7 +20,9 @@ from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Tile
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
+from ratoon.models.device_stream import DeviceStream
 from ratoon.models.dummy_source import STANDARD_DEVIATION, DummySource, counted_normals
+from ratoon.models.safetensors_source import SafetensorsSource
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -145,11 +150,11 @@ def test_a_stack_of_layers_gives_the_same_bits_in_a_graph(rows: int, dependent: 
 
 def test_random_weights_are_made_on_the_device_and_depend_on_seed_and_name() -> None:
     shapes = {"a.weight": (5000, 1000), "b.weight": (5000, 1000), "norm.weight": (8,)}
-    source = DummySource(shapes, seed=1)
-    first = source.read("a.weight", device=CUDA).data
+    source, there = DummySource(shapes, seed=1), DeviceStream(CUDA)
+    first = source.read("a.weight", destination=there).data
     assert first.is_cuda
-    assert torch.equal(first, DummySource(shapes, seed=1).read("a.weight", device=CUDA).data)
-    assert not torch.equal(first, source.read("b.weight", device=CUDA).data)
+    assert torch.equal(first, DummySource(shapes, seed=1).read("a.weight", destination=there).data)
+    assert not torch.equal(first, source.read("b.weight", destination=there).data)
     assert first.std().item() == pytest.approx(STANDARD_DEVIATION, rel=0.01)
     assert abs(first.mean().item()) < 1e-4
     torch.testing.assert_close(
@@ -159,8 +164,20 @@ def test_random_weights_are_made_on_the_device_and_depend_on_seed_and_name() -> 
     for _ in range(3):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        source.read("a.weight", device=CUDA)
+        source.read("a.weight", destination=there)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     numbers_a_second = math.prod(shapes["a.weight"]) / statistics.median(times)
     assert numbers_a_second > 5e8  # the aim is 8e9 numbers in a few seconds
+
+
+def test_files_are_streamed_to_the_device(tmp_path: Path) -> None:
+    tensors = {f"{index}.weight": random(3000, 1111, dtype=dtype).cpu() for index, dtype in enumerate([BF16] * 6)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source, stream = SafetensorsSource(tmp_path), DeviceStream(CUDA, chunk_bytes=2**20 + 1, num_buffers=3)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda name: source.read(name, None, stream), tensors))
+    for stored, expected in zip(found, tensors.values(), strict=True):
+        assert stored.data.is_cuda
+        assert torch.equal(stored.data.cpu(), expected)
+    stream.close()

@@ -15,6 +15,7 @@ import transformers
 from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.weights import Destination
 from ratoon.models.base import LanguageModel
 from ratoon.models.build import build_model
 
@@ -35,7 +36,7 @@ class DictSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
-    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
         self.num_reads += 1
         return StoredTensor.of_floats(self.tensors[name], part)
 

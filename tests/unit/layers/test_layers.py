@@ -14,7 +14,7 @@ from ratoon.layers.mlp import MLP, GatedMLP
 from ratoon.layers.norm import HeadRMSNorm, LayerNorm, RMSNorm
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
-from ratoon.layers.weights import Weights
+from ratoon.layers.weights import Destination, Weights
 
 Tensor = torch.Tensor
 
@@ -40,7 +40,7 @@ class RandomSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
-    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
         return StoredTensor.of_floats(self.tensors[name], part)
 
 

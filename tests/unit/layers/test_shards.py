@@ -18,7 +18,7 @@ from ratoon.layers.ops import Ops
 from ratoon.layers.shard import Shard
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
-from ratoon.layers.weights import Weights
+from ratoon.layers.weights import Destination, Weights
 from ratoon.models.build import build_model, collect_shapes
 from ratoon.models.dummy_source import DummySource
 from tests.golden.dense_batch import DenseMemory, DensePass
@@ -153,8 +153,8 @@ class CountingSource(DummySource):
 
     num_read = 0
 
-    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
-        stored = super().read(name, part, device)
+    def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
+        stored = super().read(name, part, destination)
         self.num_read += stored.data.numel() if len(stored.shape) == 2 else 0
         return stored
 

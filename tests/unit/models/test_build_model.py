@@ -14,6 +14,7 @@ from ratoon.core.errors import ModelError
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.weights import Destination
 from ratoon.models.base import LanguageModel
 from ratoon.models.build import build_model, collect_shapes
 from ratoon.models.registry import MODEL_CLASSES, find_model_class
@@ -60,7 +61,7 @@ class ShapeSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
+    def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
         self.num_reads += 1
         generator = torch.Generator().manual_seed(len(name))
         return StoredTensor.of_floats(torch.randn(self._shapes[name], generator=generator), part)

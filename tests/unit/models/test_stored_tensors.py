@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ratoon.layers.ops import Product, WeightFormat
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
-from ratoon.layers.weights import TensorRequest, TensorSource, read_tensor
+from ratoon.layers.weights import Destination, TensorRequest, TensorSource, read_tensor
 from ratoon.models.base import LanguageModel
 from ratoon.models.build import build_model, collect_shapes
 from ratoon.models.dummy_source import DummySource
@@ -177,9 +177,11 @@ def test_a_models_requests_are_the_same_when_it_is_compared_and_when_it_is_read(
         name = "counted"
         shapes = source.tensors.shapes
 
-        def read(self, name: str, part: TensorSlice | None = None, device: torch.device | None = None) -> StoredTensor:
+        def read(
+            self, name: str, part: TensorSlice | None = None, destination: Destination | None = None
+        ) -> StoredTensor:
             reads.append(name)
-            return source.tensors.read(name, part, device)
+            return source.tensors.read(name, part, destination)
 
     build_model(source.config, Counted(), TorchOps(), CPU, torch.float32)
     assert sorted(reads) == sorted(collect_shapes(source.config))
