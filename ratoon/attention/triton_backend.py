@@ -30,6 +30,7 @@ _MAX_SPLITS = 32
 _CHUNK = 256  # keys of a split that is the same in any batch
 _MERGED_ELEMENTS = 8192  # that a program merges at a time
 _MAX_TILES = 2**18  # that can be split in one launch
+_MAX_PARTS = 2**20  # of split keys: rows × splits; half a GiB of scratch with heads of 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +281,7 @@ class TritonAttentionBackend(AttentionBackend):
         tiles_each = -(-longest * group // tiles.block_m)
         num_tiles = tiles_each * metadata.num_requests
         num_splits = self._splits_of(layer, metadata, num_tiles, tiles.block_n, q.device)
+        num_splits = limit_splits(num_splits, q.shape[0] * layer.num_heads, self._batch_invariant)
         if num_splits == 1 or num_tiles * layer.num_kv_heads > _MAX_TILES:
             grid = (num_tiles, layer.num_kv_heads, 1)
             self._launch(
@@ -356,6 +358,14 @@ class TritonAttentionBackend(AttentionBackend):
             return self._num_splits
         num_sms = num_multiprocessors(device)
         return choose_num_splits(num_tiles, layer.num_kv_heads, inputs.max_seq_len, block_n, num_sms)
+
+
+def limit_splits(num_splits: int, num_rows: int, batch_invariant: bool) -> int:
+    """As many as the scratch may hold. Its rows are those of all tokens of a step: beside a long prompt, many splits of
+    a few short requests would take gigabytes. Splits that must be the same in any batch are all made or none."""
+    if num_rows * num_splits <= _MAX_PARTS:
+        return num_splits
+    return 1 if batch_invariant else max(1, _MAX_PARTS // num_rows)
 
 
 @cache

@@ -28,6 +28,7 @@ from ratoon.attention.triton_backend import (
     TritonAttentionBackend,
     choose_num_splits,
     choose_tiles,
+    limit_splits,
     plan_launches,
 )
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
@@ -256,6 +257,14 @@ def test_small_batches_are_split_and_large_ones_are_not() -> None:
     splits = [choose_num_splits(requests, 8, 8192, 64, 132) for requests in (1, 4, 32, 66, 67, 512)]
     assert splits == [32, 16, 2, 1, 1, 1]
     assert choose_num_splits(1, 8, 100, 64, 132) == 2  # a part is at least a tile of keys
+
+
+def test_the_scratch_of_a_few_short_requests_beside_a_long_prompt_is_bounded() -> None:
+    decode, beside_a_prompt = 32 * 32, (8192 + 4) * 32  # rows: tokens of the step × heads
+    assert limit_splits(8, decode, False) == limit_splits(8, decode, True) == 8
+    assert limit_splits(32, beside_a_prompt, False) == 3
+    assert limit_splits(32, beside_a_prompt, True) == 1, "all of the fixed splits, or none"
+    assert limit_splits(32, 2**22, False) == 1
 
 
 def test_short_and_long_requests_are_told_apart_by_rows() -> None:
