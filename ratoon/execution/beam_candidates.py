@@ -8,14 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
 from ratoon.core.plan import BeamStep
 from ratoon.execution.beam_rows import BeamRows
-from ratoon.execution.readers import StepLayout
+from ratoon.execution.buffers import copy_to_host
+from ratoon.execution.cells import to_device
+from ratoon.execution.readers import Finish, StepLayout
 from ratoon.execution.rules.base import LogitsRule, apply_rules
-from ratoon.layers.beams import SearchRows, best_candidates_of_searches
+from ratoon.layers.beams import (
+    Candidates,
+    SearchRows,
+    best_candidates_of_searches,
+    best_keys_of_searches,
+    candidates_of_keys,
+    chosen_by_keys,
+)
 
 NO_CANDIDATES = "the model's logits hold no usable number (NaN or all tokens forbidden)"
 
@@ -30,15 +40,14 @@ class CandidatesReader:
         for step in self._steps:  # one without beams yet reads the trunk's last row
             self.rows += layout.beam_last_rows.get(step.req_id) or [layout.last_row[step.req_id]]
 
-    def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
-        if self._steps:
-            choose_candidates(self._steps, logits, output, self._beam_rows)
+    def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
+        return choose_candidates(self._steps, logits, output, self._beam_rows) if self._steps else None
 
 
 def choose_candidates(
     steps: list[BeamStep], logits: torch.Tensor, output: ModelRunnerOutput, beam_rows: BeamRows
-) -> None:
-    """From the logits [B, V] of all beams of these searches, which are changed in place. As in transformers, rules
+) -> Finish | None:
+    """From the logits [B, V] of all beams of these searches, which may be changed in place. As in transformers, rules
     apply to log-probabilities, which are not renormalised afterwards; masks have the same effect on logits."""
     searches: list[SearchRows] = []
     scores: list[float] = []
@@ -51,9 +60,18 @@ def choose_candidates(
         rules += [row_rules.active() for row_rules in of_beams] if of_beams else [()] * len(step.scores)
     weighed = [row for row, of_row in enumerate(rules) if any(rule.stage.changes_values for rule in of_row)]
     edit = partial(apply_rules, rules_of_rows=rules) if any(rules) else None
-    found = best_candidates_of_searches(
-        logits, torch.tensor(scores, device=logits.device), searches, edit, logprob_rows=weighed
-    )
+    if logits.device.type == "cpu" or edit is not None:
+        logits = logits.float()
+    on_device = to_device(np.array(scores, np.float32), logits.device)
+    if not chosen_by_keys(logits, searches):
+        put_candidates(best_candidates_of_searches(logits, on_device, searches, edit, weighed), steps, output)
+        return None
+    keys, _ = copy_to_host(best_keys_of_searches(logits, on_device, searches, edit, weighed))
+    vocab_size = logits.shape[1]
+    return lambda output: put_candidates(candidates_of_keys(keys, searches, vocab_size), steps, output)
+
+
+def put_candidates(found: list[Candidates | None], steps: list[BeamStep], output: ModelRunnerOutput) -> None:
     for step, candidates in zip(steps, found, strict=True):
         if candidates is None:
             output.errors[step.req_id] = NO_CANDIDATES

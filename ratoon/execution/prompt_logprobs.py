@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobsChunk
+from ratoon.core.outputs import ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.cells import to_device
 from ratoon.execution.input_batch import InputBatch
-from ratoon.execution.readers import ComputeLogits, StepLayout
-from ratoon.execution.sampler import prompt_logprobs
+from ratoon.execution.readers import ComputeLogits, Finish, StepLayout
+from ratoon.execution.sampler import PromptLogprobs
+from ratoon.layers.sampling import token_logprobs
 from ratoon.models.base import FinalStates
 
 ROWS_AT_ONCE = 128  # prompt rows whose logits are held at one time
@@ -48,18 +51,25 @@ class PromptLogprobsReader:
                 self._spans.append(PromptSpan(req_id, row, start, count, params.prompt_logprobs))
                 self.rows += range(first, first + count)
 
-    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
-        for span, part in zip(self._spans, states.normed.split([span.count for span in self._spans])):
-            output.prompt_logprobs[span.req_id] = PromptLogprobsChunk(span.start + 1, self._lists(span, part))
+    def read(self, states: FinalStates, output: ModelRunnerOutput) -> Finish | None:
+        parts = states.normed.split([span.count for span in self._spans])
+        found = [(span, self._logprobs(span, part)) for span, part in zip(self._spans, parts)]
 
-    def _lists(self, span: PromptSpan, states: torch.Tensor) -> LogprobsLists:
-        lists = LogprobsLists([], [], [])
+        def put(output: ModelRunnerOutput) -> None:
+            for span, logprobs in found:
+                output.prompt_logprobs[span.req_id] = PromptLogprobsChunk(span.start + 1, logprobs.lists())
+
+        if states.normed.device.type == "cuda":
+            return put
+        put(output)
+        return None
+
+    def _logprobs(self, span: PromptSpan, states: torch.Tensor) -> PromptLogprobs:
         position = span.start + 1
+        parts = []
         for part in states.split(ROWS_AT_ONCE):
-            next_ids = self._branches.token_ids[span.row, position : position + len(part)]
-            found = prompt_logprobs(self._compute_logits(part), torch.from_numpy(next_ids).long(), span.num_logprobs)
-            lists.token_ids += found.token_ids
-            lists.logprobs += found.logprobs
-            lists.sampled_ranks += found.sampled_ranks
+            next_ids = self._branches.token_ids[span.row, position : position + len(part)].astype(np.int64)
+            logits = self._compute_logits(part)
+            parts.append(token_logprobs(logits, to_device(next_ids, logits.device), span.num_logprobs))
             position += len(part)
-        return lists
+        return PromptLogprobs(parts)

@@ -124,7 +124,7 @@ class Sampler:
             return SampledTokens(chosen)
         num_logprobs = self.rows.num_logprobs[slots[asked]]
         asked_tokens = chosen.token_ids[to_device(asked, logits.device)]
-        logprobs = sampling.token_logprobs(take(logits, asked).float(), asked_tokens, int(num_logprobs.max()))
+        logprobs = sampling.token_logprobs(take(logits, asked), asked_tokens, int(num_logprobs.max()))
         return SampledTokens(chosen, logprobs, asked, num_logprobs)
 
     def _choose_together(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
@@ -221,10 +221,23 @@ def _rows_with(needs: np.ndarray, need: Needs) -> np.ndarray:
     return np.flatnonzero(needs & int(need))  # int: the flag itself is several times slower in numpy
 
 
-def prompt_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> LogprobsLists:
-    """Log-probabilities of prompt tokens: row i of logits [N, V] predicts target_ids[i].
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens, on the device until `lists`; a step copies those of a prompt at once."""
 
-    Callers pass the prompt in chunks: this holds N·V values in memory twice.
-    """
-    logprobs = sampling.token_logprobs(logits, target_ids.to(logits.device), num_top)
-    return _logprobs_from_host(_packed(logprobs).cpu().numpy(), logprobs.token_ids.shape)
+    def __init__(self, parts: Sequence[TokenLogprobs]) -> None:
+        """Made of those of consecutive rows. On a GPU their copy to the host begins now, and is not waited for."""
+        self._shapes = [part.token_ids.shape for part in parts]
+        self._host = torch.cat([_packed(part) for part in parts])
+        if self._host.device.type == "cuda":
+            self._host, _ = copy_to_host(self._host)
+
+    def lists(self) -> LogprobsLists:
+        """To be called when the step is done."""
+        packed, lists = self._host.numpy(), LogprobsLists([], [], [])
+        for shape in self._shapes:
+            size = shape[0] * (2 * shape[1] + 1)
+            part, packed = _logprobs_from_host(packed[:size], shape), packed[size:]
+            lists.token_ids += part.token_ids
+            lists.logprobs += part.logprobs
+            lists.sampled_ranks += part.sampled_ranks
+        return lists

@@ -64,7 +64,7 @@ def best_candidates_of_searches(
     `edit` does not renormalise: tokens that it does not change keep their probabilities. None for a search with a row
     of NaN or infinite logits, or with no token left.
     """
-    if logits.device.type == "cuda" and max(search.num_candidates for search in searches) <= MAX_KEYS:
+    if chosen_by_keys(logits, searches):
         keys = best_keys_of_searches(logits, scores, searches, edit, logprob_rows)
         return candidates_of_keys(keys.cpu(), searches, logits.shape[1])
     offsets = _Offsets(*_normalizers(logits), scores)
@@ -84,8 +84,13 @@ def best_candidates_of_searches(
     return found
 
 
+def chosen_by_keys(logits: Tensor, searches: Sequence[SearchRows]) -> bool:
+    """Whether `best_keys_of_searches` is to be used."""
+    return logits.device.type == "cuda" and max(search.num_candidates for search in searches) <= MAX_KEYS
+
+
 def best_keys_of_searches(
-    logits: Tensor,  # [R, V] float32, or 16-bit if there is no `edit`
+    logits: Tensor,  # [R, V] float32, or 16-bit if nothing changes them
     scores: Tensor,
     searches: Sequence[SearchRows],
     edit: Edit | None = None,

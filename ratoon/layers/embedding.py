@@ -77,7 +77,7 @@ class SinusoidalPositions:
 
 
 class LMHead:
-    """Hidden states [R, hidden] → logits [R, vocab] in float32, with its own weight or the embedding's.
+    """Hidden states [R, hidden] → logits [R, vocab] in the same dtype, with its own weight or the embedding's.
 
     A rank multiplies by its rows of the weight, and all ranks have all logits.
     """
@@ -108,4 +108,4 @@ class LMHead:
             width = -(-self.vocab_size // self.shard.world_size)  # the last rank may have fewer than the others
             logits = functional.pad(logits, (0, width - logits.shape[1]))
             logits = self.shard.collective.all_gather(logits)[:, : self.vocab_size]
-        return logits.float()
+        return logits

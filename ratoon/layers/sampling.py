@@ -1,6 +1,7 @@
 """From logits to one token a row, as pure tensor functions over a batch: edits, filters, the draw, log-probabilities.
 
-There are no requests and no state here: execution/sampler.py decides which rows need which function.
+There are no requests and no state here: execution/sampler.py decides which rows need which function. On a GPU the
+kernels of layers/triton do the same; they are imported when they are used, since a CPU's installation has no Triton.
 
 A row's result is independent of the other rows, bit for bit: every operation works within one row, and probabilities
 are rounded to multiples of 2^-52 before they are added up, so that sums in float64 are exact in any order. The random
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ CHUNK = 256  # columns per chunk in the two-level draw and argmax
 SMALL_TOP_K = 128  # candidates for rows whose top_k is below this; also for alternatives in log-probabilities
 NUCLEUS_CANDIDATES = 512  # candidates for rows with top_p or min_p; a row that needs more sorts its whole vocabulary
 CANDIDATE_GROUPS = 16  # see top_candidates
+MAX_LISTED = 1024  # alternatives that kernels choose; for more, torch sorts
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
@@ -123,8 +124,10 @@ def sample_plain(
     """One token for each row, whatever the rows need. Shapes depend on those of the arguments alone, and on a GPU
     nothing waits for the device, so a CUDA graph can hold it."""
     if logits.device.type == "cuda":
+        from ratoon.layers.triton import sampling as kernels
+
         draws, filters = mode >= Mode.RANDOM, mode is Mode.FILTERED
-        return Chosen(*_gpu().sample_plain(logits, temperature, top_k, top_p, min_p, uniforms, draws, filters))
+        return Chosen(*kernels.sample_plain(logits, temperature, top_k, top_p, min_p, uniforms, draws, filters))
     logits = logits.float()
     largest = greedy(logits)
     if mode is Mode.GREEDY:
@@ -138,20 +141,15 @@ def sample_plain(
     return Chosen(*(torch.where(is_greedy, ours, theirs) for ours, theirs in zip(largest, drawn)))
 
 
-def _gpu() -> ModuleType:
-    """The kernels. A CPU needs no Triton, which may not be installed."""
-    from ratoon.layers.triton import sampling as kernels
-
-    return kernels
-
-
 def greedy(logits: Tensor) -> Chosen:
     """The largest logit of each row [R, V], the lowest id among equals.
 
     In two steps because torch's argmax over long rows is ten times slower than its amax.
     """
     if logits.device.type == "cuda":
-        return Chosen(*_gpu().greedy(logits))
+        from ratoon.layers.triton import sampling as kernels
+
+        return Chosen(*kernels.greedy(logits))
     chunk = chunk_maxima(logits).argmax(dim=-1)  # [R]; NaN counts as the largest
     columns = _chunk_columns(chunk, logits)
     inside = logits.gather(1, columns).argmax(dim=-1, keepdim=True)
@@ -331,6 +329,11 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
     """Log-probabilities of one token a row and of `num_top` alternatives, in the logits as they are."""
     num_top = min(num_top, logits.shape[1])
+    if logits.device.type == "cuda" and num_top <= MAX_LISTED:
+        from ratoon.layers.triton import top
+
+        return TokenLogprobs(*top.token_logprobs(logits, token_ids, num_top))
+    logits = logits.float()
     own = token_ids[:, None]
     # A fixed number of candidates: which of two equal ones comes first must not depend on what other rows ask for.
     values, top_ids = top_candidates(logits, min(max(SMALL_TOP_K, num_top), logits.shape[1]))

@@ -142,7 +142,8 @@ class LanguageModel:
         return end_of_stream(self.final_norm, last.finish(attended, stream, adapters), stream)
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """[R, H] → [R, V] in float32. `adapters` are those of the rows."""
+        """[R, H] → [R, V] in the same dtype: what reads logits in float32 converts them. `adapters` are those of the
+        rows."""
         return self.lm_head(hidden, adapters)
 
 

@@ -120,6 +120,28 @@ def unpack(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return bits.view(torch.float32), 0xFFFFFFFF - (keys & 0xFFFFFFFF), keys[:, 0] == 2**63 - 1
 
 
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row [R]: ids and log-probabilities [R, 1 + num_top] of the given token and of the most probable ones, and
+    the given token's rank [R]. Of equals the lower id comes first."""
+    num_rows, num_columns = logits.shape
+    (peak, log_sum), maxima = normalizers_and_maxima(logits)
+    ids = token_ids[:, None]
+    num_parts = triton.cdiv(num_columns, GROUP * GROUPS_AT_ONCE)
+    larger = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
+    _count_larger[(num_parts, num_rows)](
+        logits, logits.stride(0), num_columns, token_ids, larger, num_parts, GROUP * GROUPS_AT_ONCE, num_warps=4
+    )
+    if num_top:
+        rows = torch.arange(num_rows + 1, device=logits.device)
+        # By the logits themselves: log-probabilities of different logits may be equal.
+        nothing = torch.zeros(num_rows, device=logits.device)
+        bounds = torch.stack([rows[:-1], rows[1:]])
+        _, top_ids, _ = unpack(best_keys(logits, Normalizers(nothing, nothing), nothing, maxima, bounds, 1, num_top))
+        ids = torch.cat([ids, top_ids[:, :num_top].clamp_max(num_columns - 1)], dim=1)
+    logprobs = (logits.gather(1, ids).float() - peak[:, None]) - log_sum[:, None]
+    return ids, logprobs, larger.sum(dim=1) + 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
 
@@ -236,3 +258,14 @@ def _rank_keys(keys, best, num_keys, num_segments, SEGMENT: tl.constexpr, WIDTH:
     places = segment * SEGMENT + tl.arange(0, SEGMENT)
     found = tl.load(keys + search * num_keys + places, mask=places < num_keys, other=_MISSING)
     _store_largest(best + (search * num_segments + segment) * WIDTH, found, WIDTH)
+
+
+@triton.jit
+def _count_larger(logits, row_stride, num_columns, token_ids, larger, num_parts, CHUNK: tl.constexpr):
+    """How many logits of a part of a row are larger than that of the row's token."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    logits += row * row_stride
+    own = tl.load(logits + tl.load(token_ids + row)).to(tl.float32)
+    columns = part * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + columns, mask=columns < num_columns, other=-_INF).to(tl.float32)
+    tl.store(larger + row * num_parts + part, tl.sum((x > own).to(tl.int32), 0))

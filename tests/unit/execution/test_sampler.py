@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ratoon.core.params import SamplingParams
-from ratoon.execution.sampler import SampledTokens, Sampler, prompt_logprobs
+from ratoon.execution.sampler import PromptLogprobs, SampledTokens, Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.layers import sampling
 
@@ -330,7 +330,8 @@ def test_no_logprobs_where_nobody_asked():
 def test_prompt_logprobs_have_a_row_for_each_target():
     logits = random_logits(5, 3000)
     targets = torch.tensor([4, 0, 2999, int(logits[3].argmax()), 7])
-    lists = prompt_logprobs(logits, targets, 3)
+    parts = [sampling.token_logprobs(logits[rows], targets[rows], 3) for rows in (slice(0, 2), slice(2, 5))]
+    lists = PromptLogprobs(parts).lists()
     exact = torch.log_softmax(logits.double(), -1)
     for row, target in enumerate(targets.tolist()):
         ids = [target, *exact[row].topk(3).indices.tolist()]

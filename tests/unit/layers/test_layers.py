@@ -144,12 +144,12 @@ def test_a_head_may_have_a_bias_and_a_table_unused_rows_before_the_first() -> No
     torch.testing.assert_close(head(x), x @ source.tensors["embed.weight"].T + bias)
 
 
-def test_logits_are_float32_whatever_the_model_is() -> None:
+def test_logits_have_the_dtype_of_the_model() -> None:
     weights = weights_of(RandomSource(embed__weight=(7, 8)), torch.bfloat16)
     embedding = VocabParallelEmbedding(weights / "embed", 7, 8)
     assert embedding(torch.tensor([1, 2])).dtype == torch.bfloat16
     head = LMHead(weights / "head", embedding, tied=True)
-    assert head(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
+    assert head(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_a_layer_norm_may_have_the_names_of_the_first_bert() -> None:

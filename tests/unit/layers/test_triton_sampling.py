@@ -22,6 +22,7 @@ from ratoon.layers.beams import (
 )
 from ratoon.layers.sampling import Chosen, Mode
 from ratoon.layers.triton import sampling as kernels
+from ratoon.layers.triton import top
 
 Tensor = torch.Tensor
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -190,6 +191,22 @@ def test_frequencies_of_draws_match_the_probabilities():
     expected = torch.softmax(logits[0].double() / 0.9, -1) * num_draws
     counts = torch.bincount(found.token_ids, minlength=5)
     assert ((counts - expected) ** 2 / expected).sum() < 24  # chi-square with 4 degrees of freedom, 0.01%
+
+
+# --- log-probabilities
+
+
+@pytest.mark.parametrize(("vocab_size", "num_top"), [(7, 7), (300, 0), (5003, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_and_ranks_are_those_of_the_cpu(vocab_size, num_top, dtype):
+    logits = random_logits(2, vocab_size).to(dtype)
+    token_ids = torch.tensor([vocab_size // 2, vocab_size - 1])
+    found = top.token_logprobs(logits.to(DEVICE), token_ids.to(DEVICE), num_top)
+    expected = sampling.token_logprobs(logits, token_ids, num_top)
+    assert found[0].tolist() == expected.token_ids.tolist()
+    assert torch.allclose(found[1].cpu(), expected.logprobs, rtol=1e-6, atol=1e-5)
+    assert found[2].tolist() == expected.ranks.tolist()
+    assert found[0].dtype == torch.int64 and found[1].dtype == torch.float32
 
 
 # --- candidates of beam searches
