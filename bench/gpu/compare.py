@@ -166,7 +166,8 @@ class EngineRun:
             return False
         self._run.versions[name] = engine.versions
         if name == OURS:
-            self._run.facts["-".join(self._names.values())] = engine.call("describe").value
+            facts = self._run.facts["-".join(self._names.values())] = engine.call("describe").value
+            print(f"# engine {json.dumps(facts)}", flush=True)
         if STARTUP in args.only and not again:
             self._run.add(summarize([seconds], what="startup_s", **self._names))
         return True

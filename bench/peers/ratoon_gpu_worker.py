@@ -51,8 +51,9 @@ def load(args: argparse.Namespace) -> Calls:
         return new_tokens(output)
 
     def describe() -> dict[str, Any]:
-        """What the engine resolved, as far as JSON can carry it."""
-        return {name: value for name, value in llm.describe().items() if isinstance(value, int | float | str | list)}
+        """What the engine resolved, and where its start-up spent its time."""
+        startup = {name: round(seconds, 3) for name, seconds in llm.startup_timer.as_dict().items()}
+        return {**llm.describe(), "startup": startup}
 
     return {
         "generate": generate,
