@@ -1,0 +1,241 @@
+"""The engine on CUDA gives the same texts with graphs and without, with one step in flight and with two, under memory
+pressure, and those of the CPU; nothing waits for the device; what happens when the device fails."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ratoon import LLM, BeamSearchParams, SamplingParams
+from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from ratoon.core.errors import DeviceLostError
+from ratoon.core.request import EngineCoreRequest
+from ratoon.distributed.executor import UniProcExecutor
+from ratoon.engine.core import EngineCore
+from ratoon.execution import graphs
+from ratoon.execution.model_runner import ModelRunner
+from ratoon.observe.startup import StartupTimer
+from tests.cuda import losing_executor
+from tests.golden import tiny_models
+from tests.golden.test_cuda import FAMILIES, LENGTHS, run_to_the_end
+from tests.golden.tiny_models import TinyModel, random_token_ids
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+# By request. Random draws are compared among engines on CUDA only: a CPU rounds differently.
+PARAMS: dict[str, Any] = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=24),
+    "choices": SamplingParams(temperature=0.0, max_tokens=20, n=3),
+    "beams": BeamSearchParams(beam_width=3, n=2, max_tokens=12),
+    "penalised": SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=1.3),
+    "logprobs": SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),
+    "wide": BeamSearchParams(beam_width=8, n=8, max_tokens=6),
+    "random": SamplingParams(temperature=1.4, max_tokens=24, seed=3),
+    "filtered": SamplingParams(temperature=1.1, max_tokens=24, seed=4, top_k=20, top_p=0.8),
+    "both": SamplingParams(temperature=0.9, max_tokens=12, seed=5, n=2, min_p=0.05),
+}
+DRAWN = ("random", "filtered", "both")
+
+
+def core_of(tiny: TinyModel, device: str, depth: int, cuda_graphs: bool, **cache: Any) -> EngineCore:
+    config = EngineConfig(
+        model="tiny",
+        device=device,
+        dtype="float32",
+        max_model_len=96,
+        cuda_graphs=cuda_graphs,
+        cache=CacheConfig(**({"num_blocks": 300} | cache)),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=32, max_steps_in_flight=depth),
+    )
+    return EngineCore(config, UniProcExecutor(config, tiny.config, tiny.source, StartupTimer()))
+
+
+def runner_of(core: EngineCore) -> ModelRunner:
+    assert isinstance(core.executor, UniProcExecutor)
+    return core.executor._worker.runner
+
+
+def texts(
+    tiny: TinyModel, device: str = "cuda", depth: int = 2, cuda_graphs: bool = True, **cache: Any
+) -> tuple[dict[tuple[str, int], list[int]], EngineCore]:
+    """Of all kinds of requests at once, then of continuations of two of them."""
+    core = core_of(tiny, device, depth, cuda_graphs, **cache)
+    prompts = {name: random_token_ids(LENGTHS[i % len(LENGTHS)], seed=i) for i, name in enumerate(PARAMS)}
+    for name, params in PARAMS.items():
+        core.add_request(EngineCoreRequest(name, prompts[name], params, retain_kv=60.0))
+    found = run_to_the_end(core)
+    for parent, choice in (("greedy", 0), ("beams", 1)):
+        tokens = prompts[parent] + found[parent, choice]
+        child = EngineCoreRequest(f"after {parent}", [*tokens, 7, 8, 9], SamplingParams(temperature=0.0, max_tokens=8))
+        origin = parent if choice == 0 else f"{parent}#{choice}"
+        core.add_request(msgspec.structs.replace(child, continuation_of=origin, continuation_token_ids=[7, 8, 9]))
+    found |= run_to_the_end(core)
+    return found, core
+
+
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+def test_texts_are_the_same_with_and_without_graphs_and_as_on_the_cpu(make: Any) -> None:
+    tiny = make()
+    expected, plain = texts(tiny, cuda_graphs=False, depth=1)
+    assert runner_of(plain).graphs is None
+    for depth in (1, 2):
+        found, core = texts(tiny, depth=depth)
+        made = runner_of(core).graphs
+        assert made is not None and made.stats.num_graphs > 3 and made._num_failures == 0
+        assert found == expected, f"graphs, {depth} in flight"
+    assert texts(tiny, cuda_graphs=False, depth=2)[0] == expected
+    on_cpu, _ = texts(tiny, "cpu")
+    for name, choice in on_cpu:
+        if name not in DRAWN:
+            assert expected[name, choice] == on_cpu[name, choice], name
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 2**24])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preemption_and_swaps_change_no_text(depth: int, swap_bytes: int) -> None:
+    tiny = tiny_models.tiny_llama()
+    expected, _ = texts(tiny, cuda_graphs=False)
+    found, core = texts(tiny, depth=depth, num_blocks=21, swap_bytes=swap_bytes)
+    assert core.stats().num_preemptions > 0, "there was memory enough: this tests nothing"
+    assert found == expected
+
+
+def test_nothing_waits_for_the_device_in_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for phase in ("execute_model", "sample_tokens"):
+        original = getattr(ModelRunner, phase)
+
+        def run(*arguments: Any, original: Any = original) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return original(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(ModelRunner, phase, run)
+    core = core_of(tiny_models.tiny_qwen3(), "cuda", 2, True)
+    for index, length in enumerate(LENGTHS):
+        params = SamplingParams(temperature=index % 2, top_p=1.0 - index / 10, max_tokens=20, seed=index)
+        core.add_request(EngineCoreRequest(str(index), random_token_ids(length, seed=index), params))
+    run_to_the_end(core)
+
+
+def test_results_are_pending_while_the_next_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = []
+    sample = ModelRunner.sample_tokens
+
+    def note(runner: ModelRunner) -> Any:
+        output = sample(runner)
+        kinds.append(type(output).__name__)
+        return output
+
+    monkeypatch.setattr(ModelRunner, "sample_tokens", note)
+    core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
+    core.add_request(EngineCoreRequest("a", random_token_ids(5, seed=1), SamplingParams(temperature=0.0, max_tokens=9)))
+    run_to_the_end(core)
+    assert kinds[:9] == ["PendingOutput"] * 9
+
+
+def test_a_capture_that_fails_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = texts(tiny_models.tiny_llama(), cuda_graphs=False)
+    run = graphs.run_padded
+
+    def wait_in_it(*arguments: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            torch.zeros(1, device="cuda").item()  # not allowed there
+        return run(*arguments)
+
+    monkeypatch.setattr(graphs, "run_padded", wait_in_it)
+    found, core = texts(tiny_models.tiny_llama())
+    made = runner_of(core).graphs
+    assert made is not None and made.stats.num_graphs == 0 and made._num_failures == graphs.MAX_FAILURES
+    assert found == expected
+
+
+def test_graphs_are_made_anew_after_sleep() -> None:
+    tiny = tiny_models.tiny_llama()
+    core = core_of(tiny, "cuda", 2, True)
+    prompt = random_token_ids(12, seed=1)
+    results = []
+    for name in ("before", "after"):
+        core.add_request(EngineCoreRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=20)))
+        results.append(run_to_the_end(core)[name, 0])
+        made = runner_of(core).graphs
+        assert made is not None and made.stats.num_graphs > 0
+        if name == "before":
+            core.sleep(2)
+            assert made.stats.num_graphs == 0
+            core.wake_up()
+    assert results[0] == results[1]
+
+
+def test_too_little_memory_in_a_step_fails_it_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
+    execute = ModelRunner.execute_model
+
+    def demand_too_much(runner: ModelRunner, plan: Any) -> None:
+        if "huge" in plan.num_scheduled_tokens:
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+        execute(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute_model", demand_too_much)
+    for name in ("a", "huge", "b"):
+        params = SamplingParams(temperature=0.0, max_tokens=6)
+        core.add_request(EngineCoreRequest(name, random_token_ids(9, seed=len(name)), params))
+    ends = {}
+    while core.has_work():
+        for output in core.step().outputs:
+            if output.finish_reason is not None:
+                ends[output.request_id] = output.error
+    assert ends["a"] is None and ends["b"] is None and "memory" in (ends["huge"] or "")
+
+
+@pytest.fixture
+def model_folder(tmp_path: Any) -> str:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97,
+        "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "torch_dtype": "float32", "eos_token_id": 96,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+SETTINGS: dict[str, Any] = {
+    "device": "cuda", "dtype": "float32", "load_format": "dummy", "skip_tokenizer": True, "num_blocks": 64,
+}  # fmt: skip
+
+
+def test_a_lost_device_restarts_the_engine_process_and_requests_are_answered(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    prompts: Any = [random_token_ids(length, seed=length) for length in (3, 9, 20)]
+    with LLM(model_folder, **SETTINGS) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, progress=False)]
+    mark = f"{model_folder}/lost"
+    monkeypatch.setenv(losing_executor.MARK_VARIABLE, mark)
+    with LLM(model_folder, process=True, executor=losing_executor.NAME, **SETTINGS) as llm:
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, progress=False)]
+    with open(mark) as lost:
+        assert lost.read() == "lost"
+    assert found == expected
+
+
+def test_a_device_that_does_not_respond_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without losing this process's device."""
+    core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
+
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(ModelRunner, "execute_model", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    core.add_request(EngineCoreRequest("a", [1, 2, 3], SamplingParams(max_tokens=2)))
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        core.step()
