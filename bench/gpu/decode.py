@@ -1,4 +1,4 @@
-"""Decode steps of the whole engine on one GPU: time per step, what the host spends on it, and how long the device waits.
+"""Decode steps of the whole engine on one GPU: time per step, what the host spends, how long the device waits.
 
     python3 bench/gpu/decode.py                                  # both shapes, random weights, under 90 s on an H200
     python3 bench/gpu/decode.py --models qwen3-0.6b --batches 1 32 --contexts 128 1024 --steps 64
@@ -89,7 +89,8 @@ def make_core(model: str, depth: int, cuda_graphs: bool, max_batch: int, max_con
         cache=CacheConfig(num_blocks=max_batch * (max_context // 16 + 1) + 1, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_batched_tokens=16_384, max_num_seqs=max_batch, max_steps_in_flight=depth),
     )
-    model_config = parse_hf_config(json.loads((FOLDER / "models" / model / "config.json").read_text()))
+    path = FOLDER / "models" / model / "config.json"
+    model_config = parse_hf_config(json.loads(path.read_text()), str(path))
     tensors = DummySource(collect_shapes(model_config))
     return EngineCore(config, TimedExecutor(config, model_config, tensors, StartupTimer()))
 
