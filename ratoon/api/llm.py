@@ -1,8 +1,8 @@
 """LLM: a model that answers, in this process. Prompts in, outputs back; one call at a time, on one thread, but for
 `abort`, `pause` and `resume`.
 
-It takes one prompt or many (batches.py) and collects their outputs. How requests are checked and carried out is the
-engine's (engine/front_end.py), which AsyncLLM has as well.
+It takes one prompt or many (batches.py) and collects their outputs. Requests are checked and sent
+by the engine (engine/front_end.py), which AsyncLLM has as well.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class CrossTables:
         sequence.cross = None
         del table.holders[sequence]
         if not trusted and table.is_findable:
-            self._distrust(table)
+            self._invalidate(table)
         if table.holders:
             return
         if table.encoder_input is not None:
@@ -137,7 +137,7 @@ class CrossTables:
 
     # ---- helpers ----
 
-    def _distrust(self, table: CrossTable) -> None:
+    def _invalidate(self, table: CrossTable) -> None:
         table.is_findable = False
         del self._held[table.key]
         self._swap.forget_users(table.key)

@@ -251,17 +251,17 @@ class KVCacheManager:
         branch.num_registered_blocks = min(branch.num_registered_blocks, num_full)
         branch.write_limit = 0
 
-    def distrust_writes(self, plan: SchedulerOutput) -> None:
+    def invalidate_writes(self, plan: SchedulerOutput) -> None:
         """A plan was not executed, or failed midway: remove the blocks that it should have written from the prefix
         cache, even if their sequence is gone."""
         written = [copy.dst for copy in plan.block_copies]
         written += [block_id for _, block_id in plan.swapped_in]
         written += [block_id for step in plan.encoder_steps for block_id in step.block_ids]
-        self.distrust(self.pool.blocks[block_id] for block_id in written)
+        self.uncache(self.pool.blocks[block_id] for block_id in written)
         if self.has_host_pool:
-            self.distrust_swaps(plan.swapped_out)
+            self.invalidate_swaps(plan.swapped_out)
 
-    def distrust(self, blocks: Iterable[Block]) -> None:
+    def uncache(self, blocks: Iterable[Block]) -> None:
         """Remove these blocks from the prefix cache. Sequences that hold them keep them."""
         for block in blocks:
             self.pool.uncache(block)
@@ -380,10 +380,10 @@ class KVCacheManager:
         """The blocks to swap out and in before the next forward pass. Each is returned once."""
         return self._transfers.take_swaps()
 
-    def distrust_swaps(self, swapped_out: list[BlockSwap]) -> None:
+    def invalidate_swaps(self, swapped_out: list[BlockSwap]) -> None:
         """The step with these swaps failed: sequences with these host copies, or swapped out since, are computed
         again."""
-        self._swap.forget_unsure([host_block for _, host_block in swapped_out])
+        self._swap.forget_invalid([host_block for _, host_block in swapped_out])
 
     def reset(self, sequences: Iterable[TokenSequence]) -> bool:
         """Free all these, and drop all cached blocks and pending transfers. False: other holders remain."""

@@ -146,7 +146,7 @@ class SwapSpace:
         for sequence in [] if needed is None else list(needed.users):
             self.forget(sequence)
 
-    def forget_unsure(self, host_blocks: Collection[int]) -> None:
+    def forget_invalid(self, host_blocks: Collection[int]) -> None:
         """The content of these host blocks, and of those not written yet, is undefined: sequences that would read them
         are computed again."""
         lost = self._transfers.unwritten_host_blocks.union(host_blocks)

@@ -185,7 +185,7 @@ class BeamGroup(Task):
         memory, or no beam has computed anything, and nothing changed."""
         if self._tails is None or not self._tails.swap_out(self._num_unwritten_tokens):
             return False
-        self.set_back()
+        self.reclaim()
         return True
 
     def swap_in(self, kv_cache: KVCacheManager) -> bool:
@@ -199,7 +199,7 @@ class BeamGroup(Task):
         self._move_all_from_trunk()
         return True
 
-    def set_back(self) -> None:
+    def reclaim(self) -> None:
         """Free the memory of the beams. The state of the search is kept."""
         if self._tails is None:
             return

@@ -138,10 +138,10 @@ class ExtractionTask(Task):
         spans = [span for capture in plan.captures if capture.req_id == branch_id for span in capture.spans]
         return sum(count for _, count, is_written in spans if is_written)
 
-    def set_back(self) -> None:
+    def reclaim(self) -> None:
         self.is_in_flight = False
         if self.branch.status == BranchStatus.RUNNING:
-            self.queue.set_back(self)
+            self.queue.requeue(self)
 
     def release(self) -> None:
         self.queue.remove(self)
@@ -205,7 +205,7 @@ class ExtractionQueue:
         self._waiting.remove(state)
         self.running.append(state)
 
-    def set_back(self, state: ExtractionTask) -> None:
+    def requeue(self, state: ExtractionTask) -> None:
         """It was preempted."""
         state.num_passed_by += 1
         self.running.remove(state)

@@ -41,7 +41,7 @@ class StepPlanner:
         if self._state.shares.contended:
             self._charge(step)
         self._schedule_waiting_and_kinds(step)
-        if step.gave_way and step.is_empty:  # for a branch that did not fit after all
+        if step.preempted_for_share and step.is_empty:  # for a branch that did not fit after all
             self._schedule_running(step)
         return self._build_plan(step)
 
@@ -139,7 +139,7 @@ class StepPlanner:
         num_running = len(state.running)  # branches admitted now come after them, and are not preempted
         while state.waiting and step.budget > 0:
             branch = state.waiting.peek()
-            if branch in step.gave_way:
+            if branch in step.preempted_for_share:
                 break
             has_rows = state.has_rows_for(branch)
             budget = step.budget

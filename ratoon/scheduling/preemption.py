@@ -41,7 +41,7 @@ class Preemption:
         if branch.known_to_runner:
             step.dropped_rows.append(branch.branch_id)
         self._state.running.remove(branch)
-        self._state.set_back(branch, may_swap=True)
+        self._state.reclaim(branch, may_swap=True)
         self._state.events.preempted(branch, self._state.now)
         self._state.waiting.prepend(branch)
         self.num_preemptions += 1
@@ -56,7 +56,7 @@ class Preemption:
             self._state.wants_drain = True
             return False
         self.preempt(step, victim)
-        step.gave_way.add(victim)
+        step.preempted_for_share.add(victim)
         return True
 
     def preempt_another(self, step: StepDraft, request: Request) -> bool:

@@ -54,7 +54,7 @@ class StepResults:
                 child.status = BranchStatus.RUNNING
                 self._state.running.append(child)
             else:
-                self._state.set_back(child)
+                self._state.reclaim(child)
                 queued.append(child)
         for child in reversed(queued):
             self._state.waiting.prepend(child)

@@ -131,7 +131,7 @@ class Scheduler:
         for branch in found.values():
             if branch.known_to_runner:
                 state.finished_rows.append(branch.branch_id)
-            state.set_back(branch, trusted=False)
+            state.reclaim(branch, trusted=False)
             state.events.preempted(branch, state.now)
         state.running = [branch for branch in state.running if branch.status == BranchStatus.RUNNING]
         for branch in sorted(found.values(), key=state.order, reverse=True):

@@ -112,9 +112,9 @@ class SchedulerState:
         self.events.step_done(failed[-1].step, self.now)
         for plan in failed:
             self.finished_rows += plan.finished_req_ids + plan.preempted_req_ids
-            self.kv_cache.distrust_writes(plan)
+            self.kv_cache.invalidate_writes(plan)
         for _, blocks in left:
-            self.kv_cache.distrust(blocks)
+            self.kv_cache.uncache(blocks)
         return failed
 
     def has_rows_for(self, branch: Branch) -> bool:
@@ -219,10 +219,11 @@ class SchedulerState:
             self._forget(request)
         return outputs
 
-    def set_back(self, branch: Branch, trusted: bool = True, may_swap: bool = False) -> None:
-        """Take a branch's memory: it is swapped out if `may_swap` and there is room, otherwise computed again."""
+    def reclaim(self, branch: Branch, trusted: bool = True, may_swap: bool = False) -> None:
+        """Preempt a branch and take its memory: it is swapped out if `may_swap` and there is room, otherwise computed
+        again."""
         if not (may_swap and self._swap_out(branch)):
-            branch.request.task.set_back()
+            branch.request.task.reclaim()
             self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
@@ -235,7 +236,7 @@ class SchedulerState:
             return False
         if task.swap_out():
             return True
-        task.set_back()
+        task.reclaim()
         num_computed_tokens = branch.num_computed_tokens
         # A resumed branch must have a token to run. For a trunk swapped out without its beams that is the prompt's last
         # token; the beams' tokens are computed again.

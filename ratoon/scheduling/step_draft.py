@@ -34,9 +34,9 @@ class StepDraft:
         "dropped_rows",
         "encoder_budget",
         "encoder_lengths",
-        "gave_way",
         "in_place",
         "preempted",
+        "preempted_for_share",
         "rows",
     )
 
@@ -48,7 +48,7 @@ class StepDraft:
         self.allocated: list[tuple[Branch, int, BlockIds]] = []  # tokens, and blocks appended to the tables
         self.rows: list[PlannedRows] = []  # of kinds that plan rows
         self.preempted = False
-        self.gave_way: set[Branch] = set()  # preempted for another owner; not resumed in this step
+        self.preempted_for_share: set[Branch] = set()  # for another owner; not resumed in this step
         self.dropped_rows: list[str] = []  # preempted branches that the runner knows
 
     def add(self, branch: Branch, num_tokens: int, appended: BlockIds) -> None:

@@ -59,9 +59,9 @@ class Task:
         nothing changed."""
         return False
 
-    def set_back(self) -> None:
+    def reclaim(self) -> None:
         """Its branch is preempted: free the task's other memory."""
 
     def release(self) -> None:
         """Its branch ends."""
-        self.set_back()
+        self.reclaim()

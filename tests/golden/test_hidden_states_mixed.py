@@ -245,13 +245,13 @@ def test_an_extraction_that_loses_its_memory_to_generation_ends_with_the_same_bi
     num_blocks = {TWO_GROUPS: 14, WIDE_WINDOW: 8}.get(family, 8)
     with engine(family, num_blocks=num_blocks, enable_prefix_caching=caching, max_prefill_chunk=8) as llm:
         driver = CoreDriver(llm)
-        times_set_back: Counter[str] = Counter()
+        num_preempted: Counter[str] = Counter()
         extractions = extractions_of(driver.core.scheduler)
-        set_back = extractions.set_back
+        requeue = extractions.requeue
         monkeypatch.setattr(
             extractions,
-            "set_back",
-            lambda state: (times_set_back.update([state.branch.branch_id]), set_back(state))[1],
+            "requeue",
+            lambda state: (num_preempted.update([state.branch.branch_id]), requeue(state))[1],
         )
         for number in (3, 4):
             driver.add(EngineCoreRequest(f"other {number}", **(OTHERS[number] | {"retain_kv": None})))
@@ -259,7 +259,7 @@ def test_an_extraction_that_loses_its_memory_to_generation_ends_with_the_same_bi
             driver.add(extraction_of(f"x{number}", text, range(len(text)), all_layers(family)))
             driver.step()
         driver.run()
-        assert times_set_back.total() > 0
+        assert num_preempted.total() > 0
         for number in range(3):
             assert np.array_equal(driver[f"x{number}"].states, states_alone(family, text))
         for number in (3, 4):

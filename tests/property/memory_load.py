@@ -192,7 +192,7 @@ class MemoryLoad:
         spared = {block for one in self.holders() if one not in self.draft for block in self.blocks_of(one)}
         spoilt = {block for one in self.draft for block in self.blocks_of(one)} - spared
         self.store.spoil(spoilt, plan.swapped_out)
-        self.manager.distrust_swaps(plan.swapped_out)
+        self.manager.invalidate_swaps(plan.swapped_out)
         for sequence in self.draft:
             self.manager.free(sequence, trusted=False)
         self.draft = {}

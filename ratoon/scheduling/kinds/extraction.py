@@ -106,7 +106,7 @@ class ExtractionKind(RequestKind):
         self.queue.add(_task_of(request.branches[0]), self._state.now)
 
     def enqueue_again(self, branch: Branch) -> None:
-        """Setting it back has already queued it."""
+        """`ExtractionTask.reclaim` has already queued it."""
 
     # ---- a step is planned ----
 
@@ -143,7 +143,7 @@ class ExtractionKind(RequestKind):
     def stand_back(self, request: Request) -> None:
         for task in reversed(self.queue.running.copy()):
             if task.branch.request is not request:
-                self._state.set_back(task.branch)
+                self._state.reclaim(task.branch)
 
     def plan_alone(self, step: StepDraft, request: Request) -> bool:
         while not self._extract(step, _task_of(request.branches[0]), step.budget):
@@ -156,7 +156,7 @@ class ExtractionKind(RequestKind):
         running = self.queue.running
         if not running or running[-1] is self.queue.aged:
             return False
-        self._state.set_back(running[-1].branch)
+        self._state.reclaim(running[-1].branch)
         return True
 
     def _extract(self, step: StepDraft, task: ExtractionTask, most: int) -> bool:
@@ -176,14 +176,14 @@ class ExtractionKind(RequestKind):
         spans = task.next_spans(branch.num_computed_tokens, budget, max_spans)
         num_written = sum(count for _, count, is_written in spans if is_written)
         if self._state.config.whole_prompts and num_written < branch.num_tokens:
-            self._state.set_back(branch)
+            self._state.reclaim(branch)
             return False
         while num_written and self._state.kv_cache.allocate_slots(branch, num_written) is None:
             if not self._make_room(step, task):
                 # The aged one keeps its blocks and waits for the rest, except blocks that only this step writes: it is
                 # not part of the step, and would not learn of its failure.
                 if begins or task is not self.queue.aged:
-                    self._state.set_back(branch)
+                    self._state.reclaim(branch)
                     del step.encoder_lengths[num_encoder_inputs:]
                 return False
         if begins:
@@ -244,7 +244,7 @@ class ExtractionKind(RequestKind):
         last = running[-1] if running else task
         is_planned = any(planned.task is last for planned in _planned(step))
         if last is not task and task in running and not is_planned:
-            self._state.set_back(last.branch)
+            self._state.reclaim(last.branch)
             return True
         return (task is self.queue.aged or step.is_empty) and self._state.leases.evict_one()
 

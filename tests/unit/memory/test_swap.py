@@ -323,7 +323,7 @@ def test_a_copy_that_a_failed_step_was_to_make_is_not_used() -> None:
     finish_step(memory)
     assert memory.swap_out(lost)
     swapped_out, _ = memory.take_swaps()
-    memory.distrust_swaps(swapped_out)
+    memory.invalidate_swaps(swapped_out)
     assert memory.is_swapped(kept) and not memory.is_swapped(lost)
     assert memory.num_free_host_blocks == 20 - 2 - 2
     memory.check([lost, kept])
@@ -333,7 +333,7 @@ def test_what_was_to_be_saved_since_a_failed_step_is_not_trusted() -> None:
     memory = memory_of(20, 20)
     sequence = running(memory, "a", None)
     assert memory.swap_out(sequence)
-    memory.distrust_swaps([])
+    memory.invalidate_swaps([])
     assert not memory.is_swapped(sequence) and memory.take_swaps() == ([], [])
     memory.check([sequence])
 

@@ -114,7 +114,7 @@ def test_rows_that_are_run_and_lost_again_count_as_passing_by() -> None:
     state = extractions_of(scheduler).first
     step(scheduler)
     assert state.num_passed_by == 0
-    scheduler.state.set_back(state.branch)
+    scheduler.state.reclaim(state.branch)
     step(scheduler)
     assert state.num_passed_by == 1
     finish(scheduler)
@@ -123,7 +123,7 @@ def test_rows_that_are_run_and_lost_again_count_as_passing_by() -> None:
 # ---- memory ----
 
 
-def test_one_that_finds_no_memory_is_set_back_and_holds_nothing() -> None:
+def test_one_that_finds_no_memory_is_preempted_and_holds_nothing() -> None:
     scheduler = scheduler_of(num_blocks=9)  # 8 of them
     add(scheduler, "a", 22, max_tokens=8)
     step(scheduler)

@@ -217,7 +217,7 @@ def test_a_search_that_ends_or_is_lost_on_the_host_leaves_nothing_there(end: str
     elif end == "failed":
         scheduler.fail_requests(["s"], "it broke")
     else:
-        scheduler.kv_cache.distrust_swaps(plan.swapped_out)
+        scheduler.kv_cache.invalidate_swaps(plan.swapped_out)
     scheduler.check()
     assert scheduler.kv_cache.num_free_host_blocks == 50
     if end == "failed step":
