@@ -138,6 +138,7 @@ def tiled(tiles: Tiles, num_splits: int | None = None) -> Variant:
 
 DEFAULT = Variant("default", TritonAttentionBackend)
 SEPARATE = Variant("separate merge", lambda: TritonAttentionBackend(fused_merge=False))
+APART = Variant("each reads the prefix", lambda: TritonAttentionBackend(cascade=False))
 INVARIANT = Variant("batch invariant", lambda: TritonAttentionBackend(batch_invariant=True))
 
 
@@ -169,7 +170,10 @@ def plans(parts: set[str]) -> Iterator[Plan]:
     if "shared" in parts:
         for layer in (LLAMA, QWEN):
             name = f"32 searches × 32 beams, 704 shared + 16, {layer.num_heads}/8 heads"
-            yield Plan(Case(name, layer, [1] * 1024, [719] * 1024, 704, 32))
+            yield Plan(Case(name, layer, [1] * 1024, [719] * 1024, 704, 32), [DEFAULT, APART])
+        yield Plan(
+            Case("32 beams, 704 shared + 16, 32/8 heads", LLAMA, [1] * 32, [719] * 32, 704, 32), [DEFAULT, APART]
+        )
 
 
 def attend_all(backend: TritonAttentionBackend, plan: Plan, q: torch.Tensor, caches: list, metadata: Any) -> None:

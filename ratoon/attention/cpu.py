@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.attention.shared_prefix import shared_prefixes
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 from ratoon.layers.native import library
@@ -121,23 +122,3 @@ class CpuAttentionBackend(AttentionBackend):
         if failed:
             raise MemoryError("the attention kernel ran out of memory")
         return out
-
-
-def shared_prefixes(block_table: np.ndarray, seq_lens: np.ndarray, block_size: int) -> np.ndarray:
-    """[R] int32: how many keys a request shares with the request before it, by their tables; 0 for the first.
-
-    Only keys that both have count: entries beyond a request's end are the null block or undefined.
-    """
-    shared = np.zeros(len(seq_lens), dtype=np.int32)
-    first = block_table[:, 0]
-    alike = np.flatnonzero((first[1:] == first[:-1]) & (first[1:] != 0)) + 1  # a null block: freed by a sliding window
-    if len(alike) == 0:
-        return shared
-    shorter = np.minimum(seq_lens[alike], seq_lens[alike - 1])
-    width = -(-int(shorter.max()) // block_size)
-    table = block_table[:, :width]
-    differs = table[alike] != table[alike - 1]
-    num_blocks = differs.argmax(axis=1)  # the first that differs; never 0, because the first blocks are equal
-    num_blocks[num_blocks == 0] = width  # none differs
-    shared[alike] = np.minimum(num_blocks * block_size, shorter)
-    return shared

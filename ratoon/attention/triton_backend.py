@@ -6,7 +6,7 @@ launch depends only on tensors on the device and on upper bounds, so it can be c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.attention.shared_prefix import group_prefixes, shared_prefixes
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 
@@ -31,6 +32,8 @@ _CHUNK = 256  # keys of a split that is the same in any batch
 _MERGED_ELEMENTS = 8192  # that a program merges at a time
 _MAX_TILES = 2**18  # that can be split in one launch
 _MAX_PARTS = 2**20  # of split keys: rows × splits; half a GiB of scratch with heads of 128
+_MIN_SHARED = 64  # keys of a prefix that requests attend to together
+_MIN_SAVED = 2**14  # keys that are read less often because of it: fewer are not worth the launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +96,69 @@ def plan_launches(query_lens: np.ndarray | None, max_query_len: int, group: int)
 
 
 @dataclass(slots=True)
+class Cascade:
+    """Short requests of a step in runs that share a prefix: it is attended to by all rows of a run together. A request
+    without one is a run of its own, with a prefix of no keys."""
+
+    num_runs: int
+    starts: Tensor  # [runs + 1] query_start_loc of runs
+    prefix_lens: Tensor  # [runs]
+    tables: Tensor  # [runs, max_blocks] of each run's first request
+    begins: Tensor  # [R] the first key of each request behind its prefix
+    longest_prefix: int
+    longest_suffix: int
+
+
+def find_cascade(inputs: CommonAttentionMetadata, longest_short: int, causal: bool) -> Cascade | None:
+    """None: too little would be saved."""
+    query_lens = np.diff(inputs.query_start_loc)
+    shared = shared_prefixes(inputs.block_table, inputs.seq_lens, inputs.block_size)
+    if shared.sum() < _MIN_SAVED:
+        return None
+    # A prefix is what all queries of a run see: it ends before the first of them.
+    limits = inputs.seq_lens - query_lens if causal else inputs.seq_lens
+    firsts, prefixes = group_prefixes(shared, np.where(query_lens <= longest_short, limits, 0), _MIN_SHARED)
+    sizes = np.diff(np.append(firsts, len(shared)))
+    if (prefixes * (sizes - 1)).sum() < _MIN_SAVED:
+        return None
+    begins = np.repeat(prefixes, sizes)
+    starts = inputs.query_start_loc[np.append(firsts, len(shared))]
+    suffixes = (inputs.seq_lens - begins)[query_lens <= longest_short]
+    parts = _copy_together((starts, prefixes, begins, firsts), inputs.seq_lens_device.device)
+    tables = inputs.block_table_device.index_select(0, parts[3])
+    return Cascade(len(firsts), parts[0], parts[1], tables, parts[2], int(prefixes.max()), max(1, int(suffixes.max())))
+
+
+def _copy_together(arrays: tuple[np.ndarray, ...], device: torch.device) -> list[Tensor]:
+    """Arrays on the device as int32, by one copy; each aligned to 16 bytes, as kernels expect of all tensors."""
+    sizes = [-(-len(array) // 4) * 4 for array in arrays]
+    packed = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for array, part in zip(arrays, packed.split(sizes), strict=True):
+        part[: len(array)] = torch.from_numpy(array.astype(np.int32))
+    parts = packed.to(device, non_blocking=True).split(sizes)
+    return [part[: len(array)] for array, part in zip(arrays, parts, strict=True)]
+
+
+@dataclass(slots=True)
 class TritonMetadata:
     inputs: CommonAttentionMetadata
     num_requests: int
     query_lens: np.ndarray | None  # None: they differ when a captured step is replayed
     plans: dict[int, LaunchPlan]  # by query heads per KV head
+    cascades: dict[tuple[int, bool], Cascade | None]  # by the longest short request, and whether layers are causal
 
     def plan(self, group: int) -> LaunchPlan:
         if group not in self.plans:
             self.plans[group] = plan_launches(self.query_lens, self.inputs.max_query_len, group)
         return self.plans[group]
+
+    def cascade(self, longest_short: int, causal: bool) -> Cascade | None:
+        if self.query_lens is None:
+            return None
+        key = longest_short, causal
+        if key not in self.cascades:
+            self.cascades[key] = find_cascade(self.inputs, longest_short, causal)
+        return self.cascades[key]
 
 
 class Scratch:
@@ -130,7 +186,7 @@ class Scratch:
 
 class TritonAttentionBackend(AttentionBackend):
     """`batch_invariant`: a row's result is the same to the bit in any batch and any chunk. `tiles`, `num_splits`,
-    `fused_merge`: for measurements, instead of what is chosen here."""
+    `fused_merge`, `cascade`: for measurements, instead of what is chosen here."""
 
     name = "triton"
     supports_graphs = True
@@ -141,6 +197,7 @@ class TritonAttentionBackend(AttentionBackend):
         tiles: Tiles | None = None,
         num_splits: int | None = None,
         fused_merge: bool = True,
+        cascade: bool = True,
     ) -> None:
         from ratoon.attention import triton_kernels  # triton may be absent, see `reasons_against`
 
@@ -149,6 +206,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._tiles = tiles
         self._num_splits = num_splits
         self._fused_merge = fused_merge
+        self._cascade = cascade and not batch_invariant
         self._scratch = Scratch()
 
     @classmethod
@@ -174,7 +232,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> TritonMetadata:
         query_lens = None if inputs.is_padded else np.diff(inputs.query_start_loc)
-        return TritonMetadata(inputs, inputs.seq_lens_device.shape[0], query_lens, {})
+        return TritonMetadata(inputs, inputs.seq_lens_device.shape[0], query_lens, {}, {})
 
     def store(
         self,
@@ -211,7 +269,14 @@ class TritonAttentionBackend(AttentionBackend):
         if plan.has_long:
             self._attend_long(layer, q, out, kv_cache, metadata, plan.longest_short + 1)
         if plan.longest_short:
-            self._attend_short(layer, q, out, kv_cache, metadata, plan.longest_short)
+            cascade = None
+            fits = 2 * q.shape[0] * layer.num_heads <= _MAX_PARTS
+            if self._cascade and fits and layer.window is None and layer.bias is None:
+                cascade = metadata.cascade(plan.longest_short, layer.causal)
+            if cascade is None:
+                self._attend_short(layer, q, out, kv_cache, metadata, plan.longest_short)
+            else:
+                self._attend_cascade(layer, q, out, kv_cache, metadata, plan.longest_short, cascade)
         return out
 
     # ---- launches ----
@@ -263,7 +328,7 @@ class TritonAttentionBackend(AttentionBackend):
         grid = (q.shape[0] * group // tiles.block_m + metadata.num_requests, layer.num_kv_heads, 1)
         self._launch(
             grid, layer, q, out, kv_cache, metadata, tiles, (shortest, 2**31 - 1), (out, out, out, out), 1,
-            TILES=0, SPLIT=False, MERGE_ROWS=0, SPLITS_PAD=1,
+            CAUSAL=layer.causal, TILES=0, SPLIT=False, MERGE_ROWS=0, SPLITS_PAD=1, KEEP_PARTS=False,
         )  # fmt: skip
 
     def _attend_short(
@@ -286,7 +351,7 @@ class TritonAttentionBackend(AttentionBackend):
             grid = (num_tiles, layer.num_kv_heads, 1)
             self._launch(
                 grid, layer, q, out, kv_cache, metadata, tiles, (1, longest), (out, out, out, out), 1,
-                TILES=tiles_each, SPLIT=False, MERGE_ROWS=0, SPLITS_PAD=1,
+                CAUSAL=layer.causal, TILES=tiles_each, SPLIT=False, MERGE_ROWS=0, SPLITS_PAD=1, KEEP_PARTS=False,
             )  # fmt: skip
             return
         parts = self._scratch.take(q.shape[0] * layer.num_heads * num_splits, layer.head_dim, q.device)
@@ -294,8 +359,8 @@ class TritonAttentionBackend(AttentionBackend):
         merge_rows = min(max(1, _MERGED_ELEMENTS // (splits_pad * dim)), tiles.block_m, 16)
         self._launch(
             (num_tiles, layer.num_kv_heads, num_splits), layer, q, out, kv_cache, metadata, tiles, (1, longest), parts,
-            num_splits, TILES=tiles_each, SPLIT=True, MERGE_ROWS=merge_rows if self._fused_merge else 0,
-            SPLITS_PAD=splits_pad,
+            num_splits, CAUSAL=layer.causal, TILES=tiles_each, SPLIT=True,
+            MERGE_ROWS=merge_rows if self._fused_merge else 0, SPLITS_PAD=splits_pad, KEEP_PARTS=False,
         )  # fmt: skip
         if self._fused_merge:
             return
@@ -306,6 +371,63 @@ class TritonAttentionBackend(AttentionBackend):
             num_splits, HEAD_DIM=layer.head_dim, DIM_PAD=dim, GROUP=group, KV_HEADS=layer.num_kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, CAUSAL=layer.causal, HAS_WINDOW=layer.window is not None,
             TILES=tiles_each, CHUNK=self._chunk, MERGE_ROWS=merge_rows, SPLITS_PAD=splits_pad, num_warps=4,
+        )  # fmt: skip
+
+    def _attend_cascade(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: Tensor,
+        out: Tensor,
+        kv_cache: LayerCache,
+        metadata: TritonMetadata,
+        longest: int,
+        cascade: Cascade,
+    ) -> None:
+        """As _attend_short, but all rows of a run attend to its prefix together, then each request to its own keys."""
+        group, dim = layer.num_heads // layer.num_kv_heads, _power_of_two(layer.head_dim)
+        prefix_tiles = choose_tiles(layer.head_dim, q.dtype, None)
+        num_prefix_tiles = q.shape[0] * group // prefix_tiles.block_m + cascade.num_runs
+        num_sms = num_multiprocessors(q.device)
+        prefix_splits = choose_num_splits(
+            num_prefix_tiles, layer.num_kv_heads, cascade.longest_prefix, prefix_tiles.block_n, num_sms
+        )
+        tiles = choose_tiles(layer.head_dim, q.dtype, longest * group)
+        tiles_each = -(-longest * group // tiles.block_m)
+        num_tiles = tiles_each * metadata.num_requests
+        suffix_splits = choose_num_splits(num_tiles, layer.num_kv_heads, cascade.longest_suffix, tiles.block_n, num_sms)
+        num_rows = q.shape[0] * layer.num_heads
+        suffix_splits = limit_splits(suffix_splits, 2 * num_rows, False)
+        prefix_splits = min(prefix_splits, _MAX_PARTS // num_rows - suffix_splits)
+        num_slots = prefix_splits + suffix_splits
+        parts = self._scratch.take(num_rows * num_slots, layer.head_dim, q.device)
+        acc, peak, total, _ = parts
+        peak[: num_rows * num_slots].fill_(float("-inf"))
+        inputs = metadata.inputs
+        runs = replace(
+            metadata,
+            num_requests=cascade.num_runs,
+            inputs=replace(
+                inputs,
+                query_start_loc_device=cascade.starts,
+                seq_lens_device=cascade.prefix_lens,
+                block_table_device=cascade.tables,
+            ),
+        )
+        self._launch(
+            (num_prefix_tiles, layer.num_kv_heads, prefix_splits), layer, q, out, kv_cache, runs, prefix_tiles,
+            (1, 2**31 - 1), parts, prefix_splits, (0, num_slots), CAUSAL=False, TILES=0, SPLIT=True, MERGE_ROWS=0,
+            SPLITS_PAD=1, KEEP_PARTS=True,
+        )  # fmt: skip
+        self._launch(
+            (num_tiles, layer.num_kv_heads, suffix_splits), layer, q, out, kv_cache, metadata, tiles, (1, longest),
+            parts, suffix_splits, (prefix_splits, num_slots), cascade.begins, CAUSAL=layer.causal, TILES=tiles_each,
+            SPLIT=True, MERGE_ROWS=0, SPLITS_PAD=1, KEEP_PARTS=True,
+        )  # fmt: skip
+        slots_pad = 1 << (num_slots - 1).bit_length()
+        rows = max(1, min(16, _MERGED_ELEMENTS // (slots_pad * dim)))
+        self._kernels.merge_slots_kernel[(-(-num_rows // rows),)](
+            out, acc, peak, total, num_rows, num_slots, HEAD_DIM=layer.head_dim, DIM_PAD=dim, ROWS=rows,
+            SLOTS_PAD=slots_pad, num_warps=4,
         )  # fmt: skip
 
     def _launch(
@@ -320,20 +442,25 @@ class TritonAttentionBackend(AttentionBackend):
         query_lens: tuple[int, int],
         parts: tuple[Tensor, Tensor, Tensor, Tensor],
         num_splits: int,
+        slots: tuple[int, int] | None = None,
+        begins: Tensor | None = None,
         **constants: Any,
     ) -> None:
+        """`slots`: the first one for this launch's parts, and how many a row has. `begins`: the first key of each
+        request."""
         (pages,) = kv_cache
         inputs, bias = metadata.inputs, layer.bias
         table = inputs.block_table_device
         self._kernels.attention_kernel[grid](
             q, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out if bias is None else bias,
-            *parts, layer.scale * LOG2_E, q.stride(0), q.stride(1), pages.stride(0), table.stride(0),
-            metadata.num_requests, *query_lens, layer.window or 0, 0 if bias is None else bias.shape[1] // 2,
-            num_splits, HEAD_DIM=layer.head_dim, DIM_PAD=_power_of_two(layer.head_dim),
-            GROUP=layer.num_heads // layer.num_kv_heads, KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=inputs.block_size,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, CAUSAL=layer.causal, HAS_WINDOW=layer.window is not None,
-            HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop, CHUNK=self._chunk, num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages, **constants,
+            *parts, inputs.seq_lens_device if begins is None else begins, layer.scale * LOG2_E, q.stride(0),
+            q.stride(1), pages.stride(0), table.stride(0), metadata.num_requests, *query_lens, layer.window or 0,
+            0 if bias is None else bias.shape[1] // 2, num_splits, *(slots or (0, num_splits)), HEAD_DIM=layer.head_dim,
+            DIM_PAD=_power_of_two(layer.head_dim), GROUP=layer.num_heads // layer.num_kv_heads,
+            KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=inputs.block_size, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            HAS_WINDOW=layer.window is not None, HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop,
+            CHUNK=self._chunk, SUFFIX=begins is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            **constants,
         )  # fmt: skip
 
     @property

@@ -41,15 +41,18 @@ def _visible_keys(
 
 
 @triton.jit
-def _split_of(split, begin, end, num_splits, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """The keys of one split, low to high, and how many splits have any. CHUNK 0: equal shares in whole tiles; otherwise
-    splits are CHUNK keys long and begin at multiples of it, whatever the batch."""
+def _split_of(split, begin, end, num_splits, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SUFFIX: tl.constexpr):
+    """The keys of one split, low to high, and how many splits have any. CHUNK 0: equal shares in whole tiles, from
+    `begin` (SUFFIX) or from its tile; otherwise splits are CHUNK keys long and begin at multiples of it, whatever the
+    batch."""
     if CHUNK == 0:
-        aligned = begin // BLOCK_N * BLOCK_N
-        num_tiles = tl.cdiv(end - aligned, BLOCK_N)
+        first = begin
+        if not SUFFIX:
+            first = begin // BLOCK_N * BLOCK_N
+        num_tiles = tl.cdiv(end - first, BLOCK_N)
         share = tl.maximum(tl.cdiv(num_tiles, num_splits), 1)
         num_active = tl.cdiv(num_tiles, share)
-        low = aligned + split * share * BLOCK_N
+        low = first + split * share * BLOCK_N
         high = tl.minimum(end, low + share * BLOCK_N)
     else:
         first = begin // CHUNK
@@ -226,20 +229,27 @@ def _merge_rows(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_dims[None, :])
 
 
-@triton.jit(do_not_specialize=["num_requests", "shortest", "longest", "window", "reach", "num_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_table", "num_requests", "shortest", "longest", "window", "reach", "num_splits", "first_slot",
+        "num_slots",
+    ]
+)  # fmt: skip
 def attention_kernel(
     q_ptr, out_ptr, cache_ptr, table_ptr, query_start_ptr, seq_lens_ptr, bias_ptr, acc_ptr, peak_ptr, total_ptr,
-    arrived_ptr, scale, stride_q_token, stride_q_head, stride_block, stride_table, num_requests, shortest, longest,
-    window, reach, num_splits, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    arrived_ptr, begins_ptr, scale, stride_q_token, stride_q_head, stride_block, stride_table, num_requests, shortest,
+    longest, window, reach, num_splits, first_slot, num_slots, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CLEAR_LOOP: tl.constexpr,
     TILES: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    SUFFIX: tl.constexpr, KEEP_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows, KV heads, splits. Only requests with shortest … longest query tokens take part.
 
     TILES: of each request; 0: as many as it needs, found by search. SPLIT: the keys of a tile are divided among
     programs, and the last of them to arrive merges (MERGE_ROWS > 0), or a merge kernel does. CHUNK: see _split_of;
-    without SPLIT a program attends to the chunks one after the other.
+    without SPLIT a program attends to the chunks one after the other. SUFFIX: a request's keys begin at begins_ptr.
+    KEEP_PARTS: results stay in parts, from first_slot on of the num_slots of each row, even if there is one alone.
     """
     if TILES == 0:
         place = tl.num_programs(0) - 1 - tl.program_id(0)  # later rows see more keys: they begin first
@@ -262,10 +272,15 @@ def attention_kernel(
     first_token = first_row // GROUP
     last_token = (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
     begin, end = _visible_keys(context, first_token, last_token, seq_len, window, CAUSAL, HAS_WINDOW)
+    if SUFFIX:
+        begin = tl.load(begins_ptr + request)
     split = tl.program_id(2)
     if SPLIT:
-        low, high, num_active = _split_of(split, begin, end, num_splits, BLOCK_N, CHUNK)
-        if split >= tl.maximum(num_active, 1):
+        low, high, num_active = _split_of(split, begin, end, num_splits, BLOCK_N, CHUNK, SUFFIX)
+        if KEEP_PARTS:
+            if split >= num_active:
+                return
+        elif split >= tl.maximum(num_active, 1):
             return
     else:
         low, high, num_active = begin // BLOCK_N * BLOCK_N, end, 1
@@ -308,12 +323,15 @@ def attention_kernel(
         )  # fmt: skip
 
     out_rows = (query_start + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
-    if num_active <= 1:
+    is_whole = num_active <= 1
+    if KEEP_PARTS:
+        is_whole = False
+    if is_whole:
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out_ptrs = out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=row_mask)
     elif SPLIT:
-        places = out_rows * num_splits + split
+        places = out_rows * num_slots + first_slot + split
         tl.store(peak_ptr + places, peak, mask=in_rows, cache_modifier=".cg")
         tl.store(total_ptr + places, total, mask=in_rows, cache_modifier=".cg")
         tl.store(acc_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=row_mask, cache_modifier=".cg")
@@ -351,7 +369,7 @@ def merge_kernel(
         return
     last_token = (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
     begin, end = _visible_keys(seq_len - query_len, first_row // GROUP, last_token, seq_len, window, CAUSAL, HAS_WINDOW)
-    _, _, num_active = _split_of(0, begin, end, num_splits, BLOCK_N, CHUNK)
+    _, _, num_active = _split_of(0, begin, end, num_splits, BLOCK_N, CHUNK, False)
     if num_active <= 1:
         return
     rows = first_merged + tl.arange(0, MERGE_ROWS)
@@ -360,6 +378,34 @@ def merge_kernel(
         merged, rows < num_rows, num_active, num_splits, acc_ptr, peak_ptr, total_ptr, out_ptr, HEAD_DIM, DIM_PAD,
         SPLITS_PAD, CHUNK > 0,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def merge_slots_kernel(
+    out_ptr, acc_ptr, peak_ptr, total_ptr, num_rows, num_slots, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Rows (token · heads + head) from the slots that were written: peaks of the others are -inf. A row without any
+    stays as it is."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slots, dims = tl.arange(0, SLOTS_PAD), tl.arange(0, DIM_PAD)
+    in_dims = dims < HEAD_DIM
+    places = rows.to(tl.int64)[:, None] * num_slots + slots[None, :]
+    there = (rows < num_rows)[:, None] & (slots < num_slots)[None, :]
+    peak = tl.load(peak_ptr + places, mask=there, other=float("-inf"))
+    there = peak > float("-inf")
+    total = tl.load(total_ptr + places, mask=there, other=0.0)
+    acc = tl.load(
+        acc_ptr + places[:, :, None] * HEAD_DIM + dims[None, None, :], mask=there[:, :, None] & in_dims[None, None, :],
+        other=0.0,
+    )  # fmt: skip
+    top = tl.max(peak, 1)
+    written = top > float("-inf")
+    shares = tl.exp2(peak - tl.where(written, top, 0.0)[:, None])
+    total = tl.where(written, tl.sum(total * shares, 1), 1.0)
+    out = tl.sum(acc * shares[:, :, None], 1) / total[:, None]
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=written[:, None] & in_dims[None, :])
 
 
 @triton.jit

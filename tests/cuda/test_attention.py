@@ -179,6 +179,20 @@ def test_batch_invariant_rows_are_the_same_to_the_bit(layer: AttentionLayer, dty
             assert torch.equal(got, expected[computed : computed + scheduled])
 
 
+@pytest.mark.parametrize("layer", [LLAMA, QWEN, AttentionLayer(0, 9, 3, 64, 0.125)], ids=["llama", "qwen", "smollm"])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_searches_with_a_shared_prefix(layer: AttentionLayer, dtype: torch.dtype) -> None:
+    step = Step(layer, [703 + row % 5 for row in range(96)] + [50, 300], [1] * 97 + [200], dtype)
+    for row in range(96):
+        if row % 32:
+            step.tables[row, :43] = step.tables[row - 1, :43]
+    metadata = TritonAttentionBackend().build_metadata(step.inputs())
+    cascade = metadata.cascade(1, True)
+    assert cascade is not None
+    assert cascade.prefix_lens.tolist() == [688] * 3 + [0, 0]
+    assert error_of(step.run(TritonAttentionBackend()), step.exact()) < TOLERANCES[dtype]
+
+
 def test_a_captured_step_follows_the_numbers_on_the_device() -> None:
     step = Step(LLAMA, [100, 2000, 333, 64], [1] * 4, torch.bfloat16)
     backend = TritonAttentionBackend()

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratoon.attention.cpu import CpuAttentionBackend, shared_prefixes
+from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.attention.shared_prefix import shared_prefixes
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.kv import FullAttentionSpec
 from ratoon.layers.attention import AttentionLayer

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ratoon.attention import triton_backend
 from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
 from ratoon.attention.select import select_backend
+from ratoon.attention.shared_prefix import group_prefixes
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import (
     LaunchPlan,
@@ -289,3 +290,101 @@ def test_outgrown_scratch_stays_allocated_for_captured_graphs() -> None:
     large = scratch.take(2**15, 16, device)
     assert large[0].numel() >= 2**15 * 16 and large[3] is small[3]
     assert scratch._outgrown[0][0] is small[0]
+
+
+# ---- prefixes that requests share ----
+
+
+class SharedStep:
+    """Requests of which each begins with so many blocks of the one before it, over a cache that is written whole except
+    for the null block: that one is full of NaN."""
+
+    def __init__(
+        self, layer: AttentionLayer | CrossAttentionLayer, shared: list[int], own: list[int], queries: list[int]
+    ) -> None:
+        self.layer, self.block_size = layer, 8
+        tables: list[list[int]] = [[]]
+        num_blocks = 1
+        for blocks, tokens in zip(shared, own, strict=True):
+            new = -(-tokens // self.block_size)
+            tables.append(tables[-1][:blocks] + list(range(num_blocks, num_blocks + new)))
+            num_blocks += new
+        self.tables = np.zeros((len(own), max(map(len, tables))), np.int32)
+        for row, table in enumerate(tables[1:]):
+            self.tables[row, : len(table)] = table
+        self.seq_lens = np.array([b * self.block_size + o for b, o in zip(shared, own, strict=True)], np.int32)
+        self.queries = queries
+        torch.manual_seed(0)
+        pages = torch.randn(num_blocks, 2, layer.num_kv_heads, self.block_size, layer.head_dim)
+        pages[0] = float("nan")
+        self.pages, self.q = pages.to(DEVICE), torch.randn(sum(queries), layer.num_heads, layer.head_dim).to(DEVICE)
+
+    def inputs(self) -> CommonAttentionMetadata:
+        starts = np.concatenate([[0], np.cumsum(self.queries)]).astype(np.int32)
+        return CommonAttentionMetadata(
+            starts, self.seq_lens, self.tables, torch.from_numpy(starts).to(DEVICE),
+            torch.from_numpy(self.seq_lens).to(DEVICE), torch.from_numpy(self.tables).to(DEVICE),
+            torch.zeros(0, dtype=torch.int64, device=DEVICE), self.block_size, max(self.queries),
+            int(self.seq_lens.max()),
+        )  # fmt: skip
+
+    def assert_exact(self) -> None:
+        backend, reference = TritonAttentionBackend(), TorchReferenceBackend()
+        got = backend.attend(self.layer, self.q, (self.pages,), backend.build_metadata(self.inputs()))
+        metadata = reference.build_metadata(self.inputs())
+        pages = self.pages.transpose(2, 3).double()
+        expected = reference.attend(self.layer, self.q.double(), (pages,), metadata)
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.fixture
+def launches_of_prefixes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Small prefixes count as large ones."""
+    lengths: list[int] = []
+    attend = TritonAttentionBackend._attend_cascade
+    monkeypatch.setattr(triton_backend, "_MIN_SHARED", 16)
+    monkeypatch.setattr(triton_backend, "_MIN_SAVED", 32)
+    monkeypatch.setattr(
+        TritonAttentionBackend,
+        "_attend_cascade",
+        lambda *args: lengths.extend(args[-1].prefix_lens.tolist()) or attend(*args),
+    )
+    return lengths
+
+
+def test_requests_that_share_a_prefix_attend_to_it_together(launches_of_prefixes: list[int]) -> None:
+    """Two searches, one of which goes on with several tokens, between requests that share nothing; a prefill too."""
+    shared, own, queries = [0, 4, 4, 0, 0, 6, 5, 0], [40, 9, 1, 20, 53, 3, 17, 50], [1, 1, 1, 1, 2, 1, 3, 50]
+    SharedStep(GROUPED, shared, own, queries).assert_exact()
+    assert launches_of_prefixes == [32, 0, 40, 0]
+
+
+def test_readers_of_one_encoder_input_read_it_together(launches_of_prefixes: list[int]) -> None:
+    """All of their keys are shared: nothing is left for each alone."""
+    step = SharedStep(CrossAttentionLayer(0, 2, 16, 0.25), [0, 0, 0, 0], [37, 37, 37, 20], [1, 2, 1, 1])
+    step.tables[1] = step.tables[2] = step.tables[0]
+    step.assert_exact()
+    assert launches_of_prefixes == [37, 0]
+
+
+def test_short_prefixes_and_captured_steps_take_the_plain_way(launches_of_prefixes: list[int]) -> None:
+    SharedStep(GROUPED, [0, 1, 1], [30, 20, 20], [1, 1, 1]).assert_exact()
+    backend, step = TritonAttentionBackend(), SharedStep(GROUPED, [0, 5], [50, 20], [1, 1])
+    backend.attend(step.layer, step.q, (step.pages,), backend.build_metadata(replace(step.inputs(), is_padded=True)))
+    assert launches_of_prefixes == []
+
+
+@pytest.mark.parametrize(
+    ("shared", "limits", "firsts", "prefixes"),
+    [
+        ([0, 64, 64], [99, 99, 99], [0], [64]),
+        ([0, 64, 0, 80, 96], [99] * 5, [0, 2], [64, 80]),
+        ([0, 96, 32], [99] * 3, [0, 2], [96, 0]),  # joining would cut the run's prefix by more than half
+        ([0, 96, 96], [99, 70, 99], [0], [70]),  # not beyond a request's own first query
+        ([0, 96, 96], [99, 99, 0], [0, 2], [96, 0]),  # a long request does not take part
+        ([0, 15], [99, 99], [0, 1], [0, 0]),
+    ],
+)
+def test_runs_of_shared_prefixes(shared: list[int], limits: list[int], firsts: list[int], prefixes: list[int]) -> None:
+    found = group_prefixes(np.array(shared), np.array(limits), min_shared=16)
+    assert (found[0].tolist(), found[1].tolist()) == (firsts, prefixes)

@@ -1,0 +1,42 @@
+"""Which requests of a step share a prefix of their keys (beams, `n > 1`, common prompts), found from block tables."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def shared_prefixes(block_table: np.ndarray, seq_lens: np.ndarray, block_size: int) -> np.ndarray:
+    """[R] int32: how many keys a request shares with the request before it, by their tables; 0 for the first.
+
+    Only keys that both have count: entries beyond a request's end are the null block or undefined.
+    """
+    shared = np.zeros(len(seq_lens), dtype=np.int32)
+    first = block_table[:, 0]
+    alike = np.flatnonzero((first[1:] == first[:-1]) & (first[1:] != 0)) + 1  # a null block: freed by a sliding window
+    if len(alike) == 0:
+        return shared
+    shorter = np.minimum(seq_lens[alike], seq_lens[alike - 1])
+    width = -(-int(shorter.max()) // block_size)
+    table = block_table[:, :width]
+    differs = table[alike] != table[alike - 1]
+    num_blocks = differs.argmax(axis=1)  # the first that differs; never 0, because the first blocks are equal
+    num_blocks[num_blocks == 0] = width  # none differs
+    shared[alike] = np.minimum(num_blocks * block_size, shorter)
+    return shared
+
+
+def group_prefixes(shared: np.ndarray, limits: np.ndarray, min_shared: int) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of requests with a common prefix: the first request of each run, and the length of its prefix (0 for a run
+    of one). `shared`: see shared_prefixes; `limits` [R]: no prefix is longer than that of each request in its run.
+
+    A request joins the run before it unless that would cut the prefix of the run by more than half.
+    """
+    firsts, prefixes = [0], [0]
+    for request in range(1, len(shared)):
+        candidate = min(int(shared[request]), int(limits[request]), int(limits[request - 1]))
+        if candidate >= min_shared and (prefixes[-1] == 0 or candidate * 2 >= prefixes[-1]):
+            prefixes[-1] = candidate if prefixes[-1] == 0 else min(candidate, prefixes[-1])
+        else:
+            firsts.append(request)
+            prefixes.append(0)
+    return np.array(firsts, np.int32), np.array(prefixes, np.int32)
