@@ -1,0 +1,224 @@
+"""Compile the Triton kernels for a GPU that this machine does not have, and show what each of them takes.
+
+    .venv/bin/python bench/gpu/compile_kernels.py                   # for compute capability 9.0 (H100, H200)
+    .venv/bin/python bench/gpu/compile_kernels.py --capability 80 attention
+
+The functions that launch kernels are called with tensors on the CPU, in the shapes of a step of the two models that are
+compared here; each launch is compiled down to machine code and left out. Registers are those of a thread; a stack or
+local memory means that they were not enough. One line a kernel; the exit status is 1 if one does not compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"  # before kernels are imported: functions of the interpreter have no machine code
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ratoon.attention import triton_backend
+from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.layers.attention import AttentionLayer, HeadTransform
+from ratoon.layers.ops import RMSWeights
+from ratoon.layers.product_choices import Tile
+from ratoon.layers.triton import elementwise, gemv, norms, sampling, top
+
+Tensor = torch.Tensor
+
+BF16 = torch.bfloat16
+NUM_SMS = 132
+BLOCK_SIZE = 16
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class AbsentDevice:
+    """What Triton's launcher asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compilation:
+    """Compiles every launch once and skips it."""
+
+    def __init__(self, capability: int) -> None:
+        driver.set_active(AbsentDevice(capability))
+        self.num_failed = 0
+        self._seen: set[str] = set()
+        self.part = ""  # what is compiled now, for the report
+        self._run = JITFunction.run
+        compilation = self
+
+        def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, **constants: Any) -> Any:
+            return compilation.compile(kernel, args, constants)
+
+        JITFunction.run = run
+
+    def compile(self, kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        begin = time.monotonic()
+        try:
+            compiled = self._run(kernel, *args, grid=(1,), warmup=True, **constants)
+        except Exception as error:  # Triton has many, and whatever it is belongs to this kernel
+            self.num_failed += 1
+            self._report(kernel, error=f"{type(error).__name__}: {error}")
+            return None
+        if compiled.hash not in self._seen:
+            self._seen.add(compiled.hash)
+            seconds = round(time.monotonic() - begin, 1)
+            self._report(
+                kernel, **resource_usage(compiled.asm["cubin"]), shared=compiled.metadata.shared, seconds=seconds
+            )
+        return compiled
+
+    def _report(self, kernel: JITFunction, **figures: Any) -> None:
+        print("RESULT", json.dumps({"part": self.part, "kernel": kernel.fn.__name__, **figures}), flush=True)
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Registers, stack and local memory of a thread, in bytes but for the first."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    fields = dict(field.split(":") for line in lines if " REG:" in line for field in line.split())
+    return {name.lower(): int(fields[name]) for name in ("REG", "STACK", "LOCAL")}
+
+
+# ---- What a step launches
+
+
+def attend(
+    heads: int,
+    kv_heads: int,
+    query_lens: list[int],
+    seq_len: int,
+    *,
+    head_dim: int = 128,
+    dtype: torch.dtype = BF16,
+    has_norm: bool = False,
+    **options: Any,
+) -> None:
+    """Store and attend, for requests of one length in all."""
+    backend = triton_backend.TritonAttentionBackend(**options)
+    starts = np.cumsum([0, *query_lens]).astype(np.int32)
+    num_tokens, num_requests = int(starts[-1]), len(query_lens)
+    seq_lens = np.full(num_requests, seq_len, np.int32)
+    table = np.zeros((num_requests, -(-seq_len // BLOCK_SIZE)), np.int32)
+    inputs = CommonAttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        block_table=table,
+        query_start_loc_device=torch.from_numpy(starts),
+        seq_lens_device=torch.from_numpy(seq_lens),
+        block_table_device=torch.from_numpy(table),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+        block_size=BLOCK_SIZE,
+        max_query_len=max(query_lens),
+        max_seq_len=seq_len,
+    )
+    q, k, v = torch.zeros(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
+    pages = torch.zeros(2, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype)
+    norm: Any = RMSWeights(torch.ones(head_dim, dtype=dtype), 1e-6) if has_norm else None
+    transform = HeadTransform(torch.zeros(num_tokens, dtype=torch.int64), _Table(head_dim), norm, norm)  # type: ignore[arg-type]
+    layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, None, True)
+    backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
+
+
+class _Table:
+    def __init__(self, head_dim: int) -> None:
+        self.cos_sin = torch.zeros(64, head_dim)
+
+
+def attention(compilation: Compilation) -> None:
+    triton_backend.num_multiprocessors = lambda device: NUM_SMS  # type: ignore[assignment]
+    compilation.part = "attention: 0.6B, decode of 32"
+    attend(16, 8, [1] * 32, 1024, has_norm=True)
+    compilation.part = "attention: 8B, decode of 1"
+    attend(32, 8, [1], 1024)
+    compilation.part = "attention: 8B, decode of 256"
+    attend(32, 8, [1] * 256, 1024)
+    compilation.part = "attention: 8B, prefill"
+    attend(32, 8, [4096], 8192)
+    compilation.part = "attention: 8B, decode, the same bits in any batch"
+    attend(32, 8, [1] * 32, 1024, batch_invariant=True)
+    compilation.part = "attention: heads of 80"
+    attend(8, 8, [1] * 32, 1024, head_dim=80)
+    compilation.part = "attention: float32"
+    attend(4, 2, [1, 40], 64, head_dim=16, dtype=torch.float32)
+
+
+def products(compilation: Compilation) -> None:
+    tile = Tile(2, 1024, 4)
+    for model, hidden, inner in (("0.6B", 1024, 3072), ("8B", 4096, 14336)):
+        x, between = torch.zeros(1, hidden, dtype=BF16), torch.zeros(1, inner, dtype=BF16)
+        norm = RMSWeights(torch.ones(hidden, dtype=BF16), 1e-6)
+        gate_up, down = torch.empty(2 * inner, hidden, dtype=BF16), torch.empty(hidden, inner, dtype=BF16)
+        for dependent in (False, True):
+            launch = "launched early" if dependent else "launched in turn"
+            compilation.part = f"products: {model}, gate and up, {launch}"
+            gemv.gemv(x, gate_up, None, tile, norm=norm, gated="silu", dependent=dependent)
+            compilation.part = f"products: {model}, down, {launch}"
+            gemv.gemv(between, down, None, tile, residual=x, dependent=dependent)
+        compilation.part = f"norms and activations: {model}"
+        rows = torch.zeros(32, hidden, dtype=BF16)
+        norms.rms_norm(rows, norm.weight, norm.eps, rows.clone())
+        elementwise.gated_activation(torch.zeros(32, 2 * inner, dtype=BF16), "silu")
+
+
+def choices(compilation: Compilation) -> None:
+    logits = torch.empty(32, 151936, dtype=BF16)
+    rows = len(logits)
+    numbers = (
+        torch.ones(rows), torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.float64),
+        torch.zeros(rows), torch.zeros(rows, dtype=torch.float64),
+    )  # fmt: skip
+    for name, draws, filters in (("greedy", False, False), ("drawn", True, False), ("filtered", True, True)):
+        compilation.part = f"sampling: {name}"
+        sampling.sample_plain(logits, *numbers, draws, filters)
+    compilation.part = "beams: 32 over 151,936 tokens"
+    normalizers, maxima = top.normalizers_and_maxima(logits)
+    top.best_keys(logits, normalizers, torch.zeros(rows), maxima, torch.tensor([[0], [rows]]), rows, 64)
+
+
+PARTS = {"attention": attention, "products": products, "choices": choices}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--capability", type=int, default=90, metavar="N", help="compute capability; default: 90")
+    args = parser.parse_args()
+    unknown = set(args.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    compilation = Compilation(args.capability)
+    for name in args.parts or PARTS:
+        PARTS[name](compilation)
+    return 1 if compilation.num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

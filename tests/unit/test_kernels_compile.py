@@ -1,0 +1,30 @@
+"""Every Triton kernel compiles for the GPUs that it is written for, also where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+MAX_SHARED = 227 * 1024  # bytes that a block may have on compute capability 9.0
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.mark.parametrize("part", ["attention", "products", "choices"])
+def test_kernels_compile_for_a_hopper_gpu_and_need_no_stack(part):
+    program = REPOSITORY / "bench" / "gpu" / "compile_kernels.py"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, str(program), part], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    kernels = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines()]
+    assert len(kernels) >= 6
+    for kernel in kernels:
+        assert kernel["stack"] == kernel["local"] == 0, f"registers were not enough: {kernel}"
+        assert kernel["shared"] <= MAX_SHARED, kernel
