@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig, KVCacheSpec, lay_out_pages
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.buffers import indices_on
+
+if TYPE_CHECKING:
+    from ratoon.execution.block_kernels import Pages
 
 HOST = torch.device("cpu")
 WORD = torch.int64  # the unit of block copies, for any dtype: pages are whole numbers of words
@@ -31,6 +35,7 @@ class KVTensors:
         self._device = device
         self._tensors: list[torch.Tensor] = []  # [blocks, words]
         self._host_tensors: list[torch.Tensor] = []  # the same in host memory, for swapped-out blocks
+        self._pages: tuple[Pages, Pages] | None = None  # both, for the kernel that copies blocks on CUDA
         self.allocate()
 
     @property
@@ -42,7 +47,8 @@ class KVTensors:
         try:
             self._tensors = [make_rows(config.num_blocks, width, self._device) for width in widths]
             if config.num_host_blocks:  # block 0 is not used there either
-                self._host_tensors = [make_rows(config.num_host_blocks + 1, width, HOST) for width in widths]
+                pinned = self._device.type == "cuda"
+                self._host_tensors = [make_rows(config.num_host_blocks + 1, width, HOST, pinned) for width in widths]
         except (RuntimeError, MemoryError) as error:  # torch's and numpy's out-of-memory errors
             wanted = config.num_blocks * config.bytes_per_block
             raise ConfigError(
@@ -50,6 +56,10 @@ class KVTensors:
                 f"{config.num_blocks} blocks of {config.bytes_per_block:,} bytes ({wanted / 2**30:.1f} GiB) don't fit",
                 "lower num_blocks, kv_memory or kv_memory_fraction",
             ) from error
+        if self._device.type == "cuda":
+            from ratoon.execution.block_kernels import Pages
+
+            self._pages = Pages(self._tensors, self._device), Pages(self._host_tensors, self._device)
         for number, (group, places) in enumerate(zip(config.all_groups, self._layout.places, strict=True)):
             caches = self.of_cross_layer if group is config.cross else self.of_layer
             for layer, (tensor, start) in zip(group.layers, places, strict=True):
@@ -59,6 +69,7 @@ class KVTensors:
         """Free the memory. The content of all blocks is lost, and nothing may run before `allocate`."""
         self._tensors = []
         self._host_tensors = []
+        self._pages = None
         self.of_layer.clear()
         self.of_cross_layer.clear()
 
@@ -68,16 +79,28 @@ class KVTensors:
         copies = plan.block_copies
         if not (copies or plan.swapped_out or plan.swapped_in):
             return
+        if self._pages is not None and not {copy.src for copy in copies} & {copy.dst for copy in copies}:
+            self._move_by_kernel(plan, *self._pages)
+            return
         device = self._tensors[0].device
         sources = indices_on(device, [copy.src for copy in copies])
         targets = indices_on(device, [copy.dst for copy in copies])
         for index, tensor in enumerate(self._tensors):
             for block, host_block in plan.swapped_out:
-                self._host_tensors[index][host_block].copy_(tensor[block])
+                self._host_tensors[index][host_block].copy_(tensor[block], non_blocking=True)
             content = tensor.index_select(0, sources)
             for host_block, block in plan.swapped_in:
-                tensor[block].copy_(self._host_tensors[index][host_block])
+                tensor[block].copy_(self._host_tensors[index][host_block], non_blocking=True)
             tensor.index_copy_(0, targets, content)
+
+    def _move_by_kernel(self, plan: SchedulerOutput, pages: Pages, host_pages: Pages) -> None:
+        """The same on CUDA, where no block is both copied and written to: in the order of the stream, without
+        waiting."""
+        from ratoon.execution.block_kernels import copy_blocks
+
+        copy_blocks(pages, host_pages, plan.swapped_out)
+        copy_blocks(pages, pages, [(copy.src, copy.dst) for copy in plan.block_copies])
+        copy_blocks(host_pages, pages, plan.swapped_in)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -85,12 +108,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def make_rows(num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+def make_rows(num_rows: int, row_bytes: int, device: torch.device, pinned: bool = False) -> torch.Tensor:
     """[rows, words] of zeros, so that memory never written holds no NaN. On a CPU by numpy, which leaves the pages
-    uncommitted: torch would write them all."""
+    uncommitted: torch would write them all. `pinned`: in host memory that a CUDA device can access."""
     shape = (num_rows, row_bytes // WORD.itemsize)
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=WORD, device=device)
+    if device.type != "cpu" or pinned:
+        return torch.zeros(shape, dtype=WORD, device=device, pin_memory=pinned)
     return torch.from_numpy(np.zeros(shape, np.int64))
 
 

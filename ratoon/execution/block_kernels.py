@@ -1,0 +1,47 @@
+"""A Triton kernel that copies blocks of the KV cache: in all tensors at once, within the device's memory or between it
+and pinned host memory. Imported on CUDA only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ratoon.execution.cells import to_device
+
+Tensor = torch.Tensor
+
+WORDS_OF_PROGRAM = 1024
+
+
+class Pages:
+    """Tensors [blocks, words] of int64, and a table of their addresses on the device."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self.tensors = list(tensors)  # the addresses stay valid
+        self.max_words = max((tensor.shape[1] for tensor in tensors), default=0)
+        table = np.array([[tensor.data_ptr(), tensor.shape[1]] for tensor in tensors], np.int64)
+        self.table = to_device(table, device)
+
+
+def copy_blocks(source: Pages, target: Pages, blocks: Sequence[tuple[int, int]]) -> None:
+    """Copy each block (from, to) in all tensors. No block may be both copied and written to."""
+    if not blocks:
+        return
+    pairs = to_device(np.array(blocks, np.int64), source.table.device)
+    grid = (len(blocks), len(source.tensors), triton.cdiv(source.max_words, WORDS_OF_PROGRAM))
+    _copy_blocks[grid](source.table, target.table, pairs, NUM_WORDS=WORDS_OF_PROGRAM)
+
+
+@triton.jit
+def _copy_blocks(sources, targets, pairs, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    pair, tensor, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_words = tl.load(sources + 2 * tensor + 1)
+    source = tl.load(sources + 2 * tensor).to(tl.pointer_type(tl.int64)) + tl.load(pairs + 2 * pair) * num_words
+    target = tl.load(targets + 2 * tensor).to(tl.pointer_type(tl.int64)) + tl.load(pairs + 2 * pair + 1) * num_words
+    words = part * NUM_WORDS + tl.arange(0, NUM_WORDS)
+    inside = words < num_words
+    tl.store(target + words, tl.load(source + words, mask=inside, other=0), mask=inside)
