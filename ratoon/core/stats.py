@@ -29,6 +29,14 @@ class LeaseStats(msgspec.Struct, gc=False):
     continued: int = 0  # continuations that found their lease
 
 
+class GraphStats(msgspec.Struct, gc=False):
+    """What CUDA graphs of small steps have cost so far."""
+
+    num_graphs: int = 0
+    num_bytes: int = 0  # of the device's memory
+    seconds: float = 0.0  # to capture them
+
+
 class SchedulerStats(msgspec.Struct, gc=False):
     """A snapshot after a step."""
 
@@ -41,3 +49,4 @@ class SchedulerStats(msgspec.Struct, gc=False):
     prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
     leases: LeaseStats = msgspec.field(default_factory=LeaseStats)
     num_encoder_runs: int = 0  # encoder inputs that were run, since the start
+    graphs: GraphStats = msgspec.field(default_factory=GraphStats)

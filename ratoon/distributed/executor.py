@@ -14,6 +14,7 @@ from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import ConfigError, StepSkippedError
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
+from ratoon.core.stats import GraphStats
 from ratoon.execution.worker import Worker, WorkerFacts
 from ratoon.layers.weights import TensorSource
 from ratoon.observe.startup import StartupTimer
@@ -34,6 +35,11 @@ class Executor(Protocol):
     """Executes plans in order."""
 
     facts: WorkerFacts
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        """What CUDA graphs cost. None: steps are not captured."""
+        ...
 
     def submit(self, plan: SchedulerOutput) -> StepHandle:
         """Queue a plan and return at once. A step after one that failed is not executed, because it depends on its
@@ -90,6 +96,10 @@ class ThreadedExecutor:
 
     def examine_failure(self, error: Exception) -> None:
         """A step raised, or its results could not be read. Raises DeviceLostError if later ones would fail as well."""
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        return None
 
     def submit(self, plan: SchedulerOutput) -> StepHandle:
         return StepInFlight(self, self._thread.submit(self._run_step, plan))
@@ -151,6 +161,11 @@ class UniProcExecutor(ThreadedExecutor):
     def num_computed_tokens(self) -> int:
         """Rows run through the model since the start, as counted by the runner."""
         return self._worker.runner.num_computed_tokens
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        graphs = self._worker.runner.graphs
+        return None if graphs is None else graphs.stats
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._worker.execute_model(plan)

@@ -32,12 +32,14 @@ def describe(core: EngineCore) -> dict[str, Any]:
     """Resolved settings and memory figures, for display."""
     facts = core.executor.facts
     kv = facts.kv_config
+    graphs = core.executor.graph_stats
     return {
         "device": facts.device,
         "dtype": facts.dtype,
         "kernels": facts.ops,
         "attention_backend": ", ".join(dict.fromkeys(choice["backend"] for choice in facts.attention)),
         "attention": facts.attention,  # for each KV group, and for an encoder: the backend and why not another
+        "cuda_graphs": "off" if graphs is None else {"captured": graphs.num_graphs, "bytes": graphs.num_bytes},
         "num_threads": facts.num_threads,
         "max_model_len": facts.max_model_len,
         "weight_bytes": facts.weight_bytes,

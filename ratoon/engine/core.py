@@ -112,7 +112,7 @@ class EngineCore:
                 outputs += self._finish_oldest()
         if not self._aborts.empty():  # came while the lock was still held
             self._take_aborts_between_steps()
-        return EngineCoreOutputs(outputs, self.scheduler.stats(), self.scheduler.state.now)
+        return EngineCoreOutputs(outputs, self.stats(), self.scheduler.state.now)
 
     def _fill_queue(self) -> None:
         while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests() and self._may_plan:
@@ -172,7 +172,11 @@ class EngineCore:
         return self.scheduler.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        graphs = self.executor.graph_stats
+        if graphs is not None:
+            stats.graphs = graphs
+        return stats
 
     @property
     def paused(self) -> bool:

@@ -22,14 +22,17 @@ def copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
 
 
 class StepBuffer:
-    """Host memory that is allocated once: `array` is written with numpy, the model reads the same as a tensor."""
+    """Host memory that is allocated once: `array` is written with numpy, the model reads the same as a tensor; on
+    another device a copy of it."""
 
-    __slots__ = ("_tensor", "array")
+    __slots__ = ("_device", "_tensor", "array")
 
-    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
         self._tensor = torch.zeros(shape, dtype=dtype)
         self.array: np.ndarray = self._tensor.numpy()
 
     def tensor(self, count: int) -> torch.Tensor:
         """The first `count` entries."""
-        return self._tensor[:count]
+        entries = self._tensor[:count]
+        return entries if self._device is None else entries.to(self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from importlib.util import find_spec
 
 import torch
 
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
 OLDEST_WITH_BFLOAT16 = (8, 0)  # compute capability
+OLDEST_FOR_TRITON = (8, 0)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,6 +32,13 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda":
         _verify_cuda(name, device)
     return device
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether it is a CUDA device for which kernels in Triton can be compiled."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= OLDEST_FOR_TRITON
 
 
 def _verify_cuda(name: str, device: torch.device) -> None:

@@ -12,13 +12,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ratoon.core.outputs import LogprobsLists
+from ratoon.core.stats import GraphStats
 from ratoon.execution.buffers import copy_to_host
 from ratoon.execution.device_inputs import DeviceInputs
 from ratoon.execution.kv_tensors import KVTensors
@@ -147,15 +147,6 @@ class CudaGraph:
     def replay(self) -> Tensor | None:
         self._graph.replay()
         return self._result
-
-
-@dataclass(slots=True)
-class GraphStats:
-    """What graphs have cost so far."""
-
-    num_graphs: int = 0
-    num_bytes: int = 0  # of the device's memory
-    seconds: float = 0.0  # to capture them
 
 
 class StepGraphs:

@@ -1,5 +1,5 @@
 """Input preparation on the host: from rows and scheduled counts to the arrays of a step, with vectorised index
-arithmetic. device_inputs.py is the same on a device.
+arithmetic. device_inputs.py is the same on a device; without it, arrays are copied there one by one.
 
 A test checks it against the worked example of the design. No state of branches is kept here: the buffers are only
 reused memory.
@@ -31,19 +31,23 @@ class StepInputs:
 
 
 class InputPreparation:
-    def __init__(self, rows: InputBatch, max_num_tokens: int, max_num_reqs: int) -> None:
+    def __init__(self, rows: InputBatch, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
         self.rows = rows
-        self.input_ids = StepBuffer(max_num_tokens, dtype=torch.int64)
-        self.positions = StepBuffer(max_num_tokens, dtype=torch.int64)
-        self.query_start_loc = StepBuffer(max_num_reqs + 1, dtype=torch.int32)
-        self.seq_lens = StepBuffer(max_num_reqs, dtype=torch.int32)
+
+        def make(*shape: int, dtype: torch.dtype) -> StepBuffer:
+            return StepBuffer(*shape, dtype=dtype, device=device)
+
+        self.input_ids = make(max_num_tokens, dtype=torch.int64)
+        self.positions = make(max_num_tokens, dtype=torch.int64)
+        self.query_start_loc = make(max_num_reqs + 1, dtype=torch.int32)
+        self.seq_lens = make(max_num_reqs, dtype=torch.int32)
         num_groups = len(rows.block_tables)
-        self.slot_mappings = [StepBuffer(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)]
-        self.block_tables = [StepBuffer(max_num_reqs, rows.max_blocks, dtype=torch.int32) for _ in range(num_groups)]
+        self.slot_mappings = [make(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)]
+        self.block_tables = [make(max_num_reqs, rows.max_blocks, dtype=torch.int32) for _ in range(num_groups)]
         if rows.cross_tables is not None:
-            self.encoder_lens = StepBuffer(max_num_reqs, dtype=torch.int32)
-            self.cross_tables = StepBuffer(max_num_reqs, rows.cross_tables.shape[1], dtype=torch.int32)
-            self.nothing_stored = torch.zeros(0, dtype=torch.int64)
+            self.encoder_lens = make(max_num_reqs, dtype=torch.int32)
+            self.cross_tables = make(max_num_reqs, rows.cross_tables.shape[1], dtype=torch.int32)
+            self.nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
 
     def prepare(
         self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None = None

@@ -20,7 +20,7 @@ from ratoon.core.errors import DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.devices import resolve_device, resolve_dtype
+from ratoon.execution.devices import resolve_device, resolve_dtype, runs_triton
 from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.kv_memory import (
     cut_kv_memory,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALLOCATOR_PATIENCE = 0.3  # seconds
-OLDEST_FOR_TRITON = (8, 0)  # compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +182,7 @@ def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     except ImportError as error:
         logger.warning("operations on CUDA run in plain torch, which is slower: %s", error)
         return TorchOps()
-    if torch.cuda.get_device_capability(device) < OLDEST_FOR_TRITON:
+    if not runs_triton(device):
         logger.warning("operations on CUDA run in plain torch, which is slower: Triton kernels need a newer GPU")
         return TorchOps()
     choices = read_choices(choices_file(device))

@@ -39,6 +39,9 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = 
     ("prefix_cache_hit_ratio", "Share of prompt tokens that were cached.", attrgetter("prefix_cache.hit_rate")),
     ("leases_active", "Ended sequences whose memory is kept.", attrgetter("leases.num_active")),
     ("lease_blocks", "Blocks of the KV cache that leases hold.", attrgetter("leases.num_blocks")),
+    ("cuda_graphs", "CUDA graphs of small steps that were captured.", attrgetter("graphs.num_graphs")),
+    ("cuda_graph_bytes", "Device memory that CUDA graphs take.", attrgetter("graphs.num_bytes")),
+    ("cuda_graph_capture_seconds", "Time that capturing CUDA graphs took.", attrgetter("graphs.seconds")),
 )
 ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], int]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", attrgetter("prefix_cache.queries")),

@@ -19,7 +19,9 @@ from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from ratoon.execution import prompt_logprobs
+from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.execution.step_inputs import InputPreparation
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model
@@ -474,6 +476,20 @@ def test_steps_reuse_the_same_memory() -> None:
     driver.step(new=[driver.new("a", PROMPT, 1)])
     driver.decode("a", len(PROMPT), 2)
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_without_kernels_for_it_everything_that_the_model_reads_is_copied_to_the_device() -> None:
+    """On a device that is not the host's memory: every tensor lies there, and the host's arrays hold the numbers."""
+    rows = InputBatch(4, 64, BLOCK_SIZE, num_groups=2)
+    rows.add(NewRequestData("a", PROMPT, len(PROMPT), GREEDY, 0, ([1, 2, 3], [4, 5, 6]), 16))
+    step = InputPreparation(rows, 64, 4, torch.device("meta")).prepare(np.array([0]), np.array([21]))
+    tensors = [step.input_ids, step.positions]
+    for group in step.groups:
+        tensors += [group.slot_mapping, group.block_table_device, group.seq_lens_device]
+        tensors.append(group.query_start_loc_device)
+        assert (group.seq_lens.tolist(), group.query_start_loc.tolist()) == ([37], [0, 21])
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert len(step.input_ids) == len(step.positions) == 21
 
 
 # ---- results without waiting ----

@@ -1,6 +1,7 @@
 """Input preparation by number: the worked example of the design."""
 
 import numpy as np
+import torch
 
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
@@ -19,7 +20,7 @@ def prepared():
     for index, (computed, scheduled, blocks) in enumerate(zip(COMPUTED, SCHEDULED, BLOCKS, strict=True)):
         tokens = generator.integers(0, 1000, computed + scheduled).tolist()
         rows.add(NewRequestData(str(index), tokens, len(tokens), SamplingParams(), 0, (list(blocks),), computed))
-    inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8)
+    inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8, device=torch.device("cpu"))
     return rows, inputs.prepare(np.arange(5), np.array(SCHEDULED))
 
 
@@ -65,7 +66,7 @@ def test_sequence_lengths_are_those_after_the_step():
 
 def test_rows_in_another_order_than_the_batch_are_gathered_by_index():
     rows, _ = prepared()
-    inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8)
+    inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8, device=torch.device("cpu"))
     step = inputs.prepare(np.array([4, 0]), np.array([30, 1]))
     assert step.positions.tolist() == concatenated(range(30), 54)
     assert step.groups[0].slot_mapping.tolist() == concatenated(range(416, 446), 70)

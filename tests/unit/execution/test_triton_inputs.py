@@ -92,7 +92,7 @@ def test_many_steps_are_prepared_as_on_the_host(num_groups: int, max_encoder_len
     """Branches come and go, get blocks, have them replaced; some rows are not written."""
     generator = np.random.default_rng(seed)
     rows = make_rows(num_groups, max_encoder_len)
-    on_device, on_host = make_inputs(rows), InputPreparation(rows, MAX_TOKENS, MAX_REQS)
+    on_device, on_host = make_inputs(rows), InputPreparation(rows, MAX_TOKENS, MAX_REQS, torch.device("cpu"))
     for step in range(6):
         for name in list(rows.row_of):
             if generator.random() < 0.3:
