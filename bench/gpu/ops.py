@@ -24,9 +24,10 @@ from torch.nn import functional
 
 from ratoon.layers.cuda_ops import CudaOps
 from ratoon.layers.ops import Ops, RMSWeights
-from ratoon.layers.product_choices import ProductKey, Tile, default_tile
+from ratoon.layers.product_choices import ProductKey, Split, Tile, default_choice, invariant_choice
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
+from ratoon.layers.triton.matmul import matmul
 from ratoon.models.build import build_model, collect_shapes
 from ratoon.models.dummy_source import DummySource
 from ratoon.models.hf_config import parse_hf_config
@@ -50,6 +51,8 @@ SHAPES = {
 }
 LIBRARY_ROWS = (1, 2, 4, 8, 32, 64, 256)
 TILES = {1: (Tile(1, 1024, 4), Tile(2, 1024, 4), Tile(4, 1024, 4)), 4: (Tile(1, 1024, 4), Tile(2, 1024, 4))}
+FORMS = ("fused", "dependent", "library", "apart", "invariant")  # of stacks; the first two for few rows
+SPLIT_ROWS = (8, 32, 64)
 MODELS = {"0.6B": "qwen3-0.6b", "8B": "llama3-8b"}
 DEVICE = torch.device("cuda")
 FOLDER = Path(__file__).resolve().parent
@@ -108,10 +111,14 @@ def bench_products() -> None:
             if name.endswith((" o", " down")):
                 added = [partial(residual.addmm_, x, weight.t()) for weight in weights]
                 found["library, added"] = time_products(added)
+            if name.endswith((" o", " down")) and rows in SPLIT_ROWS:
+                split = Split(max(rows, 16), 64, 128, 8, 4, 4)
+                added = [partial(matmul, x, weight, None, split, residual) for weight in weights]
+                found["split, added"] = time_products(added)
             for tile in TILES.get(rows, ()):
                 found[str(tuple(tile))] = time_products([partial(gemv, x, weight, None, tile) for weight in weights])
             times = {form: round(micros, 2) for form, micros in found.items()}
-            default = default_tile(ProductKey("linear", outputs, inputs, "bfloat16", rows)) if rows <= 4 else None
+            default = default_choice(ProductKey("linear", outputs, inputs, "bfloat16", rows)) if rows <= 4 else None
             report(part="products", product=name, rows=rows, floor_us=round(floor, 2), us=times, default=default)
         del weights
 
@@ -184,7 +191,7 @@ def bench_stacks() -> None:
         for rows in (1, 2, 4, 8, 32):
             step = partial(run_model, model, torch.arange(rows, device=DEVICE))
             found = {}
-            for form in ("fused", "dependent", "library", "apart") if rows <= 4 else ("library", "apart"):
+            for form in FORMS if rows <= 4 else FORMS[2:]:
                 set_form(model, form)
                 found[form] = round(time_graph(step), 4)
             report(part="stacks", model=name, rows=rows, floor_ms=round(1e3 * weights / BYTES_A_SECOND, 3), ms=found)
@@ -194,17 +201,19 @@ def bench_stacks() -> None:
 
 def set_form(model: Any, form: str) -> None:
     """fused: few rows by our kernels with norms and additions inside; dependent: the same, launched early; library:
-    cuBLAS, adding to the residual stream itself; apart: cuBLAS, and norms that add."""
+    cuBLAS, adding to the residual stream itself; apart: cuBLAS, and norms that add; invariant: the same bits in any
+    batch."""
     ops, by_ours = CudaOps(), form in ("fused", "dependent")
     for linear in [*linears_of(model), model.lm_head]:
         product = linear.multiply
-        product.tiles = ops.choices.of("linear", product.weight) if by_ours else []
+        product.choices = ops.choices.of("linear", product.weight) if by_ours else []
+        product.beyond = invariant_choice(*product.weight.shape) if form == "invariant" else None
         product.dependent = form == "dependent"
     for linear in linears_of(model):
         linear.fused = None if form == "apart" else ops.fuse(linear.multiply)
     for layer in model.layers:
         mlp = layer.mlp
-        mlp.multiply.tiles = ops.choices.of("gated", mlp.gate_up.multiply.weight) if by_ours else []
+        mlp.multiply.choices = ops.choices.of("gated", mlp.gate_up.multiply.weight) if by_ours else []
         mlp.fused = None if form == "apart" else ops.fuse(mlp.multiply)
         for norm in (layer.attention_norm, layer.mlp_norm):
             norm.rms = None if form == "apart" else RMSWeights(norm.weight, norm.eps)

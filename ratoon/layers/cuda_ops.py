@@ -12,35 +12,46 @@ import torch
 from torch.nn import functional
 
 from ratoon.layers.ops import FusedProduct, Product, RMSWeights
-from ratoon.layers.product_choices import ProductChoices, Tile
+from ratoon.layers.product_choices import Choice, ProductChoices, Tile, invariant_choice
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton import elementwise, norms
 from ratoon.layers.triton.gemv import MAX_NORM_WIDTH, gemv
+from ratoon.layers.triton.matmul import matmul
 
 Tensor = torch.Tensor
 
 
 class CudaLinear:
-    """[T, in] → [T, out]: a kernel of our own for few rows, the library's for more."""
+    """[T, in] → [T, out]: a kernel of our own where it is faster, the library's elsewhere."""
 
-    __slots__ = ("bias", "dependent", "tiles", "weight")
+    __slots__ = ("beyond", "bias", "choices", "dependent", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, tiles: Sequence[Tile | None], dependent: bool) -> None:
-        """`tiles`: by number of rows, None for the library's product. With more rows it is the library's."""
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        choices: Sequence[Choice],
+        beyond: Choice = None,
+        dependent: bool = False,
+    ) -> None:
+        """`choices`: by number of rows; `beyond`: for more rows."""
         self.weight = weight.contiguous()
         self.bias = bias
-        self.tiles = tiles
+        self.choices = choices
+        self.beyond = beyond
         self.dependent = dependent
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.fused(x, None, None)
 
     def fused(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
-        tile = self.tiles[len(x)] if len(x) < len(self.tiles) else None
-        if norm is not None and (tile is None or x.shape[1] > MAX_NORM_WIDTH):
+        choice = self.choices[len(x)] if len(x) < len(self.choices) else self.beyond
+        if norm is not None and not (isinstance(choice, Tile) and x.shape[1] <= MAX_NORM_WIDTH):
             x, norm = norms.rms_norm(x, *norm), None
-        if tile is not None:
-            return gemv(x, self.weight, self.bias, tile, norm=norm, residual=residual, dependent=self.dependent)
+        if isinstance(choice, Tile):
+            return gemv(x, self.weight, self.bias, choice, norm=norm, residual=residual, dependent=self.dependent)
+        if choice is not None:
+            return matmul(x, self.weight, self.bias, choice, residual)
         if residual is None:
             return functional.linear(x, self.weight, self.bias)
         if self.bias is not None:
@@ -51,25 +62,27 @@ class CudaLinear:
 class CudaGatedMLP:
     """[T, H] → [T, H]. With few rows the gate's activation is part of the first product."""
 
-    __slots__ = ("down", "gate_up", "tiles")
+    __slots__ = ("choices", "down", "gate_up")
 
-    def __init__(self, gate_up: CudaLinear, down: CudaLinear, tiles: Sequence[Tile | None]) -> None:
+    def __init__(self, gate_up: CudaLinear, down: CudaLinear, choices: Sequence[Choice]) -> None:
         self.gate_up = gate_up
         self.down = down
-        self.tiles = tiles
+        self.choices = choices
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.fused(x, None, None)
 
     def fused(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
         gate_up = self.gate_up
-        tile = self.tiles[len(x)] if len(x) < len(self.tiles) else None
-        if tile is None:
-            between = elementwise.gated_activation(gate_up.fused(x, norm, None), "silu")
-        else:
+        choice = self.choices[len(x)] if len(x) < len(self.choices) else None
+        if isinstance(choice, Tile):
             if norm is not None and x.shape[1] > MAX_NORM_WIDTH:
                 x, norm = norms.rms_norm(x, *norm), None
-            between = gemv(x, gate_up.weight, gate_up.bias, tile, norm=norm, gated="silu", dependent=gate_up.dependent)
+            between = gemv(
+                x, gate_up.weight, gate_up.bias, choice, norm=norm, gated="silu", dependent=gate_up.dependent
+            )
+        else:
+            between = elementwise.gated_activation(gate_up.fused(x, norm, None), "silu")
         return self.down.fused(between, None, residual)
 
 
@@ -79,17 +92,24 @@ class CudaOps(TorchOps):
     name = "cuda"
     defers_norms = True
 
-    def __init__(self, choices: ProductChoices | None = None, dependent_launch: bool = False) -> None:
-        """`choices`: what was measured on this GPU; without, fixed ones. `dependent_launch`: see triton/gemv.py."""
+    def __init__(
+        self, choices: ProductChoices | None = None, dependent_launch: bool = False, batch_invariant: bool = False
+    ) -> None:
+        """`choices`: what was measured on this GPU; without, fixed ones. `dependent_launch`: see triton/gemv.py.
+        `batch_invariant`: a row's products have the same bits in any batch, as norms have anyway."""
         self.choices = choices or ProductChoices()
         self.dependent_launch = dependent_launch
+        self.batch_invariant = batch_invariant
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
-        return CudaLinear(weight, bias, self.choices.of("linear", weight), self.dependent_launch)
+        if self.batch_invariant:
+            return CudaLinear(weight, bias, (), invariant_choice(*weight.shape))
+        return CudaLinear(weight, bias, self.choices.of("linear", weight), dependent=self.dependent_launch)
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear):
-            return CudaGatedMLP(gate_up, down, self.choices.of("gated", gate_up.weight))
+            choices = () if self.batch_invariant else self.choices.of("gated", gate_up.weight)
+            return CudaGatedMLP(gate_up, down, choices)
         return super().make_gated_mlp(gate_up, down)
 
     def fuse(self, product: Product) -> FusedProduct | None:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 FILE_FORMAT = 1
 MAX_ROWS = 4  # of the kernels for few rows (triton/gemv.py)
+ROW_COUNTS = (0, 1, 2, 3, 4, 8, 16, 32, 64)  # that choices are made for; others have that of the next larger one
 KINDS = ("linear", "gated")  # "gated": with the gate's activation in the same kernel
 
 
@@ -30,6 +31,20 @@ class Tile(NamedTuple):
     outputs: int
     inputs: int
     num_warps: int
+
+
+class Split(NamedTuple):
+    """A tile of triton/matmul.py: what one program computes, and how often the sum over inputs is cut."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+Choice = Tile | Split | None  # None: the library's product
 
 
 class ProductKey(NamedTuple):
@@ -44,29 +59,41 @@ class ProductKey(NamedTuple):
 
 
 class ProductChoices:
-    """A tile for few rows, or None for the library's product."""
+    """The kernel for each number of rows."""
 
-    def __init__(self, measured: Mapping[str, Tile | None] | None = None) -> None:
+    def __init__(self, measured: Mapping[str, Choice] | None = None) -> None:
         """`measured`: by str(ProductKey)."""
         self.measured = dict(measured or {})
 
     def __str__(self) -> str:
         return f"{len(self.measured)} shapes as measured" if self.measured else "all shapes as by default"
 
-    def of(self, kind: str, weight: torch.Tensor) -> list[Tile | None]:
-        """The choices for a weight [out, in], by number of rows up to MAX_ROWS."""
+    def of(self, kind: str, weight: torch.Tensor) -> list[Choice]:
+        """The choices for a weight [out, in], by number of rows; with more rows than it is long, the library's."""
         assert kind in KINDS
         outputs, inputs = weight.shape
-        keys = [ProductKey(kind, outputs, inputs, dtype_name(weight.dtype), rows) for rows in range(MAX_ROWS + 1)]
-        return [self.measured[str(key)] if str(key) in self.measured else default_tile(key) for key in keys]
+        choices: list[Choice] = []
+        for rows in ROW_COUNTS:
+            key = ProductKey(kind, outputs, inputs, dtype_name(weight.dtype), rows)
+            choice = self.measured[str(key)] if str(key) in self.measured else default_choice(key)
+            choices += [choice] * (rows + 1 - len(choices))
+        return choices
 
 
-def default_tile(key: ProductKey) -> Tile | None:
+def default_choice(key: ProductKey) -> Choice:
     """What was fastest for most shapes on an H200: small tiles, many of them, and larger ones for large weights."""
-    if key.rows == 0:
+    if not 0 < key.rows <= MAX_ROWS:
         return None
     outputs = key.outputs if key.kind == "linear" else key.outputs // 2
     return Tile(1 if outputs <= 4096 else 2 if outputs <= 2**15 else 4, 1024, 4)
+
+
+def invariant_choice(outputs: int, inputs: int) -> Split:
+    """For all numbers of rows: one size of tile, and a sum in as many parts as keep a GPU busy with one row."""
+    splits = 1
+    while splits < 16 and splits * -(-outputs // 128) < 128 and inputs >= 512 * splits:
+        splits *= 2
+    return Split(rows=64, outputs=128, inputs=64, splits=splits, num_warps=4, num_stages=4)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -107,15 +134,17 @@ def write_choices(file: Path, choices: ProductChoices) -> None:
         logger.warning("the choices of products are not kept: %s", error)
 
 
-def _parse(content: Any) -> dict[str, Tile | None]:
+def _parse(content: Any) -> dict[str, Choice]:
     if content["format"] != FILE_FORMAT:
         raise ValueError(f"it has the format {content['format']!r}")
-    return {str(key): None if tile is None else _parse_tile(tile) for key, tile in content["products"].items()}
+    return {str(key): _parse_choice(choice) for key, choice in content["products"].items()}
 
 
-def _parse_tile(numbers: Any) -> Tile:
-    tile = Tile(*numbers)
-    for number, limit in zip(tile, (16, 8192, 16), strict=True):
-        if type(number) is not int or not 1 <= number <= limit or number & (number - 1):
+def _parse_choice(numbers: Any) -> Choice:
+    if numbers is None:
+        return None
+    limits = {3: (16, 8192, 16), 6: (128, 256, 256, 16, 16, 8)}[len(numbers)]
+    for number, limit in zip(numbers, limits, strict=True):
+        if type(number) is not int or not 1 <= number <= limit or (number & (number - 1) and limit > 8):
             raise ValueError(f"{numbers!r} is no tile")
-    return tile
+    return Tile(*numbers) if len(numbers) == 3 else Split(*numbers)

@@ -17,9 +17,10 @@ pytest.importorskip("triton")
 
 from ratoon.layers.cuda_ops import CudaOps
 from ratoon.layers.ops import RMSWeights
-from ratoon.layers.product_choices import Tile
+from ratoon.layers.product_choices import Split, Tile
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
+from ratoon.layers.triton.matmul import matmul
 from ratoon.models.device_stream import DeviceStream
 from ratoon.models.dummy_source import STANDARD_DEVIATION, DummySource, counted_normals
 from ratoon.models.safetensors_source import SafetensorsSource
@@ -146,6 +147,26 @@ def test_a_stack_of_layers_gives_the_same_bits_in_a_graph(rows: int, dependent: 
     torch.manual_seed(1)
     other = stack(CudaOps(dependent_launch=not dependent), 4, 1024, 3072)
     assert torch.equal(other(x), expected)  # a dependent launch changes the time, not the numbers
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_batch_invariant_products_have_the_same_bits_for_a_row_in_any_batch(shape: tuple[int, int]) -> None:
+    outputs, inputs = shape
+    weight, x = random(outputs, inputs, scale=0.02), random(2500, inputs)
+    linear = CudaOps(batch_invariant=True).make_linear(weight, None)
+    together = linear(x)
+    assert_near(together, x.double() @ weight.double().t(), 5e-3)
+    for first, rows in ((0, 1), (7, 1), (2499, 1), (3, 2), (100, 5), (64, 64), (1, 300), (900, 1600)):
+        part = slice(first, first + rows)
+        assert torch.equal(linear(x[part]), together[part]), rows
+
+
+@pytest.mark.parametrize("rows", [5, 8, 33, 64])
+def test_products_with_a_split_sum_are_those_of_float64(rows: int) -> None:
+    x, weight, residual = random(rows, 3072), random(1024, 3072, scale=0.02), random(rows, 1024)
+    tile = Split(rows=16 if rows <= 16 else 64, outputs=64, inputs=128, splits=8, num_warps=4, num_stages=4)
+    expected = residual.double() + x.double() @ weight.double().t()
+    assert_near(matmul(x, weight, None, tile, residual), expected, 5e-3)
 
 
 def test_random_weights_are_made_on_the_device_and_depend_on_seed_and_name() -> None:
