@@ -26,6 +26,7 @@ from ratoon.execution.encoder import EncoderRunner
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.journal import Journal
 from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.pooling import PoolingBranches
 from ratoon.execution.prompt_logprobs import PromptLogprobsReader
 from ratoon.execution.readers import (
@@ -85,7 +86,8 @@ class ModelRunner:
         self.input_batch = InputBatch(
             num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len, journal
         )
-        self.sampling_rows = SamplingRows(max_num_reqs)
+        penalties = PenaltyRows(model.config.vocab_size, device) if device.type == "cuda" else None
+        self.sampling_rows = SamplingRows(max_num_reqs, penalties)
         self.sampler = Sampler(self.sampling_rows)
         self.pooling = PoolingBranches()
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)

@@ -67,6 +67,7 @@ class SampledRowsReader:
             logits = logits[to_device(source, logits.device)]
         sampled = self._sampler.sample(logits, rows, seeds)
         own = rows[:num_branches]
+        self._sampler.rows.append_on_device(own, sampled.token_ids)
         if self._resident is None:
             append_known(sampled, ids, own, self._branches, self._sampler.rows, output)
             return None

@@ -13,7 +13,6 @@ import torch
 from ratoon.core.outputs import LogprobsLists
 from ratoon.execution.buffers import copy_to_host
 from ratoon.execution.cells import all_to_device, take, to_device
-from ratoon.execution.rules.base import apply_rules
 from ratoon.execution.sampling_rows import Needs, SamplingRows
 from ratoon.layers import sampling
 from ratoon.layers.sampling import Chosen, Mode, TokenLogprobs
@@ -135,7 +134,7 @@ class Sampler:
         if len(edited):
             index = to_device(edited, logits.device)
             changed = logits[index].float()  # a copy
-            self._edit(changed, slots[edited])
+            self.rows.edit(changed, slots[edited])
             again = self._choose_plain(changed, slots[edited], seeds[edited], needs[edited])
         if again is not None and len(edited) == len(slots):
             return again
@@ -182,7 +181,7 @@ class Sampler:
             group_logits = take(logits, members)
             if group is edited:
                 group_logits = group_logits.clone() if group_logits is logits else group_logits
-                self._edit(group_logits, slots[members])
+                self.rows.edit(group_logits, slots[members])
             for kind in (~random, random & ~filtered, filtered):
                 places = np.flatnonzero(kind[members])
                 if len(places) == 0:
@@ -205,10 +204,6 @@ class Sampler:
         columns = (rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
         filters = sampling.Filters(*(to_device(column, device) for column in columns))
         return sampling.draw_filtered(logits, temperature, filters, numbers)
-
-    def _edit(self, logits: Tensor, slots: np.ndarray) -> None:
-        """Change the logits of these slots in place."""
-        apply_rules(logits, [self.rows.active_rules[slot] for slot in slots.tolist()])
 
 
 def _mode(needs: np.ndarray) -> Mode:

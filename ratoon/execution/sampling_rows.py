@@ -9,11 +9,16 @@ import enum
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ratoon.core.params import GenerationParams, SamplingParams
-from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules
+from ratoon.execution.penalty_rows import PenaltyRows
+from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
+from ratoon.execution.rules.penalties import Penalties
 from ratoon.layers import sampling
+
+Tensor = torch.Tensor
 
 
 class Needs(enum.IntFlag):
@@ -25,12 +30,15 @@ class Needs(enum.IntFlag):
     LOGPROBS = 4
     EDITS = 8  # some of its rules are active
     TOKENS = 16  # its rules depend on its tokens or their number
+    PENALTIES = 32  # kept on the device: it needs edits whatever its rules are
 
 
 class SamplingRows:
     """Sampling params in arrays indexed by slot. Grows when a slot is beyond its end."""
 
-    def __init__(self, max_slots: int) -> None:
+    def __init__(self, max_slots: int, penalties: PenaltyRows | None = None) -> None:
+        """`penalties`: applies those of sampled rows in place of their rules, where there is one."""
+        self._penalties = penalties
         self.needs = np.zeros(max_slots, dtype=np.uint16)
         self.seeds = np.zeros(max_slots, dtype=np.uint64)
         self.num_outputs = np.zeros(max_slots, dtype=np.int64)
@@ -57,10 +65,37 @@ class SamplingRows:
         self.needs[slot] = Needs.NOTHING
         if isinstance(params, SamplingParams):  # the trunk of a search is not sampled, and has only rules
             self._set_numbers(slot, params, seed)
-        rules = rules_of(params, prompt_token_ids, encoder_token_ids).after_all(output_token_ids)
+        rules = rules_of(params, prompt_token_ids, encoder_token_ids)
+        if self._penalties is not None and isinstance(params, SamplingParams):
+            rules = self._keep_on_device(self._penalties, slot, rules, prompt_token_ids, output_token_ids)
+        rules = rules.after_all(output_token_ids)
         if rules.reads:
             self.needs[slot] |= np.uint16(Needs.TOKENS)
         self._set_rules(np.array([slot]), [rules])
+
+    def _keep_on_device(
+        self, penalties: PenaltyRows, slot: int, rules: RowRules, prompt: Sequence[int], output: Sequence[int]
+    ) -> RowRules:
+        """Hand penalties over. Returns the other rules."""
+        others = []
+        for rule in rules:
+            if isinstance(rule, Penalties):
+                penalties.add(slot, rule.weights, prompt, output)
+                self.needs[slot] |= np.uint16(Needs.PENALTIES)
+            else:
+                others.append(rule)
+        return RowRules(others) if len(others) < len(rules) else rules
+
+    def edit(self, logits: Tensor, slots: np.ndarray) -> None:
+        """Change the logits [R, V] of these slots [R] in place, as their requests ask for."""
+        apply_rules(logits, [self.active_rules[slot] for slot in slots.tolist()])
+        if self._penalties:
+            self._penalties.apply(logits, slots)
+
+    def append_on_device(self, slots: np.ndarray, token_ids: Tensor) -> None:
+        """The same tokens as `append_tokens`, for what is kept on the device. Also for slots that end."""
+        if self._penalties:
+            self._penalties.append(slots, token_ids)
 
     def _set_numbers(self, slot: int, params: SamplingParams, seed: int) -> None:
         self.needs[slot] = _needs_of(params)
@@ -75,6 +110,8 @@ class SamplingRows:
         """The slot's branch is gone. One that is not sampled, which has a vector, was never added."""
         if slot >= len(self.rules):
             return
+        if self._penalties:
+            self._penalties.remove(slot)
         self.needs[slot] = Needs.NOTHING
         self.rules[slot] = NO_RULES
         self.active_rules[slot] = ()
@@ -102,7 +139,7 @@ class SamplingRows:
                 self.needs[slot] &= ~np.uint16(Needs.TOKENS)
             self.rules[slot] = row_rules
             active = self.active_rules[slot] = row_rules.active()
-            if not active:
+            if not active and not self.needs[slot] & Needs.PENALTIES:
                 self.needs[slot] &= ~np.uint16(Needs.EDITS)
 
     def _grow(self, num_slots: int) -> None:

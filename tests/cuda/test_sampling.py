@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ratoon.core.params import SamplingParams
+from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.layers import beams, sampling
@@ -160,21 +161,26 @@ EVERY_KIND = [
     {"temperature": 1.0, "bad_words_token_ids": [[2], [5, 6]]},
     {"temperature": 0.9, "min_tokens": 4, "eos_token_ids": [0], "stop_token_ids": [7]},
     {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 0.0, "no_repeat_ngram_size": 2},
+    {"temperature": 0.0, "forced_eos_token_id": [11], "max_tokens": 4},
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sampler_gives_the_same_on_both_devices_and_does_not_wait(dtype):
-    rows = SamplingRows(len(EVERY_KIND))
+    reference = SamplingRows(len(EVERY_KIND))
+    kept = SamplingRows(len(EVERY_KIND), PenaltyRows(50_257, torch.device("cuda")))
     for slot, kind in enumerate(EVERY_KIND):
-        rows.add(slot, SamplingParams(**kind), 1000 + slot, (1, 2, 3), (5, 9, 9))
-    sampler, slots = Sampler(rows), np.arange(len(EVERY_KIND))
+        for rows in (reference, kept):
+            rows.add(slot, SamplingParams(**kind), 1000 + slot, (1, 2, 3), (5, 9, 9))
+    slots, seeds = np.arange(len(EVERY_KIND)), reference.seeds[: len(EVERY_KIND)]
     logits = random_logits(len(EVERY_KIND), 50_257).to(dtype)
-    expected = sampler.sample(logits.clone(), slots, rows.seeds[slots])
+    expected = Sampler(reference).sample(logits.clone(), slots, seeds)
     on_device = logits.cuda()
-    sampler.sample(on_device, slots, rows.seeds[slots])  # compiles
+    Sampler(kept).sample(on_device, slots, seeds)  # compiles
     with without_waiting():
-        found = sampler.sample(on_device, slots, rows.seeds[slots])
+        found = Sampler(kept).sample(on_device, slots, seeds)
+        kept.append_on_device(slots, found.token_ids)
         found.packed()
     assert found.to_numpy().tolist() == expected.to_numpy().tolist()
     assert found.bad_rows == []

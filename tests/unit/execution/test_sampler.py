@@ -55,7 +55,7 @@ class Harness:
     def edited(self, logits: torch.Tensor) -> torch.Tensor:
         """What the logits become before a token is chosen."""
         logits = logits.clone()
-        self.sampler._edit(logits, np.arange(len(logits)))
+        self.rows.edit(logits, np.arange(len(logits)))
         return logits
 
 

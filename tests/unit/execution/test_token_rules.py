@@ -134,7 +134,7 @@ def random_logits(chance: random.Random, num_rows: int) -> Tensor:
 
 def edited(rows: SamplingRows, logits: Tensor, slots: list[int]) -> Tensor:
     logits = logits.clone()
-    Sampler(rows)._edit(logits, np.array(slots))
+    rows.edit(logits, np.array(slots))
     return logits
 
 

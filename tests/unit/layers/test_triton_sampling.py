@@ -77,16 +77,16 @@ def test_greedy_rows_get_the_lowest_of_equal_ids(equal):
 
 
 def test_rows_that_are_not_numbers_are_flagged_and_others_are_not_in_every_mode():
-    logits = random_logits(6, 5003)
-    logits[0, 5002], logits[1, 0], logits[2] = math.nan, math.inf, -math.inf
+    logits = random_logits(6, 1500)
+    logits[0, 1499], logits[1, 0], logits[2] = math.nan, math.inf, -math.inf
     logits[3, 100:] = -math.inf
     logits[5] = -math.inf
-    logits[5, 4999] = -1e30
+    logits[5, 1498] = -1e30
     for mode, kind in ((Mode.GREEDY, GREEDY), (Mode.RANDOM, PLAIN), (Mode.FILTERED, ALL_FILTERS)):
         pair = sample(logits, [kind] * 6, [0.3] * 6, mode)
         assert pair[0].bad.tolist() == [True, True, True, False, False, False]
         assert_alike(pair)
-        assert ((pair[0].token_ids >= 0) & (pair[0].token_ids < 5003)).all()
+        assert ((pair[0].token_ids >= 0) & (pair[0].token_ids < 1500)).all()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 4097])
@@ -163,7 +163,7 @@ def test_a_forbidden_token_is_never_drawn(uniform):
 
 @pytest.mark.parametrize("kind", [PLAIN, ALL_FILTERS])
 def test_extreme_logits_give_the_right_token(kind):
-    logits = torch.zeros(3, 5003)
+    logits = torch.zeros(3, 1500)
     logits[0, 77] = 1e30
     logits[1] = -1e30
     logits[1, 78] = -1e29
@@ -184,7 +184,7 @@ def test_tokens_of_equal_probability_are_kept_or_removed_together(kind):
 
 
 def test_frequencies_of_draws_match_the_probabilities():
-    num_draws = 2000 if DEVICE.type == "cuda" else 40
+    num_draws = 2000 if DEVICE.type == "cuda" else 24
     logits = random_logits(1, 5, scale=1.0).repeat(num_draws, 1)
     uniforms = sampling.uniform(np.full(num_draws, 11, dtype=np.uint64), np.arange(num_draws))
     found, _ = sample(logits, [(0.9, 0, 1, 0)] * num_draws, torch.from_numpy(uniforms), Mode.RANDOM)
