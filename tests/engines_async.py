@@ -60,10 +60,10 @@ class ThreadEngineClient:
             self.num_aborts[request_id] = self.num_aborts.get(request_id, 0) + 1
         self._calls.put(lambda: self._core_client.abort_requests(request_ids))
 
-    def stop_requests(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self.num_aborts[request_id] = self.num_aborts.get(request_id, 0) + 1
-        self._calls.put(lambda: self._core_client.stop_requests(request_ids))
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        for branch_id in stopped:
+            self.num_aborts[branch_id] = self.num_aborts.get(branch_id, 0) + 1
+        self._calls.put(lambda: self._core_client.stop_requests(stopped))
 
     async def get_outputs(self) -> EngineCoreOutputs:
         outputs = await self._outputs.get()

@@ -286,6 +286,8 @@ class HiddenStatesParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omi
     side: str = "decoder"  # encoder: positions are those of the encoder's input, and layers the encoder's
     # Positions and layers named several times are returned once, at the place of the first
     each_once: bool = False
+    # Filled in for a request with an answer: the layers as the engine counts them (Extraction.layers)
+    layers_passed: list[int] | None = None
 
     def verify(self) -> None:
         """Ranges and types only; limits of the sequence and the model are checked elsewhere."""

@@ -27,7 +27,8 @@ class EngineCoreRequestType(enum.Enum):
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     HIDDEN_STATES_EXTRACT = b"\x05"
-    STOP = b"\x07"  # a stop string ended these requests: like ABORT, but leases that they asked for are granted
+    # A stop string ended these choices: like ABORT, but leases and hidden states that they asked for are given
+    STOP = b"\x07"
     OUTPUTS_TAKEN = b"\x06"  # how many output messages the client has received so far
 
 
@@ -58,7 +59,6 @@ class Extraction(msgspec.Struct, omit_defaults=True, gc=False, tag="extraction")
     deadline: float | None = None  # seconds, from its arrival in the engine
     # Read the encoder's states instead of the decoder's: positions are those of the encoder input
     of_encoder: bool = False
-    ends_lease: bool = False  # the lease it reads was granted for it alone, and ends with it
 
 
 # What a request asks for, and so its kind: generation, beam search, one vector, hidden states
@@ -120,6 +120,11 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     def num_choices(self) -> int:
         params = self.generation_params
         return 1 if params is None else params.n
+
+
+def branch_id_of(request_id: str, choice: int) -> str:
+    """The engine's id of one choice."""
+    return request_id if choice == 0 else f"{request_id}#{choice}"
 
 
 class InheritedFrom(enum.IntEnum):

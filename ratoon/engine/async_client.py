@@ -8,7 +8,7 @@ another engine if there is one, otherwise after the restart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -104,15 +104,14 @@ class AsyncMPClient:
         self._dispatch()
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        self._take_back(EngineCoreRequestType.ABORT, request_ids)
+        self._take_back(EngineCoreRequestType.ABORT, *self._ledger.abort(request_ids))
 
-    def stop_requests(self, request_ids: list[str]) -> None:
-        self._take_back(EngineCoreRequestType.STOP, request_ids)
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        self._take_back(EngineCoreRequestType.STOP, *self._ledger.stop(stopped))
 
-    def _take_back(self, kind: EngineCoreRequestType, request_ids: list[str]) -> None:
-        to_send, ended = self._ledger.abort(request_ids)
-        for engine, ids in to_send.items():
-            self.replicas[engine].send(kind, ids)
+    def _take_back(self, kind: EngineCoreRequestType, to_send: Mapping[int, Any], ended: list[Entry]) -> None:
+        for engine, message in to_send.items():
+            self.replicas[engine].send(kind, message)
         for entry in ended:
             self._entry_ended(entry)
         self._dispatch()

@@ -33,6 +33,10 @@ class ChoiceState:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def ended_well(self) -> bool:
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
     def add_tokens(self, output: EngineCoreOutput) -> int:
         """Add new tokens, up to a stop string, which ends the choice. How many were added."""
         token_ids = self.detokenizer.token_ids

@@ -34,8 +34,8 @@ class InprocClient:
     def abort_requests(self, request_ids: list[str]) -> None:
         self.core.abort_requests(request_ids)
 
-    def stop_requests(self, request_ids: list[str]) -> None:
-        self.core.stop_requests(request_ids)
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        self.core.stop_requests(stopped)
 
     def has_work(self) -> bool:
         return self.core.has_work()

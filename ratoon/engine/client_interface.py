@@ -18,8 +18,9 @@ class RequestTaker(Protocol):
 
     def abort_requests(self, request_ids: list[str]) -> None: ...
 
-    def stop_requests(self, request_ids: list[str]) -> None:
-        """Like an abort, for requests that a stop string ended here: their leases are kept."""
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        """Like an abort, for branches that a stop string ended here: leases that they asked for are granted, and hidden
+        states are read where the number of tokens that count is given."""
 
 
 class EngineClient(RequestTaker, Protocol):

@@ -42,7 +42,8 @@ class EngineCore:
         self._max_in_flight = config.scheduler.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()  # the oldest first
         self._pending: list[EngineCoreOutput] = []  # outputs that no step brought: aborts
-        self._aborts: queue.SimpleQueue[tuple[list[str], bool]] = queue.SimpleQueue()  # ids, and whether to keep leases
+        # Ids of aborted requests, or branches that a stop string ended
+        self._aborts: queue.SimpleQueue[list[str] | dict[str, int | None]] = queue.SimpleQueue()
         self._step_lock = threading.Lock()  # held while a step runs: the scheduler then belongs to its thread
         self._running = threading.Event()  # not paused
         self._running.set()
@@ -57,15 +58,16 @@ class EngineCore:
         self.note_abort(request_ids)
         self._take_aborts_between_steps()
 
-    def stop_requests(self, request_ids: list[str]) -> None:
-        """The same for requests that a stop string ended on the other side: what they asked to keep is kept."""
-        self.note_abort(request_ids, keep=True)
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        """The same for branches that a stop string ended on the other side: what they asked for at their end is done.
+        See Scheduler.stop_requests."""
+        self.note_abort(stopped)
         self._take_aborts_between_steps()
 
-    def note_abort(self, request_ids: list[str], keep: bool = False) -> None:
+    def note_abort(self, ended: list[str] | dict[str, int | None]) -> None:
         """From any thread: end these requests in the step under way, or with the next one. Unknown ids
         are ignored, so an abort that may be ahead of its request must be repeated after it."""
-        self._aborts.put((request_ids, keep))
+        self._aborts.put(ended)
 
     def _take_aborts_between_steps(self) -> None:
         if self._step_lock.acquire(blocking=False):  # else the step takes them
@@ -76,8 +78,11 @@ class EngineCore:
 
     def _take_aborts(self) -> None:
         while not self._aborts.empty():
-            request_ids, keep = self._aborts.get()
-            self._pending += self.scheduler.abort_requests(request_ids, keep=keep)
+            ended = self._aborts.get()
+            if isinstance(ended, dict):
+                self._pending += self.scheduler.stop_requests(ended)
+            else:
+                self._pending += self.scheduler.abort_requests(ended)
 
     def _take_pending(self) -> list[EngineCoreOutput]:
         outputs, self._pending = self._pending, []

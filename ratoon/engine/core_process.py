@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,13 +66,6 @@ SECONDS_TO_TIDY_UP = 2.0
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
 SECONDS_TO_BE_HEARD = 30.0  # for the parent to read why the engine did not start
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-
-
-@dataclass(frozen=True)
-class StoppedRequests:
-    """Told apart from requests that are aborted."""
-
-    ids: list[str]
 
 
 class Stop:
@@ -174,8 +166,8 @@ class EngineCoreProcess:
                 self._send_outputs(EngineCoreOutputs([refusal]))
         elif isinstance(message, UtilityCall):
             self._send(EngineMessageType.UTILITY_RESULT, utilities.answer(message))
-        elif isinstance(message, StoppedRequests):
-            core.stop_requests(message.ids)
+        elif isinstance(message, dict):
+            core.stop_requests(message)
         elif isinstance(message, int):
             self._num_outputs_taken = message
         elif isinstance(message, Fault):
@@ -191,12 +183,11 @@ class EngineCoreProcess:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self._launch.input_address)
         socket.send(self._launch.secret)  # tells the client that the connection works
-        stopped = Decoder(list[str]).decode
         decoders: dict[bytes, Callable[[list[bytes]], Any]] = {
             EngineCoreRequestType.ADD.value: Decoder(EngineCoreRequest).decode,
             EngineCoreRequestType.HIDDEN_STATES_EXTRACT.value: Decoder(EngineCoreRequest).decode,
             EngineCoreRequestType.ABORT.value: Decoder(list[str]).decode,
-            EngineCoreRequestType.STOP.value: lambda frames: StoppedRequests(stopped(frames)),
+            EngineCoreRequestType.STOP.value: Decoder(dict[str, int | None]).decode,
             EngineCoreRequestType.UTILITY.value: Decoder(UtilityCall).decode,
             EngineCoreRequestType.EXECUTOR_FAILED.value: Decoder(Fault).decode,
             EngineCoreRequestType.OUTPUTS_TAKEN.value: Decoder(int).decode,
@@ -219,11 +210,7 @@ class EngineCoreProcess:
     def _note_abort(self, message: Any) -> None:
         """An abort is told to the step under way as well. It keeps its place among the messages, because the request
         that it is about may still be waiting there."""
-        if self._core is None:
-            return
-        if isinstance(message, StoppedRequests):
-            self._core.note_abort(message.ids, keep=True)
-        elif isinstance(message, list):
+        if self._core is not None and isinstance(message, (list, dict)):
             self._core.note_abort(message)
 
     def _write_messages(self) -> None:

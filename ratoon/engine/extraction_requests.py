@@ -30,9 +30,8 @@ def extract_from_root(
     root: Root,
     choice: int,
     params: HiddenStatesParams,
-    ends_lease: bool = False,
 ) -> tuple[EngineCoreRequest, Selection]:
-    """It reads what is still there of the root. With `ends_lease` that is given back when it was read."""
+    """It reads what is still there of the root."""
     if params.side == ENCODER:  # of which nothing is kept: the encoder runs again
         root.verify_choice(choice)
         request, selection = _of_encoder(selector, request_id, root.prompt_token_ids, root.encoder_input, params)
@@ -40,7 +39,6 @@ def extract_from_root(
         token_ids = root.tokens(choice, field="original_request_id")
         num_prompt_tokens = len(root.prompt_token_ids)
         selection = selector.select(params, num_prompt_tokens, len(token_ids) - num_prompt_tokens)
-        selection.extraction.ends_lease = ends_lease
         request = _request(request_id, token_ids, root.encoder_input, selection)
         request.continuation_of = root.branch_id(choice)
         request.continuation_token_ids = []

@@ -7,7 +7,6 @@ It never waits: LLMEngine (llm_engine.py) drives it step by step, AsyncLLMEngine
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -224,11 +223,14 @@ class FrontEnd:
     def end_requests(self, external_ids: Iterable[str], owner: str | None) -> list[Output]:
         """End requests, by their callers' ids; those that are unknown or finished are passed over. Their last
         outputs."""
-        outputs, aborted, extractions = self.output_processor.abort_requests(external_ids, owner)
-        if aborted:
+        outputs, _, aborted = self.output_processor.abort_requests(external_ids, owner)
+        self._abort(aborted)
+        return outputs
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if request_ids:
             with suppress(EngineDeadError):  # what is dead has nothing left to abort
-                self._taker.abort_requests(aborted)
-        return outputs + self._extract(extractions)
+                self._taker.abort_requests(request_ids)
 
     def count_refused(self) -> None:
         if self._metrics is not None:
@@ -238,11 +240,12 @@ class FrontEnd:
 
     def process_outputs(self, step: EngineCoreOutputs) -> list[Output]:
         """What a step brought for callers. The engine hears what ended here first, at a stop string for example."""
-        outputs, stopped, extractions = self.output_processor.process_outputs(step)
+        outputs, stopped, aborted = self.output_processor.process_outputs(step)
         if stopped:
             with suppress(EngineDeadError):
                 self._taker.stop_requests(stopped)
-        return outputs + self._extract(extractions)
+        self._abort(aborted)
+        return outputs
 
     def record_stats(self, step: EngineCoreOutputs) -> None:
         if step.scheduler_stats is None:
@@ -251,20 +254,6 @@ class FrontEnd:
             self._metrics.record_engine(step.engine_index, step.scheduler_stats)
         if self._throughput is not None:
             self._throughput.record_engine(step.engine_index, step.scheduler_stats)
-
-    def _extract(self, extractions: list[EngineCoreRequest]) -> list[Output]:
-        """Have hidden states read that ended requests asked for."""
-        outputs: list[Output] = []
-        waiting = deque(extractions)
-        while waiting:
-            request = waiting.popleft()
-            try:
-                self._taker.add_request(request)
-            except Exception as error:  # the answer has its text all the same
-                failed = self.output_processor.fail_extraction(request.request_id, error)
-                outputs += failed.outputs
-                waiting += failed.extractions
-        return outputs
 
     def has_unfinished_requests(self) -> bool:
         return self.output_processor.has_unfinished_requests()

@@ -9,18 +9,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError, TooLargeError
 from ratoon.core.params import ENCODER, MAX_HIDDEN_STATES_BYTES, HiddenStatesParams
+from ratoon.core.readings import Piece, place_in_scope
 from ratoon.core.request import Extraction
 from ratoon.core.sizes import format_size
 from ratoon.engine.hidden_states_budget import Hold
-
-Piece: TypeAlias = int | tuple[int, int | None]  # one position, or a run of them: from, up to but not including
 
 ALL = "all"
 NORM = "norm"  # another name of the last entry: the output of the final norm
@@ -28,7 +27,6 @@ PRE_NORM = "pre_norm"  # the input of the final norm
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 POSITIONS_EXPECTED = 'a whole number, a list of them and of pairs [start, stop], or "all"'
 LAYERS_EXPECTED = 'a whole number, "norm", "pre_norm", a list of these, or "all"'
-SCOPE_NAMES = {"all": "sequence", "prompt": "prompt", "output": "output"}
 ENCODER_INPUT = "encoder's input"
 
 
@@ -60,9 +58,10 @@ class HiddenStatesSelector:
         self._layers(params)
 
     def in_plain_lists(self, params: HiddenStatesParams) -> HiddenStatesParams:
-        """The same, positions and layers written so that they can travel."""
+        """The same, positions and layers written so that they can travel and the engine can follow them."""
         positions = [piece if isinstance(piece, int) else list(piece) for piece in parse_positions(params.positions)]
-        return msgspec.structs.replace(params, positions=positions, layers=self._layer_names(params))
+        layers, passed = self._layer_names(params), sorted(set(self._layers(params)))
+        return msgspec.structs.replace(params, positions=positions, layers=layers, layers_passed=passed)
 
     def select(self, params: HiddenStatesParams, num_prompt_tokens: int, num_output_tokens: int) -> Selection:
         """Params that were verified, for a sequence of so many tokens; of the encoder, for so many positions."""
@@ -120,11 +119,9 @@ class HiddenStatesSelector:
         return list(first_names.values())
 
     def _runs(self, params: HiddenStatesParams, num_prompt_tokens: int, num_output_tokens: int) -> list[range]:
-        first = num_prompt_tokens if params.scope == "output" else 0
-        last = num_prompt_tokens if params.scope == "prompt" else num_prompt_tokens + num_output_tokens
-        name = ENCODER_INPUT if params.side == ENCODER else SCOPE_NAMES[params.scope]
-        runs = place_positions(parse_positions(params.positions), last - first, name)
-        return [range(run.start + first, run.stop + first) for run in runs]
+        name = ENCODER_INPUT if params.side == ENCODER else None
+        pieces = parse_positions(params.positions)
+        return place_in_scope(pieces, params.scope, num_prompt_tokens, num_output_tokens, name)
 
     def _verify_size(self, runs: list[range], num_layers: int, dtype: str) -> int:
         """The bytes of the answer. Before positions are written out one by one: a short list can name very many."""
@@ -168,30 +165,6 @@ def _parse_piece(index: int, piece: Any) -> Piece:
     )
 
 
-def place_positions(pieces: Iterable[Piece], length: int, name: str) -> list[range]:
-    """The runs in a part of a sequence, which is so long and is called so. Negative numbers count from its end."""
-    if length == 0:
-        raise RequestError("positions", f"the {name} has no tokens", "a scope that has some")
-    runs = []
-    for piece in pieces:
-        if isinstance(piece, int):
-            start = _place(piece, length, name, highest=length - 1)
-            runs.append(range(start, start + 1))
-            continue
-        start = _place(piece[0], length, name, highest=length)
-        stop = length if piece[1] is None else _place(piece[1], length, name, highest=length)
-        if stop < start:
-            raise RequestError(
-                "positions",
-                f"{list(piece)} goes from {start} to {stop} in a {name} of {length} tokens",
-                "a stop that is not before the start",
-            )
-        runs.append(range(start, stop))
-    if not any(runs):
-        raise RequestError("positions", f"name none of the {length} tokens of the {name}", "at least one position")
-    return runs
-
-
 def first_mentions(runs: Iterable[range]) -> list[range]:
     """The same positions, each where it stands first. The time depends on the runs that differ, not on how many
     positions they name together."""
@@ -207,16 +180,6 @@ def first_mentions(runs: Iterable[range]) -> list[range]:
             first.append(range(start, stop))
             start = stop
     return first
-
-
-def _place(position: int, length: int, name: str, highest: int) -> int:
-    if not -length <= position <= highest:
-        raise RequestError(
-            "positions",
-            f"{position} is out of range: the {name} has {length} tokens",
-            f"from {-length} to {highest}",
-        )
-    return position + length if position < 0 else position
 
 
 # ---- layers ----

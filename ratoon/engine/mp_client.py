@@ -60,16 +60,17 @@ class SyncMPClient:
             self._dispatch()
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        self._take_back(EngineCoreRequestType.ABORT, request_ids)
-
-    def stop_requests(self, request_ids: list[str]) -> None:
-        self._take_back(EngineCoreRequestType.STOP, request_ids)
-
-    def _take_back(self, kind: EngineCoreRequestType, request_ids: list[str]) -> None:
         with self._lock:
             to_send, _ = self._ledger.abort(request_ids)
             for ids in to_send.values():
-                self._replica.send(kind, ids)
+                self._replica.send(EngineCoreRequestType.ABORT, ids)
+
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        with self._lock:
+            to_send, _ = self._ledger.stop(stopped)
+            for counts in to_send.values():
+                self._replica.send(EngineCoreRequestType.STOP, counts)
+            self._dispatch()
 
     def has_work(self) -> bool:
         return bool(self._arrived) or len(self._ledger) > 0

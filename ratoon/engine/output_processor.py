@@ -1,22 +1,22 @@
 """Engine outputs to what callers get, for every request that is under way on this side of the engine.
 
-It never calls the engine. It returns what must be sent to it: ids that ended here first (at a stop string, say),
-and requests for the hidden states that an ended request has asked for. What becomes of one request is worked out by its
-RequestState.
+It never calls the engine. It returns what must be sent to it: what ended here first, at a stop string for example. What
+becomes of one request is worked out by its RequestState.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratoon.core.config import MAX_ROOTS
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import HiddenStatesOutput
-from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.params import HiddenStatesParams
+from ratoon.core.readings import reading_id
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReason, branch_id_of
 from ratoon.engine.extraction_requests import extract_from_root
 from ratoon.engine.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.hidden_states_budget import HiddenStatesBudget
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
     from ratoon.observe.throughput import ThroughputLog
     from ratoon.observe.tracing import RequestTracer
 
-# Seconds that the memory of an ended request is kept until the reader of its hidden states has come. It is given
-# back as soon as they are read; this is for readers that never come.
-READING_LEASE = 30.0
-# Requests for hidden states that are in the engine at a time, of those that no caller knows of. It refuses more
-# than it can queue, and no requested states should be lost to that.
-MAX_READERS = 256
-
 logger = get_logger(__name__)
 
 
@@ -45,8 +38,10 @@ class Processed(NamedTuple):
     """The consequences of an event."""
 
     outputs: list[Output]  # for callers
-    stopped: list[str]  # ids that the engine should end: they ended here alone
-    extractions: list[EngineCoreRequest]  # to be handed to the engine, after that
+    # Branches that ended at a stop string, with the number of their tokens where hidden states are read. Those that
+    # ended in the engine, too, if a stop string could have ended them.
+    stopped: dict[str, int | None]
+    aborted: list[str]  # ids that the engine should abort, after that
 
 
 class OutputProcessor:
@@ -58,8 +53,8 @@ class OutputProcessor:
     nothing more will come. What the engine refused has `refusal`, the RequestError that a caller should get; `error`
     says the same as text.
 
-    A request with `return_hidden_states` has not ended before they are there. They are read for it by requests that no
-    caller knows of; if one of these fails, the text is given all the same.
+    A request with `return_hidden_states` has not ended before they are there. The engine reads them when a choice has
+    ended, and sends them as the outputs of a request of its own; if that fails, the text is given all the same.
 
     Callers' ids are an owner's own: they neither collide with nor reveal those of other owners.
     """
@@ -84,8 +79,6 @@ class OutputProcessor:
         self._throughput = throughput
         self._states: dict[str, RequestState] = {}  # by internal id
         self._internal_ids: dict[tuple[str | None, str], str] = {}  # by owner and the caller's id
-        self._readers_waiting: deque[EngineCoreRequest] = deque()
-        self._readers: set[str] = set()  # in the engine, by internal id
         self.roots = RootTable(max_roots)  # what has ended and can be continued
 
     def add_request(
@@ -100,9 +93,6 @@ class OutputProcessor:
         state = make_request_state(request, prompt, self._tokenizer, selection, encoder_prompt)
         if self.is_running(state.external_id, state.owner):
             raise RequestError("request_id", f"{state.external_id!r} is in use", "an id that no unfinished request has")
-        params = state.params
-        if params is not None and params.return_hidden_states is not None and request.retain_kv is None:
-            request.retain_kv = READING_LEASE
         self._internal_ids[state.owner, state.external_id] = state.request_id
         self._states[state.request_id] = state
 
@@ -141,7 +131,7 @@ class OutputProcessor:
         now = self._clock()
         sampled = outputs.timestamp or None
         touched: dict[str, RequestState] = {}
-        done = Processed([], [], [])
+        done = Processed([], {}, [])
         for output in outputs.outputs:
             state = self._states.get(output.request_id)
             # The engine may have been a step ahead of an abort: its late outputs are dropped.
@@ -153,20 +143,19 @@ class OutputProcessor:
                 state.take(choice, output, now, sampled)
             except Exception as error:
                 touched.pop(state.request_id, None)
-                done.stopped.append(state.request_id)
+                done.aborted.append(state.request_id)
                 self._give_up(state, error, now, done)
                 continue
             touched[state.request_id] = state
-            if choice.finished and not output.finished:
-                done.stopped.append(state.abort_id(choice))
+            if choice.finished:
+                state.tell_stop(choice, output.finished, done.stopped)
         for state in touched.values():
             try:
                 state.end_choices_that_never_began()
                 self._deliver(state, now, done)
             except Exception as error:
-                done.stopped.append(state.request_id)
+                done.aborted.append(state.request_id)
                 self._give_up(state, error, now, done)
-        self._let_readers_in(done)
         return done
 
     def _deliver(self, state: RequestState, now: float, done: Processed) -> None:
@@ -177,13 +166,17 @@ class OutputProcessor:
             count_tokens(self._throughput, state)
         state.got_tokens = False
         state.num_new_tokens = 0
+        if state.states_asked is not None:
+            self._begin_reading(state, state.states_asked, now, done)
         if not state.finished:
             result = state.next_output(finished=False)
             if result is not None:
                 done.outputs.append(result)
             return
         state.metrics.finished_time = now
-        if not self._begin_reading(state, now):
+        if not state.ended_well:
+            self._drop_readers(state, done)
+        if not state.is_read:
             self._finish(state, now, done)
 
     def _finish(self, state: RequestState, now: float, done: Processed) -> None:
@@ -196,6 +189,7 @@ class OutputProcessor:
         logger.error("request %s failed in the front end", state.external_id, exc_info=error)
         state.error = f"{type(error).__name__}: {error}"
         state.metrics.finished_time = now
+        self._drop_readers(state, done)
         result = state.last_output()
         self._forget(state)
         self._hand_out(state, result, now, done)
@@ -209,7 +203,7 @@ class OutputProcessor:
         assert isinstance(result, HiddenStatesOutput) and original.reading is not None
         del original.reading.readers[state.request_id]
         original.reading.states[choice] = result
-        if original.reading.readers:
+        if original.is_read or not original.finished:
             return
         try:
             self._finish(original, now, done)
@@ -220,8 +214,6 @@ class OutputProcessor:
         del self._states[state.request_id]
         if state.reads is None:
             del self._internal_ids[state.owner, state.external_id]
-        else:
-            self._readers.discard(state.request_id)
         root = state.as_root() if state.error is None else None
         if root is not None:
             self.roots.add(root)
@@ -230,53 +222,39 @@ class OutputProcessor:
         if self._tracer is not None and state.trace_headers is not None:
             self._tracer.record(trace_of(state))
 
-    # ---- hidden states of requests that have ended ----
+    # ---- hidden states of texts that have ended ----
 
-    def _begin_reading(self, state: RequestState, now: float) -> bool:
-        """Have the hidden states read that a request asked for, of each choice. False: there is nothing to wait for."""
-        params = None if state.params is None else state.params.return_hidden_states
-        if params is None or not state.ended_well:
-            return False
+    def _begin_reading(self, state: RequestState, params: HiddenStatesParams, now: float, done: Processed) -> None:
+        """The engine has begun to read the hidden states of choices that have just ended: expect its outputs."""
         assert self._selector is not None
-        reading, root = Reading(), state.snapshot()
-        requests = []
-        for choice in range(len(state.choices)):
-            request_id = f"{state.request_id}.{choice}.states"
+        ended = [choice.index for choice in state.choices if choice.index in state.changed and choice.ended_well]
+        if not ended:
+            return
+        root, state.reading = state.snapshot(), state.reading or Reading()
+        for choice in ended:
+            name = reading_id(root.branch_id(choice))
             try:
-                request, selection = extract_from_root(
-                    self._selector, request_id, root, choice, params, ends_lease=not state.leased
-                )
+                request, selection = extract_from_root(self._selector, name, root, choice, params)
                 hold = self._budget.reserve(selection.num_bytes, state.owner)
             except RequestError as error:
-                reading.states[choice] = _not_there(state, error.inside("return_hidden_states"))
+                state.reading.states[choice] = _not_there(state, params, error.inside("return_hidden_states"))
+                done.aborted.append(name)
                 continue
             request.external_id = state.external_id
             request.arrival_time = now
-            requests.append(request)
-            selection = dataclasses.replace(selection, hold=hold)
-            reader = reading.readers[request_id] = make_request_state(request, None, None, selection)
+            reader = make_request_state(request, None, None, dataclasses.replace(selection, hold=hold))
             reader.reads = state, choice
-        state.reading = reading
-        self._states.update(reading.readers)
-        self._readers_waiting += requests
-        return bool(requests)
+            self._states[name] = state.reading.readers[name] = reader
 
-    def _let_readers_in(self, done: Processed) -> None:
-        while self._readers_waiting and len(self._readers) < MAX_READERS:
-            request = self._readers_waiting.popleft()
-            if request.request_id in self._states:  # not taken back meanwhile
-                self._readers.add(request.request_id)
-                done.extractions.append(request)
-
-    def fail_extraction(self, request_id: str, error: Exception) -> Processed:
-        """The engine did not take one of the extractions that were to be handed to it."""
-        done = Processed([], [], [])
-        state = self._states.get(request_id)
-        if state is not None:
-            state.end(FinishReason.ERROR, error)
-            self._deliver(state, self._clock(), done)
-        self._let_readers_in(done)
-        return done
+    def _drop_readers(self, state: RequestState, done: Processed) -> None:
+        """Not all of its texts are complete: it gives no hidden states. The engine may already read those of a choice
+        whose end is not known here."""
+        if state.states_asked is not None:
+            names = [reading_id(branch_id_of(state.request_id, choice.index)) for choice in state.choices]
+            for name in names:
+                self._states.pop(name, None)
+            done.aborted.extend(names)
+            state.reading = None
 
     # ---- what ends from this side ----
 
@@ -292,28 +270,26 @@ class OutputProcessor:
     def _end(
         self, external_ids: Iterable[str], owner: str | None, reason: FinishReason, error: Exception | None
     ) -> Processed:
-        done = Processed([], [], [])
+        done = Processed([], {}, [])
         now = self._clock()
         for external_id in external_ids:
             state = self._find(external_id, owner)
             if state is None:
                 continue
-            # Of a request whose hidden states are being read, only the reading is left to end.
-            for ending in [state] if state.reading is None else list(state.reading.readers.values()):
-                done.stopped.append(ending.request_id)
+            # Of a request whose texts have ended, only the reading of their hidden states is left to end.
+            readers = [] if state.reading is None else list(state.reading.readers.values())
+            for ending in readers if state.finished else [state]:
+                done.aborted.append(ending.request_id)
                 try:
                     ending.end(reason, error)
                     self._deliver(ending, now, done)
                 except Exception as failure:
                     self._give_up(ending, failure, now, done)
-        self._let_readers_in(done)
         return done
 
 
-def _not_there(state: RequestState, error: RequestError) -> HiddenStatesOutput:
+def _not_there(state: RequestState, params: HiddenStatesParams, error: RequestError) -> HiddenStatesOutput:
     """What was asked for turned out not to exist."""
-    assert state.params is not None and state.params.return_hidden_states is not None
-    params = state.params.return_hidden_states
     return HiddenStatesOutput(
         state.external_id, None, params.dtype, [], [], [], error=str(error), refusal=error, owner=state.owner
     )

@@ -17,7 +17,15 @@ from ratoon.core.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from ratoon.core.params import BeamSearchParams, GenerationParams, PoolingParams, RequestOutputKind, SamplingParams
+from ratoon.core.params import (
+    BeamSearchParams,
+    GenerationParams,
+    HiddenStatesParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from ratoon.core.readings import awaits_count
 from ratoon.core.request import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -26,6 +34,7 @@ from ratoon.core.request import (
     Extraction,
     FinishReason,
     InheritedFrom,
+    branch_id_of,
 )
 from ratoon.engine.answers import Answer, HiddenStatesAnswer, Output, VectorAnswer
 from ratoon.engine.choice_state import ChoiceState, make_choices
@@ -39,8 +48,7 @@ __all__ = ["Output", "Reading", "RequestState", "make_request_state"]
 
 @dataclass(slots=True)
 class Reading:
-    """The hidden states of a request that has ended and asked for them: those received, and the extractions that still
-    run."""
+    """The hidden states of choices that have ended: those received, and the readings that still run."""
 
     states: dict[int, HiddenStatesOutput] = field(default_factory=dict)  # by choice
     readers: dict[str, RequestState] = field(default_factory=dict)  # by internal id
@@ -59,7 +67,7 @@ class RequestState:
     encoder_prompt: str | None = None  # of an encoder-decoder model, as is the next; `prompt` is then the decoder's
     encoder_input: EncoderInput | None = None
     answer: Answer | None = None  # set: its result is not text; its one choice gets no token
-    reading: Reading | None = None  # set once it has ended, where it asked for hidden states
+    reading: Reading | None = None  # set once a choice has ended, where it asked for hidden states
     reads: tuple[RequestState, int] | None = None  # set: this is read for a choice of another request
     beam_search: bool = False  # its choices are known when it ends; before, there is the best text so far
     prompt_logprobs_delivered: bool = False
@@ -97,11 +105,25 @@ class RequestState:
 
     @property
     def ended_well(self) -> bool:
-        return all(choice.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for choice in self.choices)
+        return all(choice.ended_well for choice in self.choices)
 
-    def abort_id(self, choice: ChoiceState) -> str:
-        """The engine's id of this choice."""
-        return self.request_id if len(self.choices) == 1 else f"{self.request_id}#{choice.index}"
+    @property
+    def states_asked(self) -> HiddenStatesParams | None:
+        """The hidden states that come with its texts."""
+        return None if self.params is None else self.params.return_hidden_states
+
+    @property
+    def is_read(self) -> bool:
+        """Whether hidden states of a choice that has ended are still to come."""
+        return self.reading is not None and bool(self.reading.readers)
+
+    def tell_stop(self, choice: ChoiceState, ended_in_engine: bool, stopped: dict[str, int | None]) -> None:
+        """Note for the engine that a choice ended at a stop string, and, before hidden states are read, how many of its
+        tokens count."""
+        is_read = choice.ended_well and self.states_asked is not None
+        if not ended_in_engine or (is_read and awaits_count(self.params)):
+            num_tokens = len(choice.detokenizer.token_ids) if is_read else None
+            stopped[branch_id_of(self.request_id, choice.index)] = num_tokens
 
     def take(self, choice: ChoiceState, output: EngineCoreOutput, now: float, sampled: float | None = None) -> None:
         """Take in what a step, which ended at `sampled`, brought for one choice that has not ended."""

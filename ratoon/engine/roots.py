@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ratoon.core.config import MAX_ROOTS
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError, UnknownParentError
+from ratoon.core.request import branch_id_of
 
 MAX_FEATURE_BYTES = 256 * 2**20  # of the audio features of all roots together; tokens are few beside them
 
@@ -40,7 +41,7 @@ class Root:
 
     def branch_id(self, choice: int) -> str:
         """What the engine calls this choice."""
-        return self.internal_id if choice == 0 else f"{self.internal_id}#{choice}"
+        return branch_id_of(self.internal_id, choice)
 
     @property
     def branch_ids(self) -> list[str]:

@@ -37,7 +37,7 @@ class BeamGroup(Task):
         "width",
     )
 
-    leases_branches = False  # only its final texts
+    branches_are_texts = False
 
     def __init__(self, trunk: Branch, params: BeamSearchParams, max_new_tokens: int) -> None:
         self.params = params
@@ -46,7 +46,8 @@ class BeamGroup(Task):
         self.width = params.beam_width
         self._max_new_tokens = max_new_tokens
         self.wants_snapshots = params.output_kind == RequestOutputKind.CUMULATIVE
-        self._retained = trunk.request.retain_kv is not None  # keep the best texts' memory, to lease it at the end
+        # Keep the best texts' memory, to lease or read it at the end
+        self._retained = trunk.request.retain_kv is not None or trunk.request.original is not None
         self._tails: BeamTails | None = None  # None: the prompt is not computed
         # Not sent to the runner yet: the parent of each beam, and the tokens after its computed ones.
         self._moves: tuple[list[int], list[int]] | None = None
@@ -154,15 +155,17 @@ class BeamGroup(Task):
             if number not in self._kept and finished.num_tokens == self.search.num_tokens:
                 self._kept[number] = tails.keep(finished.beam)
 
-    def kept_sequences(self, branch_ids: list[str]) -> Iterator[TokenSequence]:
-        """The kept memory of the best texts, the best last. The caller takes ownership."""
+    def final_sequences(self, branch_ids: list[str]) -> Iterator[tuple[int, TokenSequence]]:
+        """The best texts, the best last, each with its choice, and with its memory if that was kept. The caller takes
+        ownership."""
         texts = self.search.hypotheses()
         for choice, finished in reversed(list(enumerate(self.search.leading()))):
-            kept = self._kept.pop(finished.number, None)
-            if kept is not None:
+            kept, tokens = self._kept.pop(finished.number, None), self.trunk.token_ids + texts[choice].token_ids
+            if kept is None:
+                yield choice, TokenSequence(branch_ids[choice], tokens, self.trunk.extra_keys)
+            else:
                 assert self._tails is not None
-                tokens = self.trunk.token_ids + texts[choice].token_ids
-                yield self._tails.as_sequence(kept, branch_ids[choice], tokens)
+                yield choice, self._tails.as_sequence(kept, branch_ids[choice], tokens)
 
     # ---- memory ----
 

@@ -11,7 +11,8 @@ import enum
 from hashlib import blake2b
 
 from ratoon.core.plan import BlockIds, NewRequestData
-from ratoon.core.request import EngineCoreRequest
+from ratoon.core.readings import asks_for_states
+from ratoon.core.request import EngineCoreRequest, branch_id_of
 from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.task import Task
@@ -41,6 +42,7 @@ class Request:
         "num_choices",
         "num_inheritable_tokens",
         "num_prompt_tokens",
+        "original",
         "owner",
         "priority",
         "queued_time",
@@ -66,6 +68,8 @@ class Request:
         seed: int | None = None,
     ) -> None:
         self.request_id = request.request_id
+        # Kept where hidden states are read when its texts have ended
+        self.original = request if asks_for_states(request) else None
         self.encoder_input = request.encoder_input
         self.num_choices = num_choices
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -164,10 +168,6 @@ class Branch(TokenSequence):
             num_encoder_positions=0 if self.cross is None else self.cross.num_positions,
             encoder_token_ids=encoder_token_ids or [],
         )
-
-
-def branch_id_of(request_id: str, choice: int) -> str:
-    return request_id if choice == 0 else f"{request_id}#{choice}"
 
 
 def extra_keys_of(request: EngineCoreRequest) -> ExtraKeys:

@@ -49,10 +49,6 @@ class ExtractionTask(Task):
         self.num_rows_run = 0
 
     @property
-    def ends_lease(self) -> bool:
-        return self.extraction.ends_lease
-
-    @property
     def owner(self) -> str | None:
         return self.branch.request.owner
 
@@ -180,11 +176,16 @@ class ExtractionQueue:
         return first if first is not None and first.num_passed_by >= PATIENCE else None
 
     def add(self, state: ExtractionTask, now: float) -> None:
+        """QueueFullError: its owner has too many that wait."""
         waiting = Counter(other.owner for other in self._waiting) if len(self._waiting) >= MAX_WAITING else {}
         if not has_room(waiting, state.owner, 1, MAX_WAITING):
             raise QueueFullError(
                 "hidden_states", f"{len(self._waiting)} extractions are waiting already", "try again in a moment"
             )
+        self.add_reading(state, now)
+
+    def add_reading(self, state: ExtractionTask, now: float) -> None:
+        """The same without a limit, for a text that has ended: its request was admitted."""
         if state.extraction.deadline is not None:
             state.deadline = now + state.extraction.deadline
         self._waiting.insert(self._place_for(state), state)

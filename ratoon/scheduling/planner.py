@@ -185,12 +185,15 @@ class StepPlanner:
                 self._state.waiting.remove({branch})
 
     def _admit(self, step: StepDraft, branch: Branch) -> Admission:
-        """Admit a branch, if it fits. Leases are evicted for it, if that is enough."""
+        """Admit a branch, if it fits. Texts that wait to be read give way to it, and leases are evicted for it, if that
+        is enough."""
         leases = self._state.leases
         while True:
             admission = self._try_to_admit(step, branch)
             if admission != Admission.NO_MEMORY:
                 return admission
+            if self._state.may_take_memory and self._state.readings.give_way():
+                continue
             spared = self._state.spared_owners(branch)
             num_at_most = self._state.kv_cache.num_free_blocks + leases.num_reclaimable_blocks(spared)
             if num_at_most < self._num_wanted_blocks(branch):

@@ -12,14 +12,15 @@ from ratoon.scheduling.step_draft import StepDraft
 class Preemption:
     def __init__(self, state: SchedulerState) -> None:
         self.num_preemptions = 0
-        # Kinds of requests that free memory before any branch is preempted: each returns whether it did.
-        self.first_to_go: list[Callable[[], bool]] = []
+        # They free memory before any branch is preempted: each returns whether it did.
+        self.first_to_go: list[Callable[[], bool]] = [state.readings.give_way]
         self._state = state
 
     def make_room(self, step: StepDraft, branch: Branch) -> Branch | None:
-        """A branch needs memory: leases are evicted first, then kinds that yield to generation, then the last running
-        branch in the order is preempted and returned; if several owners compete, the last of the one that holds most.
-        With steps in flight nothing is preempted, and the branch is left out of this step."""
+        """A branch needs memory: leases are evicted first, then texts that wait to be read and kinds that yield to
+        generation give way, then the last running branch in the order is preempted and returned; if several owners
+        compete, the last of the one that holds most. With steps in flight nothing is preempted, and the branch is left
+        out of this step."""
         state = self._state
         if not state.may_take_memory:
             state.wants_drain = True

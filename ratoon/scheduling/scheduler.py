@@ -5,7 +5,7 @@ No clock, no tensors and no text here; the KVCacheManager counts the memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -13,12 +13,13 @@ from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
+from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.core.stats import SchedulerStats
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.scheduling.beginnings import Beginnings
-from ratoon.scheduling.branch import BranchStatus
+from ratoon.scheduling.branch import Branch, BranchStatus
 from ratoon.scheduling.kinds.registry import Kinds
 from ratoon.scheduling.planner import StepPlanner
 from ratoon.scheduling.preemption import Preemption
@@ -60,32 +61,57 @@ class Scheduler:
         self.state.add(opened)
         self._num_added += 1
 
-    def abort_requests(self, ids: Iterable[str], keep: bool = False) -> list[EngineCoreOutput]:
-        """Abort requests by id, or one of several choices by `id#choice`. Unknown and finished ids are ignored. `keep`:
-        a stop string found by the front end ended them, and their memory is leased if requested."""
+    def abort_requests(self, ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """Abort requests by id, or one of several choices by `id#choice`. Unknown and finished ids are ignored."""
         outputs = []
         for some_id in ids:
+            self.state.readings.drop(some_id)
             request = self.state.requests.get(some_id)
             if request is not None:
-                outputs += self.state.end_requests([request], FinishReason.ABORT, keep=keep)
+                outputs += self.state.end_requests([request], FinishReason.ABORT)
             else:
-                outputs += self._abort_choice(some_id, keep)
+                outputs += self._abort_choice(some_id)
         return outputs
 
-    def _abort_choice(self, choice_id: str, keep: bool) -> list[EngineCoreOutput]:
+    def _abort_choice(self, choice_id: str) -> list[EngineCoreOutput]:
         request_id, _, number = choice_id.rpartition("#")
         request = self.state.requests.get(request_id)
         if request is None or len(request.branches) < request.num_choices:  # not forked: no choice has a token yet
             return []
         for branch in request.branches:
             if str(branch.choice) == number and branch.status != BranchStatus.FINISHED:
-                output = EngineCoreOutput(
-                    request_id, [], branch.choice, FinishReason.ABORT, num_cached_tokens=branch.num_cached_tokens
-                )
-                self.state.events.tell([output])
-                self.state.release([branch], keep=keep)
-                return [output]
+                return self._end_branch(branch)
         return []
+
+    def _end_branch(
+        self, branch: Branch, ended_well: bool = False, num_tokens: int | None = None
+    ) -> list[EngineCoreOutput]:
+        output = EngineCoreOutput(
+            branch.request_id, [], branch.choice, FinishReason.ABORT, num_cached_tokens=branch.num_cached_tokens
+        )
+        self.state.events.tell([output])
+        self.state.release([branch], ended_well=ended_well, num_tokens=num_tokens)
+        return [output]
+
+    def stop_requests(self, stopped: Mapping[str, int | None]) -> list[EngineCoreOutput]:
+        """The front end ended these branches at a stop string, after so many tokens where hidden states are read: their
+        texts are complete. Where the text had ended here already, this tells how much of it counts."""
+        outputs = []
+        for branch_id, num_tokens in stopped.items():
+            branch = self.state.branches.get(branch_id)
+            if branch is not None:
+                outputs += self._end_branch(branch, ended_well=True, num_tokens=num_tokens)
+            elif num_tokens is not None and not self.state.readings.tell(reading_id(branch_id), num_tokens):
+                outputs += self._miss(reading_id(branch_id))
+        return outputs
+
+    def _miss(self, name: str) -> list[EngineCoreOutput]:
+        """A reading is expected of a branch that failed in the meantime, unless it runs already: stops may come
+        twice."""
+        if name in self.state.requests:
+            return []
+        problem = "the request failed before its hidden states could be read"
+        return [EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, error=problem)]
 
     def fail_requests(self, ids: Iterable[str], message: str) -> list[EngineCoreOutput]:
         """End requests, named by their ids or by those of their branches, with an error.

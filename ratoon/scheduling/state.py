@@ -11,6 +11,7 @@ from ratoon.core.config import SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import RequestError
 from ratoon.core.messages import Fault
 from ratoon.core.plan import SchedulerOutput
+from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, FinishReason, InheritedFrom
 from ratoon.memory.block_pool import Block
 from ratoon.memory.kv_cache_manager import KVCacheManager
@@ -20,6 +21,7 @@ from ratoon.scheduling.admission import max_step_tokens
 from ratoon.scheduling.branch import NEVER, Branch, BranchStatus, Request
 from ratoon.scheduling.events import EventLog
 from ratoon.scheduling.queues import FairQueue, sort_key_for
+from ratoon.scheduling.readings import Readings
 from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
 
 
@@ -29,6 +31,7 @@ class SchedulerState:
         self.max_step_tokens = max_step_tokens(config)
         self.kv_cache = kv_cache
         self.leases = leases
+        self.readings = Readings(kv_cache)
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.branches: dict[str, Branch] = {}  # unfinished ones
@@ -53,7 +56,10 @@ class SchedulerState:
 
     def verify_ids(self, request: Request) -> None:
         """Raise RequestError for an id that is in use."""
-        taken = [branch_id for branch_id in request.branch_ids if branch_id in self._reserved_ids]
+        names = request.branch_ids.copy()
+        if request.original is not None:
+            names += map(reading_id, request.branch_ids)
+        taken = [name for name in names if name in self._reserved_ids]
         if taken:
             raise RequestError("request_id", f"{taken[0]!r} is in use", "an id that no unfinished request has")
 
@@ -188,7 +194,6 @@ class SchedulerState:
         reason: FinishReason,
         error: str | None = None,
         *,
-        keep: bool = False,
         trusted: bool | None = None,  # default: if no error occurred
         refusal: Fault | None = None,
     ) -> list[EngineCoreOutput]:
@@ -214,7 +219,7 @@ class SchedulerState:
                     )
         if self.events:
             self.events.tell(outputs)
-        self.release(branches, trusted=reason != FinishReason.ERROR if trusted is None else trusted, keep=keep)
+        self.release(branches, trusted=reason != FinishReason.ERROR if trusted is None else trusted)
         for request in requests:
             self._forget(request)
         return outputs
@@ -246,15 +251,23 @@ class SchedulerState:
         branch.num_computed_tokens = num_computed_tokens
         return False
 
-    def release(self, branches: list[Branch], trusted: bool = True, keep: bool = False) -> None:
-        """Remove ended branches from all queues, and free their memory, or lease it if requested."""
+    def release(
+        self, branches: list[Branch], trusted: bool = True, ended_well: bool = False, num_tokens: int | None = None
+    ) -> None:
+        """Remove ended branches from all queues, and free their memory. If their texts are complete (`ended_well`), it
+        is leased if requested, and their hidden states are read if requested. `num_tokens`: a stop string cut the text
+        after that many tokens."""
         waiting = {branch for branch in branches if branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED)}
         for branch in branches:
             request = branch.request
             request.task.release()
             is_there = self.discard_in_flight(branch)
-            retain_kv = request.retain_kv if keep and is_there and request.task.leases_branches else None
-            if retain_kv is None or not self.leases.grant(branch, self.now + retain_kv, request.owner):
+            is_text = ended_well and request.task.branches_are_texts
+            if not is_there:
+                self.kv_cache.free(branch, trusted)
+            if is_text:
+                self.readings.text_ended(branch, request, branch.choice, num_tokens)
+            if not (is_text and is_there and self.lease(branch, request)):
                 self.kv_cache.free(branch, trusted)
             branch.status = BranchStatus.FINISHED
             if branch.known_to_runner:
@@ -269,6 +282,11 @@ class SchedulerState:
         if waiting:
             self.waiting.remove(waiting)
 
+    def lease(self, ended: TokenSequence, request: Request) -> bool:
+        """Lease the memory of an ended sequence. False: this was not requested, or exceeds the budget."""
+        retain_kv = request.retain_kv
+        return retain_kv is not None and self.leases.grant(ended, self.now + retain_kv, request.owner)
+
     def _forget(self, request: Request) -> None:
         if self.requests.pop(request.request_id, None) is not None:
             self.shares.leave(request.owner)
@@ -277,13 +295,11 @@ class SchedulerState:
             self.inherited.pop(request.request_id, None)
             if request.continuation_of is not None:
                 self.leases.continuation_left(request.continuation_of, request.request_id)
-                if request.task.ends_lease:
-                    self.leases.end(request.continuation_of)
 
     def check(self, held: list[TokenSequence], own_running: set[Branch], own_waiting: set[Branch]) -> None:
         """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests. `held`,
         `own_running`, `own_waiting`: what kinds of requests hold and queue beyond the shared queues."""
-        self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *held])
+        self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *self.readings.held(), *held])
         self.leases.check()
         self.shares.check(request.owner for request in self.requests.values())
         running, waiting = set(self.running), set(self.waiting)

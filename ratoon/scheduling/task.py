@@ -16,7 +16,7 @@ class Task:
 
     __slots__ = ()
 
-    leases_branches = True  # whether `retain_kv` leases the memory of its branches
+    branches_are_texts = True  # whether `retain_kv` and `return_hidden_states` are about its branches
 
     @property
     def needs_every_prompt_row(self) -> bool:
@@ -27,11 +27,6 @@ class Task:
     def can_be_swapped(self) -> bool:
         """Whether its blocks are its only state."""
         return True
-
-    @property
-    def ends_lease(self) -> bool:
-        """Whether the lease that it reads was granted for it alone."""
-        return False
 
     @property
     def reads_encoder_tokens(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -105,9 +105,9 @@ async def generate(llm: AsyncLLM, prompt: list[int], params: SamplingParams, **o
     return last
 
 
-async def assert_nothing_left(llm: AsyncLLM, leased: Sequence[int] = (0, 0)) -> None:
-    for books, num_leased in zip(await llm._client.call_utility("check"), leased, strict=True):
-        assert books["num_used_blocks"] == num_leased and books["num_requests"] == 0
+async def assert_nothing_left(llm: AsyncLLM) -> None:
+    for books in await llm._client.call_utility("check"):
+        assert books["num_used_blocks"] == books["num_requests"] == 0
     assert len(llm._client._ledger) == 0 and llm.num_unfinished_requests() == 0
     assert not llm.engine.output_processor.has_unfinished_requests()
 
@@ -126,6 +126,30 @@ def test_with_several_replicas_states_are_read_where_the_text_was_made(runner, l
             whole = [*prompt, *output.outputs[0].token_ids]
             alone = await llm.extract_hidden_states(whole, cache_salt="another")
             numpy.testing.assert_array_equal(states.tensor, alone.tensor)
+        await assert_nothing_left(llm)
+
+    runner.run(run())
+
+
+def test_a_stop_string_may_end_the_text_before_the_engine_does(runner, llm):
+    """Found in the last words, it competes with the end in the engine."""
+
+    async def run() -> None:
+        first = await generate(llm, PROMPTS[1], sampled())
+        words = first.outputs[0].text.split()
+        asked = [
+            sampled(stop=[words[place] + end], n=2, return_hidden_states=HiddenStatesParams(positions=[0, -1]))
+            for place in range(len(words))
+            for end in ("", " ")
+        ]
+        outputs = await asyncio.gather(*(generate(llm, PROMPTS[1], params) for params in asked))
+        assert {choice.finish_reason for output in outputs for choice in output.outputs} == {"stop", "length"}
+        for output in outputs:
+            for choice, states in zip(output.outputs, output.hidden_states, strict=True):
+                tokens = [*PROMPTS[1], *choice.token_ids]
+                alone = await llm.extract_hidden_states(tokens, HiddenStatesParams(positions=[0, -1]), cache_salt="s")
+                assert states.error is None and states.positions == [0, len(tokens) - 1]
+                numpy.testing.assert_array_equal(states.tensor, alone.tensor)
         await assert_nothing_left(llm)
 
     runner.run(run())
@@ -197,8 +221,6 @@ def test_what_is_aborted_while_it_is_read_leaves_nothing_in_the_engine(runner, l
         outputs = await asyncio.gather(*streams)
         await asyncio.gather(*tasks, return_exceptions=True)
         assert all(output.finished and output.error is None for output in outputs)
-        # An abort may meet a text that has just ended in the engine: what is kept for its reader is left to expire.
-        leased = [stats.leases.num_blocks for stats in await llm.stats()]
-        await assert_nothing_left(llm, leased)
+        await assert_nothing_left(llm)
 
     runner.run(run())

@@ -14,9 +14,16 @@ from ratoon.core.errors import RequestError
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction, FinishReason, ResumedChoice
+from ratoon.core.readings import asks_for_states, awaits_count, reading_id, reading_of
+from ratoon.core.request import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    Extraction,
+    FinishReason,
+    ResumedChoice,
+    branch_id_of,
+)
 from ratoon.core.wire import WireTensor
-from ratoon.scheduling.branch import branch_id_of
 from ratoon.scheduling.scheduler import Scheduler
 from tests.property.extractions import Reading, rows_of
 from tests.property.fake_runner import FakeRunner
@@ -37,6 +44,16 @@ class Received:
     score: float | None = None
 
 
+@dataclass
+class Untold:
+    """A text that ended in the engine, and in which the front end still looks for stop strings."""
+
+    request: EngineCoreRequest
+    choice: int
+    step: int  # when it tells how many tokens count
+    is_lost: bool = False  # the engine has died since
+
+
 class Drive:
     """Runs one load to its end, checking as it goes."""
 
@@ -44,6 +61,8 @@ class Drive:
         self.load = load
         self.accepted: dict[str, EngineCoreRequest] = {}
         self.received: dict[tuple[str, int], Received] = defaultdict(Received)
+        self.untold: dict[str, Untold] = {}  # by the id of the branch
+        self.now = 0
         self.start()
 
     def start(self) -> None:
@@ -62,6 +81,8 @@ class Drive:
     def restart(self) -> None:
         """Everything but what callers have received is lost: a new engine resumes from there."""
         self.start()
+        for untold in self.untold.values():
+            untold.is_lost = True
         for request in self.accepted.values():
             choices = [self.received[request.request_id, choice] for choice in range(request.num_choices)]
             if all(received.finish is not None for received in choices):
@@ -71,15 +92,24 @@ class Drive:
                 event("resumed")
                 resumed = [ResumedChoice(received.tokens.copy(), received.finish is not None) for received in choices]
                 request = msgspec.structs.replace(request, resumed=resumed)
-            self.scheduler.add_request(request)
+            self.add_again(request)
             self.scheduler.check()
+
+    def add_again(self, request: EngineCoreRequest) -> None:
+        try:
+            self.scheduler.add_request(request)
+        except RequestError:
+            assert request.request_id.endswith(".states"), "what was accepted once is accepted again"
+            self.received[request.request_id, 0].finish = FinishReason.ERROR
 
     def run(self) -> None:
         later = [*self.load.children, *self.load.readings]
         last_arrival = max([*self.load.arrivals, *(one.step for one in later)])
         for step in range(MAX_STEPS):
+            self.now = step
             if step in self.load.restarts:
                 self.restart()
+            self.front_end_finds_stops(step)
             self.take(self.scheduler.tick(float(step)))
             for branch_id in self.load.ended_leases.get(step, []):
                 self.scheduler.leases.end(branch_id)
@@ -91,12 +121,66 @@ class Drive:
                     self.arrive_reading(f"x{number}", reading)
             for request in self.load.arrivals.get(step, []):
                 self.arrive(request)
-            self.take(self.scheduler.abort_requests(self.load.aborts.get(step, [])))
-            if step > last_arrival and not self.scheduler.has_requests() and not self.in_flight:
+            self.abort(self.load.aborts.get(step, []))
+            if step > last_arrival and not (self.scheduler.has_requests() or self.in_flight or self.untold):
                 return
             self.step(step)
             self.scheduler.check()
         raise AssertionError(f"not done after {MAX_STEPS} steps: {self.scheduler.stats()}")
+
+    def abort(self, ids: list[str]) -> None:
+        for branch_id, untold in list(self.untold.items()):
+            if untold.request.request_id in ids or reading_id(branch_id) in ids:
+                event("a text that waits to be read is aborted")
+                del self.untold[branch_id]
+        self.take(self.scheduler.abort_requests(ids))
+
+    def front_end_finds_stops(self, step: int) -> None:
+        for branch_id in self.load.stops.get(step, []):
+            request_id, _, choice = branch_id.partition("#")
+            request, number = self.accepted.get(request_id), int(choice or 0)
+            received = self.received[request_id, number]
+            if request is None or not isinstance(request.params, SamplingParams) or number >= request.num_choices:
+                continue
+            if received.tokens and received.finish is None:
+                event("a stop string")
+                self.tell(request, number)
+                self.scheduler.check()
+        for branch_id, untold in list(self.untold.items()):
+            if untold.step <= step:
+                del self.untold[branch_id]
+                self.tell(untold.request, untold.choice, untold.is_lost)
+                self.scheduler.check()
+
+    def tell(self, request: EngineCoreRequest, choice: int, is_lost: bool = False) -> None:
+        """A text ended at a stop string, or has none: so many of its tokens count."""
+        received = self.received[request.request_id, choice]
+        num_tokens = max(1, len(received.tokens) - self.load.num_cut)
+        reading = None
+        if asks_for_states(request):
+            reading = reading_of(request, choice, received.tokens[:num_tokens])
+        if is_lost:
+            if reading is not None:
+                event("read by another engine")
+                self.accepted[reading.request_id] = reading
+                self.add_again(reading)
+            return
+        stopped = {branch_id_of(request.request_id, choice): num_tokens if asks_for_states(request) else None}
+        outputs = self.scheduler.stop_requests(stopped) + self.scheduler.stop_requests(stopped)  # it may come twice
+        if reading is not None:
+            self.accepted[reading.request_id] = reading
+            assert reading.request_id in self.scheduler.state.requests
+        self.take([output for output in outputs if output.request_id in self.accepted])
+
+    def text_ended(self, request: EngineCoreRequest, choice: int) -> None:
+        if awaits_count(request.params):
+            name = branch_id_of(request.request_id, choice)
+            self.untold[name] = Untold(request, choice, self.now + self.load.seconds_to_tell)
+            return
+        reading = reading_of(request, choice, self.received[request.request_id, choice].tokens)
+        if reading is not None:
+            event("a text is read")
+            self.accepted[reading.request_id] = reading
 
     def owner_of(self, request: EngineCoreRequest) -> str | None:
         parent = self.accepted.get((request.continuation_of or "").partition("#")[0])
@@ -189,11 +273,9 @@ class Drive:
             self.encoder.look_for_losses()
             return
         result = self.runner.execute(decoded)
-        if self.load.aborts_before_done:
-            self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
-        else:
+        if not self.load.aborts_before_done:
             self.scheduler.step_done(plan)
-            self.take(self.scheduler.abort_requests(self.load.mid_step_aborts.get(step, [])))
+        self.abort(self.load.mid_step_aborts.get(step, []))
         if step in self.load.bad_rows and (result.req_ids or self.other_values(result)):
             self.drop_row(result)
         self.take(self.scheduler.update_from_output(plan, result))
@@ -210,10 +292,10 @@ class Drive:
             event("beams that catch up" if beam_step.num_tokens > 1 else "beams")
 
     def held_elsewhere(self, plan: SchedulerOutput) -> set[int]:
-        """Blocks not held by running branches: by leases, and by branches left out of the step, choices included that
-        the runner has not heard of yet."""
+        """Blocks not held by running branches: by leases, by texts that wait to be read, and by branches left out of
+        the step, choices included that the runner has not heard of yet."""
         idle = [branch for name, branch in self.scheduler.state.branches.items() if name not in plan.req_ids]
-        holders = [*self.scheduler.leases.sequences(), *idle]
+        holders = [*self.scheduler.leases.sequences(), *self.scheduler.state.readings.held(), *idle]
         tables = [table for holder in holders for table in holder.block_tables]
         tables += [holder.cross.blocks for holder in holders if holder.cross is not None]
         return {block.block_id for table in tables for block in table}
@@ -271,3 +353,5 @@ class Drive:
                 received.num_logprobs += len(output.new_logprobs.token_ids)
             for chunk in output.prompt_logprobs or []:
                 received.prompt_positions += range(chunk.start, chunk.start + len(chunk.rows.token_ids))
+            if asks_for_states(request) and output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.text_ended(request, output.choice)

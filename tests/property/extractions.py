@@ -6,12 +6,14 @@ request or another layer shows.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from ratoon.core.encoder import EncoderInput
+from ratoon.core.params import HiddenStatesParams
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
 from tests.property.choices import among, number
@@ -19,6 +21,11 @@ from tests.property.choices import among, number
 DTYPES = ["float32", "bfloat16", "float16"]
 TOKENS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 LAYERS = st.lists(st.integers(0, 3), min_size=1, max_size=3)
+PIECE = st.one_of(
+    st.integers(-6, 20),
+    st.tuples(st.integers(-6, 20), st.one_of(st.none(), st.integers(-6, 20))).map(list),
+)
+PIECES = st.one_of(st.just([-1]), st.just([[0, None]]), st.lists(PIECE, min_size=1, max_size=3))
 POSITIONS = st.one_of(st.none(), st.just([-1]), st.lists(st.integers(0, 40), min_size=1, max_size=8))
 
 
@@ -79,6 +86,21 @@ def readings(
         salt=draw(among(None, None, "a")),
         encoder_input=draw(encoder_input),
         of_encoder=draw(among(False, False, True)),
+    )
+
+
+@functools.cache
+@st.composite
+def states_of_texts(draw: st.DrawFn) -> HiddenStatesParams:
+    """What `return_hidden_states` may ask for. A text may turn out not to have such positions."""
+    layers = draw(LAYERS)
+    return HiddenStatesParams(
+        positions=draw(PIECES),
+        scope=draw(among("all", "all", "output", "prompt")),
+        layers=layers,
+        dtype=draw(among(*DTYPES)),
+        deadline=draw(among(None, None, None, 3.0, 10.0)),
+        layers_passed=sorted(set(layers)),
     )
 
 

@@ -14,7 +14,7 @@ from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig,
 from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from tests.property.choices import among, number, number_or_none
-from tests.property.extractions import Reading, readings
+from tests.property.extractions import Reading, readings, states_of_texts
 
 OWNERS = ["ada", "bob", "eve", None]
 VOCABULARY = 6
@@ -77,6 +77,9 @@ class Load:
     aborts_before_done: bool  # are those aborted before it is known that the step has ended well, or behind that?
     raises_late: bool  # has a step that raises done its work, or nothing of it?
     owners: list[str | None]  # of requests, by their numbers, around the list; a continuation has its parent's
+    stops: dict[int, list[str]]  # branches in whose text the front end finds a stop string
+    num_cut: int  # tokens behind the stop string, if there are so many
+    seconds_to_tell: int  # steps until the front end tells how many tokens count of a text that ended in the engine
 
 
 @st.composite
@@ -141,7 +144,11 @@ def requests(draw: st.DrawFn, index: int, traits: tuple[str, ...], has_encoder: 
     if pooling is not None:
         params = PoolingParams(pooling=pooling)
     elif is_search:
-        params = draw(beam_params(tuple(stops), is_long))
+        params = draw(beam_params(tuple(stops), is_long)).clone()
+    if pooling is None and draw(among(*([True] if "reading" in traits else []), True, False, False)):
+        params.return_hidden_states = draw(states_of_texts())
+        if not is_search:
+            params.stop = ["."] if draw(among(False, False, True)) else None
     return EngineCoreRequest(
         f"r{index}",
         prompt,
@@ -184,6 +191,12 @@ def _some_steps(ids: tuple[str, ...]) -> st.SearchStrategy[dict[int, list[str]]]
     return st.dictionaries(st.integers(0, 25), st.lists(st.sampled_from(ids), max_size=2), max_size=2)
 
 
+@functools.cache
+def _some_stops(branch_ids: tuple[str, ...]) -> st.SearchStrategy[dict[int, list[str]]]:
+    some = st.lists(st.sampled_from(branch_ids), min_size=1, max_size=3)
+    return st.one_of(st.just({}), st.dictionaries(st.integers(2, 25), some, max_size=6))
+
+
 @st.composite
 def loads(draw: st.DrawFn, *traits: str) -> Load:
     """rooted: memory for leases, and many continuations; searching: many beams, and memory for a few of them; reading:
@@ -201,7 +214,9 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     one_reading = _readings(len(all_requests), has_encoder)
     all_readings = draw(st.lists(one_reading, max_size=12 if "reading" in traits else 3))
     ids = [request.request_id for request in all_requests] + [f"x{number}" for number in range(len(all_readings))]
+    ids += [f"{request.request_id}.states" for request in all_requests]
     some_steps = _some_steps(tuple(ids))
+    branch_ids = [f"r{index}{suffix}" for index in range(num_requests) for suffix in ("", "", "#1")]
     max_model_len = draw(number(16, 40))
     burst = draw(among(1, 1, 3))  # how many tokens a step brings is then known with its result
     return Load(
@@ -231,4 +246,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         aborts_before_done=draw(BOOLEAN),
         raises_late=draw(BOOLEAN),
         owners=draw(st.lists(st.sampled_from(OWNERS), min_size=2, max_size=5)) if "owned" in traits else [None],
+        stops=draw(_some_stops(tuple(branch_ids))),
+        num_cut=draw(among(0, 0, 1, 3)),
+        seconds_to_tell=draw(among(0, 0, 1, 4)),
     )

@@ -13,7 +13,8 @@ from ratoon.core.errors import DeadlineError, RequestError
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import MAX_CAPTURE_SPANS, CaptureStep, EncoderStep, SchedulerOutput
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction, FinishReason
+from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction, FinishReason, InheritedFrom
+from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.beginnings import Admission, Beginnings
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.extraction import AGED_SHARE, ExtractionQueue, ExtractionTask, Span
@@ -76,6 +77,7 @@ class ExtractionKind(RequestKind):
         # The tokens of a step reserved for an extraction that waited too long
         self._share_of_aged = max(1, state.config.max_num_batched_tokens // AGED_SHARE)
         preemption.first_to_go.append(self._give_way)
+        state.readings.start = self._read_ended
 
     # ---- admission ----
 
@@ -107,6 +109,21 @@ class ExtractionKind(RequestKind):
 
     def enqueue_again(self, branch: Branch) -> None:
         """`ExtractionTask.reclaim` has already queued it."""
+
+    def _read_ended(self, request: EngineCoreRequest, sequence_number: int, ended: TokenSequence) -> None:
+        """Extract from a sequence that ends now, over its blocks. Without those that are needed it waits, and finds
+        them in the prefix cache or computes them again."""
+        opened, state = self.open(request, sequence_number), self._state
+        (branch,) = opened.branches
+        task = _task_of(branch)
+        self.queue.add_reading(task, state.now)
+        state.add(opened)
+        num_inherited = state.kv_cache.inherit_blocks_from_parent(ended, branch, self._most_to_share(task), num_left=0)
+        if num_inherited:
+            branch.num_cached_tokens = num_inherited
+            state.inherited[opened.request_id] = InheritedFrom.LEASE
+            self._run(task)
+            state.events.scheduled(branch, state.now)
 
     # ---- a step is planned ----
 
@@ -141,6 +158,8 @@ class ExtractionKind(RequestKind):
             first.num_passed_by += 1
 
     def stand_back(self, request: Request) -> None:
+        while self._state.readings.give_way():
+            pass
         for task in reversed(self.queue.running.copy()):
             if task.branch.request is not request:
                 self._state.reclaim(task.branch)
@@ -198,19 +217,16 @@ class ExtractionKind(RequestKind):
         if not step.fits_encoder(encoder_input.num_positions):
             return False
         if branch.status != BranchStatus.RUNNING:
-            branch.status = BranchStatus.RUNNING
-            branch.first_step = self._state.next_step
-            self.queue.begin(task)
+            self._run(task)
             self._state.events.scheduled(branch, self._state.now)
         step.encoder_lengths.append(encoder_input.num_positions)
         step.add_rows(PlannedReading(task))
         return True
 
     def _begin(self, step: StepDraft, task: ExtractionTask) -> bool:
-        """Share the cached blocks of its sequence: all of them, unless a window has freed some that rows read."""
+        """Share the cached blocks of its sequence."""
         state, branch = self._state, task.branch
-        most = task.next_position if state.kv_cache.gives_blocks_back else branch.num_tokens
-        num_settled = most
+        num_settled = most = self._most_to_share(task)
         parent = state.branches.get(branch.request.continuation_of or "")
         if parent is not None:  # it runs, and may write to its last block in this step
             num_full_blocks = parent.num_computed_tokens // state.kv_cache.block_size
@@ -229,10 +245,17 @@ class ExtractionKind(RequestKind):
         if branch.status == BranchStatus.WAITING:
             branch.num_cached_tokens = branch.num_computed_tokens
             self._beginnings.note_inheritance(branch, num_inherited)
-        branch.status = BranchStatus.RUNNING
-        branch.first_step = state.next_step
-        self.queue.begin(task)
+        self._run(task)
         return True
+
+    def _most_to_share(self, task: ExtractionTask) -> int:
+        """Tokens whose blocks are shared: all, unless a window has freed some that rows read."""
+        return task.next_position if self._state.kv_cache.gives_blocks_back else task.branch.num_tokens
+
+    def _run(self, task: ExtractionTask) -> None:
+        task.branch.status = BranchStatus.RUNNING
+        task.branch.first_step = self._state.next_step
+        self.queue.begin(task)
 
     def _make_room(self, step: StepDraft, task: ExtractionTask) -> bool:
         """Preempt extractions that began later, so that the first always makes progress; evict leases if it waited too
@@ -240,6 +263,8 @@ class ExtractionKind(RequestKind):
         if not self._state.may_take_memory:
             self._state.wants_drain = True
             return False
+        if self._state.readings.give_way():
+            return True
         running = self.queue.running
         last = running[-1] if running else task
         is_planned = any(planned.task is last for planned in _planned(step))

@@ -239,7 +239,7 @@ class GenerationKind(RequestKind):
                 )
             )
         if finished:
-            self._state.release(finished, keep=True)
+            self._state.release(finished, ended_well=True)
 
     def _fail_unanswered(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         answered = {req_id for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids) if token_ids}

@@ -193,9 +193,10 @@ class SearchKind(RequestKind):
         if len(texts) < request.num_choices:
             problem = f"there are only {len(texts)} texts to find, and {request.num_choices} are wanted"
             return self._state.fail_requests([request.request_id], problem)
-        if request.retain_kv is not None:
-            for sequence in group.kept_sequences(request.branch_ids):
-                if not self._state.leases.grant(sequence, self._state.now + request.retain_kv, request.owner):
+        if request.retain_kv is not None or request.original is not None:
+            for choice, sequence in group.final_sequences(request.branch_ids):
+                self._state.readings.text_ended(sequence, request, choice)
+                if not sequence.block_tables or not self._state.lease(sequence, request):
                     self._state.kv_cache.free(sequence)
         request.finished_choices.update(range(request.num_choices))
         self._state.release([group.trunk])

@@ -13,6 +13,7 @@ from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from ratoon.core.readings import asks_for_states, awaits_count, reading_of
 from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -203,7 +204,8 @@ def wire_tensor(array: Any, dtype: str) -> WireTensor:
 
 
 class FakeClient:
-    """An engine core that gives each choice the next token of its script, one a step, and extractions some rows.
+    """An engine core that gives each choice the next token of its script, one a step, and extractions some rows. Hidden
+    states of a text that has ended are read as by a real one.
 
     Of a beam search the scripts are the texts that it will find. It takes as many steps as the longest has tokens,
     and until then the best text is another one after each.
@@ -216,14 +218,17 @@ class FakeClient:
         self.rows_at_once = 2  # of an extraction, in a step
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.stopped: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
         self.closed = False
         self._left: dict[tuple[str, int], list[int]] = {}
         self._requests: dict[str, EngineCoreRequest] = {}
         self._given: dict[tuple[str, int], int] = {}
+        self._texts: dict[tuple[str, int], list[int]] = {}
         self._refused: list[EngineCoreOutput] = []
         self.calls: list[tuple[Any, ...]] = []  # of utilities
         self._extracted: dict[str, int] = {}  # rows of extractions that are given, by id
+        self.readings: list[EngineCoreRequest] = []  # of texts that have ended
 
     def add_request(self, request: EngineCoreRequest) -> None:
         error = self.refuse(request)
@@ -248,8 +253,27 @@ class FakeClient:
             for key in [key for key in self._left if key[0] == request_id and choice in ("", str(key[1]))]:
                 del self._left[key]
 
-    def stop_requests(self, request_ids: list[str]) -> None:
-        self.abort_requests(request_ids)
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        for branch_id, num_tokens in stopped.items():
+            request_id, _, choice = branch_id.partition("#")
+            key = request_id, int(choice or 0)
+            self.stopped.append(branch_id)
+            self._left.pop(key, None)
+            if num_tokens is not None:
+                self._read(key, self._texts[key][:num_tokens])
+
+    def _read(self, key: tuple[str, int], token_ids: list[int]) -> None:
+        reading = reading_of(self._requests[key[0]], key[1], token_ids)
+        if reading is not None:
+            self.readings.append(reading)
+            self._requests[reading.request_id] = reading
+            self._extracted[reading.request_id] = 0
+
+    def _end_texts(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            request = self._requests[output.request_id]
+            if output.finished and asks_for_states(request) and not awaits_count(request.params):
+                self._read((output.request_id, output.choice), self._texts[output.request_id, output.choice])
 
     def get_output(self) -> EngineCoreOutputs:
         self.on_step()
@@ -269,6 +293,7 @@ class FakeClient:
             params = self._requests[key[0]].params
             token = self._left[key].pop(0)
             given = self._given[key] = self._given.get(key, 0) + 1
+            self._texts.setdefault(key, []).append(token)
             reason = stop = None
             if token in (params.all_stop_token_ids or ()):
                 reason, stop = FinishReason.STOP, token
@@ -287,6 +312,7 @@ class FakeClient:
                     inherited_from=InheritedFrom.LEASE if continues else None,
                 )
             )
+        self._end_texts([output for output in outputs if output.new_token_ids])
         return EngineCoreOutputs(outputs=outputs)
 
     def _search(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
@@ -301,6 +327,7 @@ class FakeClient:
             stopped = text[-1] in params.all_stop_token_ids
             reason = FinishReason.STOP if stopped else FinishReason.LENGTH
             outputs.append(found_text(request_id, text, choice, reason))
+            self._texts[request_id, choice] = text
             del self._left[request_id, choice]
         return outputs
 

@@ -62,8 +62,8 @@ class FakeAsyncClient:
     def abort_requests(self, request_ids: list[str]) -> None:
         self.core.abort_requests(request_ids)
 
-    def stop_requests(self, request_ids: list[str]) -> None:
-        self.core.stop_requests(request_ids)
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        self.core.stop_requests(stopped)
 
     def step(self, count: int = 1) -> None:
         """Allow so many steps, if they are taken by hand."""

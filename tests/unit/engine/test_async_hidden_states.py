@@ -18,7 +18,7 @@ from ratoon.core.errors import (
 )
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import HiddenStatesParams, RequestOutputKind, SamplingParams
-from ratoon.core.request import EngineCoreOutput, Extraction, FinishReason
+from ratoon.core.request import EngineCoreOutput, FinishReason
 from ratoon.engine.async_llm import AsyncLLM
 from tests.unit.engine.fakes import hidden_state
 from tests.unit.engine.fakes_async import FakeAsyncClient, FakeSource, fake_source, on_event_loop
@@ -181,23 +181,23 @@ async def test_a_caller_who_leaves_while_states_are_read_ends_the_reading():
         await turns()
         client.step(4)  # the text ends, its states are not there
         await turns()
-        extraction = client.core.added[1]
-        assert isinstance(extraction.params, Extraction) and not task.done()
+        (reading,) = client.core.readings
+        assert not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert client.core.aborted == [extraction.request_id]
+        assert client.core.aborted == [reading.request_id] and not client.core.has_work()
         assert_nothing_left(llm)
 
 
 @on_event_loop
-async def test_a_text_whose_states_are_refused_is_delivered():
+async def test_a_text_whose_states_have_no_room_is_delivered_and_the_engine_stops_reading():
     client = FakeAsyncClient()
-    client.core.refuse = lambda request: (
-        None if not isinstance(request.params, Extraction) else QueueFullError("hidden_states", "full")
-    )
-    async with make(client) as llm:
+    async with make(client, max_total_hidden_states_bytes=800) as llm:
+        held = await llm.extract_hidden_states("abcde" * 4, EVERYTHING)
         (output,) = await collect(llm, "abc", with_states(output_kind=RequestOutputKind.FINAL_ONLY))
         assert output.outputs[0].text == "cba" and isinstance(output.hidden_states[0].refusal, QueueFullError)
+        assert client.core.aborted == [client.core.readings[0].request_id] and not client.core.has_work()
+        assert held.tensor.nbytes == 640
         assert_nothing_left(llm)
 
 
@@ -219,15 +219,6 @@ async def test_a_text_that_was_done_is_delivered_when_the_engine_is_gone_for_goo
             with pytest.raises(EngineDeadError):
                 await task
         assert_nothing_left(llm)
-
-
-@on_event_loop
-async def test_a_text_whose_states_no_dead_engine_takes_is_delivered():
-    client = FakeAsyncClient()
-    client.core.refuse = lambda request: None if not isinstance(request.params, Extraction) else EngineDeadError("gone")
-    async with make(client) as llm:
-        (output,) = await collect(llm, "abc", with_states(output_kind=RequestOutputKind.FINAL_ONLY))
-        assert output.outputs[0].text == "cba" and output.hidden_states[0].error == "gone"
 
 
 @on_event_loop

@@ -121,7 +121,7 @@ async def test_a_stop_string_ends_the_choice_in_the_engine_too():
     async with make(client) as llm:
         outputs = await collect(llm.generate("p", params(n=2, stop=["."])))
         internal = client.core.added[0].request_id
-        assert client.core.aborted == [f"{internal}#1", f"{internal}#0"]
+        assert client.core.stopped == [f"{internal}#1", internal] and client.core.aborted == []
         assert outputs[-1].finished and outputs[-1].outputs[-1].stop_reason == "."
         assert_nothing_left(llm)
 

@@ -142,8 +142,8 @@ class Search:
 
     def send(self, *outputs: EngineCoreOutput):
         self.now += 1
-        results, to_abort, _ = self.outputs.process_outputs(EngineCoreOutputs(list(outputs)))
-        assert to_abort == []
+        results, *to_abort = self.outputs.process_outputs(EngineCoreOutputs(list(outputs)))
+        assert not any(to_abort)
         return results
 
 
@@ -231,7 +231,7 @@ def test_a_search_that_fails_ends_all_its_choices(told):
 def test_an_abort_ends_it_with_the_best_text_so_far():
     search = Search(streamed(n=2))
     search.tell("ab")
-    (result,), internal, _ = search.outputs.abort_requests(["r"])
+    (result,), _, internal = search.outputs.abort_requests(["r"])
     assert [(choice.text, choice.finish_reason) for choice in result.outputs] == [("ab", "abort"), ("", "abort")]
     assert internal == [search.id]
 

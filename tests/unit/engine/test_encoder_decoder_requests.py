@@ -261,7 +261,7 @@ def test_states_that_come_with_an_answer_are_read_with_its_encoder_input():
     client = FakeClient(answer)
     output = generate(make(client=client), "r", "ab", SamplingParams(max_tokens=4, return_hidden_states=True))
     assert output.hidden_states[0].positions == [4]
-    assert client.added[1].encoder_input == tokens_for_encoder(FRAMED)
+    assert client.readings[0].encoder_input == tokens_for_encoder(FRAMED)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_request_that_a_stop_string_ended_during_a_step_keeps_its_lease() -> N
         asked = request("a")
         asked.retain_kv = 60.0
         core.add_request(asked)
-        executor.before_sampling = lambda plan: core.note_abort(["a"], keep=True)
+        executor.before_sampling = lambda plan: core.note_abort({"a": None})
         assert ends_of(core.step().outputs) == [(0, FinishReason.ABORT)]
         assert core.stats().leases.num_active == 1
         core.end_leases(["a"])
@@ -103,7 +103,7 @@ def test_an_engine_process_tells_the_step_under_way_of_an_abort() -> None:
         process._core = core
         messages = [
             (EngineCoreRequestType.ABORT, ["a"]),
-            (EngineCoreRequestType.STOP, ["b"]),
+            (EngineCoreRequestType.STOP, {"b": 3}),
             (EngineCoreRequestType.OUTPUTS_TAKEN, 1),
         ]
 

@@ -9,7 +9,6 @@ import pytest
 
 from ratoon.core.errors import (
     DeadlineError,
-    EngineError,
     QueueFullError,
     RequestError,
     TooLargeError,
@@ -17,10 +16,11 @@ from ratoon.core.errors import (
 )
 from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
 from ratoon.core.params import BeamSearchParams, HiddenStatesParams, RequestOutputKind, SamplingParams
+from ratoon.core.readings import reading_of
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.engine.faults import fault_of
 from ratoon.engine.input_processor import InputProcessor
-from ratoon.engine.output_processor import MAX_READERS, READING_LEASE, OutputProcessor
+from ratoon.engine.output_processor import OutputProcessor, Processed
 from ratoon.engine.roots import Root
 from ratoon.observe.metrics import EngineMetrics
 from tests.unit.engine.fakes import byte_tokenizer, found_text, hidden_rows, hidden_state, model_config
@@ -54,7 +54,6 @@ def test_an_extraction_of_an_earlier_request_reads_the_choice_that_it_names():
     assert request.prompt_token_ids == [1, 2, 3, 6, 7, 8] and selection.positions == [5]
     assert (request.continuation_of, request.continuation_token_ids) == ("r-12345678#1", [])
     assert (request.cache_salt, request.owner, request.preferred_rank) == ("salt", "me", 1)
-    assert not request.params.ends_lease, "the caller asked for that lease, and it is his"
     output, _ = input_processor().process_extraction("x", ROOT, HiddenStatesParams(scope="output", positions="all"))
     assert output.params.positions == [3, 4]
 
@@ -134,7 +133,8 @@ def test_true_asks_for_the_last_token_and_callers_params_stay_as_they_were():
     )
     mine = SamplingParams(return_hidden_states=HiddenStatesParams(positions=range(2)), max_tokens=4)
     request = input_processor().process("r", "abc", mine)
-    assert request.params.return_hidden_states.positions == [0, 1], "it travels"
+    states = request.params.return_hidden_states
+    assert (states.positions, states.layers, states.layers_passed) == ([0, 1], [3], [4]), "it travels"
     assert mine.return_hidden_states.positions == range(2)
 
 
@@ -146,30 +146,34 @@ class Generation:
         self.outputs = OutputProcessor(TOKENIZER, lambda: 9.0, metrics, processor.selector)
         self.request = processor.process("r", "abc", params, **others)
         self.outputs.add_request(self.request, "abc")
-        self.extractions: list[EngineCoreRequest] = []
+        self.tokens = [b""] * self.request.num_choices
 
-    def step(self, *outputs: EngineCoreOutput) -> tuple[list[Any], list[str]]:
-        done = self.outputs.process_outputs(EngineCoreOutputs(list(outputs), engine_index=1))
-        self.extractions += done.extractions
-        return done.outputs, done.stopped
+    def step(self, *outputs: EngineCoreOutput) -> Processed:
+        for output in outputs:
+            if output.request_id == self.request.request_id:
+                self.tokens[output.choice] += bytes(output.new_token_ids)
+        return self.outputs.process_outputs(EngineCoreOutputs(list(outputs), engine_index=1))
 
     def generate(self, text: str = "xy", choice: int = 0, reason: FinishReason = FinishReason.LENGTH) -> list[Any]:
-        return self.step(EngineCoreOutput(self.request.request_id, list(text.encode()), choice, reason))[0]
+        return self.step(EngineCoreOutput(self.request.request_id, list(text.encode()), choice, reason)).outputs
 
-    def read(self, index: int = 0) -> list[Any]:
-        return self.step(hidden_rows(self.extractions[index], 0, 100))[0]
+    def reading(self, choice: int = 0) -> EngineCoreRequest:
+        """What the engine makes of a choice that has ended."""
+        reading = reading_of(self.request, choice, list(self.tokens[choice]))
+        assert reading is not None
+        return reading
+
+    def read(self, choice: int = 0) -> list[Any]:
+        return self.step(hidden_rows(self.reading(choice), 0, 100)).outputs
 
 
-def test_the_states_are_asked_for_when_the_text_has_ended_and_come_with_its_last_output():
-    run = Generation(SamplingParams(return_hidden_states=True, output_kind=RequestOutputKind.DELTA))
-    (first,), _ = run.step(EngineCoreOutput(run.request.request_id, [120]))
+def test_the_states_come_with_the_last_output():
+    run = Generation(SamplingParams(return_hidden_states=True, output_kind=RequestOutputKind.DELTA), retain_kv=5.0)
+    (first,), _, _ = run.step(EngineCoreOutput(run.request.request_id, [120]))
     assert (first.outputs[0].text, first.finished, first.hidden_states) == ("x", False, None)
-    assert not run.extractions
     assert run.generate("y") == [], "the last output waits"
     assert run.outputs.is_running("r") and run.outputs.has_unfinished_requests()
-    (request,) = run.extractions
-    assert bytes(request.prompt_token_ids) == b"abcxy" and request.params.positions == [4]
-    assert (request.continuation_of, request.preferred_rank) == (run.request.request_id, 1)
+    assert bytes(run.reading().prompt_token_ids) == b"abcxy" and run.reading().params.positions == [4]
     (last,) = run.read()
     assert isinstance(last, RequestOutput) and last.finished and last.error is None
     assert (last.outputs[0].text, last.outputs[0].finish_reason) == ("y", "length")
@@ -178,31 +182,17 @@ def test_the_states_are_asked_for_when_the_text_has_ended_and_come_with_its_last
     assert states.tensor.tolist() == [[hidden_state(4, 4)]]  # behind the final norm
     assert (states.computed_tokens, states.source) == (1, "lease")
     assert not run.outputs.has_unfinished_requests()
-    assert run.outputs.find_root("r").choices == [[120, 121]]
-
-
-def test_memory_is_kept_until_it_was_read_and_not_longer():
-    asked = SamplingParams(return_hidden_states=True)
-    run = Generation(asked)
-    assert run.request.retain_kv == READING_LEASE
+    assert run.outputs.find_root("r").choices == [[120, 121]] and run.outputs.find_root("r").leased
+    run = Generation(SamplingParams(return_hidden_states=True))
     run.generate()
-    assert run.extractions[0].params.ends_lease
     run.read()
-    assert not run.outputs.find_root("r").leased, "the caller has asked for no lease"
-    own = Generation(asked, retain_kv=5.0)
-    assert own.request.retain_kv == 5.0
-    own.generate()
-    assert not own.extractions[0].params.ends_lease
-    own.read()
-    assert own.outputs.find_root("r").leased
+    assert not run.outputs.find_root("r").leased and run.request.retain_kv is None, "there is no lease for it"
 
 
 def test_each_choice_has_its_states_whatever_order_they_come_in():
     run = Generation(SamplingParams(n=3, return_hidden_states=HiddenStatesParams(scope="output", positions=[-1, 0])))
     for choice, text in ((1, "q"), (0, "xyz"), (2, "rs")):
         run.generate(text, choice)
-    assert [bytes(request.prompt_token_ids) for request in run.extractions] == [b"abcxyz", b"abcq", b"abcrs"]
-    assert [request.continuation_of.partition("#")[2] for request in run.extractions] == ["", "1", "2"]
     assert run.read(2) == [] and run.read(0) == []
     (last,) = run.read(1)
     assert [states.positions for states in last.hidden_states] == [[5, 3], [3, 3], [4, 3]]
@@ -212,24 +202,45 @@ def test_each_choice_has_its_states_whatever_order_they_come_in():
         numpy.testing.assert_array_equal(states.tensor, numpy.array(expected, numpy.float32))
 
 
+def test_states_that_come_before_other_choices_have_ended_are_kept():
+    run = Generation(SamplingParams(n=2, return_hidden_states=True, output_kind=RequestOutputKind.DELTA))
+    (first,) = run.generate("q", 1)
+    assert first.outputs[0].finish_reason == "length" and not first.finished
+    assert run.read(1) == []
+    assert run.generate("xy", 0) == []
+    (last,) = run.read(0)
+    assert [states.positions for states in last.hidden_states] == [[4], [3]] and last.outputs[0].text == "xy"
+
+
 def test_every_text_that_a_beam_search_found_has_its_states():
     run = Generation(BeamSearchParams(beam_width=2, n=2, return_hidden_states=True))
     ends = [
         found_text(run.request.request_id, list(text), choice, FinishReason.LENGTH)
         for choice, text in enumerate([b"xy", b"z"])
     ]
-    assert run.step(*ends)[0] == []
-    assert [bytes(request.prompt_token_ids) for request in run.extractions] == [b"abcxy", b"abcz"]
+    assert run.step(*ends).outputs == []
     run.read(0)
     (last,) = run.read(1)
     assert [states.positions for states in last.hidden_states] == [[4], [3]]
 
 
-def test_a_stop_string_ends_the_text_in_the_engine_before_it_is_read():
-    run = Generation(SamplingParams(stop=["."], return_hidden_states=True))
-    outputs, stopped = run.step(EngineCoreOutput(run.request.request_id, list(b"x.y")))
-    assert outputs == [] and stopped == [run.request.request_id]
-    assert bytes(run.extractions[0].prompt_token_ids) == b"abcx."
+@pytest.mark.parametrize("reason", [None, FinishReason.LENGTH])
+def test_the_engine_hears_how_many_tokens_count_where_a_stop_string_may_end_the_text(reason: FinishReason | None):
+    run = Generation(SamplingParams(stop=["."], n=2, return_hidden_states=HiddenStatesParams(positions="all")))
+    outputs, stopped, _ = run.step(EngineCoreOutput(run.request.request_id, list(b"x.y"), 1, reason))
+    assert outputs[0].outputs[1].text == "x" and stopped == {f"{run.request.request_id}#1": 2}
+    _, stopped, _ = run.step(EngineCoreOutput(run.request.request_id, list(b"xy"), 0, FinishReason.LENGTH))
+    assert stopped == {run.request.request_id: 2}
+    run.tokens[1] = b"x."
+    run.read(0)
+    (last,) = run.read(1)
+    assert [len(states.positions) for states in last.hidden_states] == [5, 5]
+    plain = Generation(SamplingParams(stop=["."]))
+    assert plain.step(EngineCoreOutput(plain.request.request_id, list(b"x"), 0, FinishReason.LENGTH)).stopped == {}
+    plain = Generation(SamplingParams(stop=["."]))
+    assert plain.step(EngineCoreOutput(plain.request.request_id, list(b"x."))).stopped == {
+        plain.request.request_id: None
+    }
 
 
 def test_what_the_answer_turned_out_not_to_have_is_said_beside_the_text():
@@ -246,18 +257,17 @@ def test_what_the_answer_turned_out_not_to_have_is_said_beside_the_text():
     assert "the output has 1 tokens" in failed.error
     alone = Generation(SamplingParams(max_tokens=9, return_hidden_states=HiddenStatesParams(positions=8)))
     (last,) = alone.generate("x")
-    assert last.finished and last.hidden_states[0].refusal is not None and not alone.extractions
+    assert last.finished and last.hidden_states[0].refusal is not None
 
 
 @pytest.mark.parametrize("error", [DeadlineError("deadline", "is over"), QueueFullError("hidden_states", "full")])
 def test_a_text_is_delivered_when_its_states_are_refused(error: RequestError):
     run = Generation(SamplingParams(return_hidden_states=True))
     run.generate("xy")
-    (request,) = run.extractions
     refused = EngineCoreOutput(
-        request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault_of(error)
+        run.reading().request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault_of(error)
     )
-    ((last,), _) = run.step(refused)
+    (last,) = run.step(refused).outputs
     assert (last.outputs[0].text, last.outputs[0].finish_reason, last.error, last.refusal) == (
         "xy",
         "length",
@@ -268,19 +278,12 @@ def test_a_text_is_delivered_when_its_states_are_refused(error: RequestError):
     assert states.tensor is None and states.error == str(error) and type(states.refusal) is type(error)
 
 
-def test_a_text_is_delivered_when_the_engine_takes_no_extraction_or_sends_nonsense():
-    run = Generation(SamplingParams(return_hidden_states=True))
-    run.generate("xy")
-    ((last,), _, _) = run.outputs.fail_extraction(
-        run.extractions[0].request_id, QueueFullError("hidden_states", "full")
-    )
-    assert last.outputs[0].text == "xy" and isinstance(last.hidden_states[0].refusal, QueueFullError)
-    assert run.outputs.fail_extraction("unknown", EngineError("no")) == ([], [], [])
+def test_a_text_is_delivered_when_the_engine_sends_nonsense():
     run = Generation(SamplingParams(return_hidden_states=HiddenStatesParams(positions="all")))
     run.generate("xy")
-    part = hidden_rows(run.extractions[0], 2, 2)  # a hole before it
-    ((last,), stopped) = run.step(part)
-    assert stopped == [run.extractions[0].request_id]
+    part = hidden_rows(run.reading(), 2, 2)  # a hole before it
+    (last,), _, aborted = run.step(part)
+    assert aborted == [run.reading().request_id]
     assert last.outputs[0].text == "xy" and "EngineError" in last.hidden_states[0].error
     assert not run.outputs.has_unfinished_requests()
 
@@ -288,8 +291,8 @@ def test_a_text_is_delivered_when_the_engine_takes_no_extraction_or_sends_nonsen
 def test_an_end_without_all_rows_is_an_error():
     run = Generation(SamplingParams(return_hidden_states=HiddenStatesParams(positions="all")))
     run.generate("xy")
-    run.step(hidden_rows(run.extractions[0], 0, 2))
-    ((last,), _) = run.step(EngineCoreOutput(run.extractions[0].request_id, [], finish_reason=FinishReason.STOP))
+    run.step(hidden_rows(run.reading(), 0, 2))
+    (last,) = run.step(EngineCoreOutput(run.reading().request_id, [], finish_reason=FinishReason.STOP)).outputs
     assert last.hidden_states[0].error == "the engine did not send all rows" and last.hidden_states[0].tensor is None
 
 
@@ -297,11 +300,19 @@ def test_who_does_not_end_well_has_no_states():
     for reason in (FinishReason.ERROR, FinishReason.ABORT):
         run = Generation(SamplingParams(return_hidden_states=True))
         (last,) = run.generate("x", reason=reason)
-        assert last.finished and last.hidden_states is None and not run.extractions
+        assert last.finished and last.hidden_states is None
     run = Generation(SamplingParams(n=2, return_hidden_states=True))
     run.generate("x", 0)
-    (last,), stopped, _ = run.outputs.abort_requests(["r"])
-    assert stopped == [run.request.request_id] and last.hidden_states is None
+    (last,), _, aborted = run.outputs.abort_requests(["r"])
+    names = [f"{run.request.request_id}{suffix}" for suffix in ("", ".states", "#1.states")]
+    assert aborted == names and last.hidden_states is None, "of the other one, the end may be under way"
+    assert not run.outputs.has_unfinished_requests() and run.read(0) == []
+    run = Generation(SamplingParams(n=2, return_hidden_states=True))
+    run.generate("x", 0)
+    (last,), _, aborted = run.step(EngineCoreOutput(run.request.request_id, [], 1, FinishReason.ERROR, error="no"))
+    assert [name.endswith(".states") for name in aborted] == [True, True]
+    assert last.hidden_states is None and last.error == "no"
+    assert not run.outputs.has_unfinished_requests()
 
 
 def test_an_abort_while_the_states_are_read_gives_the_text_and_ends_the_reading():
@@ -309,31 +320,12 @@ def test_an_abort_while_the_states_are_read_gives_the_text_and_ends_the_reading(
     run.generate("x", 0)
     run.generate("y", 1)
     run.read(0)
-    (last,), stopped, _ = run.outputs.abort_requests(["r"])
-    assert stopped == [run.extractions[1].request_id], "the generation itself has ended long ago"
+    (last,), _, aborted = run.outputs.abort_requests(["r"])
+    assert aborted == [run.reading(1).request_id], "the generation itself has ended long ago"
     assert [choice.finish_reason for choice in last.outputs] == ["length", "length"]
     assert last.hidden_states[0].tensor is not None
     assert (last.hidden_states[1].tensor, last.hidden_states[1].error) == (None, "the request was aborted")
     assert run.read(1) == [] and not run.outputs.has_unfinished_requests()
-
-
-def test_no_more_are_read_at_a_time_than_the_engine_can_queue_and_none_is_forgotten():
-    outputs = OutputProcessor(TOKENIZER, selector=input_processor().selector)
-    params = SamplingParams(return_hidden_states=True)
-    requests = [
-        EngineCoreRequest(f"i{number}", [1], params, external_id=f"r{number}") for number in range(MAX_READERS + 3)
-    ]
-    for request in requests:
-        outputs.add_request(request, None)
-    ends = [EngineCoreOutput(request.request_id, [2], finish_reason=FinishReason.STOP) for request in requests]
-    done = outputs.process_outputs(EngineCoreOutputs(ends))
-    assert done.outputs == [] and len(done.extractions) == MAX_READERS
-    first, second, *_ = done.extractions
-    done = outputs.process_outputs(EngineCoreOutputs([hidden_rows(first, 0, 1)]))
-    assert len(done.outputs) == 1 and len(done.extractions) == 1
-    done = outputs.abort_requests(["r1", f"r{MAX_READERS + 1}"])
-    assert done.stopped[0] == second.request_id and len(done.outputs) == 2
-    assert [request.external_id for request in done.extractions] == [f"r{MAX_READERS + 2}"], "one was taken back"
 
 
 # ---- on their own ----

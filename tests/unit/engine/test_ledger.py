@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ratoon.core.params import BeamSearchParams, SamplingParams
+from typing import Any
+
+from ratoon.core.params import BeamSearchParams, HiddenStatesParams, SamplingParams
 from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -298,3 +300,99 @@ def test_a_replayed_request_keeps_its_owner():
     (entry,) = ledger.ready_to_go()
     again = entry.current_request()
     assert again.resumed is not None and again.owner == "ada"
+
+
+# ---- hidden states that come with texts ----
+
+
+def asking(n: int = 1, stop: list[str] | None = None) -> EngineCoreRequest:
+    states = HiddenStatesParams(positions=[-1], layers_passed=[1])
+    params = SamplingParams(n=n, max_tokens=8, stop=stop, return_hidden_states=states)
+    return EngineCoreRequest("a", [1, 2, 3], params, owner="ada", cache_salt="s")
+
+
+def ledger_that_asks(**how: Any) -> Ledger:
+    ledger = Ledger()
+    ledger.add(asking(**how))
+    hand_over(ledger)
+    return ledger
+
+
+def test_a_reading_is_recorded_and_only_sent_if_its_engine_dies():
+    ledger = ledger_that_asks()
+    (ended,) = ledger.record(outputs(token("a", 7), token("a", 8, reason=FinishReason.LENGTH)))
+    assert ended.request.request_id == "a" and len(ledger) == 1 and hand_over(ledger) == []
+    ledger.record(outputs(rows("a.states", 0)))
+    assert ledger.engine_died(0) == []
+    (entry,) = ledger.ready_to_go()
+    sent = entry.current_request()
+    assert entry.kind == EngineCoreRequestType.HIDDEN_STATES_EXTRACT
+    assert (sent.request_id, sent.prompt_token_ids, sent.params) == ("a.states", [1, 2, 3, 7, 8], Extraction([4], [1]))
+    assert (sent.owner, sent.cache_salt, sent.continuation_of) == ("ada", "s", "a")
+    hand_over(ledger)
+    ledger.record(outputs(rows("a.states", 0, FinishReason.STOP)))
+    assert len(ledger) == 0
+
+
+def test_a_reading_that_ends_or_is_aborted_leaves_nothing():
+    ledger = ledger_that_asks()
+    ledger.record(outputs(token("a", 8, reason=FinishReason.LENGTH)))
+    to_send, (entry,) = ledger.abort(["a.states"])
+    assert to_send == {0: ["a.states"]} and entry.request.request_id == "a.states" and len(ledger) == 0
+    for reason in (FinishReason.ERROR, FinishReason.ABORT):
+        ledger = ledger_that_asks()
+        ledger.record(outputs(token("a", 8), EngineCoreOutput("a", [], 0, reason)))
+        assert len(ledger) == 0, "there is nothing to read"
+
+
+def test_a_choice_that_was_read_in_time_is_not_read_again_with_the_others():
+    ledger = ledger_that_asks(n=2)
+    ledger.record(outputs(token("a", 7), token("a", 8, 1, FinishReason.LENGTH)))
+    ledger.record(outputs(rows("a#1.states", 0, FinishReason.STOP)))
+    ledger.engine_died(0)
+    (entry,) = ledger.ready_to_go()
+    assert [choice.finished for choice in entry.current_request().resumed] == [False, True]
+
+
+def test_a_stop_string_that_was_found_here_cuts_the_text_that_is_read():
+    ledger = ledger_that_asks(stop=["."])
+    ledger.record(outputs(token("a", 7), token("a", 8), token("a", 9)))
+    to_send, (ended,) = ledger.stop({"a": 2})
+    assert to_send == {0: {"a": 2}} and ended.request.request_id == "a"
+    ledger.record(outputs(token("a", 10, reason=FinishReason.LENGTH)))  # it did not know yet
+    ledger.engine_died(0)
+    (entry,) = ledger.ready_to_go()
+    assert (entry.request.request_id, entry.request.prompt_token_ids) == ("a.states", [1, 2, 3, 7, 8])
+
+
+def test_a_text_that_may_hold_a_stop_string_is_recorded_until_its_length_is_told():
+    ledger = ledger_that_asks(stop=["."])
+    assert ledger.record(outputs(token("a", 7), token("a", 8, reason=FinishReason.LENGTH))) == []
+    assert len(ledger) == 1
+    to_send, (ended,) = ledger.stop({"a": 2})
+    assert to_send == {0: {"a": 2}} and ended.request.request_id == "a" and hand_over(ledger) == []
+    assert len(ledger) == 1, "the reading"
+
+
+def test_a_text_whose_length_is_told_after_its_engine_died_is_read_by_another():
+    ledger = ledger_that_asks(n=2, stop=["."])
+    ledger.record(outputs(token("a", 7), token("a", 8, 1, FinishReason.LENGTH)))
+    ledger.engine_died(0)
+    assert hand_over(ledger, 1) == ["a"]
+    to_send, ended = ledger.stop({"a#1": 1})
+    assert (to_send, ended) == ({}, []), "the new engine has not got that text"
+    assert hand_over(ledger, 1) == ["a#1.states"]
+    ledger = ledger_that_asks(stop=["."])
+    ledger.record(outputs(token("a", 7), token("a", 8, reason=FinishReason.LENGTH)))
+    ledger.engine_died(0)
+    assert hand_over(ledger) == [], "there is nothing to generate"
+    assert ledger.stop({"a": 1})[0] == {} and hand_over(ledger) == ["a.states"]
+    assert len(ledger) == 1
+
+
+def test_a_text_without_the_requested_positions_has_no_reading():
+    ledger = ledger_that_asks()
+    (entry,) = ledger._entries.values()
+    entry.request.params.return_hidden_states.positions = [9]
+    ledger.record(outputs(token("a", 8, reason=FinishReason.LENGTH)))
+    assert len(ledger) == 0

@@ -35,14 +35,14 @@ def test_requests_run_together_to_their_ends():
     assert engine.step() == []
 
 
-def test_a_stop_string_is_aborted_in_the_engine_by_its_choice():
+def test_a_stop_string_ends_its_choice_in_the_engine():
     client = FakeClient(lambda request, choice: list(b"a.bcdefgh" if choice else b"abcdefg."))
     engine = make(client)
     engine.add_request("one", "p", SamplingParams(n=2, stop=["."], max_tokens=20))
     output = run_to_end(engine)["one"]
     assert [choice.text for choice in output.outputs] == ["abcdefg", "a"]
     internal = client.added[0].request_id
-    assert client.aborted == [f"{internal}#1", f"{internal}#0"]
+    assert client.stopped == [f"{internal}#1", internal] and client.aborted == []
 
 
 def test_a_request_that_the_engine_refuses_leaves_nothing_behind():

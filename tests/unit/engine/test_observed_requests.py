@@ -142,3 +142,17 @@ def test_the_throughput_of_an_engine_without_a_loop_is_in_the_log(caplog):
     assert len(caplog.records) == 1
     # Eight tokens of the prompt and five of the answer in the first ten seconds
     assert "prompt throughput: 0.8 tokens/s, Avg generation throughput: 0.5 tokens/s" in caplog.text
+
+
+def test_the_throughput_log_counts_the_tokens_of_texts_that_are_read_as_a_prompt():
+    log = ThroughputLog(lambda: 0.0)
+    counted: list[tuple[int, int]] = []
+    log.record_tokens = lambda engine, num_prompt, num_new: counted.append((num_prompt, num_new))
+    client, tokenizer = FakeClient(), byte_tokenizer()
+    inputs = InputProcessor(model_config(), tokenizer)
+    processor = OutputProcessor(tokenizer, selector=inputs.selector, throughput=log)
+    engine = LLMEngine(client, inputs, processor, throughput=log)
+    engine.add_request("a", "abc", SamplingParams(max_tokens=2, return_hidden_states=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert counted == [(3, 1), (0, 1), (5, 0)]

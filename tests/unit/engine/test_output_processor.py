@@ -49,7 +49,8 @@ def out(text: str, choice: int = 0, **fields) -> EngineCoreOutput:
 
 
 def step(processor: OutputProcessor, *outputs: EngineCoreOutput):
-    return processor.process_outputs(EngineCoreOutputs(outputs=list(outputs)))[:2]
+    done = processor.process_outputs(EngineCoreOutputs(outputs=list(outputs)))
+    return done.outputs, [*done.stopped, *done.aborted]
 
 
 def texts(result) -> list[tuple[int, str]]:
@@ -133,7 +134,7 @@ def test_choices_of_a_step_are_merged_and_sorted():
 def test_a_stop_string_in_one_choice_ends_that_choice_alone():
     processor = make(SamplingParams(n=2, stop=["."]))
     (result,), to_abort = step(processor, out("x.", 0), out("y", 1))
-    assert to_abort == ["r-internal#0"]
+    assert to_abort == ["r-internal"]
     assert [choice.finish_reason for choice in result.outputs] == ["stop", None]
     assert not result.finished
     (result,), to_abort = step(processor, out("ignored", 0), out(".", 1))
@@ -174,7 +175,7 @@ def test_a_choice_that_fails_later_leaves_the_others_running():
 def test_an_abort_gives_what_there_is_and_the_engines_id():
     processor = make(SamplingParams(stop=["xyz"]))
     step(processor, out("ax"))
-    (result,), internal, _ = processor.abort_requests(["r", "unknown"])
+    (result,), _, internal = processor.abort_requests(["r", "unknown"])
     assert internal == ["r-internal"]
     assert (result.outputs[0].text, result.outputs[0].finish_reason, result.finished) == ("ax", "abort", True)
     assert not processor.has_unfinished_requests()
@@ -273,7 +274,7 @@ def test_a_request_whose_last_text_can_not_be_made_still_ends():
         raise ZeroDivisionError("a bug")
 
     processor._states["r-internal"].choices[0].detokenizer.finish = fail
-    (result,), internal, _ = processor.abort_requests(["r"])
+    (result,), _, internal = processor.abort_requests(["r"])
     assert "a bug" in result.error and result.finished
     assert internal == ["r-internal"]
     assert not processor.has_unfinished_requests()
@@ -322,7 +323,7 @@ def test_a_vector_that_failed_or_was_aborted_says_so():
     (result,), _ = step(processor, out("", finish_reason=FinishReason.ERROR, error="it broke"))
     assert (result.embedding, result.error) == (None, "it broke")
     processor = make_pooling(PoolingParams())
-    (result,), internal, _ = processor.abort_requests(["r"])
+    (result,), _, internal = processor.abort_requests(["r"])
     assert (result.embedding, result.error, internal) == (None, "the request was aborted", ["r-internal"])
     processor = make_pooling(PoolingParams())
     fault = Fault("RequestError", "prompt", "is too long")
@@ -353,8 +354,8 @@ def test_owners_may_call_their_requests_the_same_and_hear_nothing_of_each_other(
         ("them", "r", "b"),
     ]
     assert bytes(processor.find_root("r", "me").tokens(0, None)) == b"pa"
-    assert processor.abort_requests(["r"]) == ([], [], []), "nobody's request has this id"
-    (gone,), internal, _ = processor.abort_requests(["r"], "me")
+    assert processor.abort_requests(["r"]) == ([], {}, []), "nobody's request has this id"
+    (gone,), _, internal = processor.abort_requests(["r"], "me")
     assert (gone.owner, internal) == ("me", ["r-me"])
     assert not processor.is_running("r", "me") and processor.is_running("r", "them")
     failed = processor.fail_request("r", RuntimeError("no"), "them")

@@ -67,27 +67,6 @@ def test_the_last_token_of_a_leased_parent_is_one_row_in_a_copy_of_its_last_bloc
     assert capture.block_ids[0] == [*leased[:5], copy.dst]
 
 
-@pytest.mark.parametrize("end", ["read", "aborted", "overdue", "failed"])
-def test_a_lease_that_was_kept_for_a_reader_ends_with_it_however_it_ends(end: str) -> None:
-    scheduler = scheduler_of()
-    tokens = lease(scheduler)
-    request = extraction_request("x", tokens, [23], parent="g", deadline=5.0)
-    request.params.ends_lease = True
-    scheduler.add_request(request)
-    assert scheduler.leases.find("g") is not None
-    if end == "read":
-        step(scheduler)
-    elif end == "aborted":
-        scheduler.abort_requests(["x"])
-    elif end == "overdue":
-        scheduler.tick(6.0)
-    else:
-        scheduler.fail_requests(["x"], "it broke")
-    assert scheduler.leases.find("g") is None
-    scheduler.check()
-    assert scheduler.kv_cache.usage == 0.0
-
-
 def test_what_is_missing_between_two_positions_is_computed_on_the_way() -> None:
     scheduler = scheduler_of()
     add(scheduler, "g", PROMPT[:9], max_tokens=1)

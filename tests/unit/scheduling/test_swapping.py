@@ -290,7 +290,7 @@ def test_who_ends_on_the_host_gives_its_blocks_there_back(end: str) -> None:
     if end == "failed":
         scheduler.fail_requests(["c"], "it broke")
     else:
-        scheduler.abort_requests(["c"], keep=end == "stopped")
+        scheduler.stop_requests({"c": None}) if end == "stopped" else scheduler.abort_requests(["c"])
     scheduler.check()
     assert scheduler.kv_cache.num_free_host_blocks == 10
     finish(scheduler)

@@ -1,0 +1,78 @@
+"""Texts that have ended and whose hidden states are read: each turns into an extraction over its own blocks.
+
+Where the front end may have found a stop string in the text, its blocks are kept here until it tells how many tokens
+count; they are the first to be freed if memory is short. The extraction itself is in kinds/extraction.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ratoon.core.readings import awaits_count, reading_id, reading_of
+from ratoon.core.request import EngineCoreRequest
+from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.sequence import TokenSequence
+from ratoon.scheduling.branch import Request
+
+
+class Untold(NamedTuple):
+    """A text whose length is not certain yet."""
+
+    sequence: TokenSequence
+    request: Request
+    choice: int
+
+
+class Readings:
+    # Set by the kind that extracts: start this extraction over the blocks of a sequence. The number is its order.
+    start: Callable[[EngineCoreRequest, int, TokenSequence], None]
+
+    def __init__(self, kv_cache: KVCacheManager) -> None:
+        self._kv_cache = kv_cache
+        self._untold: dict[str, Untold] = {}  # by the id of the reading
+
+    def text_ended(self, ended: TokenSequence, request: Request, choice: int, num_tokens: int | None = None) -> None:
+        """A text has ended. It still has its memory, which is shared here. `num_tokens`: the front end cut it after
+        that many generated tokens."""
+        if request.original is None:
+            return
+        if num_tokens is not None or not awaits_count(request.original.params):
+            self._start(ended, request, choice, num_tokens)
+            return
+        kept = TokenSequence(reading_id(ended.branch_id), ended.token_ids, ended.extra_keys)
+        self._kv_cache.inherit_blocks_from_parent(ended, kept, ended.num_computed_tokens, num_left=0)
+        self._untold[kept.branch_id] = Untold(kept, request, choice)
+
+    def tell(self, name: str, num_tokens: int) -> bool:
+        """So many tokens of a text that has ended count. False: it is not waited for."""
+        untold = self._untold.pop(name, None)
+        if untold is None:
+            return False
+        self._start(untold.sequence, untold.request, untold.choice, num_tokens)
+        self._kv_cache.free(untold.sequence)
+        return True
+
+    def _start(self, ended: TokenSequence, request: Request, choice: int, num_tokens: int | None) -> None:
+        assert request.original is not None
+        reading = reading_of(request.original, choice, ended.token_ids[request.num_prompt_tokens :][:num_tokens])
+        if reading is not None:
+            self.start(reading, request.sequence_number, ended)
+
+    def drop(self, some_id: str) -> None:
+        """A request, or a reading, was aborted: texts of it that wait here are not read."""
+        for name, untold in list(self._untold.items()):
+            if some_id in (name, untold.request.request_id):
+                self._kv_cache.free(self._untold.pop(name).sequence)
+
+    def give_way(self) -> bool:
+        """Free the blocks of one text, which are then computed again. False: there are none."""
+        for untold in self._untold.values():
+            if untold.sequence.block_tables:
+                self._kv_cache.free(untold.sequence)
+                return True
+        return False
+
+    def held(self) -> list[TokenSequence]:
+        """For checks: what holds blocks here."""
+        return [untold.sequence for untold in self._untold.values()]
