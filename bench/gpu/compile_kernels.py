@@ -33,8 +33,8 @@ from ratoon.attention import triton_backend
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.ops import RMSWeights
-from ratoon.layers.product_choices import Tile
-from ratoon.layers.triton import elementwise, gemv, norms, sampling, top
+from ratoon.layers.product_choices import Tile, invariant_choice
+from ratoon.layers.triton import elementwise, gemv, matmul, norms, sampling, top
 
 Tensor = torch.Tensor
 
@@ -182,6 +182,9 @@ def products(compilation: Compilation) -> None:
             gemv.gemv(x, gate_up, None, tile, norm=norm, gated="silu", dependent=dependent)
             compilation.part = f"products: {model}, down, {launch}"
             gemv.gemv(between, down, None, tile, residual=x, dependent=dependent)
+        for rows in (1, 2048):
+            compilation.part = f"products: {model}, down, the same bits in any batch of {rows} rows"
+            matmul.matmul(between.expand(rows, -1), down, None, invariant_choice(*down.shape))
         compilation.part = f"norms and activations: {model}"
         rows = torch.zeros(32, hidden, dtype=BF16)
         norms.rms_norm(rows, norm.weight, norm.eps, rows.clone())

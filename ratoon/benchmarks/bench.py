@@ -1,7 +1,7 @@
 """`ratoon bench latency|throughput MODEL`: how fast this machine is with this model, on random prompts.
 
-Latency: a small batch, again and again. Throughput: many requests at once. `bench serve`, `bench
-two-stage` and `bench profile` have modules of their own; comparisons with other engines are programs under bench/.
+Latency: a small batch, again and again. Throughput: many requests at once. `bench serve`, `bench two-stage`, `bench
+profile` and `bench products` have modules of their own; comparisons with other engines are programs under bench/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
 from ratoon.api.progress import request_progress
-from ratoon.benchmarks import bench_profile, bench_serve, bench_two_stage
+from ratoon.benchmarks import bench_products, bench_profile, bench_serve, bench_two_stage
 from ratoon.core.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
     bench_serve.add_parser(kinds)
     bench_two_stage.add_parser(kinds)
     bench_profile.add_parser(kinds)
+    bench_products.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)  # compute capability
 ALLOCATOR_PATIENCE = 0.3  # seconds
 
 
@@ -187,7 +188,7 @@ def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
         return TorchOps()
     choices = read_choices(choices_file(device))
     logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
-    return CudaOps(choices)
+    return CudaOps(choices, dependent_launch=torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH)
 
 
 def choose_capture(config: EngineConfig, device: torch.device, geometry: Geometry) -> Capture | None:

@@ -73,17 +73,17 @@ class CudaGatedMLP:
         return self.fused(x, None, None)
 
     def fused(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
+        return self.down.fused(self.gate(x, norm), None, residual)
+
+    def gate(self, x: Tensor, norm: RMSWeights | None = None) -> Tensor:
+        """[T, H] → [T, I]: the first product and the activation."""
         gate_up = self.gate_up
         choice = self.choices[len(x)] if len(x) < len(self.choices) else None
-        if isinstance(choice, Tile):
-            if norm is not None and x.shape[1] > MAX_NORM_WIDTH:
-                x, norm = norms.rms_norm(x, *norm), None
-            between = gemv(
-                x, gate_up.weight, gate_up.bias, choice, norm=norm, gated="silu", dependent=gate_up.dependent
-            )
-        else:
-            between = elementwise.gated_activation(gate_up.fused(x, norm, None), "silu")
-        return self.down.fused(between, None, residual)
+        if not isinstance(choice, Tile):
+            return elementwise.gated_activation(gate_up.fused(x, norm, None), "silu")
+        if norm is not None and x.shape[1] > MAX_NORM_WIDTH:
+            x, norm = norms.rms_norm(x, *norm), None
+        return gemv(x, gate_up.weight, gate_up.bias, choice, norm=norm, gated="silu", dependent=gate_up.dependent)
 
 
 class CudaOps(TorchOps):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ratoon.core.config import ModelConfig
-from ratoon.layers.ops import Ops
+from ratoon.layers.ops import Ops, Product
 from ratoon.layers.shard import Shard
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
@@ -96,11 +96,36 @@ class ReadAhead:
         return self._read(request)
 
 
+def collect_products(config: ModelConfig) -> list[tuple[str, int, int]]:
+    """Kind ("gated": with a gate's activation behind it), outputs and inputs of the products of a model, each once."""
+    ops = _RecordingOps()
+    find_model_class(config.architecture)(config, _RecordingWeights(ops), config.max_position)
+    return list(dict.fromkeys(ops.recorded))
+
+
+class _RecordingOps(TorchOps):
+    """Records the shapes of products, in the order they are made."""
+
+    def __init__(self) -> None:
+        self.recorded: list[tuple[str, int, int]] = []
+        self._shapes: dict[Product, tuple[int, int]] = {}
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        product = super().make_linear(weight, bias)
+        self._shapes[product] = (weight.shape[0], weight.shape[1])
+        self.recorded.append(("linear", *self._shapes[product]))
+        return product
+
+    def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
+        self.recorded.append(("gated", *self._shapes[gate_up]))
+        return super().make_gated_mlp(gate_up, down)
+
+
 class _RecordingWeights(Weights):
     """Provides every requested tensor in the requested shape, and records it."""
 
-    def __init__(self) -> None:
-        super().__init__(DummySource({}), TorchOps(), META, torch.float32)
+    def __init__(self, ops: Ops | None = None) -> None:
+        super().__init__(DummySource({}), ops or TorchOps(), META, torch.float32)
         self.recorded: dict[str, tuple[int, ...]] = {}
 
     def has(self, name: str) -> bool:

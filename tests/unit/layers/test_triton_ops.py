@@ -26,11 +26,12 @@ from ratoon.layers.product_choices import (
     read_choices,
     write_choices,
 )
+from ratoon.layers.product_measurement import as_choices, keys_of, measure_products
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
 from ratoon.layers.triton.matmul import matmul
 from ratoon.models.base import LanguageModel, StreamObserver
-from ratoon.models.build import build_model, collect_shapes
+from ratoon.models.build import build_model, collect_products, collect_shapes
 from ratoon.models.dummy_source import DummySource
 from tests.golden.dense_step import DenseStep
 from tests.golden.tiny_models import DictSource
@@ -336,3 +337,27 @@ def test_a_damaged_file_of_choices_is_ignored(tmp_path: Path, content: str) -> N
     assert read_choices(file).measured == {}
     assert read_choices(tmp_path / "missing").measured == {}
     assert read_choices(tmp_path).measured == {}  # a folder
+
+
+def test_a_measurement_takes_the_fastest_and_the_library_where_the_gain_is_noise() -> None:
+    keys = keys_of("linear", 64, 1024, "bfloat16")
+    assert [key.rows for key in keys] == [1, 2, 3, 4, 8, 16, 32, 64]
+    assert [key.rows for key in keys_of("gated", 64, 1024, "bfloat16")] == [1, 2, 3, 4]
+    best = {1: Tile(2, 1024, 4), 8: Split(16, 64, 128, 4, 4, 4)}
+
+    def timer(key: ProductKey, choice: Choice) -> float:
+        if choice is None:
+            return 10.0
+        return 5.0 if choice == best.get(key.rows) else 9.9
+
+    choices = as_choices(measure_products(keys, timer)).of("linear", torch.empty(64, 1024, dtype=torch.bfloat16))
+    assert choices[1] == best[1]
+    assert choices[2:5] == [None] * 3
+    assert choices[5:9] == [best[8]] * 4
+    assert choices[9:] == [None] * 56
+
+
+def test_the_products_of_a_model_are_those_that_it_fuses() -> None:
+    config = replace(LLAMA, tie_word_embeddings=False)  # hidden 8, inner 12, 2 heads and 1 of keys of 4, vocabulary 11
+    expected = [("linear", 16, 8), ("linear", 8, 8), ("linear", 24, 8), ("linear", 8, 12), ("gated", 24, 8)]
+    assert collect_products(config) == [*expected, ("linear", 11, 8)]

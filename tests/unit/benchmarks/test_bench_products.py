@@ -1,0 +1,50 @@
+"""`ratoon bench products`: the table, the file it keeps, and what it says without a GPU."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratoon.benchmarks import bench_products
+from ratoon.core.errors import ConfigError
+from ratoon.layers.product_choices import ProductKey, Tile, read_choices
+from ratoon.layers.product_measurement import Measured
+
+
+def options(**given: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"model": "smollm2-135m", "device": "cuda", "dtype": "auto", "json": False, **given})
+
+
+def test_a_device_without_a_choice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a CUDA device"):
+        bench_products.run(options(device="cpu"))
+
+
+def test_a_row_names_both_times_and_the_choice() -> None:
+    key = ProductKey("linear", 4096, 1024, "bfloat16", 1)
+    row = bench_products.format_row(Measured(key, 5.4, Tile(2, 1024, 4), 3.25))
+    assert "linear 4096x1024 bfloat16 1" in row and "5.40" in row and "3.25" in row and "tile 2x1024x4" in row
+    assert bench_products.format_row(Measured(key, 5.4, None, 5.4)).endswith("cuBLAS")
+
+
+def test_what_was_measured_is_added_to_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ratoon.execution.devices.resolve_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(
+        "ratoon.layers.product_measurement.GraphTimer",
+        lambda device: lambda key, choice: 2.0 if choice is None else 1.0,
+    )
+    bench_products.run(options(json=True, dtype="bfloat16"))
+    first = json.loads(capsys.readouterr().out)
+    bench_products.run(options(json=True, dtype="float32"))
+    second = json.loads(capsys.readouterr().out)
+    assert first["file"] == second["file"] and "NVIDIA-H200" in first["file"]
+    kept = read_choices(Path(first["file"])).measured
+    assert len(kept) == len(first["products"]) + len(second["products"]) > 50
+    assert kept["linear 576x576 bfloat16 1"] == Tile(1, 1024, 4)
