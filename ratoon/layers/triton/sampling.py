@@ -23,7 +23,7 @@ LIST_ROOM = 1024  # tokens of a list
 GROUPS_AT_ONCE = 128
 # Other rows are read several times.
 PIVOTS = 8  # thresholds that are examined in one pass over a row
-BLOCK = 1024  # columns at a time in such a pass
+BLOCK = 2048  # columns at a time in such a pass
 
 _INF = tl.constexpr(float("inf"))
 # In place of a row's threshold
@@ -78,7 +78,9 @@ def sample_plain(
             sizes["CHUNKS"], GROUP, triton.next_power_of_2(of_groups.shape[1]), WANTED, GROUP_ROOM, LIST_ROOM,
             GROUPS_AT_ONCE, num_warps=8,
         )  # fmt: skip
-        _find_threshold[(num_rows,)](*wanted, num_chunks, sizes["CHUNKS"], BLOCK, PIVOTS, num_warps=8)
+        _find_threshold[(num_rows,)](
+            *wanted, listed, num_chunks, sizes["CHUNKS"], BLOCK, PIVOTS, LIST_ROOM, num_warps=8
+        )
         _sum_kept[(num_chunks, num_rows)](*row, maxima, sums, threshold, masses, num_chunks, **sizes, num_warps=4)
     _pick[(num_rows,)](
         *row, uniforms, maxima, sums, threshold, masses, token_ids, bad, num_chunks, draws, filters, **sizes,
@@ -353,60 +355,95 @@ def _count_above(
 
 
 @triton.jit
+def _list_between(logits, num_columns: tl.constexpr, divisor, peak, total, low, high, listed, BLOCK: tl.constexpr):
+    """Store the probabilities of a row whose bits are above `low` and not above `high`. Returns their number."""
+    num_listed = 0
+    for start in range(0, num_columns, BLOCK):
+        x = _load_scaled(logits, start + tl.arange(0, BLOCK), num_columns, divisor)
+        p = _probabilities(x, peak, total)
+        bits = p.to(tl.int32, bitcast=True)
+        between = (bits > low) & (bits <= high)
+        tl.store(listed + num_listed + tl.cumsum(between.to(tl.int32), 0) - 1, p, mask=between)
+        num_listed += tl.sum(between.to(tl.int32), 0)
+    return num_listed
+
+
+@triton.jit
 def _search(
-    logits, num_columns: tl.constexpr, divisor, peak, total, low, high, limit,
-    BY_MASS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+    logits, num_columns: tl.constexpr, divisor, peak, total, low, high, limit, listed,
+    BY_MASS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, LIST_ROOM: tl.constexpr,
 ):  # fmt: skip
     """The least bits v above `low` for which the probabilities above v number fewer than `limit`, or (BY_MASS) have
     together less than `limit` of the mass above `low`. Any value that separates the same tokens may be returned.
 
     Bits of positive floats are in the order of the floats. At `low` the condition is false, at `high` it is true.
+    Passes over the row narrow the two down until what lies between them fits into a list.
     """
     places = tl.arange(0, PIVOTS)
     num_low, num_high = num_columns, 0
-    whole = tl.full([], 0.0, tl.float64)
-    while (high - low > 1) & (num_low - num_high > 1):
+    whole, mass_high = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    is_first = True
+    while (high - low > 1) & (is_first | (num_low - num_high > LIST_ROOM)):
         pivots = (low + (high - low).to(tl.int64) * places // PIVOTS).to(tl.int32)  # the first is `low`
         counts, masses = _count_above(logits, num_columns, divisor, peak, total, pivots, BLOCK, PIVOTS)
         if BY_MASS:
-            whole = tl.where(whole == 0.0, tl.max(masses, 0), whole)  # in the first pass
+            whole = tl.where(is_first, tl.max(masses, 0), whole)
             holds = masses < limit * whole
         else:
             holds = counts < limit
         num_low = tl.min(tl.where(holds, num_low, counts), 0)
         num_high = tl.max(tl.where(holds, counts, num_high), 0)
+        mass_high = tl.max(tl.where(holds, masses, mass_high), 0)
         low = tl.max(tl.where(holds, low, pivots), 0)
         high = tl.min(tl.where(holds, pivots, high), 0)
-    return low + 1
+        is_first = False
+    result = low + 1
+    if high - low > 1:
+        tl.debug_barrier()  # an earlier search has read its list
+        num_listed = _list_between(logits, num_columns, divisor, peak, total, low, high, listed, BLOCK)
+        tl.debug_barrier()
+        slots = tl.arange(0, LIST_ROOM)
+        p = tl.load(listed + slots, mask=slots < num_listed, other=0.0)
+        bits = p.to(tl.int32, bitcast=True)
+        if BY_MASS:
+            result = tl.maximum(result, _least_of_mass(bits, p.to(tl.float64), limit * whole - mass_high))
+        else:
+            result = tl.maximum(result, _kth_largest(bits, limit - num_high))
+    return result
 
 
 @triton.jit
 def _find_threshold(
-    logits, row_stride, num_columns: tl.constexpr, temperature, top_k, top_p, min_p, maxima, sums, threshold,
-    num_chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+    logits, row_stride, num_columns: tl.constexpr, temperature, top_k, top_p, min_p, maxima, sums, threshold, listed,
+    num_chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, LIST_ROOM: tl.constexpr,
 ):  # fmt: skip
     """The bits of the least probability that a row's filters keep, or a value that separates the same tokens."""
     row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, CHUNKS)
-    of_row = row * num_chunks + chunks
-    tops = tl.load(maxima + of_row, mask=chunks < num_chunks, other=-_INF)
-    peak = tl.max(tops, 0)
     if tl.load(threshold + row) == _NOT_FOUND:
-        k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+        chunks = tl.arange(0, CHUNKS)
+        of_row = row * num_chunks + chunks
+        tops = tl.load(maxima + of_row, mask=chunks < num_chunks, other=-_INF)
+        peak = tl.max(tops, 0)
         total = tl.sum(_chunk_weights(tops, tl.load(sums + of_row, mask=chunks < num_chunks, other=0.0)), 0)
         total = total.to(tl.float32)
+        k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
         divisor = _divisor(temperature, row)
         logits += row * row_stride
+        listed += row * LIST_ROOM
         largest = (tl.math.div_rn(1.0, total) + _ROUNDING) - _ROUNDING
         high = largest.to(tl.int32, bitcast=True)
         result = (least * largest).to(tl.int32, bitcast=True)
         if (k > 0) & (k < num_columns):
             low = tl.full([], _LEAST_KEY - 1, tl.int32)
-            kth = _search(logits, num_columns, divisor, peak, total, low, high, k, False, BLOCK, PIVOTS)
+            kth = _search(
+                logits, num_columns, divisor, peak, total, low, high, k, listed, False, BLOCK, PIVOTS, LIST_ROOM
+            )
             result = tl.maximum(result, kth)
         if p < 1:
             low = tl.maximum(result, _LEAST_KEY) - 1
-            nucleus = _search(logits, num_columns, divisor, peak, total, low, high, p, True, BLOCK, PIVOTS)
+            nucleus = _search(
+                logits, num_columns, divisor, peak, total, low, high, p, listed, True, BLOCK, PIVOTS, LIST_ROOM
+            )
             result = tl.maximum(result, nucleus)
         tl.store(threshold + row, result)
 
