@@ -31,6 +31,12 @@ from triton.runtime.jit import JITFunction
 
 from ratoon.attention import triton_backend
 from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import NewRequestData
+from ratoon.execution.block_kernels import Pages, copy_blocks
+from ratoon.execution.device_inputs import DeviceInputs
+from ratoon.execution.input_batch import InputBatch
+from ratoon.execution.journal import Journal
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Tile, invariant_choice
@@ -206,7 +212,25 @@ def choices(compilation: Compilation) -> None:
     top.best_keys(logits, normalizers, torch.zeros(rows), maxima, torch.tensor([[0], [rows]]), rows, 64)
 
 
-PARTS = {"attention": attention, "products": products, "choices": choices}
+def inputs(compilation: Compilation) -> None:
+    device = torch.device("cpu")
+    for num_groups, max_encoder_len in ((1, 0), (2, 1500)):
+        rows = InputBatch(320, 40960, BLOCK_SIZE, num_groups, max_encoder_len, Journal())
+        rows.add(NewRequestData("a", [1, 2, 3], 3, SamplingParams(), 0, ([1],) * num_groups, 0))
+        made = DeviceInputs(rows, 2048, 320, 512, device)
+        compilation.part = f"inputs: cells of the rows, {num_groups} groups"
+        made.send(np.array([0]), np.array([1]))
+        for longest, num_requests in ((1, 32), (64, 1), (2048, 5)):
+            compilation.part = f"inputs: {num_groups} groups, at most {longest} tokens"
+            made.compute(num_requests * longest, num_requests, longest)
+        compilation.part = f"inputs: sampled tokens, {num_groups} groups"
+        made.append_tokens(torch.zeros(32, dtype=torch.int64), torch.zeros(32, dtype=torch.bool))
+    compilation.part = "blocks"
+    pages = Pages([torch.zeros(4, 4096, dtype=torch.int64)] * 28, device)
+    copy_blocks(pages, pages, [(1, 2)])
+
+
+PARTS = {"attention": attention, "products": products, "choices": choices, "inputs": inputs}
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -118,11 +119,14 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool: Any = None  # torch's handle
+        self._alive: WeakSet[CudaGraph] = WeakSet()
 
     def __call__(self, function: Callable[[], Tensor | None]) -> Captured:
-        if self._pool is None:
+        if not self._alive:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
-        return CudaGraph(function, self._pool)
+        graph = CudaGraph(function, self._pool)
+        self._alive.add(graph)
+        return graph
 
 
 class CudaGraph:
@@ -135,11 +139,13 @@ class CudaGraph:
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self._result = function()
-            except BaseException:
-                with suppress(RuntimeError):
-                    self._graph.capture_end()
-                raise
-            self._graph.capture_end()
+            finally:
+                self._graph.capture_end()
+        except BaseException:
+            # Where ending a capture fails, torch leaves the allocator as it was during the capture.
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
         finally:
             if collects:
                 gc.enable()

@@ -154,7 +154,9 @@ class ModelRunner:
         inputs.send(rows, num_scheduled)
         states = graphs.run(GraphKey(size, is_decode, None))
         assert states is not None
-        states = states[indices_on(self.device, rows_of(readers))]
+        wanted = rows_of(readers)
+        in_order = wanted == list(range(len(wanted)))
+        states = states[: len(wanted)] if in_order else states[indices_on(self.device, wanted)]
         return ExecutedPass(FinalStates(states, states), readers)
 
     def _run_alone(self, plan: SchedulerOutput, inputs: StepInputs) -> ExecutedPass:
@@ -165,7 +167,8 @@ class ModelRunner:
         observers = [reader for reader in readers if isinstance(reader, StreamObserver)]
         rows = rows_of(readers)
         # None: all rows of the step, in order
-        wanted = None if rows == list(range(plan.total_num_scheduled_tokens)) else indices_on(self.device, rows)
+        every = len(rows) == plan.total_num_scheduled_tokens and rows == list(range(len(rows)))
+        wanted = None if every else indices_on(self.device, rows)
         num_layers = None
         if inputs.writes_nothing and not rows:  # nothing needs the layers after the last one that is observed
             num_layers = max((observer.num_layers_read for observer in observers), default=0)

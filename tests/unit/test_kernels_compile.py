@@ -17,7 +17,7 @@ MAX_SHARED = 227 * 1024  # bytes that a block may have on compute capability 9.0
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.mark.parametrize("part", ["attention", "products", "choices"])
+@pytest.mark.parametrize("part", ["attention", "products", "choices", "inputs"])
 def test_kernels_compile_for_a_hopper_gpu_and_need_no_stack(part):
     program = REPOSITORY / "bench" / "gpu" / "compile_kernels.py"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
