@@ -1,7 +1,7 @@
 """Attention over pages: times of the Triton kernels against floors, for several tiles and splits.
 
     python3 bench/gpu/attention.py             # everything: about a minute, kernels are compiled by several processes
-    python3 bench/gpu/attention.py decode      # a part: decode, prefill, mixed, shared, store, invariant
+    python3 bench/gpu/attention.py decode      # a part: decode, fp8, prefill, mixed, shared, store, bits
 
 Each figure is a line `RESULT {json}`; the table at the end has the best variant of each case, and the one that the
 backend chooses by itself ("default"). Steps run as CUDA graphs over several caches, more than the L2 cache holds.
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ READ = 4.39e12  # bytes a second
 PRODUCTS = 790e12  # operations a second
 ROTATED_BYTES = 256 * 2**20
 BLOCK_SIZE = 16
+FP8 = torch.float8_e4m3fn
 NUM_COMPILERS = 12
 LLAMA, QWEN = AttentionLayer(0, 32, 8, 128, 128**-0.5), AttentionLayer(0, 16, 8, 128, 128**-0.5)
 DECODE_TILES = [
@@ -68,6 +69,7 @@ class Case:
     cached: list[int]
     shared: int = 0
     per_search: int = 1
+    kv_dtype: torch.dtype = torch.bfloat16
 
     @property
     def num_tokens(self) -> int:
@@ -79,9 +81,8 @@ class Case:
         lengths = sum(q + c for q, c in zip(self.queries, self.cached, strict=True))
         lengths -= self.shared * (len(self.queries) - len(self.queries) // self.per_search)
         pairs = sum(q * c + q * (q + 1) / 2 for q, c in zip(self.queries, self.cached, strict=True))
-        moved = (
-            4 * lengths * layer.num_kv_heads * layer.head_dim + 4 * self.num_tokens * layer.num_heads * layer.head_dim
-        )
+        kept = 2 * lengths * layer.num_kv_heads * layer.head_dim * self.kv_dtype.itemsize
+        moved = kept + 4 * self.num_tokens * layer.num_heads * layer.head_dim
         return max(moved / READ, 4 * pairs * layer.num_heads * layer.head_dim / PRODUCTS)
 
     def tables(self) -> np.ndarray:
@@ -110,8 +111,8 @@ class Case:
         """As many as it takes to leave the L2 cache."""
         num_blocks = int(self.tables().max()) + 1
         shape = (num_blocks, 2, self.layer.num_kv_heads, BLOCK_SIZE, self.layer.head_dim)
-        num_caches = max(1, min(16, ROTATED_BYTES // (2 * int(np.prod(shape)))))
-        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(num_caches)]
+        num_caches = max(1, min(16, ROTATED_BYTES // (self.kv_dtype.itemsize * int(np.prod(shape)))))
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(self.kv_dtype) for _ in range(num_caches)]
 
 
 def decode(layer: AttentionLayer, batch: int, length: int) -> Case:
@@ -156,6 +157,13 @@ def plans(parts: set[str]) -> Iterator[Plan]:
         uneven = Case("decode 256 × 100–2,048, 32/8 heads", LLAMA, [1] * 256, lengths)
         yield Plan(uneven, [DEFAULT, *(tiled(DECODE_TILES[2], count) for count in (1, 2, 4))])
         yield Plan(Case("5 tokens behind 700, 32/8 heads", LLAMA, [5], [700]), [DEFAULT, SEPARATE])
+    if "fp8" in parts:
+        tiles = [Tiles(16, 64, 4, 4, False), Tiles(16, 128, 4, 3, False), Tiles(16, 128, 4, 4, False)]
+        tiles += [Tiles(16, 128, 8, 3, False), Tiles(16, 256, 8, 2, False)]
+        for batch, counts in ((32, (2, 4)), (256, (1, 2))):
+            case = replace(decode(LLAMA, batch, 1024), name=f"fp8: decode {batch} × 1024, 32/8 heads", kv_dtype=FP8)
+            yield Plan(case, [DEFAULT, *(tiled(one, count) for one in tiles for count in counts)])
+        yield Plan(Case("fp8: prefill 8,192, 32/8 heads", LLAMA, [8192], [0], kv_dtype=FP8))
     if "prefill" in parts:
         alone = Case("prefill 8,192, 32/8 heads", LLAMA, [8192], [0])
         yield Plan(alone, [DEFAULT, INVARIANT, *map(tiled, PREFILL_TILES)])
@@ -304,7 +312,7 @@ def main() -> None:
     if arguments[:1] == ["--compile"]:
         compile_share(int(arguments[1]), set(arguments[2:]))
         os._exit(0)
-    parts = set(arguments) or {"decode", "prefill", "mixed", "shared", "store", "bits"}
+    parts = set(arguments) or {"decode", "prefill", "mixed", "shared", "fp8", "store", "bits"}
     compile_in_processes(parts)
     rows = [(plan.case, run_plan(plan)) for plan in plans(parts)]
     if "store" in parts:

@@ -54,6 +54,8 @@ class CpuAttentionBackend(AttentionBackend):
             reasons.append(f"runs on the CPU, not on {needs.device_type}")
         if needs.dtype != torch.float32:
             reasons.append(f"computes in float32, not in {needs.dtype}")
+        if needs.kv_dtype is not None:
+            reasons.append(f"keeps keys and values in float32, not in {needs.kv_dtype}")
         if needs.block_size % _TILE:
             reasons.append(f"block_size must be a multiple of {_TILE}, not {needs.block_size}")
         if needs.head_dim % _TILE or needs.head_dim > _MAX_HEAD_DIM:

@@ -33,6 +33,7 @@ class AttentionNeeds:
     causal: bool = True
     has_bias: bool = False  # a bias by distance, added to scores
     content: str = AttentionSpec.content  # what is kept for a token
+    kv_dtype: torch.dtype | None = None  # that it is kept in, where it is not `dtype`
 
     @classmethod
     def of(
@@ -43,7 +44,7 @@ class AttentionNeeds:
         dtype: torch.dtype,
     ) -> AttentionNeeds:
         """The needs of layers that share this spec. They may differ in fields that the spec does not have."""
-        first = layers[0]
+        first, kept = layers[0], getattr(torch, spec.tensors[0].dtype)
         return cls(
             device.type,
             dtype,
@@ -55,6 +56,7 @@ class AttentionNeeds:
             all(layer.causal for layer in layers),
             any(layer.bias is not None for layer in layers),
             spec.content,
+            None if kept == dtype else kept,
         )
 
 

@@ -12,6 +12,14 @@ from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonA
 from ratoon.core.kv import AttentionSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
+FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(FP8).max
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Larger numbers become the largest: the format has no infinity."""
+    return x.clamp(-_FP8_MAX, _FP8_MAX).to(FP8)
+
 
 @dataclass(slots=True)
 class ReferenceMetadata:
@@ -26,7 +34,10 @@ class TorchReferenceBackend(AttentionBackend):
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
         kept = AttentionSpec.content
-        return [] if needs.content == kept else [f"reads {kept}, not {needs.content}"]
+        reasons = [] if needs.content == kept else [f"reads {kept}, not {needs.content}"]
+        if needs.kv_dtype not in (None, FP8):
+            reasons.append(f"keeps keys and values in {needs.dtype} or {FP8}, not in {needs.kv_dtype}")
+        return reasons
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> ReferenceMetadata:
         return ReferenceMetadata(inputs, inputs.query_start_loc.tolist(), inputs.seq_lens.tolist())
@@ -42,6 +53,8 @@ class TorchReferenceBackend(AttentionBackend):
         (cache,) = kv_cache  # [blocks, 2, block_size, kv_heads, head_dim]
         inputs = metadata.inputs
         blocks, offsets = inputs.slot_mapping // inputs.block_size, inputs.slot_mapping % inputs.block_size
+        if cache.dtype == FP8:
+            k, v = to_fp8(k), to_fp8(v)
         cache[blocks, 0, offsets] = k  # [T, kv_heads, head_dim]
         cache[blocks, 1, offsets] = v
 
@@ -59,7 +72,7 @@ class TorchReferenceBackend(AttentionBackend):
             start, end = metadata.starts[row], metadata.starts[row + 1]
             num_blocks = -(-seq_len // inputs.block_size)
             table = inputs.block_table_device[row, :num_blocks].long()
-            cached = cache[table]  # [blocks, 2, block_size, kv_heads, head_dim]
+            cached = cache[table].to(q.dtype)  # [blocks, 2, block_size, kv_heads, head_dim]
             # Blocks before the window may be another sequence's by now: a NaN in them times a weight of zero is NaN.
             first = 0 if layer.window is None else max(0, seq_len - (end - start) - layer.window + 1)
             keys, values = (cached[:, part].flatten(0, 1)[first:seq_len] for part in (0, 1))  # [S, kv_heads, head_dim]

@@ -220,6 +220,8 @@ class TritonAttentionBackend(AttentionBackend):
             reasons.append("triton is not installed")
         if needs.dtype not in _DTYPES:
             reasons.append(f"computes in float32, bfloat16 or float16, not in {needs.dtype}")
+        if needs.kv_dtype not in (None, torch.float8_e4m3fn):
+            reasons.append(f"keeps keys and values in {needs.dtype} or float8_e4m3fn, not in {needs.kv_dtype}")
         if needs.head_dim > _MAX_HEAD_DIM:
             reasons.append(f"head_dim must be at most {_MAX_HEAD_DIM}, not {needs.head_dim}")
         if needs.content != AttentionSpec.content:

@@ -99,6 +99,7 @@ def _attend_tile(
         k = tl.load(k_ptrs)
     else:
         k = tl.load(k_ptrs, mask=dims[None, :] < HEAD_DIM, other=0.0)
+    k = k.to(q.dtype)  # from fp8
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     if HAS_BIAS:
         distances = keys[None, :] - positions[:, None]
@@ -137,6 +138,7 @@ def _attend_tile(
         v = tl.load(v_ptrs)
     else:
         v = tl.load(v_ptrs, mask=dims[None, :] < HEAD_DIM, other=0.0)
+    v = v.to(q.dtype)
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return acc, top, total
 
@@ -434,6 +436,9 @@ def _store_parts(
     half = tl.arange(0, HALF_PAD)
     second = HALF + half
     dtype = row_ptrs.dtype.element_ty
+    if dtype == tl.float8e4nv:  # it has no infinity: larger numbers become the largest
+        first_part, second_part = tl.clamp(first_part, -448.0, 448.0), tl.clamp(second_part, -448.0, 448.0)
+        rest_part = tl.clamp(rest_part.to(tl.float32), -448.0, 448.0)
     in_second = (half < HALF) & (second < HEAD_DIM)
     tl.store(row_ptrs[:, None] + half[None, :], first_part.to(dtype), mask=in_rows[:, None] & (half < HALF)[None, :])
     tl.store(row_ptrs[:, None] + second[None, :], second_part.to(dtype), mask=in_rows[:, None] & in_second[None, :])

@@ -138,6 +138,12 @@ class CacheConfig:
         "share of a GPU's memory for weights, the largest step and KV cache together; no effect on a CPU",
         ABOVE_ZERO_TO_ONE,
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "auto: keys and values are kept in the dtype of the model; fp8 or fp8_e4m3: as 8-bit floats, which take half "
+        "the memory of 16-bit ones and are less exact",
+        one_of("auto", "fp8", "fp8_e4m3"),
+    )
     enable_prefix_caching: bool = setting(
         True, "share computed prefixes between requests", options=("--prefix-caching",)
     )

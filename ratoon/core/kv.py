@@ -16,7 +16,7 @@ import msgspec
 
 NULL_BLOCK = 0  # never allocated: padding rows write to it, and freed table entries point to it
 PAGE_ALIGNMENT = 16  # bytes; of every tensor in a page
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class PageTensor(msgspec.Struct, frozen=True):

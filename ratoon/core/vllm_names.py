@@ -45,7 +45,6 @@ RULES = {
     "tokenizer_revision": HF_REVISION,
     "revision": HF_REVISION,
     "quantization": Rule(lambda value: value in (None, "gguf"), "leave it out: plain weights, or a GGUF file"),
-    "kv_cache_dtype": Rule(lambda value: value in (None, "auto"), "auto: keys and values have the model's dtype"),
     "cpu_offload_gb": Rule(_nothing, "0: the weights stay on one device", float),
     "enable_lora": Rule(_nothing, "leave it out: adapters are not supported", bool),
     "speculative_config": Rule(_nothing, "leave it out: speculative decoding is not supported"),

@@ -33,12 +33,18 @@ class Geometry:
 
 
 def geometry_of(
-    model: LanguageModel, backend: str, block_size: int, device: torch.device, dtype: torch.dtype
+    model: LanguageModel,
+    backend: str,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> Geometry:
-    """`backend`: a name, or "auto". Raises ConfigError if no backend supports some layers of the model."""
+    """`backend`: a name, or "auto". `kv_dtype`: that keys and values of the cache are kept in; None: `dtype`. Raises
+    ConfigError if no backend supports some layers of the model."""
 
-    def groups_of(layers: Layers) -> tuple[KVCacheGroup, ...]:
-        return group_layers([layer.kv_spec(block_size, dtype_name(dtype)) for layer in layers])
+    def groups_of(layers: Layers, kept: torch.dtype = kv_dtype or dtype) -> tuple[KVCacheGroup, ...]:
+        return group_layers([layer.kv_spec(block_size, dtype_name(kept)) for layer in layers])
 
     def choose(what: str, every: Layers, group: KVCacheGroup) -> BackendChoice:
         needs = AttentionNeeds.of([every[index] for index in group.layers], group.spec, device, dtype)
@@ -46,7 +52,7 @@ def geometry_of(
 
     groups = groups_of(model.attention_layers)
     cross = _only(groups_of(model.cross_layers))
-    encoder = _only(groups_of(model.encoder_attention_layers))
+    encoder = _only(groups_of(model.encoder_attention_layers, dtype))  # a scratch cache: nothing is kept
     choices = [choose("layers", model.attention_layers, group) for group in groups]
     if cross is not None:
         choices.append(choose("cross-attention of layers", model.cross_layers, cross))

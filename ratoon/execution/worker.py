@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)  # compute capability
+# None: the dtype of the model
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+
 ALLOCATOR_PATIENCE = 0.3  # seconds
 
 
@@ -81,7 +84,8 @@ class Worker:
         ops = choose_ops(device, dtype)
         # Before memory is allocated: check that there is a backend for every layer
         declared = declare_model(model_config, max_model_len)
-        geometry = geometry_of(declared, config.attention_backend, config.cache.block_size, device, dtype)
+        kv_dtype = KV_DTYPES[config.cache.kv_cache_dtype]
+        geometry = geometry_of(declared, config.attention_backend, config.cache.block_size, device, dtype, kv_dtype)
         for choice in geometry.all_choices:
             is_slow = ops.name == "native" and config.attention_backend == "auto" and choice.backend.name != "cpu"
             logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.attention.torch_reference import to_fp8
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 from ratoon.layers.norm import HeadRMSNorm
@@ -37,6 +38,7 @@ class Step:
         dtype: torch.dtype,
         block_size: int = 16,
         seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self.layer, self.block_size, self.computed, self.scheduled = layer, block_size, computed, scheduled
@@ -49,7 +51,7 @@ class Step:
             self.tables[row, :count] = order[end - count : end]
         self.lengths = lengths.astype(np.int32)
         shape = (int(counts.sum()) + 1, 2, layer.num_kv_heads, block_size, layer.head_dim)
-        self.cache = torch.randn(shape, device="cuda").to(dtype)
+        self.cache = torch.randn(shape, device="cuda").to(kv_dtype or dtype)
         self.cache[0] = float("nan")
         self.q = torch.randn(sum(scheduled), layer.num_heads, layer.head_dim, device="cuda").to(dtype)
 
@@ -191,6 +193,21 @@ def test_searches_with_a_shared_prefix(layer: AttentionLayer, dtype: torch.dtype
     assert cascade is not None
     assert cascade.prefix_lens.tolist() == [688] * 3 + [0, 0]
     assert error_of(step.run(TritonAttentionBackend()), step.exact()) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("layer", [LLAMA, AttentionLayer(0, 12, 12, 80, 0.11)], ids=["llama", "80"])
+def test_keys_and_values_in_fp8(layer: AttentionLayer) -> None:
+    step = Step(layer, *MIXED, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    assert error_of(step.run(TritonAttentionBackend()), step.exact()) < 1e-2
+    step = Step(layer, [1000] * 9, [1] * 9, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    assert error_of(step.run(TritonAttentionBackend()), step.exact()) < 1e-2
+    k, v = torch.randn(2, 32, layer.num_kv_heads, layer.head_dim, device="cuda", dtype=torch.bfloat16) * 100
+    inputs = replace(step.inputs(), slot_mapping=torch.arange(16, 48, device="cuda"))
+    backend = TritonAttentionBackend()
+    backend.store(layer, k, v, (step.cache,), backend.build_metadata(inputs))
+    stored = step.cache[1:3].transpose(2, 3).transpose(0, 1).flatten(1, 2).float()  # [2, 32, kv_heads, head_dim]
+    for got, expected in zip(stored, (k, v), strict=True):
+        assert torch.equal(got, to_fp8(expected).float())
 
 
 def test_a_captured_step_follows_the_numbers_on_the_device() -> None:

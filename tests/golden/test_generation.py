@@ -141,6 +141,21 @@ def test_the_reference_backend_answers_as_the_native_one(family: str) -> None:
         assert tokens_of(run(llm, PROMPTS, greedy(COUNT))) == expected(family)
 
 
+def test_keys_and_values_in_fp8_take_a_quarter_and_change_probabilities_a_little() -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, ignore_eos=True)
+    found = []
+    for kept in ("auto", "fp8"):
+        with engine(LLAMA, kv_cache_dtype=kept) as llm:
+            logprobs = [output.outputs[0].logprobs[0] for output in run(llm, PROMPTS, params)]
+            found.append((llm.describe()["kv_bytes_per_token"], logprobs))
+    (exact_bytes, exact), (small_bytes, small) = found
+    assert small_bytes * 4 == exact_bytes
+    assert small != exact
+    for one, other in zip(small, exact, strict=True):
+        for token in one.keys() & other.keys():
+            assert one[token].logprob == pytest.approx(other[token].logprob, abs=0.3)
+
+
 # ---- prefix hits ----
 
 

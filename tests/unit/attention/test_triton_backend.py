@@ -32,6 +32,7 @@ from ratoon.attention.triton_backend import (
     limit_splits,
     plan_launches,
 )
+from ratoon.core.errors import ConfigError
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.rotary import Rotary
@@ -388,3 +389,45 @@ def test_short_prefixes_and_captured_steps_take_the_plain_way(launches_of_prefix
 def test_runs_of_shared_prefixes(shared: list[int], limits: list[int], firsts: list[int], prefixes: list[int]) -> None:
     found = group_prefixes(np.array(shared), np.array(limits), min_shared=16)
     assert (found[0].tolist(), found[1].tolist()) == (firsts, prefixes)
+
+
+# ---- keys and values in fp8 ----
+
+
+def test_keys_and_values_in_fp8_are_those_of_the_reference() -> None:
+    """What is stored is the same but for rounding, a number beyond the format's largest included; so is what is read
+    back, in pages that both wrote."""
+    layer, dtype = AttentionLayer(0, 4, 2, 40, 0.15), torch.float8_e4m3fn
+    batch = Batch([33, 0], [1, 20], layer, 8, device=DEVICE)
+    inputs = batch.inputs([0, 0], [34, 20])
+    rows = torch.cat(batch.sequences)
+    rows[0, 5] = 1000.0
+    q, k, v = rows.to(DEVICE).split([4, 2, 2], dim=1)
+    ours, reference = TritonAttentionBackend(), TorchReferenceBackend()
+    spec = layer.kv_spec(8, "float8_e4m3fn")
+    pages, expected_pages = (
+        torch.zeros(batch.num_blocks, *backend.page_shapes(spec)[0], dtype=dtype, device=DEVICE)
+        for backend in (ours, reference)
+    )
+    ours.store(layer, k, v, (pages,), ours.build_metadata(inputs))
+    reference.store(layer, k, v, (expected_pages,), reference.build_metadata(inputs))
+    stored, expected = pages.float().transpose(2, 3), expected_pages.float()
+    assert stored.isfinite().all() and stored.max() == 448.0
+    # The interpreter rounds up to a power of two without a carry into the exponent.
+    right = torch.ones_like(expected, dtype=torch.bool) if DEVICE == "cuda" else expected.frexp().mantissa.abs() != 0.5
+    torch.testing.assert_close(stored[right], expected[right], rtol=2**-3, atol=2**-9)
+    expected_pages.copy_(stored.to(dtype))
+    out = ours.attend(layer, q, (pages,), ours.build_metadata(inputs))
+    written = reference.attend(layer, q.double(), (expected_pages,), reference.build_metadata(inputs))
+    torch.testing.assert_close(out.double(), written, rtol=1e-6, atol=2e-6)
+
+
+def test_backends_refuse_dtypes_of_keys_and_values_that_they_do_not_read() -> None:
+    fp8 = replace(NEEDS, kv_dtype=torch.float8_e4m3fn)
+    assert select_backend("auto", fp8, "layers 0-3").backend.name == "triton"
+    on_cpu = replace(fp8, device_type="cpu", dtype=torch.float32)
+    chosen = select_backend("auto", on_cpu, "layers 0-3")
+    assert chosen.backend.name == "torch"
+    assert "keeps keys and values in float32, not in torch.float8_e4m3fn" in chosen.reasons_against["cpu"]
+    with pytest.raises(ConfigError, match=r"not in torch\.int8"):
+        select_backend("auto", replace(NEEDS, kv_dtype=torch.int8), "layers 0-3")

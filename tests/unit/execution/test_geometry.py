@@ -90,6 +90,16 @@ def test_needs_say_what_the_layers_of_the_group_are() -> None:
 
 
 @pytest.mark.usefixtures("plain")
+def test_keys_and_values_that_are_kept_in_another_dtype_are_a_need() -> None:
+    fp8 = torch.float8_e4m3fn
+    kept = geometry_of(declare_model(BART, BART.max_position), "auto", 16, CPU, torch.float32, fp8)
+    assert [group.spec.tensors[0].dtype for group in (*kept.groups, kept.cross) if group] == ["float8_e4m3fn"] * 2
+    assert [needs.kv_dtype for needs in PlainBackend.seen] == [fp8, fp8, None]  # an encoder keeps nothing
+    exact = geometry(BART)
+    assert kept.groups[0].spec.page_size_bytes * 4 == exact.groups[0].spec.page_size_bytes
+
+
+@pytest.mark.usefixtures("plain")
 def test_a_backend_that_can_not_serve_one_of_the_groups_is_refused_with_its_layers() -> None:
     with pytest.raises(ConfigError, match=r"'plain' can't serve layers 1-2, 4 \(window\): plain: knows no window"):
         geometry(MIXED, "plain")
