@@ -109,6 +109,16 @@ def _exp(x):
 
 
 @triton.jit
+def _divide(x, divisor):
+    """Rounded correctly, as a CPU divides, in half the time of tl.math.div_rn: one step of Newton's method corrects the
+    product with the reciprocal. Infinite quotients need no correction, which would make NaN of them."""
+    reciprocal = tl.math.div_rn(1.0, divisor)
+    quotient = x * reciprocal
+    corrected = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+    return tl.where(tl.abs(quotient) < _INF, corrected, quotient)
+
+
+@triton.jit
 def _divisor(temperature, row):
     value = tl.load(temperature + row)
     return tl.where(value == 0, 1.0, value)
@@ -118,7 +128,7 @@ def _divisor(temperature, row):
 def _load_scaled(logits, columns, num_columns, divisor):
     """Logits over temperature; -inf past the end, inf for NaN, which marks the row as bad."""
     x = tl.load(logits + columns, mask=columns < num_columns, other=-_INF).to(tl.float32)
-    x = tl.math.div_rn(x, divisor)
+    x = _divide(x, divisor)
     return tl.where(x == x, x, _INF)
 
 
@@ -142,7 +152,7 @@ def _chunk_weights(tops, sums):
 @triton.jit
 def _probabilities(x, peak, total):
     """As exact_probabilities: multiples of 2^-52."""
-    return (tl.math.div_rn(_exp(x - peak), total) + _ROUNDING) - _ROUNDING
+    return (_divide(_exp(x - peak), total) + _ROUNDING) - _ROUNDING
 
 
 @triton.jit
@@ -430,7 +440,7 @@ def _find_threshold(
         divisor = _divisor(temperature, row)
         logits += row * row_stride
         listed += row * LIST_ROOM
-        largest = (tl.math.div_rn(1.0, total) + _ROUNDING) - _ROUNDING
+        largest = _probabilities(peak, peak, total)
         high = largest.to(tl.int32, bitcast=True)
         result = (least * largest).to(tl.int32, bitcast=True)
         if (k > 0) & (k < num_columns):
