@@ -140,6 +140,7 @@ def tiled(tiles: Tiles, num_splits: int | None = None) -> Variant:
 DEFAULT = Variant("default", TritonAttentionBackend)
 SEPARATE = Variant("separate merge", lambda: TritonAttentionBackend(fused_merge=False))
 APART = Variant("each reads the prefix", lambda: TritonAttentionBackend(cascade=False))
+NOT_DEPENDENT = Variant("no dependent launch", lambda: TritonAttentionBackend(dependent_launch=False))
 INVARIANT = Variant("batch invariant", lambda: TritonAttentionBackend(batch_invariant=True))
 
 
@@ -152,7 +153,7 @@ def plans(parts: set[str]) -> Iterator[Plan]:
         for batch, length in ((1, 256), (32, 256), (32, 8192), (256, 256)):
             yield Plan(decode(LLAMA, batch, length), [DEFAULT, SEPARATE, INVARIANT])
         for batch, length in ((1, 256), (1, 1024), (32, 256), (32, 1024), (256, 1024)):
-            yield Plan(decode(QWEN, batch, length), [DEFAULT, SEPARATE])
+            yield Plan(decode(QWEN, batch, length), [DEFAULT, SEPARATE, NOT_DEPENDENT])
         lengths = np.random.default_rng(1).integers(100, 2048, 256).tolist()
         uneven = Case("decode 256 × 100–2,048, 32/8 heads", LLAMA, [1] * 256, lengths)
         yield Plan(uneven, [DEFAULT, *(tiled(DECODE_TILES[2], count) for count in (1, 2, 4))])

@@ -186,7 +186,7 @@ class Scratch:
 
 class TritonAttentionBackend(AttentionBackend):
     """`batch_invariant`: a row's result is the same to the bit in any batch and any chunk. `tiles`, `num_splits`,
-    `fused_merge`, `cascade`: for measurements, instead of what is chosen here."""
+    `fused_merge`, `cascade`, `dependent_launch`: for measurements, instead of what is chosen here."""
 
     name = "triton"
     supports_graphs = True
@@ -198,6 +198,7 @@ class TritonAttentionBackend(AttentionBackend):
         num_splits: int | None = None,
         fused_merge: bool = True,
         cascade: bool = True,
+        dependent_launch: bool = True,
     ) -> None:
         from ratoon.attention import triton_kernels  # triton may be absent, see `reasons_against`
 
@@ -207,6 +208,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._num_splits = num_splits
         self._fused_merge = fused_merge
         self._cascade = cascade and not batch_invariant
+        self._dependent = dependent_launch and can_launch_dependently()
         self._scratch = Scratch()
 
     @classmethod
@@ -311,7 +313,8 @@ class TritonAttentionBackend(AttentionBackend):
             k.stride(1), v.stride(1), pages.stride(0), Q_HEADS=q_heads, KV_HEADS=layer.num_kv_heads,
             HEAD_DIM=layer.head_dim, BLOCK_SIZE=metadata.inputs.block_size, HALF=half, HALF_PAD=_power_of_two(half),
             REST_PAD=_power_of_two(max(1, layer.head_dim - 2 * half)), HAS_Q_NORM=q_norm is not None,
-            HAS_K_NORM=k_norm is not None, HAS_ROTARY=rotary is not None, TOKENS=tokens, HEADS=heads, num_warps=4,
+            HAS_K_NORM=k_norm is not None, HAS_ROTARY=rotary is not None, TOKENS=tokens, HEADS=heads,
+            DEPENDENT=self._dependent, num_warps=4, **self._launch_options,
         )  # fmt: skip
 
     def _attend_long(
@@ -461,9 +464,13 @@ class TritonAttentionBackend(AttentionBackend):
             DIM_PAD=_power_of_two(layer.head_dim), GROUP=layer.num_heads // layer.num_kv_heads,
             KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=inputs.block_size, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             HAS_WINDOW=layer.window is not None, HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop,
-            CHUNK=self._chunk, SUFFIX=begins is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-            **constants,
+            CHUNK=self._chunk, SUFFIX=begins is not None, DEPENDENT=self._dependent, num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages, **constants, **self._launch_options,
         )  # fmt: skip
+
+    @property
+    def _launch_options(self) -> dict[str, bool]:
+        return {"launch_pdl": True} if self._dependent else {}
 
     @property
     def _chunk(self) -> int:
@@ -495,6 +502,12 @@ def limit_splits(num_splits: int, num_rows: int, batch_invariant: bool) -> int:
     if num_rows * num_splits <= _MAX_PARTS:
         return num_splits
     return 1 if batch_invariant else max(1, _MAX_PARTS // num_rows)
+
+
+@cache
+def can_launch_dependently() -> bool:
+    """Whether a kernel may begin while the one before it still runs (programmatic dependent launch)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @cache

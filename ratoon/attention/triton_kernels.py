@@ -9,6 +9,16 @@ includes log2(e).
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _wait_for_previous_kernel():
+    """With programmatic dependent launch a kernel begins while the one before it still runs. Every program waits here
+    before it reads what that one wrote, or writes anything, and also before it ends without work: kernels behind it
+    rely on it. What earlier kernels wrote, such as the numbers of the step, may be read before."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @triton.jit
@@ -244,7 +254,7 @@ def attention_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CLEAR_LOOP: tl.constexpr,
     TILES: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    SUFFIX: tl.constexpr, KEEP_PARTS: tl.constexpr,
+    SUFFIX: tl.constexpr, KEEP_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows, KV heads, splits. Only requests with shortest … longest query tokens take part.
 
@@ -268,6 +278,8 @@ def attention_kernel(
         tile = place % TILES
     num_rows = query_len * GROUP
     first_row = tile * BLOCK_M
+    if DEPENDENT:
+        _wait_for_previous_kernel()
     if (first_row >= num_rows) | (query_len < shortest) | (query_len > longest):
         return
     context = seq_len - query_len  # position of the first query
@@ -495,6 +507,7 @@ def store_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: TOKENS tokens each, HEADS heads each: first those of queries, transformed in place, then those of keys,
     transformed into the cache, then those of values. Q_HEADS 0: queries stay as they are."""
@@ -504,6 +517,8 @@ def store_kernel(
     rows = tl.arange(0, TOKENS * HEADS)
     tokens = tl.program_id(0) * TOKENS + rows // HEADS
     token_offsets = tokens.to(tl.int64)
+    if DEPENDENT:
+        _wait_for_previous_kernel()
     if block < q_blocks:
         heads = block * HEADS + rows % HEADS
         in_rows = (tokens < num_tokens) & (heads < Q_HEADS)

@@ -210,6 +210,37 @@ def test_keys_and_values_in_fp8(layer: AttentionLayer) -> None:
         assert torch.equal(got, to_fp8(expected).float())
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_kernels_that_begin_early_wait_for_what_they_read(padded: bool) -> None:
+    """Layers that read what the one before them wrote, in a graph: the same bits with dependent launch and without. A
+    padded step has launches in which no program has work."""
+    results = []
+    for dependent in (True, False):
+        step = Step(LLAMA, [500, 3, 1200], [1, 40 if padded else 1, 1], torch.bfloat16)
+        inputs = replace(
+            step.inputs(), is_padded=padded, slot_mapping=torch.arange(16, 16 + len(step.q), device="cuda")
+        )
+        backend = TritonAttentionBackend(dependent_launch=dependent)
+        step.cache[0] = 0.0
+
+        def layers(backend: Any = backend, step: Any = step, inputs: Any = inputs) -> Tensor:
+            metadata, q = backend.build_metadata(inputs), step.q
+            for _ in range(20):
+                out = backend.forward(LLAMA, q, q[:, :8], q[:, 8:16], (step.cache,), metadata)
+                q = (out.view_as(q).float() * 3).bfloat16()
+            return q
+
+        layers()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layers()
+        for _ in range(10):
+            graph.replay()
+        results.append(out.clone())
+    assert torch.equal(*results)
+
+
 def test_a_captured_step_follows_the_numbers_on_the_device() -> None:
     step = Step(LLAMA, [100, 2000, 333, 64], [1] * 4, torch.bfloat16)
     backend = TritonAttentionBackend()
