@@ -14,7 +14,7 @@ import triton.language as tl
 
 Tensor = torch.Tensor
 
-TABLE_COLUMNS = 128  # that are copied at a time
+TABLE_COLUMNS = 1024  # that are copied at a time
 TOKENS_OF_PROGRAM = (1, 64, 1024)  # few sizes: each is compiled on its first use
 CELLS_OF_PROGRAM = 1024
 

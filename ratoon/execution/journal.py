@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+NO_CELLS = np.zeros(0, np.int64)
+
 
 class Journal:
     """Runs of cells, by their place in the flat memory of the rows."""
@@ -28,6 +30,8 @@ class Journal:
 
     def take(self) -> np.ndarray:
         """The cells [N] that were noted, which are forgotten."""
+        if not self._starts:  # most decode steps
+            return NO_CELLS
         starts, self._starts = np.array(self._starts, np.int64), []
         counts, self._counts = np.array(self._counts, np.int64), []
         firsts = np.cumsum(counts) - counts
