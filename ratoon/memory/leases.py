@@ -108,7 +108,7 @@ class LeaseTable:
         self._count(lease)
         self.stats.granted += 1
         while self.num_blocks > self.budget:
-            chosen = self._first_to_go(self._leases.values())
+            chosen = self._next_victim(self._leases.values())
             assert chosen is not None
             self._evict(chosen)
         return True
@@ -140,8 +140,8 @@ class LeaseTable:
         candidates: Collection[Lease] = self._leases.values()
         if sparing:
             candidates = [lease for lease in candidates if lease.owner not in sparing]
-        free = self._first_to_go(lease for lease in candidates if not lease.waiting)
-        chosen = self._first_to_go(candidates) if free is None else free
+        free = self._next_victim(lease for lease in candidates if not lease.waiting)
+        chosen = self._next_victim(candidates) if free is None else free
         if chosen is None:
             return False
         self._evict(chosen)
@@ -152,7 +152,7 @@ class LeaseTable:
         share = self.budget // max(1, len(self._by_owner))
         return {owner for owner, count in self._by_owner.items() if count.num_blocks <= share}
 
-    def _first_to_go(self, leases: Iterable[Lease]) -> Lease | None:
+    def _next_victim(self, leases: Iterable[Lease]) -> Lease | None:
         """The oldest lease of the owner that holds most. `leases` has the oldest first."""
         if len(self._by_owner) <= 1:
             return next(iter(leases), None)

@@ -16,11 +16,11 @@ class EventLog:
     def __init__(self) -> None:
         # By request id, from the first schedule on, when the queued event is recorded too. So it is usually empty while
         # requests wait or decode.
-        self._untold: dict[str, list[EngineCoreEvent]] = {}
+        self._unsent: dict[str, list[EngineCoreEvent]] = {}
         self._chunks: list[tuple[int, EngineCoreEvent]] = []  # of steps in flight, by their numbers
 
     def __bool__(self) -> bool:
-        return bool(self._untold)
+        return bool(self._unsent)
 
     def scheduled(self, branch: Branch, now: float) -> None:
         request = branch.request
@@ -45,17 +45,17 @@ class EventLog:
         self._chunks = [(number, event) for number, event in self._chunks if number > step]
 
     def _note(self, request: Request, event: EngineCoreEvent) -> None:
-        events = self._untold.setdefault(request.request_id, [])
+        events = self._unsent.setdefault(request.request_id, [])
         if len(events) < MAX_EVENTS:
             events.append(event)
 
     def tell(self, outputs: list[EngineCoreOutput]) -> None:
         """Attach them to the first output of each request."""
-        untold = self._untold
+        unsent = self._unsent
         for output in outputs:
-            if output.request_id in untold:
-                output.events = untold.pop(output.request_id)
+            if output.request_id in unsent:
+                output.events = unsent.pop(output.request_id)
 
     def request_ids(self) -> set[str]:
         """For checks: requests with unsent events."""
-        return set(self._untold)
+        return set(self._unsent)

@@ -168,7 +168,7 @@ class StepPlanner:
     def _schedule_alone(self, step: StepDraft, request: Request) -> None:
         """Plan one request, regardless of the order. If memory or rows are short, others are preempted."""
         for kind in self._kinds.all:
-            kind.stand_back(request)
+            kind.preempt_others(request)
         if self._kinds.of(request).plan_alone(step, request):
             return
         for branch in request.branches:
@@ -192,7 +192,7 @@ class StepPlanner:
             admission = self._try_to_admit(step, branch)
             if admission != Admission.NO_MEMORY:
                 return admission
-            if self._state.may_take_memory and self._state.readings.give_way():
+            if self._state.may_take_memory and self._state.readings.free_one():
                 continue
             spared = self._state.spared_owners(branch)
             num_at_most = self._state.kv_cache.num_free_blocks + leases.num_reclaimable_blocks(spared)

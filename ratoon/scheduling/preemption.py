@@ -13,19 +13,19 @@ class Preemption:
     def __init__(self, state: SchedulerState) -> None:
         self.num_preemptions = 0
         # They free memory before any branch is preempted: each returns whether it did.
-        self.first_to_go: list[Callable[[], bool]] = [state.readings.give_way]
+        self.free_first: list[Callable[[], bool]] = [state.readings.free_one]
         self._state = state
 
     def make_room(self, step: StepDraft, branch: Branch) -> Branch | None:
-        """A branch needs memory: leases are evicted first, then texts that wait to be read and kinds that yield to
-        generation give way, then the last running branch in the order is preempted and returned; if several owners
-        compete, the last of the one that holds most. With steps in flight nothing is preempted, and the branch is left
-        out of this step."""
+        """A branch needs memory: leases are evicted first, then memory of texts that wait to be read and of kinds that
+        yield to generation is freed, then the last running branch in the order is preempted and returned; if several
+        owners compete, the last of the one that holds most. With steps in flight nothing is preempted, and the branch
+        is left out of this step."""
         state = self._state
         if not state.may_take_memory:
             state.wants_drain = True
             return branch
-        if state.leases.evict_one(state.spared_owners(branch)) or any(give_way() for give_way in self.first_to_go):
+        if state.leases.evict_one(state.spared_owners(branch)) or any(free() for free in self.free_first):
             return None
         tried = next(iter(state.quarantined.values()), None)  # others are preempted for it, whatever their order
         others = [other for other in state.running if other.request is not tried] or state.running

@@ -16,7 +16,7 @@ from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.branch import Request
 
 
-class Untold(NamedTuple):
+class PendingText(NamedTuple):
     """A text whose length is not certain yet."""
 
     sequence: TokenSequence
@@ -30,7 +30,7 @@ class Readings:
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
-        self._untold: dict[str, Untold] = {}  # by the id of the reading
+        self._pending: dict[str, PendingText] = {}  # by the id of the reading
 
     def text_ended(self, ended: TokenSequence, request: Request, choice: int, num_tokens: int | None = None) -> None:
         """A text has ended. It still has its memory, which is shared here. `num_tokens`: the front end cut it after
@@ -42,15 +42,15 @@ class Readings:
             return
         kept = TokenSequence(reading_id(ended.branch_id), ended.token_ids, ended.extra_keys)
         self._kv_cache.inherit_blocks_from_parent(ended, kept, ended.num_computed_tokens, num_left=0)
-        self._untold[kept.branch_id] = Untold(kept, request, choice)
+        self._pending[kept.branch_id] = PendingText(kept, request, choice)
 
     def tell(self, name: str, num_tokens: int) -> bool:
         """So many tokens of a text that has ended count. False: it is not waited for."""
-        untold = self._untold.pop(name, None)
-        if untold is None:
+        text = self._pending.pop(name, None)
+        if text is None:
             return False
-        self._start(untold.sequence, untold.request, untold.choice, num_tokens)
-        self._kv_cache.free(untold.sequence)
+        self._start(text.sequence, text.request, text.choice, num_tokens)
+        self._kv_cache.free(text.sequence)
         return True
 
     def _start(self, ended: TokenSequence, request: Request, choice: int, num_tokens: int | None) -> None:
@@ -61,18 +61,18 @@ class Readings:
 
     def drop(self, some_id: str) -> None:
         """A request, or a reading, was aborted: texts of it that wait here are not read."""
-        for name, untold in list(self._untold.items()):
-            if some_id in (name, untold.request.request_id):
-                self._kv_cache.free(self._untold.pop(name).sequence)
+        for name, text in list(self._pending.items()):
+            if some_id in (name, text.request.request_id):
+                self._kv_cache.free(self._pending.pop(name).sequence)
 
-    def give_way(self) -> bool:
+    def free_one(self) -> bool:
         """Free the blocks of one text, which are then computed again. False: there are none."""
-        for untold in self._untold.values():
-            if untold.sequence.block_tables:
-                self._kv_cache.free(untold.sequence)
+        for text in self._pending.values():
+            if text.sequence.block_tables:
+                self._kv_cache.free(text.sequence)
                 return True
         return False
 
     def held(self) -> list[TokenSequence]:
         """For checks: what holds blocks here."""
-        return [untold.sequence for untold in self._untold.values()]
+        return [text.sequence for text in self._pending.values()]

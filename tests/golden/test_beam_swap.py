@@ -20,7 +20,7 @@ PROMPT = random_token_ids(40, seed=3)
 SEARCH = BeamSearchParams(beam_width=3, n=3, max_tokens=12, ignore_eos=True, no_repeat_ngram_size=2)
 
 
-def search_and_give_way(llm: LLM, family: str) -> tuple[int, bool, bool, list[tuple[list[int], float]]]:
+def search_and_preempt(llm: LLM, family: str) -> tuple[int, bool, bool, list[tuple[list[int], float]]]:
     """How many tokens were computed in all, whether the search was on the host, and with its beams, and its texts with
     their scores."""
     runner = llm._client.core.executor._worker.runner
@@ -48,15 +48,15 @@ def texts_and_scores(output: RequestOutput) -> list[tuple[list[int], float | Non
 def test_beams_that_were_on_the_host_end_with_the_same_texts_and_scores_to_the_bit(family: str) -> None:
     with engine(family, enable_prefix_caching=False) as llm:
         undisturbed = texts_and_scores(list(llm.stream(PROMPT, SEARCH))[-1])
-        all_again, was_swapped, _, texts = search_and_give_way(llm, family)
+        all_again, was_swapped, _, texts = search_and_preempt(llm, family)
         assert not was_swapped and texts == undisturbed
         block = llm._client.core.executor._worker.runner.kv._config.bytes_per_block
     # Three blocks hold the prompt, and nothing of the beams.
     with engine(family, enable_prefix_caching=False, swap_memory=3 * block) as llm:
-        with_prompt, was_swapped, had_beams, texts = search_and_give_way(llm, family)
+        with_prompt, was_swapped, had_beams, texts = search_and_preempt(llm, family)
         assert was_swapped and not had_beams and texts == undisturbed
     with engine(family, enable_prefix_caching=False, swap_memory="1MiB") as llm:
-        with_beams, was_swapped, had_beams, texts = search_and_give_way(llm, family)
+        with_beams, was_swapped, had_beams, texts = search_and_preempt(llm, family)
         assert was_swapped and had_beams and texts == undisturbed
     assert all_again - with_prompt == len(PROMPT) - 1
     # The prompt's last token, and of each beam the eight that it had computed

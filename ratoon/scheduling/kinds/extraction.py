@@ -76,7 +76,7 @@ class ExtractionKind(RequestKind):
         self.queue = ExtractionQueue()
         # The tokens of a step reserved for an extraction that waited too long
         self._share_of_aged = max(1, state.config.max_num_batched_tokens // AGED_SHARE)
-        preemption.first_to_go.append(self._give_way)
+        preemption.free_first.append(self._preempt_last)
         state.readings.start = self._read_ended
 
     # ---- admission ----
@@ -157,8 +157,8 @@ class ExtractionKind(RequestKind):
         if first is not None and not first.is_in_flight and not _planned(step):
             first.num_passed_by += 1
 
-    def stand_back(self, request: Request) -> None:
-        while self._state.readings.give_way():
+    def preempt_others(self, request: Request) -> None:
+        while self._state.readings.free_one():
             pass
         for task in reversed(self.queue.running.copy()):
             if task.branch.request is not request:
@@ -170,7 +170,7 @@ class ExtractionKind(RequestKind):
                 break
         return True
 
-    def _give_way(self) -> bool:
+    def _preempt_last(self) -> bool:
         """A branch needs memory: preempt the extraction that began last, unless it waited too long."""
         running = self.queue.running
         if not running or running[-1] is self.queue.aged:
@@ -263,7 +263,7 @@ class ExtractionKind(RequestKind):
         if not self._state.may_take_memory:
             self._state.wants_drain = True
             return False
-        if self._state.readings.give_way():
+        if self._state.readings.free_one():
             return True
         running = self.queue.running
         last = running[-1] if running else task

@@ -103,8 +103,8 @@ class RequestKind:
     def close(self, step: StepDraft) -> None:
         """The step is complete."""
 
-    def stand_back(self, request: Request) -> None:
-        """This request runs alone: free what other requests of this kind hold."""
+    def preempt_others(self, request: Request) -> None:
+        """This request runs alone: preempt other requests of this kind."""
 
     # ---- the same for single requests ----
 
