@@ -34,6 +34,12 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def use_device(device: torch.device) -> None:
+    """Make it the current one of this thread: kernels are launched there."""
+    if device.type == "cuda" and device.index is not None:  # without an index it is the current one
+        torch.cuda.set_device(device)
+
+
 def runs_triton(device: torch.device) -> bool:
     """Whether it is a CUDA device for which kernels in Triton can be compiled."""
     if device.type != "cuda" or find_spec("triton") is None:

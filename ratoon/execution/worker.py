@@ -20,7 +20,7 @@ from ratoon.core.errors import DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.devices import resolve_device, resolve_dtype, runs_triton
+from ratoon.execution.devices import resolve_device, resolve_dtype, runs_triton, use_device
 from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.kv_memory import (
     cut_kv_memory,
@@ -75,6 +75,7 @@ class Worker:
         self, config: EngineConfig, model_config: ModelConfig, tensors: TensorSource, timer: StartupTimer
     ) -> None:
         self._device = device = resolve_device(config.device)
+        use_device(device)
         dtype = resolve_dtype(config.dtype, device, model_config)
         max_model_len = resolve_max_model_len(config.max_model_len, model_config)
         threads = config.num_threads or usable_cores()
@@ -138,7 +139,7 @@ class Worker:
         """Called once, on the thread that will execute all steps. On CUDA it gets a stream of its own: graphs can't be
         captured on the default one."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+            use_device(self._device)
             torch.cuda.synchronize()  # the weights were loaded on another stream
             torch.cuda.set_stream(torch.cuda.Stream())
 

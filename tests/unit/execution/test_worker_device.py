@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from ratoon.execution.devices import use_device
 from ratoon.execution.worker import choose_ops
 from ratoon.layers.native_ops import native_ops_reasons
 
@@ -30,3 +31,13 @@ def test_operations_are_those_of_the_device_and_the_reason_for_slow_ones_is_logg
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert choose_ops(cuda, torch.float16).name == "torch"
     assert "newer GPU" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("cpu", []), ("cuda", []), ("cuda:1", [torch.device("cuda:1")])])
+def test_kernels_are_launched_on_the_device_that_has_a_number(
+    name: str, chosen: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    use_device(torch.device(name))
+    assert used == chosen
