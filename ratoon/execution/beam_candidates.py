@@ -14,7 +14,7 @@ import torch
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
 from ratoon.core.plan import BeamStep
 from ratoon.execution.beam_rows import BeamRows
-from ratoon.execution.buffers import copy_to_host
+from ratoon.execution.buffers import HostCopy
 from ratoon.execution.cells import to_device
 from ratoon.execution.readers import Finish, StepLayout
 from ratoon.execution.rules.base import LogitsRule, apply_rules
@@ -66,9 +66,14 @@ def choose_candidates(
     if not chosen_by_keys(logits, searches):
         put_candidates(best_candidates_of_searches(logits, on_device, searches, edit, weighed), steps, output)
         return None
-    keys, _ = copy_to_host(best_keys_of_searches(logits, on_device, searches, edit, weighed))
+    keys = HostCopy(best_keys_of_searches(logits, on_device, searches, edit, weighed))
     vocab_size = logits.shape[1]
-    return lambda output: put_candidates(candidates_of_keys(keys, searches, vocab_size), steps, output)
+
+    def finish(output: ModelRunnerOutput) -> None:
+        found = candidates_of_keys(torch.from_numpy(keys.to_numpy()), searches, vocab_size)
+        put_candidates(found, steps, output)
+
+    return finish
 
 
 def put_candidates(found: list[Candidates | None], steps: list[BeamStep], output: ModelRunnerOutput) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from typing import ClassVar
+
 import numpy as np
 import torch
 
@@ -12,13 +15,40 @@ def indices_on(device: torch.device, indices: list[int]) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
-def copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """A copy of a CUDA tensor in pinned memory, and the event after which it is there."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return host, copied
+class HostCopy:
+    """A copy of a CUDA tensor in pinned memory, on its way. One thread starts it, another one may take it.
+
+    The memory is kept for later copies: to free it, torch would record an event on the stream of the copy, from the
+    thread that took it, and the stream may be capturing a graph by then.
+    """
+
+    _kept: ClassVar[dict[int, deque[torch.Tensor]]] = defaultdict(deque)  # by size, a power of two
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        num_bytes = tensor.numel() * tensor.element_size()
+        size = 1 << max(num_bytes - 1, 255).bit_length()
+        try:
+            self._memory = self._kept[size].pop()
+        except IndexError:
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        self._copy = self._memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def __del__(self) -> None:
+        # Also where it was never taken: a later copy is later on the stream as well.
+        self._kept[len(self._memory)].append(self._memory)
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def to_numpy(self) -> np.ndarray:
+        """What arrived; `wait` first, or for something later on the stream."""
+        return self._copy.numpy().copy()
 
 
 class StepBuffer:

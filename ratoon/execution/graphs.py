@@ -20,7 +20,7 @@ import torch
 
 from ratoon.core.outputs import LogprobsLists
 from ratoon.core.stats import GraphStats
-from ratoon.execution.buffers import copy_to_host
+from ratoon.execution.buffers import HostCopy
 from ratoon.execution.device_inputs import DeviceInputs
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.step_context import PagedStep
@@ -75,25 +75,22 @@ class GraphTokens:
 
     def __init__(self, sampled: Tensor) -> None:
         self._sampled = sampled  # [R] int32; -1: none
-        self._host = sampled
-        self._copied: torch.cuda.Event | None = None
+        self._copy: HostCopy | None = None
 
     def start_copy(self) -> None:
-        if self._sampled.device.type == "cuda":
-            self._host, self._copied = copy_to_host(self._sampled)
-        else:
-            self._host = self._sampled.clone()  # the next step overwrites it
+        self._copy = HostCopy(self._sampled)  # the next step overwrites it
 
     def wait(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
+        assert self._copy is not None
+        self._copy.wait()
 
     @property
     def bad_rows(self) -> list[int]:
-        return np.flatnonzero(self._host.numpy() < 0).tolist()
+        return np.flatnonzero(self.to_numpy() < 0).tolist()
 
     def to_numpy(self) -> np.ndarray:
-        return self._host.numpy().astype(np.int64)
+        assert self._copy is not None
+        return self._copy.to_numpy().astype(np.int64)
 
     def logprobs_lists(self) -> dict[int, LogprobsLists]:
         return {}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ratoon.core.outputs import LogprobsLists
-from ratoon.execution.buffers import copy_to_host
+from ratoon.execution.buffers import HostCopy
 from ratoon.execution.cells import all_to_device, take, to_device
 from ratoon.execution.sampling_rows import Needs, SamplingRows
 from ratoon.layers import sampling
@@ -39,17 +39,16 @@ class SampledTokens:
         self._logprob_rows = logprob_rows
         self._num_logprobs = num_logprobs
         self._host: np.ndarray | None = None
-        self._copy: Tensor | None = None  # in pinned memory, on its way
-        self._copied: torch.cuda.Event | None = None
+        self._copy: HostCopy | None = None
 
     def start_copy(self) -> None:
         """Copy everything to the host without waiting. Values are there when the step is done."""
         if self.token_ids.device.type == "cuda":
-            self._copy, self._copied = copy_to_host(self.packed())
+            self._copy = HostCopy(self.packed())
 
     def wait(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy is not None:
+            self._copy.wait()
 
     @property
     def bad_rows(self) -> list[int]:
@@ -82,7 +81,7 @@ class SampledTokens:
 
     def _on_host(self) -> np.ndarray:
         if self._host is None:
-            self._host = (self.packed().cpu() if self._copy is None else self._copy).numpy()
+            self._host = self.packed().cpu().numpy() if self._copy is None else self._copy.to_numpy()
         return self._host
 
 
@@ -222,13 +221,13 @@ class PromptLogprobs:
     def __init__(self, parts: Sequence[TokenLogprobs]) -> None:
         """Made of those of consecutive rows. On a GPU their copy to the host begins now, and is not waited for."""
         self._shapes = [part.token_ids.shape for part in parts]
-        self._host = torch.cat([_packed(part) for part in parts])
-        if self._host.device.type == "cuda":
-            self._host, _ = copy_to_host(self._host)
+        packed = torch.cat([_packed(part) for part in parts])
+        self._packed = HostCopy(packed) if packed.device.type == "cuda" else packed
 
     def lists(self) -> LogprobsLists:
         """To be called when the step is done."""
-        packed, lists = self._host.numpy(), LogprobsLists([], [], [])
+        packed = self._packed.to_numpy() if isinstance(self._packed, HostCopy) else self._packed.numpy()
+        lists = LogprobsLists([], [], [])
         for shape in self._shapes:
             size = shape[0] * (2 * shape[1] + 1)
             part, packed = _logprobs_from_host(packed[:size], shape), packed[size:]
