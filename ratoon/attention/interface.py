@@ -34,6 +34,7 @@ class AttentionNeeds:
     has_bias: bool = False  # a bias by distance, added to scores
     content: str = AttentionSpec.content  # what is kept for a token
     kv_dtype: torch.dtype | None = None  # that it is kept in, where it is not `dtype`
+    batch_invariant: bool = False  # a row's result has the same bits in any batch and any chunk
 
     @classmethod
     def of(
@@ -42,6 +43,7 @@ class AttentionNeeds:
         spec: KVCacheSpec,
         device: torch.device,
         dtype: torch.dtype,
+        batch_invariant: bool = False,
     ) -> AttentionNeeds:
         """The needs of layers that share this spec. They may differ in fields that the spec does not have."""
         first, kept = layers[0], getattr(torch, spec.tensors[0].dtype)
@@ -57,6 +59,7 @@ class AttentionNeeds:
             any(layer.bias is not None for layer in layers),
             spec.content,
             None if kept == dtype else kept,
+            batch_invariant,
         )
 
 
@@ -94,6 +97,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
         """Why this backend can't serve these needs; empty when it can."""
+
+    @classmethod
+    def create(cls, needs: AttentionNeeds) -> AttentionBackend:
+        return cls()
 
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
         """The shape of one block in each tensor of one layer. A block is one contiguous span, so that blocks can be

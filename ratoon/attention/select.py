@@ -43,4 +43,4 @@ def select_backend(name: str, needs: AttentionNeeds, layers: str) -> BackendChoi
     chosen = fitting[0]
     not_asked = f"{chosen.name} is faster" if name == "auto" else f"{name} was asked for"
     others = {other: why or [not_asked] for other, why in reasons.items() if other != chosen.name}
-    return BackendChoice(layers, chosen(), others)
+    return BackendChoice(layers, chosen.create(needs), others)

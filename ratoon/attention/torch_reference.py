@@ -37,6 +37,8 @@ class TorchReferenceBackend(AttentionBackend):
         reasons = [] if needs.content == kept else [f"reads {kept}, not {needs.content}"]
         if needs.kv_dtype not in (None, FP8):
             reasons.append(f"keeps keys and values in {needs.dtype} or {FP8}, not in {needs.kv_dtype}")
+        if needs.batch_invariant:
+            reasons.append("the order of its sums depends on the batch")
         return reasons
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> ReferenceMetadata:

@@ -230,6 +230,10 @@ class TritonAttentionBackend(AttentionBackend):
             reasons.append(f"reads {AttentionSpec.content}, not {needs.content}")
         return reasons
 
+    @classmethod
+    def create(cls, needs: AttentionNeeds) -> TritonAttentionBackend:
+        return cls(batch_invariant=needs.batch_invariant)
+
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
         ((parts, block_size, num_kv_heads, head_dim),) = super().page_shapes(spec)
         return [(parts, num_kv_heads, block_size, head_dim)]

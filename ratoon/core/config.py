@@ -196,6 +196,11 @@ class EngineConfig:
     )
     max_model_len: int | None = setting(None, "longest sequence, prompt and answer together; default: the model's")
     attention_backend: str = setting("auto", "auto, or a backend's name")
+    batch_invariant: bool = setting(
+        False,
+        "compute a row to the same bits in any batch, chunk and continuation, which costs time on a GPU; in float32 on "
+        "a CPU it is always so",
+    )
     cuda_graphs: bool = setting(True, "capture small steps as CUDA graphs once a size occurs again; no effect on a CPU")
     num_threads: int | None = setting(
         None, "CPU threads; default: the cores that this process may use", at_least(1), options=("--threads",)

@@ -39,6 +39,7 @@ def geometry_of(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> Geometry:
     """`backend`: a name, or "auto". `kv_dtype`: that keys and values of the cache are kept in; None: `dtype`. Raises
     ConfigError if no backend supports some layers of the model."""
@@ -47,7 +48,8 @@ def geometry_of(
         return group_layers([layer.kv_spec(block_size, dtype_name(kept)) for layer in layers])
 
     def choose(what: str, every: Layers, group: KVCacheGroup) -> BackendChoice:
-        needs = AttentionNeeds.of([every[index] for index in group.layers], group.spec, device, dtype)
+        layers = [every[index] for index in group.layers]
+        needs = AttentionNeeds.of(layers, group.spec, device, dtype, batch_invariant)
         return select_backend(backend, needs, f"{what} {_ranges(group.layers)} ({group.spec.growth})")
 
     groups = groups_of(model.attention_layers)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
-from ratoon.core.errors import DeviceLostError, ModelError
+from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
@@ -82,11 +82,19 @@ class Worker:
         set_native_threads(threads)
         if config.num_threads is not None:  # otherwise torch's default stays: this process may use torch elsewhere
             torch.set_num_threads(threads)
-        ops = choose_ops(device, dtype)
+        ops = choose_ops(device, dtype, config.batch_invariant)
         # Before memory is allocated: check that there is a backend for every layer
         declared = declare_model(model_config, max_model_len)
         kv_dtype = KV_DTYPES[config.cache.kv_cache_dtype]
-        geometry = geometry_of(declared, config.attention_backend, config.cache.block_size, device, dtype, kv_dtype)
+        geometry = geometry_of(
+            declared,
+            config.attention_backend,
+            config.cache.block_size,
+            device,
+            dtype,
+            kv_dtype,
+            config.batch_invariant,
+        )
         for choice in geometry.all_choices:
             is_slow = ops.name == "native" and config.attention_backend == "auto" and choice.backend.name != "cpu"
             logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
@@ -178,8 +186,16 @@ class Worker:
         self.runner.kv.allocate()
 
 
-def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest that serve this device and dtype."""
+def choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool = False) -> Ops:
+    """The fastest that serve this device and dtype. Raises ConfigError if they can't be batch invariant."""
+    ops = _choose_ops(device, dtype, batch_invariant)
+    if batch_invariant and ops.name == "torch":
+        problem = f"sums depend on the batch with the kernels 'torch', which are those for {dtype} on {device}"
+        raise ConfigError("batch_invariant", problem, "float32 on a CPU, or a GPU with Triton")
+    return ops
+
+
+def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> Ops:
     if device.type != "cuda":
         return TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
     try:
@@ -193,7 +209,8 @@ def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
         return TorchOps()
     choices = read_choices(choices_file(device))
     logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
-    return CudaOps(choices, dependent_launch=torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH)
+    early = torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH
+    return CudaOps(choices, dependent_launch=early, batch_invariant=batch_invariant)
 
 
 def choose_capture(config: EngineConfig, device: torch.device, geometry: Geometry) -> Capture | None:

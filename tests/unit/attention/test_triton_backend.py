@@ -431,3 +431,13 @@ def test_backends_refuse_dtypes_of_keys_and_values_that_they_do_not_read() -> No
     assert "keeps keys and values in float32, not in torch.float8_e4m3fn" in chosen.reasons_against["cpu"]
     with pytest.raises(ConfigError, match=r"not in torch\.int8"):
         select_backend("auto", replace(NEEDS, kv_dtype=torch.int8), "layers 0-3")
+
+
+def test_where_rows_must_not_depend_on_the_batch_the_reference_is_refused() -> None:
+    needs = replace(NEEDS, batch_invariant=True)
+    chosen = select_backend("auto", needs, "layers 0-3")
+    assert isinstance(chosen.backend, TritonAttentionBackend)
+    assert chosen.backend._batch_invariant
+    assert chosen.reasons_against["torch"] == ["the order of its sums depends on the batch"]
+    with pytest.raises(ConfigError, match="order of its sums"):
+        select_backend("torch", needs, "layers 0-3")

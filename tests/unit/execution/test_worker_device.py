@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from ratoon.core.errors import ConfigError
 from ratoon.execution.devices import use_device
 from ratoon.execution.worker import choose_ops
 from ratoon.layers.native_ops import native_ops_reasons
@@ -41,3 +42,8 @@ def test_kernels_are_launched_on_the_device_that_has_a_number(
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
     use_device(torch.device(name))
     assert used == chosen
+
+
+def test_sums_that_depend_on_the_batch_are_refused_where_they_must_not() -> None:
+    with pytest.raises(ConfigError, match=r"batch_invariant: sums depend on the batch .*torch\.bfloat16 on cpu"):
+        choose_ops(torch.device("cpu"), torch.bfloat16, batch_invariant=True)
