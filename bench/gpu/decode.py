@@ -36,6 +36,7 @@ from ratoon.observe.startup import StartupTimer
 
 BYTES_A_SECOND = 4.39e12
 FOLDER = Path(__file__).resolve().parent
+TOKEN_BUDGET = 16_384
 WARM_UP_STEPS = 4  # after the prompts: one runs as it is, one is captured
 
 
@@ -87,7 +88,9 @@ def make_core(model: str, depth: int, cuda_graphs: bool, max_batch: int, max_con
         max_model_len=max_context,
         cuda_graphs=cuda_graphs,
         cache=CacheConfig(num_blocks=max_batch * (max_context // 16 + 1) + 1, enable_prefix_caching=False),
-        scheduler=SchedulerConfig(max_num_batched_tokens=16_384, max_num_seqs=max_batch, max_steps_in_flight=depth),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=TOKEN_BUDGET, max_num_seqs=max_batch, max_steps_in_flight=depth
+        ),
     )
     path = FOLDER / "models" / model / "config.json"
     model_config = parse_hf_config(json.loads(path.read_text()), str(path))
@@ -104,11 +107,11 @@ def floor_ms(core: EngineCore, batch: int, context: int) -> float:
 def measure(core: EngineCore, batch: int, context: int, steps: int, temperature: float) -> dict[str, float]:
     executor = core.executor
     assert isinstance(executor, TimedExecutor)
+    # The first requests decode while the prompts of the others are computed.
+    max_tokens = steps + WARM_UP_STEPS + batch * context // TOKEN_BUDGET + 8
     for index in range(batch):
         tokens = [(31 * index + place) % 5000 + 10 for place in range(context)]
-        params = SamplingParams(
-            temperature=temperature, max_tokens=steps + WARM_UP_STEPS + 4, ignore_eos=True, seed=index
-        )
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=index)
         core.add_request(EngineCoreRequest(f"{batch}-{context}-{temperature}-{index}", tokens, params))
     begun: set[str] = set()
     while len(begun) < batch:  # the prompts
