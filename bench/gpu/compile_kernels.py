@@ -37,10 +37,11 @@ from ratoon.execution.block_kernels import Pages, copy_blocks
 from ratoon.execution.device_inputs import DeviceInputs
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.journal import Journal
+from ratoon.layers import fp8
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Tile, invariant_choice
-from ratoon.layers.triton import elementwise, gemv, matmul, norms, sampling, top
+from ratoon.layers.triton import elementwise, gemv, matmul, norms, quantize, sampling, top
 
 Tensor = torch.Tensor
 
@@ -188,6 +189,10 @@ def products(compilation: Compilation) -> None:
             gemv.gemv(x, gate_up, None, tile, norm=norm, gated="silu", dependent=dependent)
             compilation.part = f"products: {model}, down, {launch}"
             gemv.gemv(between, down, None, tile, residual=x, dependent=dependent)
+        compilation.part = f"products: {model}, down, 8 bits"
+        weight = fp8.quantize_weight(down)
+        gemv.gemv(between, weight.data, None, tile._replace(inputs=2048), scales=weight.extras["scales"], residual=x)
+        quantize.quantize_rows(x, norm)
         for rows in (1, 2048):
             compilation.part = f"products: {model}, down, the same bits in any batch of {rows} rows"
             matmul.matmul(between.expand(rows, -1), down, None, invariant_choice(*down.shape))

@@ -201,6 +201,12 @@ class EngineConfig:
         "compute a row to the same bits in any batch, chunk and continuation, which costs time on a GPU; in float32 on "
         "a CPU it is always so",
     )
+    quantization: str = setting(
+        "auto",
+        "auto: weights as in the model's files; fp8: those of linear layers in 8 bits, on CUDA, beside bfloat16",
+        one_of("auto", "fp8"),
+        options=("-q",),
+    )
     cuda_graphs: bool = setting(True, "capture small steps as CUDA graphs once a size occurs again; no effect on a CPU")
     num_threads: int | None = setting(
         None, "CPU threads; default: the cores that this process may use", at_least(1), options=("--threads",)

@@ -44,7 +44,6 @@ RULES = {
     "tokenizer_mode": Rule(lambda value: value in (None, "auto", "hf", "fast"), "auto"),
     "tokenizer_revision": HF_REVISION,
     "revision": HF_REVISION,
-    "quantization": Rule(lambda value: value in (None, "gguf"), "leave it out: plain weights, or a GGUF file"),
     "cpu_offload_gb": Rule(_nothing, "0: the weights stay on one device", float),
     "enable_lora": Rule(_nothing, "leave it out: adapters are not supported", bool),
     "speculative_config": Rule(_nothing, "leave it out: speculative decoding is not supported"),
@@ -80,6 +79,8 @@ def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     if swap is not None and (isinstance(swap, bool) or not isinstance(swap, (int, float)) or not swap >= 0):
         raise ConfigError("swap_space", f"{swap!r} is out of range", "a number of GiB, 0 for none")
     _rename(given, "swap_space", "swap_memory", None if swap is None else int(swap * GIB))
+    if given.get("quantization") in (None, "gguf"):  # a GGUF file has it anyway
+        given.pop("quantization", None)
     if "dtype" in given:
         given["dtype"] = _dtype_name(given["dtype"])
     return given

@@ -20,7 +20,7 @@ from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.devices import resolve_device, resolve_dtype, runs_triton, use_device
+from ratoon.execution.devices import gpu_name, resolve_device, resolve_dtype, runs_triton, use_device
 from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.kv_memory import (
     cut_kv_memory,
@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)  # compute capability
+# Compute capabilities
+OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)
+OLDEST_WITH_FP8 = (8, 9)
 # None: the dtype of the model
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
@@ -82,7 +84,7 @@ class Worker:
         set_native_threads(threads)
         if config.num_threads is not None:  # otherwise torch's default stays: this process may use torch elsewhere
             torch.set_num_threads(threads)
-        ops = choose_ops(device, dtype, config.batch_invariant)
+        ops = choose_ops(device, dtype, config.batch_invariant, config.quantization)
         # Before memory is allocated: check that there is a backend for every layer
         declared = declare_model(model_config, max_model_len)
         kv_dtype = KV_DTYPES[config.cache.kv_cache_dtype]
@@ -186,16 +188,26 @@ class Worker:
         self.runner.kv.allocate()
 
 
-def choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool = False) -> Ops:
-    """The fastest that serve this device and dtype. Raises ConfigError if they can't be batch invariant."""
-    ops = _choose_ops(device, dtype, batch_invariant)
+def choose_ops(
+    device: torch.device, dtype: torch.dtype, batch_invariant: bool = False, quantization: str = "auto"
+) -> Ops:
+    """The fastest that serve this device and dtype. Raises ConfigError if they can't do what is asked for."""
+    if batch_invariant and quantization == "fp8":
+        raise ConfigError("batch_invariant", "sums depend on the batch with quantization fp8", "one of the two")
+    ops = _choose_ops(device, dtype, batch_invariant, quantization)
     if batch_invariant and ops.name == "torch":
         problem = f"sums depend on the batch with the kernels 'torch', which are those for {dtype} on {device}"
         raise ConfigError("batch_invariant", problem, "float32 on a CPU, or a GPU with Triton")
+    if quantization == "fp8":
+        expected = "leave it out, or a GPU of compute capability 8.9 or higher, bfloat16 and Triton"
+        if ops.name != "cuda":
+            raise ConfigError("quantization", f"fp8 is not there with the kernels {ops.name!r} on {device}", expected)
+        if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < OLDEST_WITH_FP8:
+            raise ConfigError("quantization", f"fp8 is not there for {dtype} on {gpu_name(device)}", expected)
     return ops
 
 
-def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool) -> Ops:
+def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool, quantization: str) -> Ops:
     if device.type != "cuda":
         return TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
     try:
@@ -210,7 +222,8 @@ def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool)
     choices = read_choices(choices_file(device))
     logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
     early = torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH
-    return CudaOps(choices, dependent_launch=early, batch_invariant=batch_invariant)
+    kept = None if quantization == "auto" else quantization
+    return CudaOps(choices, dependent_launch=early, batch_invariant=batch_invariant, quantization=kept)
 
 
 def choose_capture(config: EngineConfig, device: torch.device, geometry: Geometry) -> Capture | None:

@@ -6,17 +6,20 @@ CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
 
-from ratoon.layers.ops import FusedProduct, Product, RMSWeights
+from ratoon.layers import fp8
+from ratoon.layers.ops import FusedProduct, Product, RMSWeights, WeightFormat
 from ratoon.layers.product_choices import Choice, ProductChoices, Tile, invariant_choice
+from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton import elementwise, norms
 from ratoon.layers.triton.gemv import MAX_NORM_WIDTH, gemv
 from ratoon.layers.triton.matmul import matmul
+from ratoon.layers.triton.quantize import quantize_rows
 
 Tensor = torch.Tensor
 
@@ -24,7 +27,7 @@ Tensor = torch.Tensor
 class CudaLinear:
     """[T, in] → [T, out]: a kernel of our own where it is faster, the library's elsewhere."""
 
-    __slots__ = ("beyond", "bias", "choices", "dependent", "weight")
+    __slots__ = ("beyond", "bias", "choices", "dependent", "scales", "weight")
 
     def __init__(
         self,
@@ -33,23 +36,30 @@ class CudaLinear:
         choices: Sequence[Choice],
         beyond: Choice = None,
         dependent: bool = False,
+        scales: Tensor | None = None,
     ) -> None:
-        """`choices`: by number of rows; `beyond`: for more rows."""
+        """`choices`: by number of rows; `beyond`: for more rows. `scales` [out]: of a weight in 8 bits."""
         self.weight = weight.contiguous()
         self.bias = bias
         self.choices = choices
         self.beyond = beyond
         self.dependent = dependent
+        self.scales = scales
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.fused(x, None, None)
 
     def fused(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
         choice = self.choices[len(x)] if len(x) < len(self.choices) else self.beyond
+        if self.scales is not None and choice is None:
+            return self._multiply_8_bits(x, self.scales, norm, residual)
         if norm is not None and not (isinstance(choice, Tile) and x.shape[1] <= MAX_NORM_WIDTH):
             x, norm = norms.rms_norm(x, *norm), None
         if isinstance(choice, Tile):
-            return gemv(x, self.weight, self.bias, choice, norm=norm, residual=residual, dependent=self.dependent)
+            return gemv(
+                x, self.weight, self.bias, choice,
+                scales=self.scales, norm=norm, residual=residual, dependent=self.dependent,
+            )  # fmt: skip
         if choice is not None:
             return matmul(x, self.weight, self.bias, choice, residual)
         if residual is None:
@@ -57,6 +67,13 @@ class CudaLinear:
         if self.bias is not None:
             return residual.add_(functional.linear(x, self.weight, self.bias))
         return residual.addmm_(x, self.weight.t())
+
+    def _multiply_8_bits(self, x: Tensor, scales: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
+        numbers, row_scales = quantize_rows(x, norm)
+        product = torch._scaled_mm(
+            numbers, self.weight.t(), row_scales, scales[None, :], self.bias, out_dtype=x.dtype, use_fast_accum=True
+        )
+        return product if residual is None else residual.add_(product)
 
 
 class CudaGatedMLP:
@@ -83,7 +100,27 @@ class CudaGatedMLP:
             return elementwise.gated_activation(gate_up.fused(x, norm, None), "silu")
         if norm is not None and x.shape[1] > MAX_NORM_WIDTH:
             x, norm = norms.rms_norm(x, *norm), None
-        return gemv(x, gate_up.weight, gate_up.bias, choice, norm=norm, gated="silu", dependent=gate_up.dependent)
+        return gemv(
+            x, gate_up.weight, gate_up.bias, choice,
+            scales=gate_up.scales, norm=norm, gated="silu", dependent=gate_up.dependent,
+        )  # fmt: skip
+
+
+class Fp8Rows:
+    """Implements WeightFormat for weights in 8 bits (fp8.py)."""
+
+    def __init__(self, choices: ProductChoices, dependent: bool) -> None:
+        self._choices = choices
+        self._dependent = dependent
+
+    def make_linear(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> Product:
+        weight = fp8.join([part.data for part in parts])
+        scales = torch.cat([part.extras["scales"] for part in parts])
+        choices = [choice if isinstance(choice, Tile) else None for choice in self._choices.of("linear", weight)]
+        return CudaLinear(weight, bias, choices, dependent=self._dependent, scales=scales)
+
+    def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
+        raise NotImplementedError("tables are not quantised")
 
 
 class CudaOps(TorchOps):
@@ -93,13 +130,28 @@ class CudaOps(TorchOps):
     defers_norms = True
 
     def __init__(
-        self, choices: ProductChoices | None = None, dependent_launch: bool = False, batch_invariant: bool = False
+        self,
+        choices: ProductChoices | None = None,
+        dependent_launch: bool = False,
+        batch_invariant: bool = False,
+        quantization: str | None = None,
     ) -> None:
         """`choices`: what was measured on this GPU; without, fixed ones. `dependent_launch`: see triton/gemv.py.
-        `batch_invariant`: a row's products have the same bits in any batch, as norms have anyway."""
+        `batch_invariant`: a row's products have the same bits in any batch, as norms have anyway. `quantization`:
+        "fp8" keeps the weights of linear layers in 8 bits; a step's activations are bfloat16."""
+        assert quantization in (None, "fp8") and not (quantization and batch_invariant)
         self.choices = choices or ProductChoices()
         self.dependent_launch = dependent_launch
         self.batch_invariant = batch_invariant
+        self.quantization = quantization
+
+    def quantize(self, stored: StoredTensor) -> StoredTensor:
+        if self.quantization is None or not fp8.can_quantize(stored.shape):
+            return stored
+        return fp8.quantize_weight(stored.floats())
+
+    def find_format(self, stored: StoredTensor) -> WeightFormat | None:
+        return Fp8Rows(self.choices, self.dependent_launch) if stored.format == fp8.FORMAT else None
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         if self.batch_invariant:

@@ -192,9 +192,9 @@ def _take_weight(piece: Piece, outputs: range, in_features: int, inputs: range, 
     shape = (piece.out_features, in_features)
     part = TensorSlice.of_range(0, outputs, piece.out_features) or TensorSlice.of_range(1, inputs, in_features)
     if not transposed:
-        return piece.weights.take_stored("weight", *shape, part=part)
+        return piece.weights.take_stored("weight", *shape, part=part, quantizable=True)
     part = None if part is None else part._replace(dim=1 - part.dim)
-    return piece.weights.take_stored("weight", *shape[::-1], part=part, transposed=True)
+    return piece.weights.take_stored("weight", *shape[::-1], part=part, transposed=True, quantizable=True)
 
 
 def _take_bias(pieces: Sequence[Piece]) -> Tensor | None:

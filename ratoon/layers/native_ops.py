@@ -81,6 +81,9 @@ class NativeOps:
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
         return None
 
+    def quantize(self, stored: StoredTensor) -> StoredTensor:
+        return stored
+
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         return NativeLinear(weight, bias)
 

@@ -55,6 +55,10 @@ class Ops(Protocol):
         """How a weight is multiplied in its stored format. None: it must be converted to floats, for `make_linear`."""
         ...
 
+    def quantize(self, stored: StoredTensor) -> StoredTensor:
+        """The weight [out, in] of a linear layer in fewer bits, or as it is."""
+        ...
+
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         """Take over a weight [out, in] of floats, converted to the fastest layout."""
         ...

@@ -85,7 +85,8 @@ def default_choice(key: ProductKey) -> Choice:
     if not 0 < key.rows <= MAX_ROWS:
         return None
     outputs = key.outputs if key.kind == "linear" else key.outputs // 2
-    return Tile(1 if outputs <= 4096 else 2 if outputs <= 2**15 else 4, 1024, 4)
+    inputs = 2048 if key.dtype.startswith("float8") else 1024
+    return Tile(1 if outputs <= 4096 else 2 if outputs <= 2**15 else 4, inputs, 4)
 
 
 def invariant_choice(outputs: int, inputs: int) -> Split:

@@ -25,6 +25,9 @@ class TorchOps:
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
         return None
 
+    def quantize(self, stored: StoredTensor) -> StoredTensor:
+        return stored
+
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         linear = functional.linear
 

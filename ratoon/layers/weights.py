@@ -53,6 +53,7 @@ class TensorRequest(NamedTuple):
     part: TensorSlice | None = None  # None: all of it
     transposed: bool = False  # the layer needs the transpose of the checkpoint's tensor
     as_stored: bool = False  # keep the file's format if Ops supports it; otherwise convert to floats
+    quantizable: bool = False  # the weight of a linear layer, which Ops may keep in fewer bits
 
 
 def read_tensor(
@@ -62,6 +63,8 @@ def read_tensor(
     stored = source.read(request.name, request.part, destination)
     if request.transposed:
         stored = stored.t()
+    if request.quantizable:
+        stored = ops.quantize(stored)
     if request.as_stored and not stored.transposed and ops.find_format(stored) is not None:
         return stored
     if stored.decode is None and stored.format not in FLOAT_FORMATS.values():
@@ -110,10 +113,16 @@ class Weights:
         return self._take(TensorRequest(self.prefix + name, part), shape, dtype or self.dtype).data
 
     def take_stored(
-        self, name: str, *shape: int, part: TensorSlice | None = None, transposed: bool = False
+        self,
+        name: str,
+        *shape: int,
+        part: TensorSlice | None = None,
+        transposed: bool = False,
+        quantizable: bool = False,
     ) -> StoredTensor:
-        """The same in its file's format, if Ops supports it. Shape and part are those in the checkpoint."""
-        return self._take(TensorRequest(self.prefix + name, part, transposed, as_stored=True), shape, self.dtype)
+        """The same in its file's format, or in that of Ops. Shape and part are those in the checkpoint."""
+        request = TensorRequest(self.prefix + name, part, transposed, as_stored=True, quantizable=quantizable)
+        return self._take(request, shape, self.dtype)
 
     def _take(self, request: TensorRequest, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
         self._compare(request.name, shape)

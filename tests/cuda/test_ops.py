@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from ratoon.layers.cuda_ops import CudaOps
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Split, Tile
+from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
 from ratoon.layers.triton.matmul import matmul
@@ -167,6 +168,26 @@ def test_products_with_a_split_sum_are_those_of_float64(rows: int) -> None:
     tile = Split(rows=16 if rows <= 16 else 64, outputs=64, inputs=128, splits=8, num_warps=4, num_stages=4)
     expected = residual.double() + x.double() @ weight.double().t()
     assert_near(matmul(x, weight, None, tile, residual), expected, 5e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 64, 257, 1000])
+def test_products_with_weights_in_8_bits_are_near_those_of_the_numbers_they_stand_for(rows: int) -> None:
+    ops = CudaOps(quantization="fp8")
+    x, residual, norm = random(rows, 1024), random(rows, 3072), RMSWeights(random(1024), 1e-6)
+    stored = ops.quantize(StoredTensor.of_floats(random(3072, 1024, scale=0.02)))
+    kept = ops.find_format(stored)
+    assert kept is not None
+    linear = kept.make_linear([stored], None)
+    weight = stored.floats().double()
+    limit = 5e-3 if rows <= 4 else 4e-2  # of more rows the activations have 8 bits too
+    assert_near(linear(x), x.double() @ weight.t(), limit)
+    normed = TorchOps().rms_norm(x, *norm).double()
+    expected = residual.double() + normed @ weight.t()
+    fused = ops.fuse(linear)
+    assert fused is not None
+    assert_near(fused(x, norm, residual), expected, limit)
+    mlp = ops.make_gated_mlp(linear, kept.make_linear([ops.quantize(StoredTensor.of_floats(random(512, 1536)))], None))
+    assert mlp(x).shape == (rows, 512) and mlp(x).isfinite().all()
 
 
 def test_random_weights_are_made_on_the_device_and_depend_on_seed_and_name() -> None:

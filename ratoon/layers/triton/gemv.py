@@ -32,12 +32,13 @@ def gemv(
     bias: Tensor | None,
     tile: Tile,
     *,
+    scales: Tensor | None = None,
     norm: RMSWeights | None = None,
     gated: str | None = None,
     residual: Tensor | None = None,
     dependent: bool = False,
 ) -> Tensor:
-    """x [T, in] with T up to 4, weight [out, in] → [T, out].
+    """x [T, in] with T up to 4, weight [out, in] → [T, out]. `scales` [out], in float32: of a weight in 8 bits.
 
     `gated`: the weight holds a gate and an up part, one above the other; the result [T, out / 2] is this activation of
     the one times the other. `residual` [T, out] is added to in place and returned. `dependent`: launch before the
@@ -49,10 +50,11 @@ def gemv(
     dependent = dependent and not INTERPRETED
     options = {"launch_pdl": True} if dependent else {}
     _gemv_kernel[(triton.cdiv(outputs, tile.outputs),)](
-        x, weight, weight if bias is None else bias, weight if norm is None else norm.weight, y,
+        x, weight, scales, weight if bias is None else bias, weight if norm is None else norm.weight, y,
         x.stride(0), y.stride(0), outputs, 0.0 if norm is None else norm.eps,
-        WIDTH=width, ROWS=rows, BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
-        DEPENDENT=dependent, BLOCK_OUT=tile.outputs, BLOCK_IN=min(tile.inputs, triton.next_power_of_2(width)),
+        WIDTH=width, ROWS=rows, SCALED=scales is not None, BIAS=bias is not None, NORM=norm is not None, GATED=gated,
+        ADD=residual is not None, DEPENDENT=dependent, BLOCK_OUT=tile.outputs,
+        BLOCK_IN=min(tile.inputs, triton.next_power_of_2(width)),
         BLOCK_NORM=1 if norm is None else triton.next_power_of_2(width),
         num_warps=tile.num_warps, num_stages=1, **options,
     )  # fmt: skip
@@ -61,9 +63,10 @@ def gemv(
 
 @triton.jit
 def _gemv_kernel(
-    x, weight, bias, norm, y, x_stride, y_stride, outputs, eps, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    DEPENDENT: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_NORM: tl.constexpr,
+    x, weight, scales, bias, norm, y, x_stride, y_stride, outputs, eps, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    BLOCK_NORM: tl.constexpr,
 ):  # fmt: skip
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [O]
     column = tl.arange(0, BLOCK_IN)[None, :]  # [1, I]
@@ -116,13 +119,13 @@ def _gemv_kernel(
             sum3 += wide * values
             if GATED is not None:
                 up3 += wide_up * values
-    _store_row(y, bias, sum0, up0, output, outputs, BIAS, GATED, ADD)
+    _store_row(y, scales, bias, sum0, up0, output, outputs, SCALED, BIAS, GATED, ADD)
     if ROWS > 1:
-        _store_row(y + y_stride, bias, sum1, up1, output, outputs, BIAS, GATED, ADD)
+        _store_row(y + y_stride, scales, bias, sum1, up1, output, outputs, SCALED, BIAS, GATED, ADD)
     if ROWS > 2:
-        _store_row(y + 2 * y_stride, bias, sum2, up2, output, outputs, BIAS, GATED, ADD)
+        _store_row(y + 2 * y_stride, scales, bias, sum2, up2, output, outputs, SCALED, BIAS, GATED, ADD)
     if ROWS > 3:
-        _store_row(y + 3 * y_stride, bias, sum3, up3, output, outputs, BIAS, GATED, ADD)
+        _store_row(y + 3 * y_stride, scales, bias, sum3, up3, output, outputs, SCALED, BIAS, GATED, ADD)
 
 
 @triton.jit
@@ -144,19 +147,26 @@ def _load_input(x, norm, scale, column, WIDTH: tl.constexpr, NORM: tl.constexpr)
 
 
 @triton.jit
-def _store_row(y, bias, sums, up_sums, output, outputs, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr):
+def _store_row(
+    y, scales, bias, sums, up_sums, output, outputs,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     """The row's sums [O, I] over I, and what follows the product."""
     exists = output < outputs
     kind = y.dtype.element_ty
-    total = tl.sum(sums, axis=1)
-    if BIAS:
-        total += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
-    total = total.to(kind).to(tl.float32)
+    total = _finish_sum(tl.sum(sums, axis=1), scales, bias, output, exists, SCALED, BIAS).to(kind).to(tl.float32)
     if GATED is not None:
-        up = tl.sum(up_sums, axis=1)
-        if BIAS:
-            up += tl.load(bias + outputs + output, mask=exists, other=0.0).to(tl.float32)
+        up = _finish_sum(tl.sum(up_sums, axis=1), scales, bias, output + outputs, exists, SCALED, BIAS)
         total = activate(total, GATED).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
     if ADD:
         total = total.to(kind).to(tl.float32) + tl.load(y + output, mask=exists, other=0.0).to(tl.float32)
     tl.store(y + output, total.to(kind), mask=exists)
+
+
+@triton.jit
+def _finish_sum(total, scales, bias, output, exists, SCALED: tl.constexpr, BIAS: tl.constexpr):
+    if SCALED:
+        total *= tl.load(scales + output, mask=exists, other=0.0)
+    if BIAS:
+        total += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+    return total

@@ -16,7 +16,13 @@ from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS, configure,
 
 NOT_SET_BY_PEOPLE = {"model", "cache", "scheduler", "whole_prompts"}
 SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu"}
-SPECIAL = {"dtype": "float16", "load_format": "dummy", "policy": "priority", "kv_cache_dtype": "fp8"}
+SPECIAL = {
+    "dtype": "float16",
+    "load_format": "dummy",
+    "policy": "priority",
+    "kv_cache_dtype": "fp8",
+    "quantization": "fp8",
+}
 
 
 def test_every_field_of_the_configs_is_a_setting() -> None:

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from ratoon.layers import fp8
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.cuda_ops import CudaOps
 from ratoon.layers.ops import RMSWeights
@@ -30,6 +31,7 @@ from ratoon.layers.product_measurement import as_choices, keys_of, measure_produ
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
 from ratoon.layers.triton.matmul import matmul
+from ratoon.layers.triton.quantize import quantize_rows
 from ratoon.models.base import LanguageModel, StreamObserver
 from ratoon.models.build import build_model, collect_products, collect_shapes
 from ratoon.models.dummy_source import DummySource
@@ -240,6 +242,57 @@ def test_batch_invariant_operations_give_a_row_the_same_bits_alone_and_among_oth
     torch.testing.assert_close(together, reference.silu_and_mul(x @ gate_up.T) @ down.T, atol=2e-4, rtol=2e-5)
     for row in range(0, 6, 2):
         assert torch.equal(mlp(x[row : row + 1])[0], together[row])
+
+
+def test_weights_in_8_bits_are_within_a_sixteenth_of_each_number_or_of_the_smallest_step() -> None:
+    weight = random(32, 48, seed=1) * torch.logspace(-3, 3, 32, device=DEVICE)[:, None]
+    weight[5] = 0
+    stored = fp8.quantize_weight(weight)
+    error = (stored.floats() - weight).abs()
+    smallest = stored.extras["scales"][:, None] * 2.0**-9
+    assert stored.format == fp8.FORMAT and stored.data.dtype == torch.float8_e4m3fn
+    assert (error <= torch.maximum(weight.abs() / 16, smallest)).all()
+    assert fp8.can_quantize((32, 48)) and not fp8.can_quantize((32, 40)) and not fp8.can_quantize((32,))
+
+
+def test_operations_quantise_linear_layers_and_neither_tables_nor_the_head() -> None:
+    config = replace(LLAMA, vocab_size=32, hidden_size=16, intermediate_size=32, num_kv_heads=2, head_dim=8)
+    source = DummySource(collect_shapes(config))
+    model = build_model(config, source, CudaOps(quantization="fp8"), DEVICE, torch.bfloat16)
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    products = (attention.qkv.linear, attention.output, mlp.gate_up, mlp.down)
+    assert all(linear.multiply.weight.dtype == torch.float8_e4m3fn for linear in products)
+    assert all(len(linear.multiply.scales) == len(linear.multiply.weight) for linear in products)
+    assert model.embed.weight.data.dtype == model.lm_head.multiply.weight.dtype == torch.bfloat16
+    plain = build_model(config, source, CudaOps(), DEVICE, torch.bfloat16)
+    weight, linear = plain.layers[1].mlp.down.multiply.weight, model.layers[1].mlp.down.multiply
+    torch.testing.assert_close(linear.weight.float() * linear.scales[:, None], weight.float(), rtol=0.08, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_of_few_rows_with_weights_in_8_bits_are_those_of_the_numbers_they_stand_for(rows: int) -> None:
+    x, norm = random(rows, 48), RMSWeights(random(48, seed=3), 1e-5)
+    stored, bias = fp8.quantize_weight(random(32, 48, seed=1)), random(32, seed=2)
+    scales, exact = stored.extras["scales"], reference.make_linear(stored.floats(), bias)
+    product = gemv(x, stored.data, bias, SMALL, scales=scales)
+    torch.testing.assert_close(product, exact(x), atol=1e-4, rtol=1e-5)
+    gated = gemv(x, stored.data, bias, SMALL, scales=scales, norm=norm, gated="silu")
+    expected = reference.silu_and_mul(exact(reference.rms_norm(x, *norm)))
+    torch.testing.assert_close(gated, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rows_in_8_bits_use_the_whole_range_and_are_near_what_they_were(with_norm: bool) -> None:
+    x, norm = strided(5, 37, torch.float32) * 100, RMSWeights(random(37, seed=1), 1e-5)
+    x[3] = 0
+    numbers, scales = quantize_rows(x, norm if with_norm else None)
+    exact = reference.rms_norm(x, *norm) if with_norm else x
+    assert numbers.dtype == torch.float8_e4m3fn and scales.shape == (5, 1)
+    assert numbers.float().abs().amax(1).tolist() == [448.0, 448.0, 448.0, 0.0, 448.0]
+    torch.testing.assert_close(scales[:, 0], (exact.abs().amax(1) / 448).clamp(min=1e-12))
+    if DEVICE.type == "cuda":  # the interpreter rounds some numbers up to half of what they are
+        error = (numbers.float() * scales - exact).abs()
+        assert (error <= torch.maximum(exact.abs() / 15, scales * 2.0**-9)).all()
 
 
 # The operations in models: norms before products and additions behind them are theirs, except under adapters.

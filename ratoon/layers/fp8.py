@@ -1,0 +1,39 @@
+"""Weights in 8 bits (e4m3): each row [in] of a weight [out, in] has its own scale. Halves what a decode step reads.
+
+Activations are quantised by row where many rows are multiplied; that, and the products, are in cuda_ops.py and triton/.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ratoon.layers.stored import StoredTensor
+
+Tensor = torch.Tensor
+
+FORMAT = "F8_E4M3_ROWS"
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
+MULTIPLE = 16  # of inputs and outputs that the library's product takes
+SMALLEST_SCALE = 1e-12  # of rows that are zero
+
+
+def can_quantize(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and not any(size % MULTIPLE for size in shape)
+
+
+def quantize_weight(weight: Tensor) -> StoredTensor:
+    """A weight [out, in] of floats as 8-bit numbers with a scale for each output."""
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=SMALLEST_SCALE)  # [out]
+    data = (wide / scales[:, None]).clamp_(-LARGEST, LARGEST).to(DTYPE)
+
+    def decode(data: Tensor) -> Tensor:
+        return data.float() * scales[:, None].to(data.device)
+
+    return StoredTensor(tuple(weight.shape), FORMAT, data, decode, extras={"scales": scales})
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """Weights in 8 bits, one above the other. torch joins bytes on any device."""
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(DTYPE)
