@@ -22,6 +22,7 @@ class HostCopy:
     thread that took it, and the stream may be capturing a graph by then.
     """
 
+    _memory: torch.Tensor | None = None
     _kept: ClassVar[dict[int, deque[torch.Tensor]]] = defaultdict(deque)  # by size, a power of two
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -40,7 +41,8 @@ class HostCopy:
 
     def __del__(self) -> None:
         # Also where it was never taken: a later copy is later on the stream as well.
-        self._kept[len(self._memory)].append(self._memory)
+        if self._memory is not None:
+            self._kept[len(self._memory)].append(self._memory)
 
     def wait(self) -> None:
         if self._copied is not None:
