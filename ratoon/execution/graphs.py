@@ -174,8 +174,11 @@ class StepGraphs:
         graph = self._graphs.get(key)
         if graph is None and key in self._seen:
             graph = self._try_capture(key)
-        self._seen.add(key)
-        return self._run(key) if graph is None else graph.replay()
+        if graph is not None:
+            return graph.replay()
+        states = self._run(key)
+        self._seen.add(key)  # not if it raised: what it compiles may be missing
+        return states
 
     def clear(self) -> None:
         """Drop all graphs: memory that they use is about to be freed."""

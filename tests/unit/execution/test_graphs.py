@@ -79,6 +79,22 @@ def test_a_graph_is_captured_when_its_key_occurs_again() -> None:
     assert made.stats.num_graphs == 0
 
 
+def test_a_step_that_raised_is_not_captured_the_next_time() -> None:
+    errors = [RuntimeError("out of memory")]
+
+    def run(key: GraphKey) -> None:
+        if errors:
+            raise errors.pop()
+
+    made = StepGraphs([8], run, RunAgain)
+    with pytest.raises(RuntimeError):
+        made.run(KEY)
+    made.run(KEY)
+    assert made.stats.num_graphs == 0
+    made.run(KEY)
+    assert made.stats.num_graphs == 1
+
+
 def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     made, ran = make_graphs(fail)
     for _ in range(10):
