@@ -41,7 +41,7 @@ from ratoon.layers import fp8
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Tile, invariant_choice
-from ratoon.layers.triton import elementwise, gemv, matmul, norms, quantize, sampling, top
+from ratoon.layers.triton import elementwise, gemv, matmul, norms, penalties, quantize, sampling, top
 
 Tensor = torch.Tensor
 
@@ -215,6 +215,13 @@ def choices(compilation: Compilation) -> None:
     compilation.part = "beams: 32 over 151,936 tokens"
     normalizers, maxima = top.normalizers_and_maxima(logits)
     top.best_keys(logits, normalizers, torch.zeros(rows), maxima, torch.tensor([[0], [rows]]), rows, 64)
+    compilation.part = "log-probabilities"
+    ids = torch.zeros(rows, dtype=torch.int64)
+    top.token_logprobs(logits, ids, 20)
+    compilation.part = "penalties"
+    occurred = torch.zeros(2, logits.shape[1], dtype=torch.int16)
+    penalties.apply_penalties(torch.empty(2, logits.shape[1]), ids[:2], ids[:2], torch.ones(2, 3), occurred)
+    penalties.count_tokens(occurred, ids[:2], ids[:2], ids)
 
 
 def inputs(compilation: Compilation) -> None:

@@ -66,8 +66,9 @@ def sample_plain(
         threshold = torch.empty(num_rows, dtype=torch.int32, device=device)
         masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
     _reduce_chunks[(num_chunks, num_rows)](
-        *row, maxima, sums, of_groups, num_chunks, of_groups.shape[1], draws, filters, CHUNK, GROUP, num_warps=4
-    )
+        *row, maxima, sums, of_groups, num_chunks, of_groups.shape[1] if filters else 0, draws, CHUNK, GROUP,
+        num_warps=4,
+    )  # fmt: skip
     if filters:
         wanted = (*row, top_k, top_p, min_p, maxima, sums, threshold)
         places = torch.empty(num_rows, GROUP_ROOM, dtype=torch.int32, device=device)
@@ -200,23 +201,22 @@ def _has_filter(temperature, top_k, top_p, min_p):
 # Kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _reduce_chunks(
     logits, row_stride, num_columns, temperature, maxima, sums, of_groups, num_chunks, num_groups,
-    DRAWS: tl.constexpr, FILTERS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    DRAWS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk: the largest scaled logit, and the sum of exponentials, that one subtracted. Of groups of columns:
-    the largest."""
+    """Of each chunk: the largest scaled logit, and the sum of exponentials, that one subtracted. Of the first
+    `num_groups` groups of columns: the largest. With and without groups the same binary runs, so that sums are rounded
+    alike and a row draws the same whether others of its batch have filters or not."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = row * num_chunks + chunk
     if DRAWS:
-        # The same code with and without filters: the sums are rounded alike.
         groups = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
         columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = _load_scaled(logits + row * row_stride, columns, num_columns, _divisor(temperature, row))
         tops = tl.max(x, 1)
-        if FILTERS:
-            tl.store(of_groups + row * num_groups + groups, tops, mask=groups < num_groups)
+        tl.store(of_groups + row * num_groups + groups, tops, mask=groups < num_groups)
         top = tl.max(tops, 0)
         tl.store(sums + place, tl.sum(tl.sum(_exp(x - tl.where(_is_finite(top), top, 0.0)), 1), 0))
     else:
