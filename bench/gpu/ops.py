@@ -1,7 +1,7 @@
 """Operations of layers on one GPU: products of few rows beside the library's, norms, and whole stacks of layers.
 
     python3 bench/gpu/ops.py                      # all of it, under 90 s on an H200, Triton's compilation included
-    python3 bench/gpu/ops.py products stacks      # parts: products, elementwise, stacks, startup
+    python3 bench/gpu/ops.py products stacks      # parts: products, elementwise, stacks, fp8, startup
 
 Products rotate among weights that do not fit in the L2 cache together; all times are of replayed CUDA graphs. `stacks`
 runs the two models with random weights and without attention, as one graph. Floors: bytes ÷ 4.39 TB/s. One line
@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 
 BYTES_A_SECOND = 4.39e12
 L2_BYTES = 120e6  # twice the cache
-PARTS = ("startup", "products", "elementwise", "stacks")
+PARTS = ("startup", "products", "elementwise", "stacks", "fp8")
 SHAPES = {
     "0.6B qkv": (4096, 1024),
     "0.6B o": (1024, 2048),
@@ -51,7 +51,14 @@ SHAPES = {
 }
 LIBRARY_ROWS = (1, 2, 4, 8, 32, 64, 256)
 TILES = {1: (Tile(1, 1024, 4), Tile(2, 1024, 4), Tile(4, 1024, 4)), 4: (Tile(1, 1024, 4), Tile(2, 1024, 4))}
-FORMS = ("fused", "dependent", "library", "apart", "invariant")  # of stacks; the first two for few rows
+FORMS = (
+    "fused",
+    "dependent",
+    "library",
+    "library early",
+    "apart",
+    "invariant",
+)  # of stacks; the first two for few rows
 SPLIT_ROWS = (8, 32, 64)
 MODELS = {"0.6B": "qwen3-0.6b", "8B": "llama3-8b"}
 DEVICE = torch.device("cuda")
@@ -199,16 +206,27 @@ def bench_stacks() -> None:
         torch.cuda.empty_cache()
 
 
+def bench_fp8() -> None:
+    """The models with weights in 8 bits: our kernels for few rows, the library's for more."""
+    for name in MODELS:
+        model = build(name, CudaOps(dependent_launch=True, quantization="fp8"))
+        for rows in (1, 4, 32, 256):
+            step = partial(run_model, model, torch.arange(rows, device=DEVICE))
+            report(part="fp8", model=name, rows=rows, ms=round(time_graph(step), 4))
+        del model, step
+        torch.cuda.empty_cache()
+
+
 def set_form(model: Any, form: str) -> None:
     """fused: few rows by our kernels with norms and additions inside; dependent: the same, launched early; library:
-    cuBLAS, adding to the residual stream itself; apart: cuBLAS, and norms that add; invariant: the same bits in any
-    batch."""
+    cuBLAS, adding to the residual stream itself; library early: the same, with norms and activations launched early;
+    apart: cuBLAS, and norms that add; invariant: the same bits in any batch."""
     ops, by_ours = CudaOps(), form in ("fused", "dependent")
     for linear in [*linears_of(model), model.lm_head]:
         product = linear.multiply
         product.choices = ops.choices.of("linear", product.weight) if by_ours else []
         product.beyond = invariant_choice(*product.weight.shape) if form == "invariant" else None
-        product.dependent = form == "dependent"
+        product.dependent = form in ("dependent", "library early")
     for linear in linears_of(model):
         linear.fused = None if form == "apart" else ops.fuse(linear.multiply)
     for layer in model.layers:
@@ -235,6 +253,7 @@ def main() -> None:
         "products": bench_products,
         "elementwise": bench_elementwise,
         "stacks": bench_stacks,
+        "fp8": bench_fp8,
     }
     with torch.inference_mode():
         for part in chosen:

@@ -54,7 +54,7 @@ class CudaLinear:
         if self.scales is not None and choice is None:
             return self._multiply_8_bits(x, self.scales, norm, residual)
         if norm is not None and not (isinstance(choice, Tile) and x.shape[1] <= MAX_NORM_WIDTH):
-            x, norm = norms.rms_norm(x, *norm), None
+            x, norm = norms.rms_norm(x, *norm, dependent=self.dependent), None
         if isinstance(choice, Tile):
             return gemv(
                 x, self.weight, self.bias, choice,
@@ -97,7 +97,7 @@ class CudaGatedMLP:
         gate_up = self.gate_up
         choice = self.choices[len(x)] if len(x) < len(self.choices) else None
         if not isinstance(choice, Tile):
-            return elementwise.gated_activation(gate_up.fused(x, norm, None), "silu")
+            return elementwise.gated_activation(gate_up.fused(x, norm, None), "silu", gate_up.dependent)
         if norm is not None and x.shape[1] > MAX_NORM_WIDTH:
             x, norm = norms.rms_norm(x, *norm), None
         return gemv(
@@ -136,7 +136,7 @@ class CudaOps(TorchOps):
         batch_invariant: bool = False,
         quantization: str | None = None,
     ) -> None:
-        """`choices`: what was measured on this GPU; without, fixed ones. `dependent_launch`: see triton/gemv.py.
+        """`choices`: what was measured on this GPU; without, fixed ones. `dependent_launch`: see triton/launch.py.
         `batch_invariant`: a row's products have the same bits in any batch, as norms have anyway. `quantization`:
         "fp8" keeps the weights of linear layers in 8 bits; a step's activations are bfloat16."""
         assert quantization in (None, "fp8") and not (quantization and batch_invariant)
@@ -155,7 +155,7 @@ class CudaOps(TorchOps):
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         if self.batch_invariant:
-            return CudaLinear(weight, bias, (), invariant_choice(*weight.shape))
+            return CudaLinear(weight, bias, (), invariant_choice(*weight.shape), self.dependent_launch)
         return CudaLinear(weight, bias, self.choices.of("linear", weight), dependent=self.dependent_launch)
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
@@ -168,10 +168,10 @@ class CudaOps(TorchOps):
         return product.fused if isinstance(product, CudaLinear | CudaGatedMLP) else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norms.rms_norm(x, weight, eps)
+        return norms.rms_norm(x, weight, eps, dependent=self.dependent_launch)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norms.rms_norm(x, weight, eps, residual)
+        return norms.rms_norm(x, weight, eps, residual, self.dependent_launch)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return norms.layer_norm(x, weight, bias, eps)
@@ -186,10 +186,10 @@ class CudaOps(TorchOps):
         elementwise.rotary(q, k, positions, cos_sin)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        return elementwise.gated_activation(x, "silu")
+        return elementwise.gated_activation(x, "silu", self.dependent_launch)
 
     def gated_activation(self, x: Tensor, kind: str) -> Tensor:
-        return elementwise.gated_activation(x, kind)
+        return elementwise.gated_activation(x, kind, self.dependent_launch)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         return elementwise.activation(x, kind)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ratoon.layers.triton.launch import launch_options, wait_for_kernel_before
 from ratoon.layers.triton.norms import warps_of
 
 Tensor = torch.Tensor
@@ -18,18 +19,29 @@ def activation(x: Tensor, kind: str) -> Tensor:
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     _activation_kernel[(rows, triton.cdiv(width, BLOCK))](
-        x, y, x.stride(0), x.stride(1), width, KIND=kind, GATED=False, BLOCK=BLOCK, num_warps=warps_of(BLOCK)
+        x,
+        y,
+        x.stride(0),
+        x.stride(1),
+        width,
+        KIND=kind,
+        GATED=False,
+        BLOCK=BLOCK,
+        DEPENDENT=False,
+        num_warps=warps_of(BLOCK),
     )
     return y
 
 
-def gated_activation(x: Tensor, kind: str) -> Tensor:
-    """[T, 2·I] → [T, I], in new memory: the activation of the first half times the second."""
+def gated_activation(x: Tensor, kind: str, dependent: bool = False) -> Tensor:
+    """[T, 2·I] → [T, I], in new memory: the activation of the first half times the second. `dependent`: launch before
+    the kernel ahead has ended."""
     rows, width = x.shape[0], x.shape[1] // 2
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     _activation_kernel[(rows, triton.cdiv(width, BLOCK))](
-        x, y, x.stride(0), x.stride(1), width, KIND=kind, GATED=True, BLOCK=BLOCK, num_warps=warps_of(BLOCK)
-    )
+        x, y, x.stride(0), x.stride(1), width,
+        KIND=kind, GATED=True, BLOCK=BLOCK, num_warps=warps_of(BLOCK), **launch_options(dependent),
+    )  # fmt: skip
     return y
 
 
@@ -62,7 +74,12 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _activation_kernel(x, y, row_stride, stride, width, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def _activation_kernel(
+    x, y, row_stride, stride, width,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        wait_for_kernel_before()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

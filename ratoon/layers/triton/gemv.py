@@ -5,8 +5,7 @@ What stands before and behind the product goes into the same kernel: the RMS nor
 it again, the input is small), the gate's activation, the addition to the residual stream. Each of them rounds as it
 does alone.
 
-With programmatic dependent launch a kernel starts while the one before it still runs, and loads its first weights
-before it waits for its input.
+With programmatic dependent launch (launch.py) a kernel loads its first weights before it waits for its input.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Tile
 from ratoon.layers.triton.elementwise import activate
+from ratoon.layers.triton.launch import launch_options, wait_for_kernel_before
 
 Tensor = torch.Tensor
 
-INTERPRETED = triton.knobs.runtime.interpret  # which has no launches that could depend on each other
 MAX_NORM_WIDTH = 8192  # of an input that is normed inside the kernel
 
 
@@ -47,16 +45,14 @@ def gemv(
     rows, width = x.shape
     outputs = weight.shape[0] if gated is None else weight.shape[0] // 2
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
-    dependent = dependent and not INTERPRETED
-    options = {"launch_pdl": True} if dependent else {}
     _gemv_kernel[(triton.cdiv(outputs, tile.outputs),)](
         x, weight, scales, weight if bias is None else bias, weight if norm is None else norm.weight, y,
         x.stride(0), y.stride(0), outputs, 0.0 if norm is None else norm.eps,
         WIDTH=width, ROWS=rows, SCALED=scales is not None, BIAS=bias is not None, NORM=norm is not None, GATED=gated,
-        ADD=residual is not None, DEPENDENT=dependent, BLOCK_OUT=tile.outputs,
+        ADD=residual is not None, BLOCK_OUT=tile.outputs,
         BLOCK_IN=min(tile.inputs, triton.next_power_of_2(width)),
         BLOCK_NORM=1 if norm is None else triton.next_power_of_2(width),
-        num_warps=tile.num_warps, num_stages=1, **options,
+        num_warps=tile.num_warps, num_stages=1, **launch_options(dependent),
     )  # fmt: skip
     return y
 
@@ -79,8 +75,7 @@ def _gemv_kernel(
     if GATED is not None:
         up_tile = tl.load(second, mask=here, other=0.0)
     if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+        wait_for_kernel_before()
     # One input row after the other, by name: a further dimension would move the tile between threads.
     scale0, scale1, scale2, scale3 = 1.0, 1.0, 1.0, 1.0
     if NORM:

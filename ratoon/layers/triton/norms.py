@@ -10,20 +10,23 @@ import torch
 import triton
 import triton.language as tl
 
+from ratoon.layers.triton.launch import launch_options, wait_for_kernel_before
+
 Tensor = torch.Tensor
 
 MAX_HEADS_OF_A_PROGRAM = 8
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """x [T, H] → [T, H], in new memory. With `residual`, that is added to in place first, and the sum is normed."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, dependent: bool = False) -> Tensor:
+    """x [T, H] → [T, H], in new memory. With `residual`, that is added to in place first, and the sum is normed.
+    `dependent`: launch before the kernel ahead has ended."""
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     added = x if residual is None else residual
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
         x, added, weight, y, x.stride(0), added.stride(0), width, eps,
-        ADD=residual is not None, BLOCK=block, num_warps=warps_of(block),
+        ADD=residual is not None, BLOCK=block, num_warps=warps_of(block), **launch_options(dependent),
     )  # fmt: skip
     return y
 
@@ -59,8 +62,11 @@ def warps_of(block: int) -> int:
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, y, x_stride, residual_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, residual, weight, y, x_stride, residual_stride, width, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        wait_for_kernel_before()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
