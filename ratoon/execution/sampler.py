@@ -129,17 +129,15 @@ class Sampler:
         """All rows in one call, then those with edits again: on a GPU a pass over some more rows costs less than
         gathering them. Nothing waits for the device."""
         edited = _rows_with(needs, Needs.EDITS)
-        again = None
-        if len(edited):
-            index = to_device(edited, logits.device)
-            changed = logits[index].float()  # a copy
-            self.rows.edit(changed, slots[edited])
-            again = self._choose_plain(changed, slots[edited], seeds[edited], needs[edited])
-        if again is not None and len(edited) == len(slots):
+        if len(edited) == 0:
+            return self._choose_plain(logits, slots, seeds, needs)
+        index = to_device(edited, logits.device)
+        changed = logits[index].float()  # a copy
+        self.rows.edit(changed, slots[edited])
+        again = self._choose_plain(changed, slots[edited], seeds[edited], needs[edited])
+        if len(edited) == len(slots):
             return again
         chosen = self._choose_plain(logits, slots, seeds, needs)
-        if again is None:
-            return chosen
         return Chosen(*(old.index_copy(0, index, new) for old, new in zip(chosen, again)))
 
     def _choose_plain(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
