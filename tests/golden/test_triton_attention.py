@@ -1,0 +1,53 @@
+"""Whole engines with the attention of GPUs, under Triton's interpreter: norms of heads and rotation with the store,
+windows, biases, encoders and cross-attention. Where there is a GPU, test_cuda.py has the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ratoon.attention import triton_backend
+from ratoon.attention.triton_backend import TritonAttentionBackend
+from tests.golden import encoder_engines
+from tests.golden.encoder_engines import assert_greedy, core_of, decoder_prompt, source_of
+from tests.golden.engines import engine, greedy, oracle_tokens, run, tokens_of
+from tests.golden.tiny_models import random_token_ids
+from tests.triton_interpreter import repair_interpreter
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here, not on CPU tensors")
+
+PROMPTS = [random_token_ids(length, seed=length) for length in (33, 5)]
+COUNT = 2
+
+repair_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttentionBackend, "reasons_against", classmethod(lambda cls, needs: []))
+    monkeypatch.setattr(triton_backend, "choose_store_tile", lambda num_tokens: (16, 4))  # fewer programs, less time
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3 with heads wider than hidden size / heads", "qwen2 with windows by layer type"]
+)
+def test_an_engine_gives_the_tokens_of_transformers(family: str) -> None:
+    with engine(family, attention_backend="triton", max_num_batched_tokens=30) as llm:
+        assert llm.describe()["attention_backend"] == "triton"
+        found = tokens_of(run(llm, PROMPTS, greedy(COUNT)))
+    assert found == [oracle_tokens(family, prompt, COUNT) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", ["t5"])
+def test_so_does_one_with_an_encoder(family: str) -> None:
+    asked = [(source_of(family, encoder), decoder_prompt(decoder)) for encoder, decoder in ((17, 2), (5, 1))]
+    with core_of(family, attention_backend="triton") as driver:
+        for number, (source, prompt) in enumerate(asked):
+            driver.ask(str(number), source, prompt, encoder_engines.greedy(COUNT))
+        driver.run()
+        for number, (source, prompt) in enumerate(asked):
+            tokens = driver.tokens(str(number))
+            assert len(tokens) == COUNT
+            assert_greedy(family, source, prompt, tokens)
