@@ -60,7 +60,7 @@ def choose_candidates(
         rules += [row_rules.active() for row_rules in of_beams] if of_beams else [()] * len(step.scores)
     weighed = [row for row, of_row in enumerate(rules) if any(rule.stage.changes_values for rule in of_row)]
     edit = partial(apply_rules, rules_of_rows=rules) if any(rules) else None
-    if logits.device.type == "cpu" or edit is not None:
+    if edit is not None:
         logits = logits.float()
     on_device = to_device(np.array(scores, np.float32), logits.device)
     if not chosen_by_keys(logits, searches):

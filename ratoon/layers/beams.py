@@ -53,7 +53,7 @@ class _Offsets(NamedTuple):
 
 
 def best_candidates_of_searches(
-    logits: Tensor,  # [R, V] float32
+    logits: Tensor,  # [R, V]; those in float32 are changed in place by `edit`
     scores: Tensor,  # [R] float32, of the beams
     searches: Sequence[SearchRows],
     edit: Edit | None = None,
@@ -67,6 +67,7 @@ def best_candidates_of_searches(
     if chosen_by_keys(logits, searches):
         keys = best_keys_of_searches(logits, scores, searches, edit, logprob_rows)
         return candidates_of_keys(keys.cpu(), searches, logits.shape[1])
+    logits = logits.float()
     offsets = _Offsets(*_normalizers(logits), scores)
     sound = (offsets.peak.isfinite() & offsets.log_sum.isfinite()).tolist()
     if logprob_rows:

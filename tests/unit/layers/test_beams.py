@@ -117,6 +117,11 @@ def test_impossible_tokens_come_last_when_there_are_no_others():
     assert found.scores.isinf().tolist() == [False] * 4 + [True] * 2
 
 
+def test_16_bit_logits_are_read_in_float32():
+    logits, scores = random_logits(3, 600).bfloat16(), random_scores(3)
+    assert_same(best_candidates(logits, scores, 12), plain_choice(logits.float(), scores, 12))
+
+
 def test_several_searches_in_one_step_get_what_each_would_get_alone():
     logits, scores = random_logits(29, 700), random_scores(29)
     searches = [SearchRows(0, 1, 40), SearchRows(1, 17, 32), SearchRows(17, 20, 9), SearchRows(20, 29, 18)]
