@@ -106,7 +106,7 @@ def test_bfloat16_models_stay_close_to_transformers_in_bfloat16(family: str) -> 
     token_ids = random_token_ids(17)
     exact = tiny.oracle_logits(token_ids)
     logits = dense_logits(tiny.build(dtype=torch.bfloat16), token_ids)
-    assert logits.dtype == torch.float32
+    assert logits.dtype == torch.bfloat16  # as the head computes them; what reads them converts
     tiny.oracle.to(torch.bfloat16)
     their_error = (tiny.oracle_logits(token_ids) - exact).abs().mean()
     our_error = (logits - exact).abs().mean()
