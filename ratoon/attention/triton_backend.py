@@ -25,6 +25,7 @@ LOG2_E = 1.4426950408889634
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 _MIN_CAPABILITY = (8, 0)  # of a CUDA device: bfloat16 in tensor cores
+_MIN_FP8_CAPABILITY = (8, 9)
 _SHORT_ROWS = 64  # query tokens × query heads of a KV head: up to here a request's keys are split among programs
 _PROGRAMS_PER_SM = 4  # that splitting aims at
 _MAX_SPLITS = 32
@@ -216,8 +217,11 @@ class TritonAttentionBackend(AttentionBackend):
         reasons = []
         if needs.device_type != "cuda":
             reasons.append(f"runs on CUDA, not on {needs.device_type}")
-        elif torch.cuda.is_available() and torch.cuda.get_device_capability() < _MIN_CAPABILITY:
-            reasons.append(f"needs compute capability {_MIN_CAPABILITY[0]}.{_MIN_CAPABILITY[1]} or newer")
+        elif torch.cuda.is_available():
+            major, minor = _MIN_CAPABILITY if needs.kv_dtype is None else _MIN_FP8_CAPABILITY
+            if torch.cuda.get_device_capability() < (major, minor):
+                what = "it" if needs.kv_dtype is None else "fp8"
+                reasons.append(f"{what} needs compute capability {major}.{minor} or newer")
         if find_spec("triton") is None:
             reasons.append("triton is not installed")
         if needs.dtype not in _DTYPES:

@@ -433,6 +433,16 @@ def test_backends_refuse_dtypes_of_keys_and_values_that_they_do_not_read() -> No
         select_backend("auto", replace(NEEDS, kv_dtype=torch.int8), "layers 0-3")
 
 
+def test_gpus_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert TritonAttentionBackend.reasons_against(NEEDS) == ["it needs compute capability 8.0 or newer"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert TritonAttentionBackend.reasons_against(NEEDS) == []
+    fp8 = replace(NEEDS, kv_dtype=torch.float8_e4m3fn)
+    assert TritonAttentionBackend.reasons_against(fp8) == ["fp8 needs compute capability 8.9 or newer"]
+
+
 def test_where_rows_must_not_depend_on_the_batch_the_reference_is_refused() -> None:
     needs = replace(NEEDS, batch_invariant=True)
     chosen = select_backend("auto", needs, "layers 0-3")
