@@ -35,12 +35,21 @@ class Target(NamedTuple):
 
 TARGETS = {
     "linux-aarch64": Target(
-        "manylinux_2_28_aarch64", ".so", {"neon": ("aarch64-linux-gnu.2.28", "neoverse_n1-fullfp16-dotprod-lse")}
+        "manylinux_2_28_aarch64",
+        ".so",
+        {
+            "neon": ("aarch64-linux-gnu.2.28", "neoverse_n1-fullfp16-dotprod-lse"),
+            "neondot": ("aarch64-linux-gnu.2.28", "neoverse_n1-fullfp16-lse"),
+        },
     ),
     "linux-x86_64": Target(
         "manylinux_2_28_x86_64",
         ".so",
-        {"avx2": ("x86_64-linux-gnu.2.28", "x86_64_v3"), "avx512": ("x86_64-linux-gnu.2.28", "x86_64_v4")},
+        {
+            "avx2": ("x86_64-linux-gnu.2.28", "x86_64_v3"),
+            "avx512": ("x86_64-linux-gnu.2.28", "x86_64_v4"),
+            "avx512vnni": ("x86_64-linux-gnu.2.28", "x86_64_v4+avx512vnni"),
+        },
     ),
     "darwin-arm64": Target("macosx_11_0_arm64", ".dylib", {"neon": ("aarch64-macos.11.0", "apple_m1")}),
 }

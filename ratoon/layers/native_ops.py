@@ -1,4 +1,5 @@
-"""Ops for float32 on a CPU, by the kernels in native/. Weights are packed once into the layout the product reads.
+"""Ops for float32 on a CPU, by the kernels in native/. Weights are packed once into the layout the product reads; those
+of quantised files stay in their own bits (native_formats.py).
 
 Every kernel computes a row from that row alone, in a fixed order: a request's results are bit-identical in any batch.
 """
@@ -7,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ratoon.layers.native import library
+from ratoon.layers.native import has_quantised_kernels, library
+from ratoon.layers.native_formats import KeptFormats, QuantisedGatedMLP, QuantisedLinear
 from ratoon.layers.ops import FusedProduct, Product, WeightFormat
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import add_low_rank
@@ -73,13 +75,15 @@ class NativeOps:
     name = "native"
     defers_norms = False
 
-    def __init__(self) -> None:
+    def __init__(self, keep_formats: bool = True) -> None:
+        """`keep_formats`: quantised weights stay in the bits of their file where there are kernels for it."""
         kernels = library()
         assert kernels is not None, "ask `native_ops_reasons` first"
         self._kernels = kernels
+        self.formats = KeptFormats() if keep_formats and has_quantised_kernels() else None
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
-        return None
+        return None if self.formats is None else self.formats.find(stored)
 
     def quantize(self, stored: StoredTensor) -> StoredTensor:
         return stored
@@ -93,6 +97,8 @@ class NativeOps:
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
             return NativeGatedMLP(gate_up, down)
+        if isinstance(gate_up, QuantisedLinear) and isinstance(down, QuantisedLinear):
+            return QuantisedGatedMLP(gate_up, down)
         return lambda x: down(self.silu_and_mul(gate_up(x)))
 
     def fuse(self, product: Product) -> FusedProduct | None:

@@ -15,11 +15,28 @@ from pathlib import Path
 from ratoon.core.errors import ConfigError
 
 VARIABLE = "RATOON_KERNELS"  # a kernel set by name instead of the best one, or "none"
-KERNEL_SETS = ("avx512", "avx2", "neon")
+KERNEL_SETS = ("avx512vnni", "avx512", "avx2", "neondot", "neon")
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
 _FLOAT = ctypes.c_float
+
+
+class QuantisedWeight(ctypes.Structure):
+    """`quantised_weight` of quantised.h."""
+
+    _fields_ = (
+        ("codes", _POINTER),
+        ("scales", _POINTER),
+        ("offsets", _POINTER),
+        ("bias", _POINTER),
+        ("in_features", _INT),
+        ("out_features", _INT),
+        ("bits", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("multiplier", _FLOAT),
+    )
+
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_set_threads": (ctypes.c_int, [ctypes.c_int]),
@@ -36,6 +53,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_attention": (ctypes.c_int, [*[_POINTER, _INT] * 4, *[_POINTER] * 3, *[_INT] * 7, _POINTER, _INT, _FLOAT]),
     "ratoon_store_kv": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, *[_INT] * 4]),
 }
+# Of weights in 4 and 8 bits. A library that was built before these existed does without.
+_QUANTISED_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ratoon_quantised_scratch": (_INT, [_INT]),
+    "ratoon_quantised_linear": (None, [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT]),
+    "ratoon_quantised_gated_mlp": (None, [_POINTER, _POINTER, _POINTER, _INT, _INT, *[_POINTER] * 3]),
+}
 
 
 def library() -> ctypes.CDLL | None:
@@ -46,6 +69,12 @@ def library() -> ctypes.CDLL | None:
 def kernel_set_name() -> str:
     """Which set `library` found: one of KERNEL_SETS, or "none"."""
     return _found()[0]
+
+
+def has_quantised_kernels() -> bool:
+    """Whether the set has products with weights in 4 and 8 bits."""
+    loaded = library()
+    return loaded is not None and all(hasattr(loaded, name) for name in _QUANTISED_SIGNATURES)
 
 
 @functools.cache
@@ -65,7 +94,9 @@ def _load(kernel_set: str) -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(path))
     except OSError:  # built for another system
         return None
-    for name, (result, arguments) in _SIGNATURES.items():
+    for name, (result, arguments) in (_SIGNATURES | _QUANTISED_SIGNATURES).items():
+        if name in _QUANTISED_SIGNATURES and not hasattr(loaded, name):
+            continue
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
@@ -89,21 +120,22 @@ def _wanted_sets() -> list[str]:
 
 def _supported_sets() -> list[str]:
     """Kernel sets whose instructions this processor has, best first."""
+    flags = _cpu_flags()
     if platform.machine() in ("aarch64", "arm64"):
-        return ["neon"]
-    flags = _x86_flags()
+        return ["neondot", "neon"] if "asimddp" in flags else ["neon"]
     supported = []
     if {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags:
-        supported.append("avx512")
+        supported += ["avx512vnni", "avx512"] if "avx512_vnni" in flags else ["avx512"]
     if {"avx2", "fma", "f16c", "bmi2"} <= flags:
         supported.append("avx2")
     return supported
 
 
-def _x86_flags() -> set[str]:
+def _cpu_flags() -> set[str]:
+    """The names of instruction sets that Linux gives."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
+            if line.startswith(("flags", "Features")):
                 return set(line.split(":", 1)[1].split())
     except OSError:
         pass

@@ -16,7 +16,8 @@ from ratoon.layers import native
 
 TESTS = Path(__file__).parents[1]
 KERNEL_TESTS = [
-    "layers/test_native_ops.py", "layers/test_kernel_accuracy.py", "layers/test_encoder_layers.py",
+    "layers/test_native_ops.py", "layers/test_quantised.py", "layers/test_kernel_accuracy.py",
+    "layers/test_encoder_layers.py",
     "attention/test_backends.py", "attention/test_attention_accuracy.py",
 ]  # fmt: skip
 OTHER_SETS = [name for name in native._supported_sets() if name != native.kernel_set_name()]

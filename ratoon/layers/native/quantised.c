@@ -1,0 +1,234 @@
+// y = x · Wᵀ + bias with W in 4 or 8 bits (quantised.h) and x rounded to 8 bits.
+//
+// The products of a group are summed as integers, exactly; then groups are added in order, each by one fused multiply-add
+// (and another one for its offset). So a row comes out the same, to the bit, in a tile of any height, on any number of
+// threads, and with every instruction set.
+#include "quantised.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "dot.h"
+#include "threads.h"
+
+#define TILE 16
+#define TILE_VECS (TILE / W)
+#define QUADS (QUANTISED_BLOCK / 4)
+#define MAX_TILE_ROWS (W == 16 ? 8 : 4)
+#define UNITS_PER_THREAD 8
+#define ROW_BLOCK 96            // rows that are multiplied with a panel while they are in the second-level cache
+#define ROWS_PER_QUANTISING 8   // rows of activations that a thread takes at once
+#define SMALLEST_MAXIMUM 1e-30f  // a group below this is zero: 127 / maximum would overflow
+
+void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width);
+
+typedef struct {
+    const quantised_weight *weight;
+    const float *x;
+    float *y;
+    int64_t ldx, ldy, rows, blocks, shifts_per_block, panels, panels_per_unit, units_per_block;
+    // The activations, [row][…]: the scale of each block, that scale times the sum of its codes, -zero times the sum of
+    // the codes that each weight's group multiplies, and the codes.
+    float *scales, *scaled_sums;
+    int32_t *shifts;
+    int8_t *codes;
+} quantised_call;
+
+int64_t ratoon_quantised_scratch(int64_t in) { return in + in / QUANTISED_BLOCK * 16; }
+
+static int zero_of(const quantised_weight *w) { return w->bits == 8 ? ZERO_OF_8 : w->offsets ? 0 : 8; }
+
+// One block of 32. With a NaN or an infinity in it the scale is NaN, and so are the row's results.
+static void quantise_block(const float *x, int zero, int64_t num_shifts, float *scale, float *scaled_sum, int32_t *shifts,
+                           int8_t *codes) {
+    uint32_t largest = 0;
+    for (int k = 0; k < QUANTISED_BLOCK; k++) {
+        uint32_t bits;
+        memcpy(&bits, x + k, 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    float maximum;
+    memcpy(&maximum, &largest, 4);
+    int usable = largest < 0x7f800000 && maximum >= SMALLEST_MAXIMUM;
+    float factor = usable ? 127.0f / maximum : 0.0f;
+    int32_t sums[2] = {0, 0};
+    if (usable)
+        for (int k = 0; k < QUANTISED_BLOCK; k++) codes[k] = (int8_t)rintf(x[k] * factor);
+    else
+        memset(codes, 0, QUANTISED_BLOCK);
+    for (int k = 0; k < QUANTISED_BLOCK / 2; k++) sums[0] += codes[k];
+    for (int k = QUANTISED_BLOCK / 2; k < QUANTISED_BLOCK; k++) sums[1] += codes[k];
+    *scale = usable ? maximum / 127.0f : largest < 0x7f800000 ? 0.0f : NAN;
+    *scaled_sum = *scale * (float)(sums[0] + sums[1]);
+    if (num_shifts == 2) {
+        shifts[0] = -zero * sums[0];
+        shifts[1] = -zero * sums[1];
+    } else {
+        shifts[0] = -zero * (sums[0] + sums[1]);
+    }
+}
+
+static void quantise_unit(void *context, int64_t unit) {
+    const quantised_call *c = context;
+    int64_t last = (unit + 1) * ROWS_PER_QUANTISING < c->rows ? (unit + 1) * ROWS_PER_QUANTISING : c->rows;
+    for (int64_t row = unit * ROWS_PER_QUANTISING; row < last; row++)
+        for (int64_t block = 0; block < c->blocks; block++) {
+            int64_t index = row * c->blocks + block;
+            quantise_block(c->x + row * c->ldx + block * QUANTISED_BLOCK, zero_of(c->weight), c->shifts_per_block,
+                           c->scales + index, c->scaled_sums + index, c->shifts + index * c->shifts_per_block,
+                           c->codes + index * QUANTISED_BLOCK);
+        }
+}
+
+INLINE void write_part(float *p, int64_t count, vec v) {
+    if (count >= W) {
+        store(p, v);
+    } else if (count > 0) {
+        float part[W];
+        store(part, v);
+        memcpy(p, part, (size_t)count * sizeof(float));
+    }
+}
+
+INLINE vec read_part(const float *p, int64_t count) {
+    if (count >= W) return load(p);
+    float part[W] = {0};
+    if (count > 0) memcpy(part, p, (size_t)count * sizeof(float));
+    return load(part);
+}
+
+// The quads of a block, for the columns of vector `j`.
+INLINE void load_block(int bits, const uint8_t *codes, int j, bvec quads[QUADS]) {
+    if (bits == 4) {
+        for (int b = 0; b < QUADS / 2; b++) {
+            bvec both = load_bytes(codes + b * 4 * TILE + j * 4 * W);
+            quads[b] = both & 15;
+            quads[b + QUADS / 2] = both >> 4;
+        }
+    } else {
+        for (int b = 0; b < QUADS; b++) quads[b] = load_bytes(codes + b * 4 * TILE + j * 4 * W);
+    }
+}
+
+// A tile [rows][16] of y. All but the last three arguments are constants wherever this is inlined.
+INLINE void tile_of(int rows, int bits, int group, int has_offsets, const quantised_call *c, int64_t row, int64_t panel) {
+    const quantised_weight *w = c->weight;
+    const int groups = QUANTISED_BLOCK / group, block_bytes = TILE * QUANTISED_BLOCK * bits / 8;
+    const int64_t blocks = c->blocks;
+    for (int j = 0; j < TILE_VECS; j++) {
+        const uint8_t *codes = w->codes + panel * blocks * block_bytes;
+        const uint16_t *halves = w->scales + panel * blocks * groups * TILE + j * W;
+        const uint16_t *offset_halves = has_offsets ? w->offsets + panel * blocks * TILE + j * W : NULL;
+        vec acc[MAX_TILE_ROWS];
+        for (int i = 0; i < rows; i++) acc[i] = (vec){};
+        for (int64_t block = 0; block < blocks; block++) {
+            bvec quads[QUADS];
+            load_block(bits, codes + block * block_bytes, j, quads);
+            for (int g = 0; g < groups; g++) {
+                vec scale = load_halves(halves + (block * groups + g) * TILE);
+                for (int i = 0; i < rows; i++) {
+                    int64_t index = (row + i) * blocks + block;
+                    ivec sum = splat_int(c->shifts[index * groups + g]);
+                    for (int b = g * group / 4; b < (g + 1) * group / 4; b++) {
+                        const int8_t *x = c->codes + index * QUANTISED_BLOCK + 4 * b;
+                        sum = bits == 4 ? dot_4(sum, quads[b], x) : dot_8(sum, quads[b], x);
+                    }
+                    acc[i] = fma_(__builtin_convertvector(sum, vec), scale * splat(c->scales[index]), acc[i]);
+                }
+            }
+            if (has_offsets) {
+                vec offset = load_halves(offset_halves + block * TILE);
+                for (int i = 0; i < rows; i++)
+                    acc[i] = fma_(splat(c->scaled_sums[(row + i) * blocks + block]), offset, acc[i]);
+            }
+        }
+        int64_t first = panel * TILE + j * W, count = w->out - first;
+        vec bias = w->bias ? read_part(w->bias + first, count) : (vec){};
+        for (int i = 0; i < rows; i++)
+            write_part(c->y + (row + i) * c->ldy + first, count, fma_(acc[i], splat(w->multiplier), bias));
+    }
+}
+
+// Functions for the forms of a weight, each for every height of a tile.
+#define TILE_FUNCTION(ROWS, NAME, BITS, GROUP, OFFSETS)                                            \
+    static void NAME##_##ROWS(const quantised_call *c, int64_t row, int64_t panel) {               \
+        tile_of(ROWS, BITS, GROUP, OFFSETS, c, row, panel);                                        \
+    }
+#define FEW_ROWS(NAME, BITS, GROUP, OFFSETS)                                                       \
+    TILE_FUNCTION(1, NAME, BITS, GROUP, OFFSETS)                                                   \
+    TILE_FUNCTION(2, NAME, BITS, GROUP, OFFSETS)                                                   \
+    TILE_FUNCTION(3, NAME, BITS, GROUP, OFFSETS)                                                   \
+    TILE_FUNCTION(4, NAME, BITS, GROUP, OFFSETS)
+#if W == 16
+#define FORM(NAME, BITS, GROUP, OFFSETS)                                                           \
+    FEW_ROWS(NAME, BITS, GROUP, OFFSETS)                                                           \
+    TILE_FUNCTION(5, NAME, BITS, GROUP, OFFSETS)                                                   \
+    TILE_FUNCTION(6, NAME, BITS, GROUP, OFFSETS)                                                   \
+    TILE_FUNCTION(7, NAME, BITS, GROUP, OFFSETS)                                                   \
+    TILE_FUNCTION(8, NAME, BITS, GROUP, OFFSETS)                                                   \
+    static const tile_function NAME[] = {NULL,     NAME##_1, NAME##_2, NAME##_3, NAME##_4,         \
+                                         NAME##_5, NAME##_6, NAME##_7, NAME##_8};
+#else
+#define FORM(NAME, BITS, GROUP, OFFSETS)                                                           \
+    FEW_ROWS(NAME, BITS, GROUP, OFFSETS)                                                           \
+    static const tile_function NAME[] = {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4};
+#endif
+typedef void (*tile_function)(const quantised_call *, int64_t, int64_t);
+FORM(tiles_4, 4, 32, 0)
+FORM(tiles_4_offsets, 4, 32, 1)
+FORM(tiles_8, 8, 32, 0)
+FORM(tiles_8_offsets, 8, 32, 1)
+FORM(tiles_8_of_16, 8, 16, 0)
+
+static const tile_function *tiles_of(const quantised_weight *w) {
+    if (w->bits == 4) return w->offsets ? tiles_4_offsets : tiles_4;
+    if (w->group == 16) return tiles_8_of_16;
+    return w->offsets ? tiles_8_offsets : tiles_8;
+}
+
+static void product_unit(void *context, int64_t unit) {
+    const quantised_call *c = context;
+    const tile_function *tiles = tiles_of(c->weight);
+    int64_t first_row = unit / c->units_per_block * ROW_BLOCK;
+    int64_t last_row = first_row + ROW_BLOCK < c->rows ? first_row + ROW_BLOCK : c->rows;
+    int64_t first = unit % c->units_per_block * c->panels_per_unit;
+    int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
+    for (int64_t panel = first; panel < last; panel++)
+        for (int64_t row = first_row; row < last_row;) {
+            // Even heights: 9 rows go as 5 + 4, not as 8 + 1.
+            int64_t left = last_row - row;
+            int64_t tiles_left = (left + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+            int64_t height = (left + tiles_left - 1) / tiles_left;
+            tiles[height](c, row, panel);
+            row += height;
+        }
+}
+
+void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int64_t ldx, int64_t rows, void *scratch, float *y,
+                             int64_t ldy) {
+    if (rows <= 0) return;
+    quantised_call c = {.weight = weight, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .rows = rows};
+    c.blocks = weight->in / QUANTISED_BLOCK;
+    c.shifts_per_block = QUANTISED_BLOCK / weight->group;
+    c.scales = scratch;
+    c.scaled_sums = c.scales + rows * c.blocks;
+    c.shifts = (int32_t *)(c.scaled_sums + rows * c.blocks);
+    c.codes = (int8_t *)(c.shifts + rows * c.blocks * c.shifts_per_block);
+    parallel_units(quantise_unit, &c, (rows + ROWS_PER_QUANTISING - 1) / ROWS_PER_QUANTISING);
+    c.panels = (weight->out + TILE - 1) / TILE;
+    // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another.
+    c.panels_per_unit = c.panels / (UNITS_PER_THREAD * thread_count());
+    if (c.panels_per_unit < 1) c.panels_per_unit = 1;
+    c.units_per_block = (c.panels + c.panels_per_unit - 1) / c.panels_per_unit;
+    parallel_units(product_unit, &c, c.units_per_block * ((rows + ROW_BLOCK - 1) / ROW_BLOCK));
+}
+
+void ratoon_quantised_gated_mlp(const quantised_weight *gate_up, const quantised_weight *down, const float *x, int64_t ldx,
+                                int64_t rows, void *scratch, float *between, float *y) {
+    int64_t inner = down->in;
+    float *activated = between + 2 * inner * rows;
+    ratoon_quantised_linear(gate_up, x, ldx, rows, scratch, between, 2 * inner);
+    ratoon_silu_and_mul(between, 2 * inner, activated, rows, inner);
+    ratoon_quantised_linear(down, activated, inner, rows, scratch, y, down->out);
+}

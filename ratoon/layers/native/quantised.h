@@ -1,0 +1,35 @@
+// Weights of 4 or 8 bits in groups, and rows of activations in 8 bits: what quantised.c reads, and its entry points.
+//
+// A weight [out, in] is kept in panels of 16 output columns, filled up with zeros behind the last one. A panel is a sequence
+// of blocks of 32 inputs. Four consecutive inputs of a column (a quad) are the four bytes of a lane, and the lanes of the 16
+// columns are 64 bytes, as the dot-product instructions read them:
+//   4 bits: [4][16 columns][4] bytes; part b has quad b in the low halves and quad b + 4 in the high ones
+//   8 bits: [8][16 columns][4] bytes; part b is quad b
+// Scales, and offsets if there are any, are [panel][groups of a row][16] halves (fp16). A weight is
+//   multiplier · (scale · (code - zero) + offset), zero = 128 for 8 bits; for 4 bits 8 without offsets, 0 with them.
+#pragma once
+#include <stdint.h>
+
+#define QUANTISED_BLOCK 32
+
+typedef struct {
+    const uint8_t *codes;
+    const uint16_t *scales;
+    const uint16_t *offsets;  // NULL: none
+    const float *bias;        // NULL: none
+    int64_t in, out;          // `in` is a multiple of 32
+    int32_t bits;             // 4 or 8
+    int32_t group;            // inputs that share a scale: 32; or 16, with 8 bits and without offsets
+    float multiplier;         // of all scales and offsets: a power of two
+} quantised_weight;
+
+// Bytes that a product needs to keep the quantised activations of one row; aligned to 4 bytes.
+int64_t ratoon_quantised_scratch(int64_t in);
+
+// y = x · Wᵀ + bias. Activations are rounded to 8 bits in groups of 32 inputs of a row, each with its own scale.
+void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int64_t ldx, int64_t rows, void *scratch, float *y,
+                             int64_t ldy);
+
+// down(silu(gate(x)) · up(x)). `between` has room for 3 · inner floats a row, `scratch` for the larger of both inputs.
+void ratoon_quantised_gated_mlp(const quantised_weight *gate_up, const quantised_weight *down, const float *x, int64_t ldx,
+                                int64_t rows, void *scratch, float *between, float *y);

@@ -1,0 +1,288 @@
+"""Weights that stay in the bits of their file: GGUF's blocks, repacked once for the kernels of native/quantised.c.
+
+A format gives codes in groups with a scale, and an offset where it has one; packing lays them out as quantised.h says.
+Q4_0, Q4_1 and Q4_K keep 4 bits; formats of 5, 6 and 8 bits are held as bytes. Scales are halves: those of the file, or,
+in the K formats, products of two of its numbers rounded to a half (by 2⁻¹² of a scale at most).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ratoon.layers.native import QuantisedWeight, kernel_set_name, library
+from ratoon.layers.ops import Product
+from ratoon.layers.stored import StoredTensor
+
+Tensor = torch.Tensor
+
+BLOCK = 32  # inputs of a column that are packed together, and of a row of activations that share a scale
+PANEL = 16  # output columns
+LARGEST_EXPONENT = 14  # of scaled scales: below the largest half, and far above the smallest
+
+
+class Groups(NamedTuple):
+    """A weight [out, in] as codes: scale · (code - zero) + offset. `zero` is 128 for bytes; for 4 bits 8 without
+    offsets, 0 with them."""
+
+    codes: (
+        Tensor  # [out, in / 32, 16 or 32] bytes; byte i of 16 has code i in its low half, code 16 + i in the high one
+    )
+    scales: Tensor  # [out, in / group]
+    offsets: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.codes.shape[-1] == BLOCK // 2 else 8
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] * BLOCK // self.scales.shape[1]
+
+
+class PackedWeight:
+    """Groups in the layout of the kernels, and the C structure that points to them."""
+
+    __slots__ = ("_tensors", "bits", "in_features", "multiplier", "num_bytes", "out_features", "pointer", "structure")
+
+    def __init__(self, groups: Groups, bias: Tensor | None) -> None:
+        self.out_features, num_blocks = groups.codes.shape[:2]
+        self.in_features, self.bits = num_blocks * BLOCK, groups.bits
+        self.multiplier = _multiplier(groups)
+        codes, scales = _pack_codes(groups.codes), self._pack_halves(groups.scales)
+        offsets = None if groups.offsets is None else self._pack_halves(groups.offsets)
+        bias = None if bias is None else bias.contiguous()
+        self._tensors = (codes, scales, offsets, bias)
+        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._tensors]
+        sizes = (self.in_features, self.out_features, groups.bits, groups.group)
+        self.structure = QuantisedWeight(*pointers, *sizes, self.multiplier)
+        self.pointer = ctypes.addressof(self.structure)
+
+    def _pack_halves(self, numbers: Tensor) -> Tensor:
+        """[out, groups] → [panels, groups, 16] halves, divided by the multiplier."""
+        if self.multiplier != 1.0:
+            numbers = numbers / self.multiplier
+        panels = _fill_panels(numbers.half()).view(-1, PANEL, numbers.shape[1])
+        return panels.transpose(1, 2).contiguous()
+
+
+class QuantisedLinear:
+    """[T, in] → [T, out] with a packed weight and activations in 8 bits."""
+
+    __slots__ = ("_multiply", "_scratch_bytes", "weight")
+
+    def __init__(self, weight: PackedWeight) -> None:
+        kernels = library()
+        assert kernels is not None
+        self.weight = weight
+        self._scratch_bytes = kernels.ratoon_quantised_scratch(weight.in_features)
+        self._multiply = kernels.ratoon_quantised_linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, weight = x.shape[0], self.weight
+        y = torch.empty(rows, weight.out_features)
+        scratch = torch.empty(rows * self._scratch_bytes, dtype=torch.uint8)
+        self._multiply(
+            weight.pointer, x.data_ptr(), x.stride(0), rows, scratch.data_ptr(), y.data_ptr(), weight.out_features
+        )
+        return y
+
+
+class QuantisedGatedMLP:
+    """[T, H] → [T, H]: two products and the activation between them, in one call."""
+
+    __slots__ = ("_down", "_gate_up", "_run", "_scratch_bytes")
+
+    def __init__(self, gate_up: QuantisedLinear, down: QuantisedLinear) -> None:
+        kernels = library()
+        assert kernels is not None
+        self._gate_up, self._down = gate_up.weight, down.weight
+        assert self._gate_up.out_features == 2 * self._down.in_features
+        widest = max(self._gate_up.in_features, self._down.in_features)
+        self._scratch_bytes = kernels.ratoon_quantised_scratch(widest)
+        self._run = kernels.ratoon_quantised_gated_mlp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate_up, down, rows = self._gate_up, self._down, x.shape[0]
+        between = torch.empty(rows, 3 * down.in_features)  # gate and up side by side, then the input of down
+        scratch = torch.empty(rows * self._scratch_bytes, dtype=torch.uint8)
+        y = torch.empty(rows, down.out_features)
+        self._run(
+            gate_up.pointer, down.pointer, x.data_ptr(), x.stride(0), rows, scratch.data_ptr(), between.data_ptr(),
+            y.data_ptr(),
+        )  # fmt: skip
+        return y
+
+
+class GroupedFormat:
+    """One of GGUF's formats, kept in its own bits, and what is kept of it."""
+
+    def __init__(self, name: str, read: Callable[[Tensor], Groups]) -> None:
+        self.name = name
+        self.read = read  # [rows, blocks of a row, bytes of a block] → groups
+        self.num_weights = 0
+        self.num_bytes = 0
+        self.bits = 0  # of a packed code
+
+    def make_linear(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> Product:
+        blocks = parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts])
+        return QuantisedLinear(self.pack(blocks, bias))
+
+    def pack(self, blocks: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        packed = PackedWeight(self.read(blocks), bias)
+        self.num_weights += packed.out_features * packed.in_features
+        self.num_bytes += packed.num_bytes
+        self.bits = packed.bits
+        return packed
+
+    def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
+        """Rows are decoded from the file's blocks when they are asked for."""
+        blocks, decode, size = table.data, table.decode, table.shape[1]
+        assert decode is not None
+
+        def lookup(ids: Tensor) -> Tensor:
+            return decode(torch.index_select(blocks, 0, ids)).view(-1, size)
+
+        return lookup
+
+
+class KeptFormats:
+    """The formats of one model's weights."""
+
+    def __init__(self) -> None:
+        self.by_name = {name: GroupedFormat(name, read) for name, read in _READERS.items()}
+
+    def find(self, stored: StoredTensor) -> GroupedFormat | None:
+        """The format that keeps this weight as it is stored. None: there is none, or its shape does not allow it."""
+        if stored.decode is None or stored.transposed or len(stored.shape) != 2 or stored.shape[1] % BLOCK:
+            return None
+        return self.by_name.get(stored.format)
+
+    def facts(self) -> list[dict[str, Any]]:
+        """For display: what is kept, and how it is multiplied."""
+        return [
+            {
+                "format": one.name,
+                "num_weights": one.num_weights,
+                "num_bytes": one.num_bytes,
+                "product": f"{one.bits}-bit weights, 8-bit activations ({kernel_set_name()})",
+            }
+            for one in self.by_name.values()
+            if one.num_weights
+        ]
+
+
+def _pack_codes(codes: Tensor) -> Tensor:
+    """[out, blocks, bytes] → [panels, blocks, bytes / 4, 16, 4]: the same four bytes of 16 columns side by side."""
+    quads = _fill_panels(codes.contiguous()).view(torch.int32)  # [out, blocks, bytes / 4]
+    panels = quads.view(-1, PANEL, *quads.shape[1:])
+    return panels.permute(0, 2, 3, 1).contiguous()
+
+
+def _fill_panels(rows: Tensor) -> Tensor:
+    """With rows of zeros behind the last, up to a whole panel."""
+    missing = -len(rows) % PANEL
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
+
+
+def _multiplier(groups: Groups) -> float:
+    """A power of two that all scales are divided by before they are rounded to halves, so that none is too large or
+    too small for one. 1 for scales that are halves already."""
+    if groups.scales.dtype == torch.float16:
+        return 1.0
+    largest = float(groups.scales.abs().max()) if groups.scales.numel() else 0.0
+    if groups.offsets is not None and groups.offsets.numel():
+        largest = max(largest, float(groups.offsets.abs().max()))
+    if not (0 < largest < math.inf):
+        return 1.0
+    return 2.0 ** (math.frexp(largest)[1] - LARGEST_EXPONENT)
+
+
+def _read_q4_0(blocks: Tensor) -> Groups:
+    return Groups(blocks[..., 2:], _halves(blocks[..., :2])[..., 0])
+
+
+def _read_q4_1(blocks: Tensor) -> Groups:
+    scales, offsets = _halves(blocks[..., :4]).unbind(-1)
+    return Groups(blocks[..., 4:], scales, offsets)
+
+
+def _read_q8_0(blocks: Tensor) -> Groups:
+    return Groups(blocks[..., 2:] ^ 128, _halves(blocks[..., :2])[..., 0])
+
+
+def _read_q5_0(blocks: Tensor) -> Groups:
+    """Codes from -16 to 15."""
+    return Groups(_five_bits(blocks[..., 2:]) + (128 - 16), _halves(blocks[..., :2])[..., 0])
+
+
+def _read_q5_1(blocks: Tensor) -> Groups:
+    scales, offsets = _halves(blocks[..., :4]).unbind(-1)
+    return Groups(_five_bits(blocks[..., 4:]) + 128, scales, offsets)
+
+
+def _five_bits(data: Tensor) -> Tensor:
+    """[…, 4 bytes of high bits, 16 bytes of low halves] → 32 codes from 0 to 31."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    high = (data[..., :4, None] >> shifts & 1).flatten(-2)  # bit i of the 32 is that of code i
+    low = torch.cat((data[..., 4:] & 15, data[..., 4:] >> 4), -1)
+    return low | high << 4
+
+
+def _read_q4_k(blocks: Tensor) -> Groups:
+    scales, offsets = _small_scales(blocks)
+    pairs = blocks[..., 16:].unflatten(-1, (4, 32))  # two groups of 32: in the low halves, in the high ones
+    low, high = pairs & 15, pairs >> 4
+    groups = torch.stack((low, high), -2)  # [rows, blocks, 4, 2, 32]
+    codes = groups[..., :16] | groups[..., 16:] << 4
+    return Groups(codes.flatten(1, 3), scales, offsets)
+
+
+def _read_q5_k(blocks: Tensor) -> Groups:
+    scales, offsets = _small_scales(blocks)
+    pairs = blocks[..., 48:].unflatten(-1, (4, 32))
+    low = torch.stack((pairs & 15, pairs >> 4), -2).flatten(-3, -2)  # [rows, blocks, 8, 32]
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    high = blocks[..., None, 16:48] >> shifts & 1  # bit g of byte i belongs to code i of group g
+    return Groups(((low | high << 4) + 128).flatten(1, 2), scales, offsets)
+
+
+def _read_q6_k(blocks: Tensor) -> Groups:
+    """Codes from -32 to 31, in groups of 16."""
+    low = blocks[..., :128].unflatten(-1, (2, 1, 64))
+    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    low = torch.cat((low & 15, low >> 4), -2).flatten(-2).unflatten(-1, (4, 32))
+    high = torch.cat([(high >> shift & 3) << 4 for shift in (0, 2, 4, 6)], -2)
+    codes = ((low | high) + (128 - 32)).flatten(1, 3)  # [rows, blocks · 8, 32]
+    scales = blocks[..., 192:208].view(torch.int8) * _halves(blocks[..., 208:210]).float()
+    return Groups(codes, scales.flatten(1))
+
+
+def _small_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and offsets of the 8 groups of Q4_K and Q5_K: 6 bits each in 12 bytes, times a half each."""
+    whole = _halves(blocks[..., :4]).float()
+    first, second, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((first & 63, (high & 15) | (first >> 6 << 4)), -1) * whole[..., 0:1]
+    minima = torch.cat((second & 63, (high >> 4) | (second >> 6 << 4)), -1) * whole[..., 1:2]
+    return scales.flatten(1), -minima.flatten(1)
+
+
+def _halves(columns: Tensor) -> Tensor:
+    return columns.contiguous().view(torch.float16)
+
+
+_READERS = {
+    "Q4_0": _read_q4_0,
+    "Q4_1": _read_q4_1,
+    "Q5_0": _read_q5_0,
+    "Q5_1": _read_q5_1,
+    "Q8_0": _read_q8_0,
+    "Q4_K": _read_q4_k,
+    "Q5_K": _read_q5_k,
+    "Q6_K": _read_q6_k,
+}
