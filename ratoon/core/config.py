@@ -203,8 +203,9 @@ class EngineConfig:
     )
     quantization: str = setting(
         "auto",
-        "auto: weights as in the model's files; fp8: those of linear layers in 8 bits, on CUDA, beside bfloat16",
-        one_of("auto", "fp8"),
+        "auto: the numbers of the model's files in dtype; gguf: on a CPU, a quantised GGUF file stays in its own bits, "
+        "and products round activations to 8 bits; fp8: weights of linear layers in 8 bits, on CUDA, beside bfloat16",
+        one_of("auto", "gguf", "fp8"),
         options=("-q",),
     )
     cuda_graphs: bool = setting(True, "capture small steps as CUDA graphs once a size occurs again; no effect on a CPU")

@@ -79,7 +79,7 @@ def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     if swap is not None and (isinstance(swap, bool) or not isinstance(swap, (int, float)) or not swap >= 0):
         raise ConfigError("swap_space", f"{swap!r} is out of range", "a number of GiB, 0 for none")
     _rename(given, "swap_space", "swap_memory", None if swap is None else int(swap * GIB))
-    if given.get("quantization") in (None, "gguf"):  # a GGUF file has it anyway
+    if given.get("quantization") is None:
         given.pop("quantization", None)
     if "dtype" in given:
         given["dtype"] = _dtype_name(given["dtype"])

@@ -43,6 +43,7 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "num_threads": facts.num_threads,
         "max_model_len": facts.max_model_len,
         "weight_bytes": facts.weight_bytes,
+        "weight_formats": facts.weight_formats,
         "kv_bytes": facts.kv_bytes,
         "step_bytes": facts.step_bytes,
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,

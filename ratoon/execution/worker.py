@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +69,8 @@ class WorkerFacts:
     num_threads: int
     weight_bytes: int
     kv_bytes: int
+    # What the weights are in memory: format, num_weights, num_bytes, product
+    weight_formats: list[dict[str, Any]] = field(default_factory=list)
     step_bytes: int = 0  # what the largest step needs beside both; measured on a GPU, unless the pool's size is set
 
 
@@ -132,6 +134,7 @@ class Worker:
             if device.type == "cuda":
                 verify_longest_sequence(kv_config, config.cache, max_model_len)
             self.runner = make_runner(kv_config)
+        weight_formats = describe_weights(ops, num_weights, dtype)
         self.facts = WorkerFacts(
             kv_config=kv_config,
             max_model_len=max_model_len,
@@ -140,7 +143,8 @@ class Worker:
             ops=f"native ({kernel_set_name()})" if ops.name == "native" else ops.name,
             attention=[choice.facts() for choice in geometry.all_choices],
             num_threads=threads,
-            weight_bytes=num_weights * dtype.itemsize,
+            weight_bytes=sum(one["num_bytes"] for one in weight_formats),
+            weight_formats=weight_formats,
             kv_bytes=kv_config.num_blocks * kv_config.bytes_per_block,
             step_bytes=step_bytes,
         )
@@ -209,7 +213,9 @@ def choose_ops(
 
 def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool, quantization: str) -> Ops:
     if device.type != "cuda":
-        return TorchOps() if native_ops_reasons(device, dtype) else NativeOps()
+        if native_ops_reasons(device, dtype):
+            return TorchOps()
+        return NativeOps(keep_formats=quantization == "gguf")
     try:
         from ratoon.layers.cuda_ops import CudaOps
         from ratoon.layers.product_choices import choices_file, read_choices
@@ -222,8 +228,17 @@ def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool,
     choices = read_choices(choices_file(device))
     logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
     early = torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH
-    kept = None if quantization == "auto" else quantization
+    kept = quantization if quantization == "fp8" else None
     return CudaOps(choices, dependent_launch=early, batch_invariant=batch_invariant, quantization=kept)
+
+
+def describe_weights(ops: Ops, num_weights: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """The formats that the weights have in memory, and how they are multiplied."""
+    kept = ops.formats.facts() if isinstance(ops, NativeOps) and ops.formats is not None else []
+    rest = max(num_weights - sum(one["num_weights"] for one in kept), 0)
+    name = dtype_name(dtype)
+    plain = {"format": name, "num_weights": rest, "num_bytes": rest * dtype.itemsize, "product": name}
+    return [*kept, plain]
 
 
 def choose_capture(config: EngineConfig, device: torch.device, geometry: Geometry) -> Capture | None:

@@ -21,7 +21,8 @@ from ratoon.layers import native
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "ratoon" / "layers" / "native"
-SOURCES = [KERNELS / "quantised.c", KERNELS / "rows.c", KERNELS / "threads.c", Path(__file__).with_name("quantised_test.c")]  # fmt: skip
+PROGRAM = Path(__file__).with_name("quantised_test.c")
+SOURCES = [KERNELS / "quantised.c", KERNELS / "rows.c", KERNELS / "threads.c", PROGRAM]
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=c11", "-fno-sanitize=all", "-g0", "-Wall", "-Werror"]
 CHECKSUM = "checksum 418b8ebe7b59b79c"  # of the definition's results, on any machine
 SETS = {

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2, default=str))
         return 0
     facts["attention"] = {choice["layers"]: _show_choice(choice) for choice in facts["attention"]}
-    for section in ("model", "engine", "attention", "memory", "scheduler"):
+    facts["weights"] = {one["format"]: _show_weights(one) for one in facts["weights"]}
+    for section in ("model", "engine", "attention", "weights", "memory", "scheduler"):
         print_section(section, facts[section])
     print("start-up")
     print("\n".join(f"  {line}" for line in startup_table.splitlines()))
@@ -67,7 +68,7 @@ def collect(llm: LLM) -> dict[str, Any]:
     memory |= {name: engine.pop(name) for name in ("block_size", "num_blocks", "kv_groups")}
     memory["kv_tokens"] = (num_blocks - 1) * block_size  # block 0 is reserved
     model = asdict(source.config)
-    attention = engine.pop("attention")
+    attention, weights = engine.pop("attention"), engine.pop("weight_formats")
     return {
         "model": {
             "name": source.name,
@@ -79,6 +80,7 @@ def collect(llm: LLM) -> dict[str, Any]:
         },
         "engine": engine,
         "attention": attention,
+        "weights": weights,
         "memory": memory,
         "scheduler": {**asdict(config.scheduler), "prefix_caching": config.cache.enable_prefix_caching},
         "startup_seconds": llm.startup_timer.as_dict(),
@@ -90,13 +92,18 @@ def print_section(title: str, values: dict[str, Any]) -> None:
     width = max(len(LABELS.get(name, name)) for name in values)
     for name, value in values.items():
         shown = format_size(value) if "bytes" in name else _show(value)
-        print(f"  {LABELS.get(name, name.replace('_', ' ')):<{width}}  {shown}")
+        label = LABELS.get(name, name.replace("_", " ") if name.islower() else name)  # Q4_1 is a name
+        print(f"  {label:<{width}}  {shown}")
     print()
 
 
 def _show_choice(choice: dict[str, Any]) -> str:
     against = [f"not {name}: {', '.join(reasons)}" for name, reasons in choice["reasons_against"].items()]
     return "; ".join([choice["backend"], *against])
+
+
+def _show_weights(one: dict[str, Any]) -> str:
+    return f"{one['num_weights']:,} numbers in {format_size(one['num_bytes'])}; products: {one['product']}"
 
 
 def _show(value: Any) -> str:

@@ -21,7 +21,7 @@ SPECIAL = {
     "load_format": "dummy",
     "policy": "priority",
     "kv_cache_dtype": "fp8",
-    "quantization": "fp8",
+    "quantization": "gguf",
 }
 
 
