@@ -34,7 +34,7 @@ from ratoon.execution.kv_memory import (
 )
 from ratoon.execution.kv_tensors import dtype_name
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.layers.native import kernel_set_name
+from ratoon.layers.native import has_quantised_kernels, kernel_set_name
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
 from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
@@ -215,7 +215,10 @@ def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool,
     if device.type != "cuda":
         if native_ops_reasons(device, dtype):
             return TorchOps()
-        return NativeOps(keep_formats=quantization == "gguf")
+        keep = quantization == "gguf"
+        if keep and not has_quantised_kernels():
+            logger.warning("quantised weights are decoded to float32: the kernels here can't multiply by them")
+        return NativeOps(keep)
     try:
         from ratoon.layers.cuda_ops import CudaOps
         from ratoon.layers.product_choices import choices_file, read_choices

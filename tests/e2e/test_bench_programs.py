@@ -30,6 +30,19 @@ def run_program(name: str, *options: str) -> str:
 
 @needs_embedded_model
 @pytest.mark.slow
+def test_quality_compares_a_file_in_its_own_bits_with_the_decoded_one() -> None:
+    command = [sys.executable, "bench/quality.py", "smollm2-135m", "--tokens", "128", "--window", "64"]
+    done = subprocess.run(
+        [*command, "--answers", "2", "--length", "2"], cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| auto | 513 |" in done.stdout
+    assert "| gguf |" in done.stdout
+    assert "of 2 |" in done.stdout
+
+
+@needs_embedded_model
+@pytest.mark.slow
 def test_many_streams_all_get_their_own_answers(tmp_path: Path) -> None:
     sizes = ("--streams", "20", "--tokens", "8", "--slow-streams", "2", "--slow-tokens", "50", "--slow-seconds", "0.5")
     shown = run_program("many_streams.py", *sizes, "--profile", "--json", str(tmp_path / "out.json"))
