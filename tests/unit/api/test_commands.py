@@ -357,7 +357,7 @@ def test_chat_without_a_template_is_refused(client, source, capsys):
 def test_info_has_all_sections_as_json(client, capsys):
     assert main(["info", "fake", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert set(facts) == {"model", "engine", "attention", "memory", "scheduler", "startup_seconds"}
+    assert set(facts) == {"model", "engine", "attention", "weights", "memory", "scheduler", "startup_seconds"}
     (choice,) = facts["attention"]
     assert choice == {"layers": "layers 0-1 (full)", "backend": "slow", "reasons_against": {"fast": ["is lazy"]}}
     assert facts["memory"]["kv_tokens"] == 8 * 16
@@ -378,6 +378,7 @@ def test_info_shows_settings_and_start_up(client, capsys):
     out = capsys.readouterr().out
     assert "LlamaForCausalLM" in out and "max num seqs" in out and "load tokenizer" in out
     assert "layers 0-1 (full)  slow; not fast: is lazy" in out
+    assert "2,048 numbers in 1.1 KiB; products: in 4 bits" in out
 
 
 def test_demo_answers_everything_and_sends_the_shared_prefix_second(client, source, capsys):

@@ -345,7 +345,9 @@ class FakeClient:
     def describe(self) -> dict:
         names = ("device", "dtype", "num_threads", "weight_bytes", "kv_bytes", "kv_bytes_per_token", "kv_groups")
         attention = [{"layers": "layers 0-1 (full)", "backend": "slow", "reasons_against": {"fast": ["is lazy"]}}]
-        return {**dict.fromkeys(names, 1), "block_size": 16, "num_blocks": 9, "attention": attention}
+        weights = [{"format": "Q4_0", "num_weights": 2048, "num_bytes": 1152, "product": "in 4 bits"}]
+        sizes = {"block_size": 16, "num_blocks": 9}
+        return {**dict.fromkeys(names, 1), **sizes, "attention": attention, "weight_formats": weights}
 
     def shutdown(self) -> None:
         self.closed = True
