@@ -9,7 +9,8 @@ An engine reads the hidden states that come with a text on its own when the text
 like a request, and sent like one only if that engine has died.
 
 A request can itself crash an engine. So a request that was in an engine that died, and had received nothing from it, is
-a suspect: suspects are admitted one at a time, and only the admitted one gets a strike when the engine dies again.
+a suspect: suspects are admitted one at a time. When the engine dies again, the admitted one gets a strike, and those
+that have never received anything: they may be the cause, and are suspects from then on.
 After three strikes it fails; when it receives a token, or rows, it is cleared. The others are delayed, but not lost.
 """
 
@@ -37,13 +38,14 @@ MAX_STRIKES = 3
 class Entry:
     """One request: its fields, its outputs so far, and its engine."""
 
-    __slots__ = ("choices", "engine", "progressed", "request", "strikes", "untold")
+    __slots__ = ("choices", "engine", "ever_progressed", "progressed", "request", "strikes", "untold")
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
         self.choices = [ResumedChoice([]) for _ in range(request.num_choices)]
         self.engine: int | None = None  # None: it waits to be sent
         self.progressed = False  # has received something from its current engine
+        self.ever_progressed = False  # from any engine
         self.strikes = 0
         # Ended choices of which the front end has not told yet how many tokens count (`stop`), before their hidden
         # states are read; and whether the engine in which they ended is still there
@@ -204,7 +206,8 @@ class Ledger:
         """All its requests wait again. Returns the final outputs of those that fail."""
         inside = [entry for entry in self._entries.values() if entry.engine == engine]
         if self._suspect is not None and self._suspect.engine == engine:
-            blamed = [self._suspect]
+            # One that has never received anything may be the cause as well: it has not been suspected yet.
+            blamed = [entry for entry in inside if entry is self._suspect or not entry.ever_progressed]
             self._suspect = None
         else:
             blamed = [entry for entry in inside if not entry.progressed]
@@ -232,7 +235,7 @@ class Ledger:
         return outputs
 
     def _clear(self, entry: Entry) -> None:
-        entry.progressed = True
+        entry.progressed = entry.ever_progressed = True
         entry.strikes = 0
         if self._suspect is entry:
             self._suspect = None

@@ -396,3 +396,23 @@ def test_a_text_without_the_requested_positions_has_no_reading():
     entry.request.params.return_hidden_states.positions = [9]
     ledger.record(outputs(token("a", 8, reason=FinishReason.LENGTH)))
     assert len(ledger) == 0
+
+
+def test_a_suspect_is_not_given_up_for_a_reading_that_kills_engines():
+    ledger = Ledger()
+    for new in (asking(), request("bystander")):
+        ledger.add(new)
+    hand_over(ledger)
+    ledger.engine_died(0)  # neither has received anything
+    assert hand_over(ledger) == ["a"]
+    ledger.record(outputs(token("a", 7, reason=FinishReason.LENGTH)))  # now the engine reads its states
+    failed: list[str] = []
+    inside = [*hand_over(ledger), "a.states"]
+    for _ in range(10):
+        if "a.states" in inside:
+            failed += [output.request_id for output in ledger.engine_died(0)]
+            inside = []
+        else:
+            ledger.record(outputs(token("bystander", 1)))
+        inside += hand_over(ledger)
+    assert failed == ["a.states"]
