@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from torch.nn import functional
 from ratoon.layers.cuda_ops import CudaOps
 from ratoon.layers.ops import Ops, RMSWeights
 from ratoon.layers.product_choices import ProductKey, Split, Tile, default_choice, invariant_choice
+from ratoon.layers.product_measurement import time_graph
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
 from ratoon.layers.triton.matmul import matmul
@@ -71,28 +71,6 @@ def report(**figures: Any) -> None:
 
 def random(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE).mul_(0.02).to(torch.bfloat16)
-
-
-def time_graph(work: Callable[[], Any], repeats: int = 7) -> float:
-    """Milliseconds of one replay of the work as a graph: the median. It runs once before, to compile and allocate."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def time_products(calls: Sequence[Callable[[], Any]]) -> float:

@@ -87,7 +87,7 @@ class GraphTimer:
             for call in calls * rounds:
                 call(x)
 
-        return 1000 * _time_graph(work) / (rounds * len(calls))
+        return 1000 * time_graph(work) / (rounds * len(calls))
 
     def _weights_of(self, key: ProductKey, dtype: torch.dtype) -> list[torch.Tensor]:
         shape = (key.outputs, key.inputs, key.dtype)
@@ -101,12 +101,12 @@ class GraphTimer:
         return torch.randn(shape, device=self._device, dtype=dtype).mul_(0.02)
 
 
-def _time_graph(work: Callable[[], None]) -> float:
-    """Milliseconds of a replay, the median of several."""
+def time_graph(work: Callable[[], object]) -> float:
+    """Milliseconds of one replay of the work as a graph: the median. It runs once before, to compile and allocate."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        work()  # compiles
+        work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,6 +1,6 @@
 """Records when the parts of a step ran, on which thread: methods of a running engine are wrapped while it records.
 
-Nothing is added to the engine itself, so that it pays nothing when nobody records.
+Nothing is added to the engine itself, so it costs nothing when no timeline is recorded.
 """
 
 from __future__ import annotations

@@ -354,7 +354,7 @@ def test_owners_may_call_their_requests_the_same_and_hear_nothing_of_each_other(
         ("them", "r", "b"),
     ]
     assert bytes(processor.find_root("r", "me").tokens(0, None)) == b"pa"
-    assert processor.abort_requests(["r"]) == ([], {}, []), "nobody's request has this id"
+    assert processor.abort_requests(["r"]) == ([], {}, []), "no request has this id"
     (gone,), _, internal = processor.abort_requests(["r"], "me")
     assert (gone.owner, internal) == ("me", ["r-me"])
     assert not processor.is_running("r", "me") and processor.is_running("r", "them")
