@@ -117,9 +117,11 @@ class ParamsProcessor:
                 f"{MAX_BEAM_STOP_TOKENS} at most in a beam search",
             )
         # The first step begins a text with each token that may be the first and ends none: so many there surely are.
-        held_back = [self._own_rules.value(params, name) or () for name in SUPPRESSED]
-        allowed = range(self._vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-        num_texts = len({*allowed} - {*stop_tokens, *chain(*held_back)})
+        held_back = {*stop_tokens, *chain(*(self._own_rules.value(params, name) or () for name in SUPPRESSED))}
+        if params.allowed_token_ids is None:  # counted without a set of the whole vocabulary, which takes milliseconds
+            num_texts = self._vocab_size - sum(0 <= token < self._vocab_size for token in held_back)
+        else:
+            num_texts = len({*params.allowed_token_ids} - held_back)
         if params.n > num_texts:
             raise RequestError("n", f"{params.n} is more texts than the vocabulary can begin", f"{num_texts} at most")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
+from msgspec.structs import replace
 
 from ratoon.core.errors import RequestError
 from ratoon.core.params import MAX_BEAM_STOP_TOKENS, BeamSearchParams, RequestOutputKind, SamplingParams
@@ -114,6 +117,25 @@ def test_what_has_no_meaning_is_refused_by_its_name(params, field):
 def test_as_many_stop_tokens_as_allowed_and_as_many_texts_as_there_are():
     processor().process("r", "hi", beams(stop_token_ids=list(range(MAX_BEAM_STOP_TOKENS)), ignore_eos=True))
     processor().process("r", "hi", beams(beam_width=500, n=VOCAB_SIZE - 1))
+
+
+def test_texts_are_counted_without_tokens_that_may_not_begin_one():
+    held_back = beams(beam_width=500, n=VOCAB_SIZE - 3, suppressed_token_ids=[1, 2], suppressed_first_token_ids=[2])
+    processor().process("r", "hi", held_back)
+    for params in (replace(held_back, n=VOCAB_SIZE - 2), beams(n=2, allowed_token_ids=[5, END])):
+        with pytest.raises(RequestError, match="more texts than the vocabulary can begin"):
+            processor().process("r", "hi", params)
+
+
+def test_checking_a_search_does_not_list_the_vocabulary():
+    large = InputProcessor(model_config(vocab_size=2**18), None, max_model_len=MAX_MODEL_LEN)
+    tracemalloc.start()
+    try:
+        large.process("r", [1], beams())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20, "a set of all tokens has many MiB, and takes milliseconds"
 
 
 # ---- outputs ----
