@@ -202,8 +202,10 @@ class TritonAttentionBackend(AttentionBackend):
         dependent_launch: bool = True,
     ) -> None:
         from ratoon.attention import triton_kernels  # triton may be absent, see `reasons_against`
+        from ratoon.layers.triton.launch import launch
 
         self._kernels: Any = triton_kernels
+        self._launch_kernel = launch
         self._batch_invariant = batch_invariant
         self._tiles = tiles
         self._num_splits = num_splits
@@ -313,7 +315,8 @@ class TritonAttentionBackend(AttentionBackend):
         tokens, heads = choose_store_tile(num_tokens)
         num_blocks = -(-q_heads // heads) + 2 * -(-layer.num_kv_heads // heads)
         slots = metadata.inputs.slot_mapping
-        self._kernels.store_kernel[(-(-num_tokens // tokens), num_blocks)](
+        self._launch_kernel(
+            self._kernels.store_kernel, (-(-num_tokens // tokens), num_blocks),
             q, k, v, pages, slots, slots if rotary is None or transform is None else transform.positions,
             k if rotary is None else rotary.cos_sin, k if q_norm is None else q_norm.weight,
             k if k_norm is None else k_norm.weight, 0.0 if q_norm is None else q_norm.eps,
@@ -379,7 +382,8 @@ class TritonAttentionBackend(AttentionBackend):
             return
         acc, peak, total, _ = parts
         inputs = metadata.inputs
-        self._kernels.merge_kernel[(num_tiles, layer.num_kv_heads, -(-tiles.block_m // merge_rows))](
+        self._launch_kernel(
+            self._kernels.merge_kernel, (num_tiles, layer.num_kv_heads, -(-tiles.block_m // merge_rows)),
             out, inputs.query_start_loc_device, inputs.seq_lens_device, acc, peak, total, longest, layer.window or 0,
             num_splits, HEAD_DIM=layer.head_dim, DIM_PAD=dim, GROUP=group, KV_HEADS=layer.num_kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, CAUSAL=layer.causal, HAS_WINDOW=layer.window is not None,
@@ -438,7 +442,8 @@ class TritonAttentionBackend(AttentionBackend):
         )  # fmt: skip
         slots_pad = 1 << (num_slots - 1).bit_length()
         rows = max(1, min(16, _MERGED_ELEMENTS // (slots_pad * dim)))
-        self._kernels.merge_slots_kernel[(-(-num_rows // rows),)](
+        self._launch_kernel(
+            self._kernels.merge_slots_kernel, (-(-num_rows // rows),),
             out, acc, peak, total, num_rows, num_slots, HEAD_DIM=layer.head_dim, DIM_PAD=dim, ROWS=rows,
             SLOTS_PAD=slots_pad, num_warps=4,
         )  # fmt: skip
@@ -464,7 +469,8 @@ class TritonAttentionBackend(AttentionBackend):
         (pages,) = kv_cache
         inputs, bias = metadata.inputs, layer.bias
         table = inputs.block_table_device
-        self._kernels.attention_kernel[grid](
+        self._launch_kernel(
+            self._kernels.attention_kernel, grid,
             q, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out if bias is None else bias,
             *parts, inputs.seq_lens_device if begins is None else begins, layer.scale * LOG2_E, q.stride(0),
             q.stride(1), pages.stride(0), table.stride(0), metadata.num_requests, *query_lens, layer.window or 0,

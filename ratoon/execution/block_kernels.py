@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ratoon.execution.cells import to_device
+from ratoon.layers.triton.launch import launch
 
 Tensor = torch.Tensor
 
@@ -33,7 +34,7 @@ def copy_blocks(source: Pages, target: Pages, blocks: Sequence[tuple[int, int]])
         return
     pairs = to_device(np.array(blocks, np.int64), source.table.device)
     grid = (len(blocks), len(source.tensors), triton.cdiv(source.max_words, WORDS_OF_PROGRAM))
-    _copy_blocks[grid](source.table, target.table, pairs, NUM_WORDS=WORDS_OF_PROGRAM)
+    launch(_copy_blocks, grid, source.table, target.table, pairs, NUM_WORDS=WORDS_OF_PROGRAM)
 
 
 @triton.jit

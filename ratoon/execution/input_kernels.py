@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ratoon.layers.triton.launch import launch
+
 Tensor = torch.Tensor
 
 TABLE_COLUMNS = 1024  # that are copied at a time
@@ -31,7 +33,7 @@ def _scatter(memory, cells, values, count, BLOCK: tl.constexpr):  # type: ignore
 def scatter(memory: Tensor, cells: Tensor, values: Tensor) -> None:
     """memory[cells] = values. A cell may occur several times, always with the same value."""
     count = len(cells)
-    _scatter[(triton.cdiv(count, CELLS_OF_PROGRAM),)](memory, cells, values, count, BLOCK=CELLS_OF_PROGRAM)
+    launch(_scatter, (triton.cdiv(count, CELLS_OF_PROGRAM),), memory, cells, values, count, BLOCK=CELLS_OF_PROGRAM)
 
 
 @triton.jit(do_not_specialize=["num_padded_tokens", "num_padded_reqs"])
@@ -129,7 +131,9 @@ def prepare(
     """`arguments`: all of the kernel's that are no constants."""
     num_tokens = next((size for size in TOKENS_OF_PROGRAM if size >= max_query_len), TOKENS_OF_PROGRAM[-1])
     grid = (num_padded_reqs, num_groups + has_cross, triton.cdiv(max_query_len, num_tokens))
-    _prepare[grid](
+    launch(
+        _prepare,
+        grid,
         *arguments,
         NUM_GROUPS=num_groups,
         BLOCK_SIZE=block_size,
@@ -164,4 +168,7 @@ def append_tokens(
 ) -> None:
     """Write the token of each request of the step behind its last one, and to `results`; -1 there: it has none."""
     grid = (triton.cdiv(len(token_ids), CELLS_OF_PROGRAM),)
-    _append_tokens[grid](memory, counts, rows, seq_lens, token_ids, bad, results, max_model_len, BLOCK=CELLS_OF_PROGRAM)
+    launch(
+        _append_tokens, grid, memory, counts, rows, seq_lens, token_ids, bad, results, max_model_len,
+        BLOCK=CELLS_OF_PROGRAM,
+    )  # fmt: skip

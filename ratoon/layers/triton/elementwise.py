@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from ratoon.layers.triton.launch import launch_options, wait_for_kernel_before
+from ratoon.layers.triton.launch import Launcher, launch, launch_options, wait_for_kernel_before
 from ratoon.layers.triton.norms import warps_of
 
 Tensor = torch.Tensor
@@ -18,18 +20,8 @@ def activation(x: Tensor, kind: str) -> Tensor:
     """x [T, W], its rows any distance apart → [T, W], in new memory. Kinds are those of Ops."""
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    _activation_kernel[(rows, triton.cdiv(width, BLOCK))](
-        x,
-        y,
-        x.stride(0),
-        x.stride(1),
-        width,
-        KIND=kind,
-        GATED=False,
-        BLOCK=BLOCK,
-        DEPENDENT=False,
-        num_warps=warps_of(BLOCK),
-    )
+    grid = (rows, triton.cdiv(width, BLOCK))
+    _activation_launcher(kind, False, False)(grid, x, y, x.stride(0), x.stride(1), width)
     return y
 
 
@@ -38,11 +30,21 @@ def gated_activation(x: Tensor, kind: str, dependent: bool = False) -> Tensor:
     the kernel ahead has ended."""
     rows, width = x.shape[0], x.shape[1] // 2
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    _activation_kernel[(rows, triton.cdiv(width, BLOCK))](
-        x, y, x.stride(0), x.stride(1), width,
-        KIND=kind, GATED=True, BLOCK=BLOCK, num_warps=warps_of(BLOCK), **launch_options(dependent),
-    )  # fmt: skip
+    grid = (rows, triton.cdiv(width, BLOCK))
+    _activation_launcher(kind, True, dependent)(grid, x, y, x.stride(0), x.stride(1), width)
     return y
+
+
+@cache
+def _activation_launcher(kind: str, gated: bool, dependent: bool) -> Launcher:
+    return Launcher(
+        _activation_kernel,
+        KIND=kind,
+        GATED=gated,
+        BLOCK=BLOCK,
+        num_warps=warps_of(BLOCK),
+        **launch_options(dependent),
+    )
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
@@ -51,7 +53,8 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     half = cos_sin.shape[1] // 2
     block_heads = triton.next_power_of_2(max(heads, k.shape[1]))
     block = triton.next_power_of_2(half)
-    _rotary_kernel[(rows,)](
+    launch(
+        _rotary_kernel, (rows,),
         q, k, positions, cos_sin, q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
         cos_sin.stride(0), heads, k.shape[1], half,
         BLOCK_HEADS=block_heads, BLOCK=block, num_warps=min(warps_of(block_heads * block), 8),

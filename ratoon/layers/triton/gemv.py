@@ -17,7 +17,7 @@ import triton.language as tl
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Tile
 from ratoon.layers.triton.elementwise import activate
-from ratoon.layers.triton.launch import launch_options, wait_for_kernel_before
+from ratoon.layers.triton.launch import launch, launch_options, wait_for_kernel_before
 
 Tensor = torch.Tensor
 
@@ -45,7 +45,8 @@ def gemv(
     rows, width = x.shape
     outputs = weight.shape[0] if gated is None else weight.shape[0] // 2
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
-    _gemv_kernel[(triton.cdiv(outputs, tile.outputs),)](
+    launch(
+        _gemv_kernel, (triton.cdiv(outputs, tile.outputs),),
         x, weight, scales, weight if bias is None else bias, weight if norm is None else norm.weight, y,
         x.stride(0), y.stride(0), outputs, 0.0 if norm is None else norm.eps,
         WIDTH=width, ROWS=rows, SCALED=scales is not None, BIAS=bias is not None, NORM=norm is not None, GATED=gated,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ratoon.layers.product_choices import Split
+from ratoon.layers.triton.launch import launch
 
 Tensor = torch.Tensor
 
@@ -30,21 +31,23 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Split, residual
     whole = tile.splits == 1 or num_tiles >= ENOUGH_TILES
     target = y if whole else torch.empty((tile.splits, rows, outputs), dtype=torch.float32, device=x.device)
     steps = triton.cdiv(triton.cdiv(width, tile.inputs), tile.splits)
-    _matmul_kernel[(num_tiles, 1 if whole else tile.splits)](
+    launch(
+        _matmul_kernel, (num_tiles, 1 if whole else tile.splits),
         x, weight, weight if bias is None else bias, target, x.stride(0), target.stride(-2), rows, outputs,
         WIDTH=width, SEGMENT=steps * tile.inputs, SPLITS=tile.splits, WHOLE=whole, BIAS=bias is not None,
         ADD=residual is not None, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outputs, BLOCK_IN=tile.inputs,
         GROUP=ROW_TILES_OF_A_GROUP, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if not whole:
-        _sum_kernel[(rows, triton.cdiv(outputs, BLOCK_OF_SUM))](
+        launch(
+            _sum_kernel, (rows, triton.cdiv(outputs, BLOCK_OF_SUM)),
             target, weight if bias is None else bias, y, y.stride(0), rows, outputs,
             SPLITS=tile.splits, BIAS=bias is not None, ADD=residual is not None, BLOCK=BLOCK_OF_SUM, num_warps=4,
         )  # fmt: skip
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
     x, weight, bias, y, x_stride, y_stride, rows, outputs, WIDTH: tl.constexpr, SEGMENT: tl.constexpr,
     SPLITS: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -99,7 +102,7 @@ def _segment(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sum_kernel(
     parts, bias, y, y_stride, rows, outputs,
     SPLITS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,

@@ -6,11 +6,13 @@ residual is rounded before it is normed, and an RMS norm before the weight is ap
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from ratoon.layers.triton.launch import launch_options, wait_for_kernel_before
+from ratoon.layers.triton.launch import Launcher, launch, launch_options, wait_for_kernel_before
 
 Tensor = torch.Tensor
 
@@ -23,12 +25,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     added = x if residual is None else residual
-    block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(rows,)](
-        x, added, weight, y, x.stride(0), added.stride(0), width, eps,
-        ADD=residual is not None, BLOCK=block, num_warps=warps_of(block), **launch_options(dependent),
-    )  # fmt: skip
+    launcher = _rms_norm_launcher(width, residual is not None, dependent)
+    launcher((rows,), x, added, weight, y, x.stride(0), added.stride(0), width, eps)
     return y
+
+
+@cache
+def _rms_norm_launcher(width: int, add: bool, dependent: bool) -> Launcher:
+    block = triton.next_power_of_2(width)
+    return Launcher(_rms_norm_kernel, ADD=add, BLOCK=block, num_warps=warps_of(block), **launch_options(dependent))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -37,7 +42,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, resid
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     added = x if residual is None else residual
     block = triton.next_power_of_2(width)
-    _layer_norm_kernel[(rows,)](
+    launch(
+        _layer_norm_kernel, (rows,),
         x, added, weight, weight if bias is None else bias, y, x.stride(0), added.stride(0), width, eps,
         ADD=residual is not None, BIAS=bias is not None, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
@@ -49,7 +55,8 @@ def head_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     rows, heads, head_dim = x.shape
     block_heads = min(triton.next_power_of_2(heads), MAX_HEADS_OF_A_PROGRAM)
     block = triton.next_power_of_2(head_dim)
-    _head_rms_norm_kernel[(rows, triton.cdiv(heads, block_heads))](
+    launch(
+        _head_rms_norm_kernel, (rows, triton.cdiv(heads, block_heads)),
         x, weight, x.stride(0), x.stride(1), x.stride(2), heads, head_dim, eps,
         BLOCK_HEADS=block_heads, BLOCK=block, num_warps=warps_of(block_heads * block),
     )  # fmt: skip

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ratoon.layers.triton.launch import launch
+
 Tensor = torch.Tensor
 
 IN_PROMPT = 1 << 14
@@ -27,14 +29,15 @@ def apply_penalties(
     occurred: Tensor,  # [S, V] int16
 ) -> None:
     num_columns = logits.shape[1]
-    _apply[(triton.cdiv(num_columns, CHUNK), len(rows))](
-        logits, logits.stride(0), num_columns, rows, states, weights, occurred, CHUNK, num_warps=4
-    )
+    launch(
+        _apply, (triton.cdiv(num_columns, CHUNK), len(rows)), logits, logits.stride(0), num_columns, rows, states,
+        weights, occurred, CHUNK, num_warps=4,
+    )  # fmt: skip
 
 
 def count_tokens(occurred: Tensor, states: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """Add a token to each of these entries: that of rows[i] to states[i]."""
-    _count[(len(states),)](occurred, occurred.shape[1], states, rows, token_ids, num_warps=1)
+    launch(_count, (len(states),), occurred, occurred.shape[1], states, rows, token_ids, num_warps=1)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ratoon.layers.fp8 import DTYPE, LARGEST, SMALLEST_SCALE
 from ratoon.layers.ops import RMSWeights
+from ratoon.layers.triton.launch import launch
 from ratoon.layers.triton.norms import warps_of
 
 Tensor = torch.Tensor
@@ -22,7 +23,8 @@ def quantize_rows(x: Tensor, norm: RMSWeights | None = None) -> tuple[Tensor, Te
     padded = triton.cdiv(rows, ROWS_READ_AT_ONCE) * ROWS_READ_AT_ONCE
     scales = torch.empty((padded, 1), dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
-    _quantize_kernel[(rows,)](
+    launch(
+        _quantize_kernel, (rows,),
         x, x if norm is None else norm.weight, numbers, scales, x.stride(0), width, 0.0 if norm is None else norm.eps,
         NORM=norm is not None, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ratoon.layers.triton.launch import launch
+
 Tensor = torch.Tensor
 
 CHUNK = 4096  # columns that one program reads
@@ -65,7 +67,8 @@ def sample_plain(
         of_groups = torch.empty(num_rows, triton.cdiv(num_columns, GROUP), dtype=torch.float32, device=device)
         threshold = torch.empty(num_rows, dtype=torch.int32, device=device)
         masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
-    _reduce_chunks[(num_chunks, num_rows)](
+    launch(
+        _reduce_chunks, (num_chunks, num_rows),
         *row, maxima, sums, of_groups, num_chunks, of_groups.shape[1] if filters else 0, draws, CHUNK, GROUP,
         num_warps=4,
     )  # fmt: skip
@@ -74,16 +77,21 @@ def sample_plain(
         places = torch.empty(num_rows, GROUP_ROOM, dtype=torch.int32, device=device)
         listed = torch.empty(num_rows, LIST_ROOM, dtype=torch.float32, device=device)
         listed_ids = torch.empty(num_rows, LIST_ROOM, dtype=torch.int32, device=device)
-        _draw_from_list[(num_rows,)](
+        launch(
+            _draw_from_list, (num_rows,),
             *wanted, uniforms, of_groups, places, listed, listed_ids, token_ids, bad, num_chunks, of_groups.shape[1],
             sizes["CHUNKS"], GROUP, triton.next_power_of_2(of_groups.shape[1]), WANTED, GROUP_ROOM, LIST_ROOM,
             GROUPS_AT_ONCE, num_warps=8,
         )  # fmt: skip
-        _find_threshold[(num_rows,)](
-            *wanted, listed, num_chunks, sizes["CHUNKS"], BLOCK, PIVOTS, LIST_ROOM, num_warps=8
+        launch(
+            _find_threshold, (num_rows,), *wanted, listed, num_chunks, sizes["CHUNKS"], BLOCK, PIVOTS, LIST_ROOM,
+            num_warps=8,
+        )  # fmt: skip
+        launch(
+            _sum_kept, (num_chunks, num_rows), *row, maxima, sums, threshold, masses, num_chunks, **sizes, num_warps=4
         )
-        _sum_kept[(num_chunks, num_rows)](*row, maxima, sums, threshold, masses, num_chunks, **sizes, num_warps=4)
-    _pick[(num_rows,)](
+    launch(
+        _pick, (num_rows,),
         *row, uniforms, maxima, sums, threshold, masses, token_ids, bad, num_chunks, draws, filters, **sizes,
         num_warps=8,
     )  # fmt: skip

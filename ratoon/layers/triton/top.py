@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ratoon.layers.triton.launch import launch
+
 Tensor = torch.Tensor
 
 GROUP = 256  # columns in a group
@@ -44,11 +46,12 @@ def normalizers_and_maxima(logits: Tensor) -> tuple[Normalizers, Tensor]:
     maxima = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
     parts = torch.empty(2, num_rows, num_parts, dtype=torch.float32, device=device)
     found = torch.empty(2, num_rows, dtype=torch.float32, device=device)
-    _reduce_groups[(num_parts, num_rows)](
+    launch(
+        _reduce_groups, (num_parts, num_rows),
         logits, logits.stride(0), num_columns, maxima, *parts, num_groups, num_parts, True, GROUPS_AT_ONCE, GROUP,
         num_warps=4,
     )  # fmt: skip
-    _merge_parts[(num_rows,)](*parts, *found, num_parts, triton.next_power_of_2(num_parts), num_warps=1)
+    launch(_merge_parts, (num_rows,), *parts, *found, num_parts, triton.next_power_of_2(num_parts), num_warps=1)
     return Normalizers(*found), maxima
 
 
@@ -58,7 +61,8 @@ def group_maxima(logits: Tensor) -> Tensor:
     num_groups = triton.cdiv(num_columns, GROUP)
     num_parts = triton.cdiv(num_groups, GROUPS_AT_ONCE)
     maxima = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
-    _reduce_groups[(num_parts, num_rows)](
+    launch(
+        _reduce_groups, (num_parts, num_rows),
         logits, logits.stride(0), num_columns, maxima, maxima, maxima, num_groups, num_parts, False, GROUPS_AT_ONCE,
         GROUP, num_warps=4,
     )  # fmt: skip
@@ -84,15 +88,17 @@ def best_keys(
 
     num_segments = triton.cdiv(max_rows * num_groups, segment)
     keys = torch.empty(num_searches, num_segments, width, dtype=torch.int64, device=logits.device)
-    _rank_groups[(num_segments, num_searches)](
-        maxima, *offsets, keys, num_groups, num_segments, segment, width, num_warps=8
-    )
+    launch(
+        _rank_groups, (num_segments, num_searches), maxima, *offsets, keys, num_groups, num_segments, segment, width,
+        num_warps=8,
+    )  # fmt: skip
     best_groups = _best_of(keys.flatten(1), width)  # [S, width]
 
     groups_at_once = segment // GROUP
     num_segments = triton.cdiv(width, groups_at_once)
     keys = torch.empty(num_searches, num_segments, width, dtype=torch.int64, device=logits.device)
-    _rank_tokens[(num_segments, num_searches)](
+    launch(
+        _rank_tokens, (num_segments, num_searches),
         logits, logits.stride(0), num_columns, *offsets, best_groups, keys, num_groups, num_segments, groups_at_once,
         GROUP, width, num_warps=8,
     )  # fmt: skip
@@ -106,7 +112,9 @@ def _best_of(keys: Tensor, width: int) -> Tensor:
         segment = min(max(SEGMENT, 4 * width), triton.next_power_of_2(num_keys))
         num_segments = triton.cdiv(num_keys, segment)
         best = torch.empty(num_searches, num_segments * width, dtype=torch.int64, device=keys.device)
-        _rank_keys[(num_segments, num_searches)](keys, best, num_keys, num_segments, segment, width, num_warps=8)
+        launch(
+            _rank_keys, (num_segments, num_searches), keys, best, num_keys, num_segments, segment, width, num_warps=8
+        )
         keys = best
     return keys
 
@@ -128,9 +136,10 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     ids = token_ids[:, None]
     num_parts = triton.cdiv(num_columns, GROUP * GROUPS_AT_ONCE)
     larger = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
-    _count_larger[(num_parts, num_rows)](
-        logits, logits.stride(0), num_columns, token_ids, larger, num_parts, GROUP * GROUPS_AT_ONCE, num_warps=4
-    )
+    launch(
+        _count_larger, (num_parts, num_rows), logits, logits.stride(0), num_columns, token_ids, larger, num_parts,
+        GROUP * GROUPS_AT_ONCE, num_warps=4,
+    )  # fmt: skip
     if num_top:
         rows = torch.arange(num_rows + 1, device=logits.device)
         # By the logits themselves: log-probabilities of different logits may be equal.

@@ -130,6 +130,8 @@ def test_filtered_draws_come_from_a_list_where_it_has_all_that_is_left(kind, fro
 class Skipped:
     """A kernel that is not needed."""
 
+    fn = "skipped"
+
     def __getitem__(self, grid: tuple[int, ...]):
         return lambda *args, **options: None
 
