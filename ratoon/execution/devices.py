@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from importlib.util import find_spec
@@ -12,11 +11,8 @@ import torch
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
-OLDEST_WITH_BFLOAT16 = (8, 0)  # compute capability
-OLDEST_FOR_TRITON = (8, 0)
+OLDEST_FOR_TRITON = (8, 0)  # compute capability; all of these have bfloat16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,13 +36,6 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def runs_triton(device: torch.device) -> bool:
-    """Whether it is a CUDA device for which kernels in Triton can be compiled."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= OLDEST_FOR_TRITON
-
-
 def _verify_cuda(name: str, device: torch.device) -> None:
     if not torch.cuda.is_available():
         problem, expected = why_no_cuda()
@@ -59,6 +48,12 @@ def _verify_cuda(name: str, device: torch.device) -> None:
     if known and not _runs_on(known, torch.cuda.get_device_capability(device)):
         problem = f"this build of torch has no kernels for {gpu_name(device)}, only for {', '.join(known)}"
         raise ConfigError("device", problem, "another build of torch, another GPU, or cpu")
+    if find_spec("triton") is None:
+        raise ConfigError("device", f"{name!r} needs Triton, which is not installed", "pip install triton, or use cpu")
+    if torch.cuda.get_device_capability(device) < OLDEST_FOR_TRITON:
+        oldest = ".".join(map(str, OLDEST_FOR_TRITON))
+        problem = f"kernels in Triton need compute capability {oldest} or higher, and this is {gpu_name(device)}"
+        raise ConfigError("device", problem, "a newer GPU, or cpu")
 
 
 def why_no_cuda() -> tuple[str, str]:
@@ -106,19 +101,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def resolve_dtype(name: str, device: torch.device, model: ModelConfig) -> torch.dtype:
-    """On a CPU float32 unless another is asked for: few CPUs multiply 16-bit numbers fast. On a GPU that has no
-    bfloat16, float16 takes its place."""
-    if name == "auto" and device.type == "cpu":
-        return torch.float32
-    dtype = _DTYPES[name] if name != "auto" else _DTYPES.get(model.checkpoint_dtype, torch.bfloat16)
-    if device.type == "cpu" or dtype != torch.bfloat16:
-        return dtype
-    if torch.cuda.get_device_capability(device) >= OLDEST_WITH_BFLOAT16:
-        return dtype
-    if name == "auto":
-        logger.warning("%s has no bfloat16: float16 takes its place", gpu_name(device))
-        return torch.float16
-    problem = (
-        f"bfloat16 needs compute capability {OLDEST_WITH_BFLOAT16[0]}.{OLDEST_WITH_BFLOAT16[1]} or higher, and this"
-    )
-    raise ConfigError("dtype", f"{problem} is {gpu_name(device)}", "auto, float16 or float32")
+    """On a CPU float32 unless another is asked for: few CPUs multiply 16-bit numbers fast."""
+    if name != "auto":
+        return _DTYPES[name]
+    return torch.float32 if device.type == "cpu" else _DTYPES.get(model.checkpoint_dtype, torch.bfloat16)

@@ -14,7 +14,6 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig, KVCacheSpec, lay_out_pages
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.buffers import indices_on
-from ratoon.execution.devices import runs_triton
 
 if TYPE_CHECKING:
     from ratoon.execution.block_kernels import Pages
@@ -57,7 +56,7 @@ class KVTensors:
                 f"{config.num_blocks} blocks of {config.bytes_per_block:,} bytes ({wanted / 2**30:.1f} GiB) don't fit",
                 "lower num_blocks, kv_memory or kv_memory_fraction",
             ) from error
-        if runs_triton(self._device):
+        if self._device.type == "cuda":
             from ratoon.execution.block_kernels import Pages
 
             self._pages = Pages(self._tensors, self._device), Pages(self._host_tensors, self._device)

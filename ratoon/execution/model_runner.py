@@ -21,7 +21,6 @@ from ratoon.execution.beam_candidates import CandidatesReader
 from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.capture import CaptureReader, captured_rows, lay_out_spans
-from ratoon.execution.devices import runs_triton
 from ratoon.execution.encoder import EncoderRunner
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.journal import Journal
@@ -70,7 +69,7 @@ class ModelRunner:
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
         encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
-        by default on CUDA if there is Triton. `capture`: makes graphs of small steps whose inputs are on the device."""
+        by default on CUDA. `capture`: makes graphs of small steps whose inputs are on the device."""
         self.model = model
         self.device = device
         self.kv = KVTensors(kv_config, backends, device)
@@ -81,7 +80,7 @@ class ModelRunner:
             assert encoder_backend is not None, "the model has an encoder"
             self.encoder = EncoderRunner(encoder_backend, self.kv, kv_config.block_size, dtype, device)
             max_encoder_len = model.config.encoder.max_position
-        on_device = runs_triton(device) if inputs_on_device is None else inputs_on_device
+        on_device = device.type == "cuda" if inputs_on_device is None else inputs_on_device
         journal = Journal() if on_device else None
         self.input_batch = InputBatch(
             num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len, journal

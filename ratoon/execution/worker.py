@@ -20,7 +20,7 @@ from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.devices import gpu_name, resolve_device, resolve_dtype, runs_triton, use_device
+from ratoon.execution.devices import gpu_name, resolve_device, resolve_dtype, use_device
 from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.kv_memory import (
     cut_kv_memory,
@@ -201,9 +201,9 @@ def choose_ops(
     ops = _choose_ops(device, dtype, batch_invariant, quantization)
     if batch_invariant and ops.name == "torch":
         problem = f"sums depend on the batch with the kernels 'torch', which are those for {dtype} on {device}"
-        raise ConfigError("batch_invariant", problem, "float32 on a CPU, or a GPU with Triton")
+        raise ConfigError("batch_invariant", problem, "float32 on a CPU, or a GPU")
     if quantization == "fp8":
-        expected = "leave it out, or a GPU of compute capability 8.9 or higher, bfloat16 and Triton"
+        expected = "leave it out, or a GPU of compute capability 8.9 or higher and bfloat16"
         if ops.name != "cuda":
             raise ConfigError("quantization", f"fp8 is not there with the kernels {ops.name!r} on {device}", expected)
         if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < OLDEST_WITH_FP8:
@@ -219,15 +219,9 @@ def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool,
         if keep and not has_quantised_kernels():
             logger.warning("quantised weights are decoded to float32: the kernels here can't multiply by them")
         return NativeOps(keep)
-    try:
-        from ratoon.layers.cuda_ops import CudaOps
-        from ratoon.layers.product_choices import choices_file, read_choices
-    except ImportError as error:
-        logger.warning("operations on CUDA run in plain torch, which is slower: %s", error)
-        return TorchOps()
-    if not runs_triton(device):
-        logger.warning("operations on CUDA run in plain torch, which is slower: Triton kernels need a newer GPU")
-        return TorchOps()
+    from ratoon.layers.cuda_ops import CudaOps  # imports triton
+    from ratoon.layers.product_choices import choices_file, read_choices
+
     choices = read_choices(choices_file(device))
     logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
     early = torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH
@@ -237,7 +231,7 @@ def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool,
 
 def describe_weights(ops: Ops, num_weights: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     """The formats that the weights have in memory, and how they are multiplied."""
-    kept = ops.formats.facts() if isinstance(ops, NativeOps) and ops.formats is not None else []
+    kept = ops.kept_formats()
     rest = max(num_weights - sum(one["num_weights"] for one in kept), 0)
     name = dtype_name(dtype)
     plain = {"format": name, "num_weights": rest, "num_bytes": rest * dtype.itemsize, "product": name}

@@ -7,6 +7,7 @@ CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -112,10 +113,15 @@ class Fp8Rows:
     def __init__(self, choices: ProductChoices, dependent: bool) -> None:
         self._choices = choices
         self._dependent = dependent
+        self.num_weights = 0
+        self.num_bytes = 0
 
     def make_linear(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> Product:
         weight = fp8.join([part.data for part in parts])
         scales = torch.cat([part.extras["scales"] for part in parts])
+        if not weight.is_meta:  # there it has a shape and no memory
+            self.num_weights += weight.numel()
+            self.num_bytes += weight.nbytes + scales.nbytes
         choices = [choice if isinstance(choice, Tile) else None for choice in self._choices.of("linear", weight)]
         return CudaLinear(weight, bias, choices, dependent=self._dependent, scales=scales)
 
@@ -144,6 +150,7 @@ class CudaOps(TorchOps):
         self.dependent_launch = dependent_launch
         self.batch_invariant = batch_invariant
         self.quantization = quantization
+        self._fp8_rows = Fp8Rows(self.choices, dependent_launch)
 
     def quantize(self, stored: StoredTensor) -> StoredTensor:
         if self.quantization is None or not fp8.can_quantize(stored.shape):
@@ -151,7 +158,14 @@ class CudaOps(TorchOps):
         return fp8.quantize_weight(stored.floats())
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
-        return Fp8Rows(self.choices, self.dependent_launch) if stored.format == fp8.FORMAT else None
+        return self._fp8_rows if stored.format == fp8.FORMAT else None
+
+    def kept_formats(self) -> list[dict[str, Any]]:
+        rows = self._fp8_rows
+        if not rows.num_weights:
+            return []
+        product = "8-bit weights; with more than a few rows 8-bit activations"
+        return [{"format": "fp8", "num_weights": rows.num_weights, "num_bytes": rows.num_bytes, "product": product}]
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         if self.batch_invariant:

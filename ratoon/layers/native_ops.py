@@ -6,6 +6,8 @@ Every kernel computes a row from that row alone, in a fixed order: a request's r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ratoon.layers.native import has_quantised_kernels, library
@@ -87,6 +89,9 @@ class NativeOps:
 
     def quantize(self, stored: StoredTensor) -> StoredTensor:
         return stored
+
+    def kept_formats(self) -> list[dict[str, Any]]:
+        return [] if self.formats is None else self.formats.facts()
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         return NativeLinear(weight, bias)

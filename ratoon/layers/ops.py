@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -57,6 +57,11 @@ class Ops(Protocol):
 
     def quantize(self, stored: StoredTensor) -> StoredTensor:
         """The weight [out, in] of a linear layer in fewer bits, or as it is."""
+        ...
+
+    def kept_formats(self) -> list[dict[str, Any]]:
+        """For display: in which formats other than floats weights are, and how they are multiplied (format,
+        num_weights, num_bytes, product)."""
         ...
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:

@@ -6,6 +6,7 @@ Norms and rotations of 16-bit tensors are computed in float32. Nothing here know
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -27,6 +28,9 @@ class TorchOps:
 
     def quantize(self, stored: StoredTensor) -> StoredTensor:
         return stored
+
+    def kept_formats(self) -> list[dict[str, Any]]:
+        return []
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         linear = functional.linear

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import warnings
 
 import pytest
 import torch
 
 from ratoon.core.errors import ConfigError
+from ratoon.execution import devices
 from ratoon.execution.devices import DEVICE_VARIABLE, resolve_device, resolve_dtype
 from tests.golden.tiny_models import tiny_llama
 
@@ -29,6 +29,7 @@ def fake_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures or ["sm_75", "sm_80", "sm_90"])
+    monkeypatch.setattr(devices, "find_spec", lambda name: name)  # Triton is installed
 
 
 def fake_no_gpu(monkeypatch: pytest.MonkeyPatch, error: Exception | None, build: str | None = "13.0") -> None:
@@ -110,20 +111,24 @@ def test_a_gpu_that_this_torch_has_no_kernels_for_is_refused(
         resolve_device("cuda")
 
 
-def test_without_bfloat16_auto_is_float16_and_asking_for_it_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = dataclasses.replace(tiny_llama().config, checkpoint_dtype="bfloat16")
+def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (9, 0))
-    assert resolve_dtype("auto", CUDA, model) == resolve_dtype("bfloat16", CUDA, model) == torch.bfloat16
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'cuda' needs Triton, which is not installed; pip install triton, or use"):
+        resolve_device("cuda")
+
+
+def test_a_gpu_that_is_too_old_for_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (7, 5))
-    with caplog.at_level(logging.WARNING):
-        assert resolve_dtype("auto", CUDA, model) == torch.float16
-    assert "float16 takes its place" in caplog.text
+    words = r"need compute capability 8\.0 or higher, and this is Tesla \(compute capability 7\.5\); a newer GPU"
+    with pytest.raises(ConfigError, match=words):
+        resolve_device("cuda")
+
+
+def test_auto_is_the_dtype_of_the_checkpoint_on_a_gpu_and_float32_on_a_cpu() -> None:
+    model = dataclasses.replace(tiny_llama().config, checkpoint_dtype="float16")
+    assert resolve_dtype("auto", CUDA, model) == torch.float16
+    assert resolve_dtype("auto", CUDA, dataclasses.replace(model, checkpoint_dtype="int8")) == torch.bfloat16
     assert resolve_dtype("float32", CUDA, model) == torch.float32
-    with pytest.raises(
-        ConfigError, match=r"bfloat16 needs compute capability 8\.0 or higher.*7\.5.*float16 or float32"
-    ):
-        resolve_dtype("bfloat16", CUDA, model)
     assert resolve_dtype("auto", torch.device("cpu"), model) == torch.float32
     assert resolve_dtype("bfloat16", torch.device("cpu"), model) == torch.bfloat16

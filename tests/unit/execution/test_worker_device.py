@@ -1,27 +1,20 @@
 """Which operations serve a device."""
 
-import sys
-
 import pytest
 import torch
 
 from ratoon.core.errors import ConfigError
 from ratoon.execution.devices import use_device
-from ratoon.execution.worker import choose_ops
+from ratoon.execution.worker import choose_ops, describe_weights
 from ratoon.layers.native_ops import native_ops_reasons
+from ratoon.layers.stored import StoredTensor
 
 
-def test_operations_are_those_of_the_device_and_the_reason_for_slow_ones_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_operations_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     expected = "torch" if native_ops_reasons(cpu, torch.float32) else "native"
     assert choose_ops(cpu, torch.float32).name == expected
     assert choose_ops(cpu, torch.bfloat16).name == "torch"
-    with monkeypatch.context() as without_triton:
-        without_triton.setitem(sys.modules, "ratoon.layers.cuda_ops", None)  # importing it raises ImportError
-        assert choose_ops(cuda, torch.bfloat16).name == "torch"
-    assert "cuda_ops" in caplog.text
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -35,9 +28,21 @@ def test_operations_are_those_of_the_device_and_the_reason_for_slow_ones_is_logg
         choose_ops(cuda, torch.bfloat16, quantization="fp8")
     with pytest.raises(ConfigError, match="one of the two"):
         choose_ops(cuda, torch.bfloat16, batch_invariant=True, quantization="fp8")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert choose_ops(cuda, torch.float16).name == "torch"
-    assert "newer GPU" in caplog.text
+
+
+def test_weights_in_8_bits_are_counted_as_such() -> None:
+    pytest.importorskip("triton")
+    from ratoon.layers.cuda_ops import CudaOps
+
+    ops = CudaOps(quantization="fp8")
+    stored = ops.quantize(StoredTensor.of_floats(torch.randn(64, 32)))
+    found = ops.find_format(stored)
+    assert found is not None
+    found.make_linear([stored, stored], None)
+    in_8_bits, rest = describe_weights(ops, 5000, torch.bfloat16)
+    assert (in_8_bits["format"], in_8_bits["num_weights"]) == ("fp8", 2 * 64 * 32)
+    assert in_8_bits["num_bytes"] == 2 * (64 * 32 + 64 * 4)
+    assert (rest["format"], rest["num_bytes"]) == ("bfloat16", 2 * (5000 - 2 * 64 * 32))
 
 
 @pytest.mark.parametrize(("name", "chosen"), [("cpu", []), ("cuda", []), ("cuda:1", [torch.device("cuda:1")])])
