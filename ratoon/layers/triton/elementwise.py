@@ -19,8 +19,8 @@ BLOCK = 1024  # numbers of a program
 def activation(x: Tensor, kind: str) -> Tensor:
     """x [T, W], its rows any distance apart → [T, W], in new memory. Kinds are those of Ops."""
     rows, width = x.shape
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    grid = (rows, triton.cdiv(width, BLOCK))
+    y = x.new_empty((rows, width))
+    grid = (rows, -(-width // BLOCK))
     _activation_launcher(kind, False, False)(grid, x, y, x.stride(0), x.stride(1), width)
     return y
 
@@ -29,8 +29,8 @@ def gated_activation(x: Tensor, kind: str, dependent: bool = False) -> Tensor:
     """[T, 2·I] → [T, I], in new memory: the activation of the first half times the second. `dependent`: launch before
     the kernel ahead has ended."""
     rows, width = x.shape[0], x.shape[1] // 2
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    grid = (rows, triton.cdiv(width, BLOCK))
+    y = x.new_empty((rows, width))
+    grid = (rows, -(-width // BLOCK))
     _activation_launcher(kind, True, dependent)(grid, x, y, x.stride(0), x.stride(1), width)
     return y
 

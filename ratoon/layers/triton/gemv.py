@@ -44,7 +44,7 @@ def gemv(
     """
     rows, width = x.shape
     outputs = weight.shape[0] if gated is None else weight.shape[0] // 2
-    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
+    y = x.new_empty((rows, outputs)) if residual is None else residual
     launch(
         _gemv_kernel, (triton.cdiv(outputs, tile.outputs),),
         x, weight, scales, weight if bias is None else bias, weight if norm is None else norm.weight, y,

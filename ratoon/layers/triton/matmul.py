@@ -26,7 +26,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Split, residual
     """x [T, in], weight [out, in] → [T, out]. `residual` [T, out] is added to in place and returned."""
     rows, width = x.shape
     outputs = weight.shape[0]
-    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
+    y = x.new_empty((rows, outputs)) if residual is None else residual
     num_tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     whole = tile.splits == 1 or num_tiles >= ENOUGH_TILES
     target = y if whole else torch.empty((tile.splits, rows, outputs), dtype=torch.float32, device=x.device)

@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """x [T, H] → [T, H], in new memory. With `residual`, that is added to in place first, and the sum is normed.
     `dependent`: launch before the kernel ahead has ended."""
     rows, width = x.shape
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    y = x.new_empty((rows, width))
     added = x if residual is None else residual
     launcher = _rms_norm_launcher(width, residual is not None, dependent)
     launcher((rows,), x, added, weight, y, x.stride(0), added.stride(0), width, eps)
@@ -39,7 +39,7 @@ def _rms_norm_launcher(width: int, add: bool, dependent: bool) -> Launcher:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None) -> Tensor:
     """The same, with the mean subtracted and a bias added."""
     rows, width = x.shape
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    y = x.new_empty((rows, width))
     added = x if residual is None else residual
     block = triton.next_power_of_2(width)
     launch(
