@@ -58,8 +58,10 @@ def choose_candidates(
         searches.append(SearchRows(start, len(scores), step.num_candidates))
         of_beams = beam_rows.rules_of(step.req_id)
         rules += [row_rules.active() for row_rules in of_beams] if of_beams else [()] * len(step.scores)
-    weighed = [row for row, of_row in enumerate(rules) if any(rule.stage.changes_values for rule in of_row)]
-    edit = partial(apply_rules, rules_of_rows=rules) if any(rules) else None
+    edit, weighed = None, []
+    if any(rules):
+        edit = partial(apply_rules, rules_of_rows=rules)
+        weighed = [row for row, of_row in enumerate(rules) if any(rule.stage.changes_values for rule in of_row)]
     if edit is not None:
         logits = logits.float()
     on_device = to_device(np.array(scores, np.float32), logits.device)
@@ -70,7 +72,7 @@ def choose_candidates(
     vocab_size = logits.shape[1]
 
     def finish(output: ModelRunnerOutput) -> None:
-        found = candidates_of_keys(torch.from_numpy(keys.to_numpy()), searches, vocab_size)
+        found = candidates_of_keys(keys.to_numpy(), searches, vocab_size)
         put_candidates(found, steps, output)
 
     return finish

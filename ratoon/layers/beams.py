@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ratoon.layers.sampling import CHUNK, chunk_maxima
@@ -31,9 +32,9 @@ class SearchRows(NamedTuple):
 class Candidates(NamedTuple):
     """Best first; among equals the lowest beam first, then the lowest token. -inf: fewer tokens were possible."""
 
-    scores: Tensor  # [K] float32: the beam's score and the token's log-probability
-    beams: Tensor  # [K] int64, counted from the search's first row
-    tokens: Tensor  # [K] int64
+    scores: Tensor | np.ndarray  # [K] float32: the beam's score and the token's log-probability
+    beams: Tensor | np.ndarray  # [K] int64, counted from the search's first row
+    tokens: Tensor | np.ndarray  # [K] int64
 
 
 class _Offsets(NamedTuple):
@@ -66,7 +67,7 @@ def best_candidates_of_searches(
     """
     if chosen_by_keys(logits, searches):
         keys = best_keys_of_searches(logits, scores, searches, edit, logprob_rows)
-        return candidates_of_keys(keys.cpu(), searches, logits.shape[1])
+        return candidates_of_keys(keys.cpu().numpy(), searches, logits.shape[1])
     logits = logits.float()
     offsets = _Offsets(*_normalizers(logits), scores)
     sound = (offsets.peak.isfinite() & offsets.log_sum.isfinite()).tolist()
@@ -114,17 +115,17 @@ def best_keys_of_searches(
     return top.best_keys(logits, normalizers, scores, maxima, bounds, max_rows, num_wanted)
 
 
-def candidates_of_keys(keys: Tensor, searches: Sequence[SearchRows], vocab_size: int) -> list[Candidates | None]:
+def candidates_of_keys(keys: np.ndarray, searches: Sequence[SearchRows], vocab_size: int) -> list[Candidates | None]:
     """What keys [S, W], copied to the host, stand for."""
     from ratoon.layers.triton import top
 
-    scores, places, unsound = top.unpack(keys)
+    scores, places, unsound = top.unpack_on_host(keys)
+    beams, tokens = np.divmod(places, vocab_size)
     found: list[Candidates | None] = []
     for index, search in enumerate(searches):
         num_found = min(search.num_candidates, (search.stop - search.start) * vocab_size)
-        own = places[index, :num_found]
-        candidates = Candidates(scores[index, :num_found], own // vocab_size, own % vocab_size)
-        found.append(None if unsound[index] else candidates)
+        own = Candidates(scores[index, :num_found], beams[index, :num_found], tokens[index, :num_found])
+        found.append(None if unsound[index] else own)
     return found
 
 

@@ -217,7 +217,7 @@ def test_log_probabilities_and_ranks_are_those_of_the_cpu(vocab_size, num_top, d
 
 def choose(logits: Tensor, scores: Tensor, searches: list[SearchRows], edit=None, logprob_rows=()) -> list:
     keys = best_keys_of_searches(logits.to(DEVICE), scores.to(DEVICE), searches, edit, logprob_rows)
-    return candidates_of_keys(keys.cpu(), searches, logits.shape[1])
+    return candidates_of_keys(keys.cpu().numpy(), searches, logits.shape[1])
 
 
 def assert_same_candidates(found: list[Candidates | None], expected: list[Candidates | None]) -> None:
@@ -225,7 +225,7 @@ def assert_same_candidates(found: list[Candidates | None], expected: list[Candid
         assert ours is not None and theirs is not None
         assert ours.beams.tolist() == theirs.beams.tolist()
         assert ours.tokens.tolist() == theirs.tokens.tolist()
-        assert torch.allclose(ours.scores, theirs.scores, rtol=1e-6, atol=1e-5)
+        assert np.allclose(ours.scores, theirs.scores, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(("vocab_size", "beams", "num_candidates"), [(1, [3], 2), (600, [2, 5], 9), (5003, [2], 24)])
