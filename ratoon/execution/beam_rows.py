@@ -70,17 +70,11 @@ class BeamRows:
         num_columns = -(-step.num_computed_tokens // rows.block_size)
         # Rows of a search differ only after the prompt; a new row needs the columns before as well.
         first = int(rows.num_prompt[old[0]]) // rows.block_size
-        added = beams[len(old) :]
         for group, table in enumerate(rows.block_tables):
-            behind = table[parents, first:num_columns]  # a copy
-            table[added, :first] = table[old[0], :first]
-            table[beams, first:num_columns] = behind
-            rows.note_blocks(group, added, 0, first)
+            table[beams, first:num_columns] = table[parents, first:num_columns]  # which is a copy
             rows.note_blocks(group, beams, first, num_columns - first)
-        if rows.cross_tables is not None:
-            rows.cross_tables[added] = rows.cross_tables[old[0]]
-            rows.encoder_lens[beams] = rows.encoder_lens[old[0]]
-            rows.note_cross_table(added)
+        if len(beams) > len(old):
+            self._begin(beams[len(old) :], old[0], first)
         # Only tokens that are not computed yet are read.
         new_tokens = np.array(step.token_ids).reshape(len(beams), -1)  # [B, N]
         start = step.num_computed_tokens - step.num_restored_tokens
@@ -88,13 +82,24 @@ class BeamRows:
         rows.token_ids[beams, start:end] = new_tokens
         rows.note_tokens(beams, start, end - start)
         rows.num_tokens[beams] = end
-        rows.num_prompt[beams] = rows.num_prompt[old[0]]
         self._of_search[step.req_id] = beams
         before = self.rules_of(step.req_id)
         if before:
             # A search whose rows were dropped has lost its rules too: the step has all its tokens, computed or not.
             moves = zip(step.parents, new_tokens.tolist(), strict=True)
             self._rules[step.req_id] = [before[parent].after_all(tokens) for parent, tokens in moves]
+
+    def _begin(self, added: np.ndarray, trunk: int, num_columns: int) -> None:
+        """New rows get what all rows of a search have in common: the trunk's prompt, of so many columns."""
+        rows = self._rows
+        for group, table in enumerate(rows.block_tables):
+            table[added, :num_columns] = table[trunk, :num_columns]
+            rows.note_blocks(group, added, 0, num_columns)
+        rows.num_prompt[added] = rows.num_prompt[trunk]
+        if rows.cross_tables is not None:
+            rows.cross_tables[added] = rows.cross_tables[trunk]
+            rows.encoder_lens[added] = rows.encoder_lens[trunk]
+            rows.note_cross_table(added)
 
     def _resize(self, old: np.ndarray, count: int) -> np.ndarray:
         if count <= len(old):

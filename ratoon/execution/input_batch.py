@@ -5,8 +5,6 @@ A branch keeps its row until it is dropped; steps gather from the rows by index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from ratoon.core.kv import NULL_BLOCK
@@ -84,7 +82,11 @@ class InputBatch:
         row = self.row_of.pop(req_id, None)
         if row is not None:
             self.params[row] = None
-            self.give_back([row])
+            for table, counts in zip(self.block_tables, self.num_blocks, strict=True):
+                table[row, : counts[row]] = NULL_BLOCK
+                counts[row] = 0
+            self.encoder_lens[row] = 0
+            self._free_rows.append(row)
         return row
 
     def take(self, count: int) -> np.ndarray:
@@ -93,13 +95,14 @@ class InputBatch:
             raise ValueError(f"{count} rows asked for, {len(self._free_rows)} are free")
         return np.array([self._free_rows.pop() for _ in range(count)])
 
-    def give_back(self, rows: Iterable[int]) -> None:
-        for row in map(int, rows):
-            for table, counts in zip(self.block_tables, self.num_blocks, strict=True):
-                table[row, : counts[row]] = NULL_BLOCK
-                counts[row] = 0
-            self.encoder_lens[row] = 0
-            self._free_rows.append(row)
+    def give_back(self, rows: np.ndarray) -> None:
+        if not len(rows):
+            return
+        for table, counts in zip(self.block_tables, self.num_blocks, strict=True):
+            table[rows, : counts[rows].max()] = NULL_BLOCK
+            counts[rows] = 0
+        self.encoder_lens[rows] = 0
+        self._free_rows += rows.tolist()
 
     def append_blocks(self, row: int, block_ids: BlockIds) -> None:
         for group, (table, counts, ids) in enumerate(zip(self.block_tables, self.num_blocks, block_ids, strict=True)):

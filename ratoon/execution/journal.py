@@ -34,8 +34,8 @@ class Journal:
             return NO_CELLS
         starts, self._starts = np.array(self._starts, np.int64), []
         counts, self._counts = np.array(self._counts, np.int64), []
-        firsts = np.cumsum(counts) - counts
-        return np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
+        ends = counts.cumsum()
+        return np.arange(ends[-1]) + (starts - ends + counts).repeat(counts)
 
 
 class NoJournal(Journal):

@@ -149,7 +149,7 @@ class Sampler:
     def plain_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
         """The arguments of `sampling.sample_plain` for these rows. None: they need more than it does."""
         needs = self.rows.needs[slots]
-        if (needs & int(Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS)).any():
+        if (needs & (Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS)).any():
             return None
         mode = _mode(needs)
         return ({} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)), mode
@@ -157,7 +157,7 @@ class Sampler:
     def _plain_numbers(self, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> dict[str, np.ndarray]:
         rows = self.rows
         return {
-            "temperature": np.where(needs & int(Needs.RANDOM), rows.temperature[slots], np.float32(0)),
+            "temperature": np.where(needs & Needs.RANDOM, rows.temperature[slots], np.float32(0)),
             "top_k": rows.top_k[slots],
             "top_p": rows.top_p[slots],
             "min_p": rows.min_p[slots],
@@ -167,7 +167,7 @@ class Sampler:
     def _choose_in_groups(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
         """Group the rows by what they need, and sample each group by its function. For a CPU."""
         uniforms = sampling.uniform(seeds, self.rows.num_outputs[slots])
-        edited = (needs & int(Needs.EDITS)) != 0
+        edited = (needs & Needs.EDITS) != 0
         random, filtered = (needs & Needs.RANDOM) != 0, (needs & Needs.FILTER) != 0
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         bad = torch.empty(len(slots), dtype=torch.bool, device=logits.device)
@@ -209,8 +209,8 @@ def _mode(needs: np.ndarray) -> Mode:
     return Mode.FILTERED if needed & Needs.FILTER else Mode.RANDOM if needed & Needs.RANDOM else Mode.GREEDY
 
 
-def _rows_with(needs: np.ndarray, need: Needs) -> np.ndarray:
-    return np.flatnonzero(needs & int(need))  # int: the flag itself is several times slower in numpy
+def _rows_with(needs: np.ndarray, need: int) -> np.ndarray:
+    return np.flatnonzero(needs & need)
 
 
 class PromptLogprobs:

@@ -5,7 +5,6 @@ execution/sampler.py samples by them.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,8 +20,9 @@ from ratoon.layers import sampling
 Tensor = torch.Tensor
 
 
-class Needs(enum.IntFlag):
-    """What a row needs beyond an argmax."""
+class Needs:
+    """What a row needs beyond an argmax, as bits. Plain numbers: those of an enum are slow, and this is asked for every
+    request."""
 
     NOTHING = 0
     RANDOM = 1  # temperature
@@ -70,8 +70,8 @@ class SamplingRows:
             rules = self._keep_on_device(self._penalties, slot, rules, prompt_token_ids, output_token_ids)
         rules = rules.after_all(output_token_ids)
         if rules.reads:
-            self.needs[slot] |= np.uint16(Needs.TOKENS)
-        self._set_rules(np.array([slot]), [rules])
+            self.needs[slot] |= Needs.TOKENS
+        self._set_rules([slot], [rules])
 
     def _keep_on_device(
         self, penalties: PenaltyRows, slot: int, rules: RowRules, prompt: Sequence[int], output: Sequence[int]
@@ -81,7 +81,7 @@ class SamplingRows:
         for rule in rules:
             if isinstance(rule, Penalties):
                 penalties.add(slot, rule.weights, prompt, output)
-                self.needs[slot] |= np.uint16(Needs.PENALTIES)
+                self.needs[slot] |= Needs.PENALTIES
             else:
                 others.append(rule)
         return RowRules(others) if len(others) < len(rules) else rules
@@ -120,27 +120,28 @@ class SamplingRows:
         """One new output token for each of these slots. Slots are distinct. A token not yet known on the host
         may be any number, in a slot whose rules do not need it there."""
         self.num_outputs[slots] += 1
-        changing = np.flatnonzero(self.needs[slots] & int(Needs.TOKENS))
+        changing = (self.needs[slots] & Needs.TOKENS).nonzero()[0]
         if len(changing):
-            slots = slots[changing]
-            moves = zip(slots.tolist(), tokens[changing].tolist())
-            self._set_rules(slots, [self.rules[slot].after(token_id) for slot, token_id in moves])
+            changed = slots[changing].tolist()
+            moves = zip(changed, tokens[changing].tolist())
+            self._set_rules(changed, [self.rules[slot].after(token_id) for slot, token_id in moves])
 
     def need_tokens(self, slots: np.ndarray) -> bool:
         """Whether the rules of one of these slots read its next token on the host."""
-        changing = slots[(self.needs[slots] & int(Needs.TOKENS)) != 0]
+        changing = slots[(self.needs[slots] & Needs.TOKENS) != 0]
         return any(self.rules[slot].needs_token_on_host for slot in changing.tolist())
 
-    def _set_rules(self, slots: np.ndarray, rules: Sequence[RowRules]) -> None:
+    def _set_rules(self, slots: Sequence[int], rules: Sequence[RowRules]) -> None:
         """A row without active rules for its next token is treated as one without rules."""
-        self.needs[slots] |= np.uint16(Needs.EDITS)
-        for slot, row_rules in zip(slots.tolist(), rules):
+        for slot, row_rules in zip(slots, rules):
+            needs = int(self.needs[slot]) | Needs.EDITS
             if len(row_rules) != len(self.rules[slot]) and not row_rules.reads:
-                self.needs[slot] &= ~np.uint16(Needs.TOKENS)
+                needs &= ~Needs.TOKENS
             self.rules[slot] = row_rules
             active = self.active_rules[slot] = row_rules.active()
-            if not active and not self.needs[slot] & Needs.PENALTIES:
-                self.needs[slot] &= ~np.uint16(Needs.EDITS)
+            if not active and not needs & Needs.PENALTIES:
+                needs &= ~Needs.EDITS
+            self.needs[slot] = needs
 
     def _grow(self, num_slots: int) -> None:
         missing = num_slots - len(self.rules)
@@ -155,7 +156,7 @@ class SamplingRows:
         self.active_rules += [()] * missing
 
 
-def _needs_of(params: SamplingParams) -> Needs:
+def _needs_of(params: SamplingParams) -> int:
     needs = Needs.NOTHING if params.logprobs is None else Needs.LOGPROBS
     if not params.is_greedy:
         needs |= Needs.RANDOM
