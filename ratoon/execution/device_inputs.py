@@ -87,12 +87,14 @@ class DeviceInputs:
         max_tokens, max_reqs = max(max_num_tokens, max_padded), max(max_num_reqs, max_padded)
         self._packed = PackedBuffer(
             {
-                "counts": (2, torch.int32),
+                "counts": (3, torch.int32),
                 "rows": (max_num_reqs, torch.int32),
                 "num_computed": (max_num_reqs, torch.int32),
                 "query_start_loc": (max_num_reqs + 1, torch.int32),
                 "unwritten": (max_num_reqs, torch.int32),
                 "encoder_lens": (max_num_reqs, torch.int32),
+                "read_rows": (max_padded, torch.int64),
+                "read_requests": (max_padded, torch.int32),
                 **{name: (max_padded, dtype) for name, dtype in SAMPLING_NUMBERS.items()},
                 # Which cells of the rows to write, then their values
                 "cells": (2 * MAX_CELLS + 4, torch.int32),
@@ -113,7 +115,7 @@ class DeviceInputs:
         self._max_cross_blocks = 0 if rows.cross_tables is None else rows.cross_tables.shape[1]
         self.encoder_lens = zeros(max_reqs)
         self.cross_tables = zeros(max_reqs, self._max_cross_blocks)
-        self.sampled = zeros(max_padded)  # the token of each request; -1: none could be chosen
+        self.sampled = zeros(max_padded)  # the token of each row that is read; -1: none could be chosen
         self._nothing_stored = zeros(0, dtype=torch.int64)
 
     def prepare(
@@ -157,15 +159,19 @@ class DeviceInputs:
         batch_rows: np.ndarray,
         num_scheduled: np.ndarray,
         unwritten: np.ndarray | None = None,
+        read_rows: np.ndarray | None = None,
+        read_requests: np.ndarray | None = None,
         numbers: Mapping[str, np.ndarray] | None = None,
     ) -> PackedStep:
-        """Bring to the device what the host knows. `numbers`: for sampling, by name, [R] each."""
+        """Bring to the device what the host knows. `read_rows` [N]: rows of the step whose logits are read;
+        `read_requests` [N]: which of its requests get the tokens that are sampled from them, by `numbers`, [N] each."""
         rows, num_reqs = self.rows, len(batch_rows)
         cu_num_tokens = np.cumsum(num_scheduled)
         packed = self._packed
         packed.turn()
         host = packed.host
-        host["counts"][:] = num_reqs, cu_num_tokens[-1]
+        num_sampled = 0 if read_requests is None else len(read_requests)
+        host["counts"][:] = num_reqs, cu_num_tokens[-1], num_sampled
         host["rows"][:num_reqs] = batch_rows
         host["num_computed"][:num_reqs] = rows.num_computed[batch_rows]
         host["query_start_loc"][0] = 0
@@ -173,8 +179,13 @@ class DeviceInputs:
         host["unwritten"][:num_reqs] = 0 if unwritten is None else unwritten
         if rows.cross_tables is not None:
             host["encoder_lens"][:num_reqs] = rows.encoder_lens[batch_rows]
+        if read_rows is not None:
+            host["read_rows"][: len(read_rows)] = read_rows
+            host["read_rows"][len(read_rows) :] = 0
+        if read_requests is not None:
+            host["read_requests"][:num_sampled] = read_requests
         for name, values in (numbers or {}).items():
-            host[name][:num_reqs] = values
+            host[name][:num_sampled] = values
         self._send_cells(rows.journal.take())
         writes_nothing = unwritten is not None and bool(unwritten.all())
         return PackedStep(batch_rows, num_scheduled, cu_num_tokens, writes_nothing)
@@ -258,18 +269,23 @@ class DeviceInputs:
         cu_num_tokens = starts[1:]
         return StepInputs(self.input_ids[:size], self.positions[:size], groups, cu_num_tokens, False, cross)
 
+    def read_rows(self, count: int) -> Tensor:
+        """The rows of the step that `send` was told to read, and row 0 behind them."""
+        return self._packed.device["read_rows"][:count]
+
     def sampling_numbers(self, size: int) -> dict[str, Tensor]:
         """What `send` brought for sampling, by name."""
         packed = self._packed.device
         return {name: packed[name][:size] for name in SAMPLING_NUMBERS}
 
     def append_tokens(self, token_ids: Tensor, bad: Tensor) -> None:
-        """The tokens of a step in which every request has one token: write them to the rows and to `sampled`."""
+        """The tokens that were sampled from the rows that are read: write them to their requests and to `sampled`."""
         packed = self._packed.device
         append_tokens(
             self.resident.memory,
             packed["counts"],
             packed["rows"],
+            packed["read_requests"],
             self.seq_lens,
             token_ids,
             bad,

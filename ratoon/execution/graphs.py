@@ -32,6 +32,7 @@ Tensor = torch.Tensor
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 512  # of a step that is padded
+READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
 MAX_GRAPHS = 128
 MIN_FREE_BYTES = 512 * 2**20  # of the device's memory: with less, no further graph is captured
 MAX_FAILURES = 3  # captures that failed, after which none is tried
@@ -47,31 +48,42 @@ def graph_sizes(max_tokens: int) -> list[int]:
 class GraphKey(NamedTuple):
     size: int  # tokens, padded
     is_decode: bool  # every request has one token
-    mode: Mode | None  # how the tokens are sampled; None: it ends with the final norm
+    num_read: int | None  # rows whose logits are computed, padded; None: all of them
+    mode: Mode | None  # how their tokens are sampled; None: it ends with the logits
 
     @property
     def max_query_len(self) -> int:
         return 1 if self.is_decode else self.size
 
 
+def padded_read(count: int, size: int) -> int:
+    """The number of rows to read in a step of `size` tokens, of which `count` are wanted. Few numbers, because each is
+    another graph: up to a hundred rows or so, logits cost what reading their weights costs."""
+    return min(size, next((number for number in READ_SIZES if number >= count), size))
+
+
 def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: LanguageModel) -> Tensor | None:
-    """The step that `inputs.send` has brought to the device. Returns the states after the final norm [size, H]; if
+    """The step that `inputs.send` has brought to the device. Returns the logits [num_read, V] of the rows to read; if
     tokens are sampled, None: they are in `inputs.sampled` and in the rows."""
     inputs.compute(key.size, key.size, key.max_query_len)
     step = inputs.padded(key.size, key.max_query_len)
     metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, step.groups)]
     cross = None if step.cross is None else kv.cross_backend.build_metadata(step.cross)
-    states = model.forward(step.input_ids, step.positions, PagedStep(kv, metadata, cross))
+    rows = None if key.num_read is None else inputs.read_rows(key.num_read)
+    states = model.forward(step.input_ids, step.positions, PagedStep(kv, metadata, cross), rows)
+    if key.num_read == 0:
+        return states.normed  # [0, H]
+    logits = model.compute_logits(states.normed)
     if key.mode is None:
-        return states.normed
-    numbers = inputs.sampling_numbers(key.size)
-    chosen = sample_plain(model.compute_logits(states.normed), **numbers, mode=key.mode)
+        return logits
+    numbers = inputs.sampling_numbers(key.size if key.num_read is None else key.num_read)
+    chosen = sample_plain(logits, **numbers, mode=key.mode)
     inputs.append_tokens(chosen.token_ids, chosen.bad)
     return None
 
 
 class GraphTokens:
-    """Tokens that `run_padded` chose, for the first requests of a step. As execution/sampler.py's SampledTokens."""
+    """Tokens that `run_padded` chose, for the rows that were read. As execution/sampler.py's SampledTokens."""
 
     def __init__(self, sampled: Tensor) -> None:
         self._sampled = sampled  # [R] int32; -1: none

@@ -41,7 +41,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     memory,  # the rows: token ids, block tables of the groups, cross tables
     tables_start,  # where in `memory` they begin
     cross_start,
-    counts,  # of the step: requests, tokens
+    counts,  # of the step: requests, tokens, tokens to sample
     rows,  # [R] and so on: what the host says of each request
     num_computed,
     query_starts,  # [R + 1]
@@ -144,31 +144,33 @@ def prepare(
 
 @triton.jit
 def _append_tokens(  # type: ignore[no-untyped-def]
-    memory, counts, rows, seq_lens, token_ids, bad, results, max_model_len, BLOCK: tl.constexpr
+    memory, counts, rows, requests, seq_lens, token_ids, bad, results, max_model_len, BLOCK: tl.constexpr
 ):
-    requests = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_real = requests < tl.load(counts)
-    row = tl.load(rows + requests, mask=is_real, other=0).to(tl.int64)
-    position = tl.load(seq_lens + requests, mask=is_real, other=0)
-    token = tl.load(token_ids + requests, mask=is_real, other=0).to(tl.int32)
-    is_bad = tl.load(bad + requests, mask=is_real, other=0) != 0
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = places < tl.load(counts + 2)
+    request = tl.load(requests + places, mask=is_real, other=0)
+    row = tl.load(rows + request, mask=is_real, other=0).to(tl.int64)
+    position = tl.load(seq_lens + request, mask=is_real, other=0)
+    token = tl.load(token_ids + places, mask=is_real, other=0).to(tl.int32)
+    is_bad = tl.load(bad + places, mask=is_real, other=0) != 0
     tl.store(memory + row * max_model_len + position, token, mask=is_real & (position < max_model_len))
-    tl.store(results + requests, tl.where(is_bad, -1, token), mask=is_real)
+    tl.store(results + places, tl.where(is_bad, -1, token), mask=is_real)
 
 
 def append_tokens(
     memory: Tensor,
     counts: Tensor,
     rows: Tensor,
+    requests: Tensor,  # [padded]: of the step
     seq_lens: Tensor,
-    token_ids: Tensor,  # [padded requests]
+    token_ids: Tensor,  # [padded]
     bad: Tensor,
     results: Tensor,
     max_model_len: int,
 ) -> None:
-    """Write the token of each request of the step behind its last one, and to `results`; -1 there: it has none."""
+    """Write each token behind the last one of its request, and to `results`; -1 there: it has none."""
     grid = (triton.cdiv(len(token_ids), CELLS_OF_PROGRAM),)
     launch(
-        _append_tokens, grid, memory, counts, rows, seq_lens, token_ids, bad, results, max_model_len,
+        _append_tokens, grid, memory, counts, rows, requests, seq_lens, token_ids, bad, results, max_model_len,
         BLOCK=CELLS_OF_PROGRAM,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from ratoon.execution.pooling import PoolingBranches
 from ratoon.execution.prompt_logprobs import PromptLogprobsReader
 from ratoon.execution.readers import (
     ExecutedPass,
+    LogitsPass,
     LogitsReader,
     NextTokenReader,
     PendingOutput,
@@ -43,12 +44,15 @@ from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation, StepInputs
-from ratoon.models.base import FinalStates, LanguageModel, StreamObserver
+from ratoon.models.base import LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderDecoderLM
 
 if TYPE_CHECKING:
     from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
     from ratoon.execution.graphs import Capture, StepGraphs
+
+
+Executed = ExecutedPass | LogitsPass | SampledPass
 
 
 class ModelRunner:
@@ -105,7 +109,7 @@ class ModelRunner:
         else:
             self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
         self.num_computed_tokens = 0  # rows run through the model since the start
-        self._executed: list[ExecutedPass | SampledPass] = []  # what the first phase leaves for the second
+        self._executed: list[Executed] = []  # what the first phase leaves for the second
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
@@ -118,9 +122,9 @@ class ModelRunner:
         if plan.total_num_scheduled_tokens:
             self._executed.append(self._run_decoder(plan))
 
-    def _run_decoder(self, plan: SchedulerOutput) -> ExecutedPass | SampledPass:
+    def _run_decoder(self, plan: SchedulerOutput) -> Executed:
         rows, num_scheduled = self._batch(plan)
-        executed: ExecutedPass | SampledPass | None = None
+        executed: Executed | None = None
         if self.graphs is not None and not (plan.captures or plan.encoder_steps or self.pooling):
             size = self.graphs.size_for(plan.total_num_scheduled_tokens)
             if size is not None:
@@ -132,31 +136,61 @@ class ModelRunner:
 
     def _run_padded(
         self, plan: SchedulerOutput, rows: np.ndarray, num_scheduled: np.ndarray, size: int
-    ) -> ExecutedPass | SampledPass | None:
+    ) -> Executed | None:
         """Run a small step from fixed memory. None: it must run alone."""
-        from ratoon.execution.graphs import GraphKey, GraphTokens
+        from ratoon.execution.graphs import GraphKey, padded_read
 
         graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
         assert graphs is not None
         is_decode = len(rows) == plan.total_num_scheduled_tokens
-        if len(plan.sampled_req_ids) == len(rows) == plan.total_num_scheduled_tokens and not plan.fanout:
-            plain = self.sampler.plain_numbers(rows, self.input_batch.seeds[rows])
-            if plain is not None:
-                numbers, mode = plain
-                inputs.send(rows, num_scheduled, numbers=numbers)
-                graphs.run(GraphKey(size, is_decode, mode))
-                tokens = GraphTokens(inputs.sampled[: len(rows)])
-                return SampledPass(tokens, list(plan.num_scheduled_tokens), rows, self.input_batch, self.sampling_rows)
+        if is_decode and len(plan.sampled_req_ids) == len(rows) and not plan.fanout:
+            sampled = self._sample_padded(plan, rows, num_scheduled, np.arange(len(rows)), size, None)
+            if sampled is not None:
+                return sampled
         readers = self._readers(plan, StepLayout.of(plan, np.cumsum(num_scheduled)))
-        if any(isinstance(reader, PromptLogprobsReader) for reader in readers):
+        if not all(isinstance(reader, NextTokenReader) for reader in readers):
             return None
-        inputs.send(rows, num_scheduled)
-        states = graphs.run(GraphKey(size, is_decode, None))
-        assert states is not None
         wanted = rows_of(readers)
-        in_order = wanted == list(range(len(wanted)))
-        states = states[: len(wanted)] if in_order else states[indices_on(self.device, wanted)]
-        return ExecutedPass(FinalStates(states, states), readers)
+        every = is_decode and wanted == list(range(len(rows)))
+        num_read = None if every else padded_read(len(wanted), size)
+        if plan.sampled_req_ids and not (plan.fanout or plan.beam_steps):
+            place_of = {req_id: place for place, req_id in enumerate(plan.num_scheduled_tokens)}
+            requests = np.array([place_of[req_id] for req_id in plan.sampled_req_ids])
+            sampled = self._sample_padded(plan, rows, num_scheduled, requests, size, num_read)
+            if sampled is not None:
+                return sampled
+        inputs.send(rows, num_scheduled, read_rows=np.array(wanted, np.int64))
+        logits = graphs.run(GraphKey(size, is_decode, num_read, None))
+        assert logits is not None
+        return LogitsPass(logits[: len(wanted)], cast("list[NextTokenReader]", readers))
+
+    def _sample_padded(
+        self,
+        plan: SchedulerOutput,
+        rows: np.ndarray,
+        num_scheduled: np.ndarray,
+        requests: np.ndarray,
+        size: int,
+        num_read: int | None,
+    ) -> SampledPass | None:
+        """Run a small step that also chooses a token for each of these requests of it. None: the rules of a request ask
+        for more than that, or it wants log-probabilities."""
+        from ratoon.execution.graphs import GraphKey, GraphTokens
+
+        graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
+        assert graphs is not None
+        own = rows[requests]
+        plain = self.sampler.plain_numbers(own, self.input_batch.seeds[own])
+        if plain is None:
+            return None
+        numbers, mode = plain
+        read_rows = None if num_read is None else np.cumsum(num_scheduled)[requests] - 1
+        inputs.send(rows, num_scheduled, read_rows=read_rows, read_requests=requests, numbers=numbers)
+        graphs.run(GraphKey(size, len(rows) == plan.total_num_scheduled_tokens, num_read, mode))
+        names = list(plan.num_scheduled_tokens)
+        ids = [names[place] for place in requests.tolist()]
+        tokens = GraphTokens(inputs.sampled[: len(own)])
+        return SampledPass(tokens, ids, own, self.input_batch, self.sampling_rows)
 
     def _run_alone(self, plan: SchedulerOutput, inputs: StepInputs) -> ExecutedPass:
         """Run a step of any kind, from inputs of its own size."""

@@ -77,7 +77,9 @@ class NextTokenReader:
         self.rows = [row for reader in readers for row in reader.rows]
 
     def read(self, states: FinalStates, output: ModelRunnerOutput) -> Finish | None:
-        logits = self._compute_logits(states.normed)
+        return self.read_logits(self._compute_logits(states.normed), output)
+
+    def read_logits(self, logits: Tensor, output: ModelRunnerOutput) -> Finish | None:
         parts = logits.split([len(reader.rows) for reader in self._readers])
         return join([reader.read_logits(part, output) for reader, part in zip(self._readers, parts)])
 
@@ -112,6 +114,17 @@ class ExecutedPass:
             parts.append(reader.read(self.states.select(slice(start, end)), output))
             start = end
         return join(parts)
+
+
+@dataclass(slots=True)
+class LogitsPass:
+    """A forward pass that ended with the logits [R, V] of its reader's rows. As ExecutedPass."""
+
+    logits: Tensor
+    readers: Sequence[NextTokenReader]  # one, or none if nothing is read
+
+    def read(self, output: ModelRunnerOutput) -> Finish | None:
+        return join([reader.read_logits(self.logits, output) for reader in self.readers])
 
 
 class PendingOutput:

@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.execution import graphs
-from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes
+from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes, padded_read
 from ratoon.layers.sampling import Mode
 from tests.triton_interpreter import repair_interpreter
 from tests.unit.execution.test_model_runner import (
@@ -53,7 +54,12 @@ def test_sizes_rise_and_reach_what_is_asked_for() -> None:
     assert sizes == sorted(set(sizes)) and all(b / a <= 1.25 for a, b in pairwise(sizes) if a >= 32)
 
 
-KEY, OTHER_KEY = GraphKey(8, True, Mode.GREEDY), GraphKey(8, False, None)
+def test_rows_that_are_read_are_padded_to_few_numbers() -> None:
+    assert [padded_read(count, 64) for count in (0, 1, 2, 8, 9, 33, 64)] == [0, 1, 8, 8, 32, 64, 64]
+    assert padded_read(3, 4) == 4 and padded_read(129, 512) == 512
+
+
+KEY, OTHER_KEY = GraphKey(8, True, None, Mode.GREEDY), GraphKey(8, False, 1, None)
 
 
 def make_graphs(capture: Callable[..., Any]) -> tuple[StepGraphs, list[GraphKey]]:
@@ -150,9 +156,9 @@ def test_padded_steps_give_the_tokens_of_the_model(backend: str) -> None:
         found = [token_of(output, name) for output in outputs if name in output.req_ids]
         assert found == oracle_greedy(TWO_GROUPS, tokens, 4 if name == "a" else 7)
     assert keys == [
-        GraphKey(64, False, None),
-        *[GraphKey(4, True, Mode.GREEDY)] * 3,
-        *[GraphKey(2, True, Mode.GREEDY)] * 3,
+        GraphKey(64, False, 8, Mode.GREEDY),
+        *[GraphKey(4, True, None, Mode.GREEDY)] * 3,
+        *[GraphKey(2, True, None, Mode.GREEDY)] * 3,
     ]
     assert driver.runner.num_computed_tokens == 63 + 9 + 6
 
@@ -174,7 +180,29 @@ def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_bac
     outputs += [driver.step(known={"b": 2 + i, "a": 3 + i}) for i in range(2)]
     for name, tokens in prompts.items():
         assert [token_of(output, name) for output in outputs] == oracle_greedy(LLAMA, tokens, 3)
-    assert keys == [GraphKey(8, False, None), *[GraphKey(2, True, Mode.GREEDY)] * 2]
+    assert keys == [GraphKey(8, False, 8, Mode.GREEDY), *[GraphKey(2, True, None, Mode.GREEDY)] * 2]
+
+
+@interpreted
+def test_only_the_rows_that_are_read_are_sampled_in_a_padded_step() -> None:
+    """A prompt in two parts beside branches that decode; then all get tokens, in another order."""
+    driver, keys = padded_driver()
+    driver.step(new=[driver.new("a", OTHER, 1), driver.new("b", OTHER[:9], 5)])
+    long = driver.new("long", PROMPT, 9)
+    mixed = driver.step(
+        new=[long], known={"b": 9, "a": len(OTHER)}, counts={"long": 20, "b": 1, "a": 1}, sampled=["a", "b"]
+    )
+    assert mixed.req_ids == ["a", "b"]
+    assert driver.step(known={"long": 20}, counts={"long": 10}, sampled=[]) == ModelRunnerOutput()
+    last = driver.step(
+        known={"a": len(OTHER) + 1, "long": 30, "b": 10}, counts={"a": 1, "long": 7, "b": 1}, sampled=["long", "b", "a"]
+    )
+    for name, tokens in {"a": OTHER, "b": OTHER[:9]}.items():
+        assert [token_of(output, name) for output in (mixed, last)] == oracle_greedy(LLAMA, tokens, 3)[1:]
+    assert token_of(last, "long") == oracle_greedy(LLAMA, PROMPT, 1)[0]
+    assert keys[1:] == [
+        GraphKey(24, False, 8, Mode.GREEDY), GraphKey(16, False, 0, None), GraphKey(16, False, 8, Mode.GREEDY)
+    ]  # fmt: skip
 
 
 PARAMS = {
@@ -231,7 +259,7 @@ def test_a_branch_whose_logits_are_nan_fails_alone_in_a_padded_step() -> None:
     bad = driver.new("bad", [*OTHER, NAN_TOKEN], 6, computed=0)
     driver.step(new=[driver.new("a", PROMPT, 1), bad], counts={"a": len(PROMPT), "bad": len(OTHER)}, sampled=["a"])
     output = driver.step(known={"a": len(PROMPT), "bad": len(OTHER)})
-    assert keys[-1] == GraphKey(2, True, Mode.GREEDY)
+    assert keys[-1] == GraphKey(2, True, None, Mode.GREEDY)
     assert set(output.errors) == {"bad"} and output.req_ids == ["a"]
     assert token_of(output, "a") == oracle_greedy(LLAMA, PROMPT, 2)[1]
 

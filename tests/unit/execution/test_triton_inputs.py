@@ -177,7 +177,7 @@ def test_tokens_of_padding_are_not_written() -> None:
     rows.add(new_branch("a", [5, 6], [[3]], computed=1))
     rows.add(new_branch("b", [7], [[4]]))
     inputs = make_inputs(rows, max_padded=4)
-    inputs.send(np.array([1, 0]), np.array([1, 1]))
+    inputs.send(np.array([1, 0]), np.array([1, 1]), read_requests=np.array([0, 1]))
     inputs.compute(4, 4, 1)
     before = inputs.resident.memory.clone()
     inputs.sampled.fill_(-7)
