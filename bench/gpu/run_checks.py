@@ -23,7 +23,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PYTEST = ("-m", "pytest", "-q", "-p", "no:schemathesis", "--durations=5")
 KERNEL_TESTS = "test_triton_*.py"  # under tests/unit: elsewhere they run under Triton's interpreter
-MICRO = ("attention", "ops", "decode", "sampling", "inputs")
+MICRO = ("attention", "ops", "decode", "sampling", "inputs", "swap")
 SHOWN_LINES = 25
 
 

@@ -1,5 +1,5 @@
-"""A Triton kernel that copies blocks of the KV cache: in all tensors at once, within the device's memory or between it
-and pinned host memory. Imported on CUDA only."""
+"""A Triton kernel that copies blocks of the KV cache, in all tensors at once, within the device's memory. Imported on
+CUDA only."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ WORDS_OF_PROGRAM = 1024
 
 
 class Pages:
-    """Tensors [blocks, words] of int64, and a table of their addresses on the device."""
+    """Tensors [blocks, words] of int64, each of whose rows is contiguous, and a table of them on the device."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self.tensors = list(tensors)  # the addresses stay valid
         self.max_words = max((tensor.shape[1] for tensor in tensors), default=0)
-        table = np.array([[tensor.data_ptr(), tensor.shape[1]] for tensor in tensors], np.int64)
+        table = np.array([[tensor.data_ptr(), tensor.shape[1], tensor.stride(0)] for tensor in tensors], np.int64)
         self.table = to_device(table, device)
 
 
 def copy_blocks(source: Pages, target: Pages, blocks: Sequence[tuple[int, int]]) -> None:
-    """Copy each block (from, to) in all tensors. No block may be both copied and written to."""
+    """Copy each block (from, to) in all tensors, on the current stream. No block may be both copied and written to."""
     if not blocks:
         return
     pairs = to_device(np.array(blocks, np.int64), source.table.device)
@@ -40,9 +40,11 @@ def copy_blocks(source: Pages, target: Pages, blocks: Sequence[tuple[int, int]])
 @triton.jit
 def _copy_blocks(sources, targets, pairs, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     pair, tensor, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_words = tl.load(sources + 2 * tensor + 1)
-    source = tl.load(sources + 2 * tensor).to(tl.pointer_type(tl.int64)) + tl.load(pairs + 2 * pair) * num_words
-    target = tl.load(targets + 2 * tensor).to(tl.pointer_type(tl.int64)) + tl.load(pairs + 2 * pair + 1) * num_words
+    num_words = tl.load(sources + 3 * tensor + 1)
+    source_row = tl.load(pairs + 2 * pair) * tl.load(sources + 3 * tensor + 2)
+    target_row = tl.load(pairs + 2 * pair + 1) * tl.load(targets + 3 * tensor + 2)
+    source = tl.load(sources + 3 * tensor).to(tl.pointer_type(tl.int64)) + source_row
+    target = tl.load(targets + 3 * tensor).to(tl.pointer_type(tl.int64)) + target_row
     words = part * NUM_WORDS + tl.arange(0, NUM_WORDS)
     inside = words < num_words
     tl.store(target + words, tl.load(source + words, mask=inside, other=0), mask=inside)

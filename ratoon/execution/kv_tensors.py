@@ -17,9 +17,13 @@ from ratoon.execution.buffers import indices_on
 
 if TYPE_CHECKING:
     from ratoon.execution.block_kernels import Pages
+    from ratoon.execution.block_swaps import BlockSwaps
 
-HOST = torch.device("cpu")
 WORD = torch.int64  # the unit of block copies, for any dtype: pages are whole numbers of words
+
+# Of the buffer on a GPU through which swapped blocks pass, and of each part of it that is filled and emptied on its own
+STAGING_BYTES = 256 * 2**20
+STAGING_SLOT_BYTES = 64 * 2**20
 
 
 class KVTensors:
@@ -34,8 +38,9 @@ class KVTensors:
         self._layout = lay_out_pages(config.all_groups)
         self._device = device
         self._tensors: list[torch.Tensor] = []  # [blocks, words]
-        self._host_tensors: list[torch.Tensor] = []  # the same in host memory, for swapped-out blocks
-        self._pages: tuple[Pages, Pages] | None = None  # both, for the kernel that copies blocks on CUDA
+        self._host_tensors: list[torch.Tensor] = []  # the same, for swapped-out blocks on a CPU
+        self._pages: Pages | None = None  # for the kernel that copies blocks on CUDA
+        self._swaps: BlockSwaps | None = None  # for swapped-out blocks on CUDA
         self.allocate()
 
     @property
@@ -46,9 +51,10 @@ class KVTensors:
         config, widths = self._config, self._layout.tensor_bytes
         try:
             self._tensors = [make_rows(config.num_blocks, width, self._device) for width in widths]
-            if config.num_host_blocks:  # block 0 is not used there either
-                pinned = self._device.type == "cuda"
-                self._host_tensors = [make_rows(config.num_host_blocks + 1, width, HOST, pinned) for width in widths]
+            if self._device.type == "cuda":
+                self._use_kernel()
+            elif config.num_host_blocks:  # block 0 is not used there either
+                self._host_tensors = [make_rows(config.num_host_blocks + 1, width, self._device) for width in widths]
         except (RuntimeError, MemoryError) as error:  # torch's and numpy's out-of-memory errors
             wanted = config.num_blocks * config.bytes_per_block
             raise ConfigError(
@@ -56,22 +62,37 @@ class KVTensors:
                 f"{config.num_blocks} blocks of {config.bytes_per_block:,} bytes ({wanted / 2**30:.1f} GiB) don't fit",
                 "lower num_blocks, kv_memory or kv_memory_fraction",
             ) from error
-        if self._device.type == "cuda":
-            from ratoon.execution.block_kernels import Pages
-
-            self._pages = Pages(self._tensors, self._device), Pages(self._host_tensors, self._device)
         for number, (group, places) in enumerate(zip(config.all_groups, self._layout.places, strict=True)):
             caches = self.of_cross_layer if group is config.cross else self.of_layer
             for layer, (tensor, start) in zip(group.layers, places, strict=True):
                 caches[layer] = view_pages(self._tensors[tensor], start, group.spec, self.backends[number])
 
+    def _use_kernel(self) -> None:
+        from ratoon.execution.block_kernels import Pages
+        from ratoon.execution.block_swaps import BlockSwaps, CudaCopyStream, pinned_rows
+
+        config = self._config
+        self._pages = Pages(self._tensors, self._device)
+        if config.num_host_blocks:
+            num_words = config.bytes_per_block // WORD.itemsize
+            num_staged, slot_size = staging_size(config.bytes_per_block, config.num_host_blocks)
+            staging = torch.empty((num_staged, num_words), dtype=WORD, device=self._device)
+            host = pinned_rows(config.num_host_blocks + 1, num_words)
+            self._swaps = BlockSwaps(self._pages, host, staging, slot_size, CudaCopyStream(self._device))
+
     def release(self) -> None:
         """Free the memory. The content of all blocks is lost, and nothing may run before `allocate`."""
+        if self._swaps is not None:
+            self._swaps.drain()
         self._tensors = []
         self._host_tensors = []
-        self._pages = None
+        self._pages = self._swaps = None
         self.of_layer.clear()
         self.of_cross_layer.clear()
+
+    def measure_swaps(self) -> float | None:
+        """Seconds to copy a block to the host and back. None: it is not known."""
+        return None if self._swaps is None else self._swaps.measure()
 
     def move_blocks(self, plan: SchedulerOutput) -> None:
         """Swap out, copy on write and swap in, in all layers and in the plan's order. All sources of copies are read
@@ -79,8 +100,8 @@ class KVTensors:
         copies = plan.block_copies
         if not (copies or plan.swapped_out or plan.swapped_in):
             return
-        if self._pages is not None and not {copy.src for copy in copies} & {copy.dst for copy in copies}:
-            self._move_by_kernel(plan, *self._pages)
+        if self._pages is not None:
+            self._move_by_kernel(plan, self._pages)
             return
         device = self._tensors[0].device
         sources = indices_on(device, [copy.src for copy in copies])
@@ -93,14 +114,31 @@ class KVTensors:
                 tensor[block].copy_(self._host_tensors[index][host_block], non_blocking=True)
             tensor.index_copy_(0, targets, content)
 
-    def _move_by_kernel(self, plan: SchedulerOutput, pages: Pages, host_pages: Pages) -> None:
-        """The same on CUDA, where no block is both copied and written to: in the order of the stream, without
-        waiting."""
+    def _move_by_kernel(self, plan: SchedulerOutput, pages: Pages) -> None:
+        """The same on CUDA, without waiting. Copies can go before swaps in: no block is the target of both."""
         from ratoon.execution.block_kernels import copy_blocks
 
-        copy_blocks(pages, host_pages, plan.swapped_out)
-        copy_blocks(pages, pages, [(copy.src, copy.dst) for copy in plan.block_copies])
-        copy_blocks(host_pages, pages, plan.swapped_in)
+        copies = [(copy.src, copy.dst) for copy in plan.block_copies]
+        if plan.swapped_out:
+            assert self._swaps is not None
+            self._swaps.save(plan.swapped_out)
+        if {source for source, _ in copies}.isdisjoint(target for _, target in copies):
+            copy_blocks(pages, pages, copies)
+        else:  # the kernel reads and writes in no order
+            sources = indices_on(self._device, [source for source, _ in copies])
+            targets = indices_on(self._device, [target for _, target in copies])
+            for tensor in self._tensors:
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+        if plan.swapped_in:
+            assert self._swaps is not None
+            self._swaps.restore(plan.swapped_in)
+
+
+def staging_size(block_bytes: int, num_host_blocks: int) -> tuple[int, int]:
+    """Blocks of the staging buffer, and of each of its parts."""
+    slot_size = max(1, min(STAGING_SLOT_BYTES // block_bytes, num_host_blocks))
+    num_slots = max(2, min(STAGING_BYTES // block_bytes, num_host_blocks) // slot_size)
+    return num_slots * slot_size, slot_size
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -108,12 +146,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def make_rows(num_rows: int, row_bytes: int, device: torch.device, pinned: bool = False) -> torch.Tensor:
+def make_rows(num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
     """[rows, words] of zeros, so that memory never written holds no NaN. On a CPU by numpy, which leaves the pages
-    uncommitted: torch would write them all. `pinned`: in host memory that a CUDA device can access."""
+    uncommitted: torch would write them all."""
     shape = (num_rows, row_bytes // WORD.itemsize)
-    if device.type != "cpu" or pinned:
-        return torch.zeros(shape, dtype=WORD, device=device, pin_memory=pinned)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=WORD, device=device)
     return torch.from_numpy(np.zeros(shape, np.int64))
 
 

@@ -4,6 +4,7 @@ under Triton's interpreter."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, group_layers
 from ratoon.core.plan import BlockCopy, SchedulerOutput
 from ratoon.execution.block_kernels import Pages, copy_blocks
-from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.block_swaps import BlockSwaps, CopyStream, CudaCopyStream, runs_of, split_rows
+from ratoon.execution.kv_tensors import KVTensors, staging_size
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -33,16 +35,79 @@ def test_blocks_of_all_tensors_are_copied_and_no_others(widths: list[int]) -> No
         assert not after[[0, 2, 4, 5, 6, 7]].any()
 
 
-def make_kv(with_kernel: bool) -> KVTensors:
+class EagerStream:
+    """Copies run as soon as they are submitted: a stream beside an idle device."""
+
+    def mark(self) -> None:
+        pass
+
+    def submit(self, copy: Callable[[], None], after: object = None) -> object:
+        copy()
+        return None
+
+    def wait(self, end: object) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+
+class LazyStream(EagerStream):
+    """Copies run when they are waited for, the latest that is allowed."""
+
+    def __init__(self) -> None:
+        self._copies: list[Callable[[], None]] = []
+        self._num_done = 0
+
+    def submit(self, copy: Callable[[], None], after: object = None) -> int:
+        self._copies.append(copy)
+        return len(self._copies)
+
+    def wait(self, end: object) -> None:
+        assert isinstance(end, int)
+        for copy in self._copies[self._num_done : end]:
+            copy()
+        self._num_done = max(self._num_done, end)
+
+    def drain(self) -> None:
+        self.wait(len(self._copies))
+
+
+def make_kv(stream: CopyStream | None = None, num_host_blocks: int = 5) -> KVTensors:
+    """With the kernel and this stream for swaps, or without both."""
     specs = [FullAttentionSpec(4, 2, 8, "float32"), SlidingWindowSpec(4, 1, 8, "float32", 6)]
     groups = group_layers(specs)
-    config = KVCacheConfig(num_blocks=12, block_size=4, groups=groups, num_host_blocks=5)
+    config = KVCacheConfig(num_blocks=12, block_size=4, groups=groups, num_host_blocks=num_host_blocks)
     kv = KVTensors(config, [TorchReferenceBackend()] * len(groups), DEVICE)
-    if with_kernel and kv._pages is None:
-        kv._pages = Pages(kv._tensors, DEVICE), Pages(kv._host_tensors, DEVICE)
-    elif not with_kernel:
-        kv._pages = None
+    widths = [tensor.shape[1] for tensor in kv._tensors]
+    host = torch.zeros(num_host_blocks + 1, sum(widths), dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
+    kv._host_tensors = split_rows(host, widths)
+    kv._pages = kv._swaps = None
+    if stream is not None:
+        kv._pages = Pages(kv._tensors, DEVICE)
+        staging = torch.zeros(4, sum(widths), dtype=torch.int64, device=DEVICE)
+        kv._swaps = BlockSwaps(kv._pages, host, staging, 2, stream)
     return kv
+
+
+def streams() -> list[CopyStream]:
+    return [EagerStream(), LazyStream()] + ([CudaCopyStream(DEVICE)] if DEVICE.type == "cuda" else [])
+
+
+def content_after(kv: KVTensors, plans: Sequence[SchedulerOutput], written: Sequence[int] = ()) -> list[torch.Tensor]:
+    """Of all blocks, on the device and on the host. After every plan, its step writes to these blocks."""
+    for number, tensor in enumerate(kv._tensors + kv._host_tensors):
+        generator = torch.Generator().manual_seed(number)
+        tensor.copy_(torch.randint(0, 2**40, tensor.shape, generator=generator))
+    for number, plan in enumerate(plans):
+        kv.move_blocks(plan)
+        for tensor in kv._tensors:
+            tensor[list(written)] = number
+    if kv._swaps is not None:
+        kv._swaps.drain()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return [tensor.cpu() for tensor in kv._tensors + kv._host_tensors]
 
 
 @pytest.mark.parametrize(
@@ -57,14 +122,48 @@ def make_kv(with_kernel: bool) -> KVTensors:
     ],
 )
 def test_a_plan_moves_blocks_as_without_the_kernel(plan: SchedulerOutput) -> None:
-    contents = []
-    for with_kernel in (False, True):
-        kv = make_kv(with_kernel)
-        for number, tensor in enumerate(kv._tensors + kv._host_tensors):
-            generator = torch.Generator().manual_seed(number)
-            tensor.copy_(torch.randint(0, 2**40, tensor.shape, generator=generator))
-        kv.move_blocks(plan)
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        contents.append([tensor.cpu() for tensor in kv._tensors + kv._host_tensors])
-    assert all(ours.equal(theirs) for ours, theirs in zip(*contents))
+    expected = content_after(make_kv(), [plan])
+    for stream in streams():
+        found = content_after(make_kv(stream), [plan])
+        assert all(ours.equal(theirs) for ours, theirs in zip(found, expected)), stream
+
+
+def test_swaps_of_many_steps_read_what_the_plan_means_whenever_the_copies_run() -> None:
+    """More blocks than the staging buffer has; blocks that a step overwrites at once; host blocks that are read, and
+    written again, while earlier copies may not have run."""
+    plans = [
+        SchedulerOutput(swapped_out=[(number, 8 - number) for number in range(1, 8)]),
+        SchedulerOutput(),
+        SchedulerOutput(swapped_in=[(3, 9), (7, 10)], swapped_out=[(8, 8)]),
+        SchedulerOutput(swapped_out=[(9, 3), (1, 7), (10, 1)], block_copies=[BlockCopy("a", 0, 0, 10, 11)]),
+        SchedulerOutput(swapped_in=[(number, 12 - number) for number in range(8, 1, -1)]),
+        SchedulerOutput(swapped_in=[(8, 4), (3, 5), (1, 6), (7, 9), (2, 8)], swapped_out=[(11, 4), (10, 5)]),
+        SchedulerOutput(swapped_in=[(4, 1), (5, 2)]),
+    ]
+    expected = content_after(make_kv(num_host_blocks=9), plans, written=[1, 2, 3])
+    for stream in streams():
+        found = content_after(make_kv(stream, num_host_blocks=9), plans, written=[1, 2, 3])
+        assert all(ours.equal(theirs) for ours, theirs in zip(found, expected)), stream
+
+
+def test_a_step_that_swaps_out_waits_for_no_copy_while_the_staging_buffer_has_room() -> None:
+    stream = LazyStream()
+    kv = make_kv(stream)
+    kv.move_blocks(SchedulerOutput(swapped_out=[(1, 1), (2, 2), (3, 3), (4, 4)]))
+    assert stream._num_done == 0 and len(stream._copies) == 2
+    kv.move_blocks(SchedulerOutput(swapped_out=[(5, 5)]))
+    assert stream._num_done == 1, "the first part of the buffer is used again"
+
+
+def test_neighbours_are_copied_together() -> None:
+    assert runs_of([4, 5, 6, 9, 10], [1, 2, 3, 4, 5]) == [(4, 1, 3), (9, 4, 2)]
+    assert runs_of([4, 5], [7, 6]) == [(4, 7, 1), (5, 6, 1)]
+    assert runs_of([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "num_host_blocks", "expected"),
+    [(2**21, 5000, (128, 32)), (2**21, 70, (64, 32)), (2**21, 3, (6, 3)), (2**26, 100, (4, 1)), (2**30, 10, (2, 1))],
+)
+def test_the_staging_buffer_is_bounded(block_bytes: int, num_host_blocks: int, expected: tuple[int, int]) -> None:
+    assert staging_size(block_bytes, num_host_blocks) == expected
