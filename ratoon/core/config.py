@@ -163,6 +163,12 @@ class CacheConfig:
         name="swap_memory",
         size=True,
     )
+    preemption_mode: str = setting(
+        "auto",
+        "what becomes of a preempted sequence if there is swap_memory: swap, recompute, or auto: whichever takes less "
+        "time, by what was measured at start-up; on a CPU nothing is measured, and auto is swap",
+        one_of("auto", "swap", "recompute"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,13 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
         return bytes_per_block(self.all_groups)
 
 
+class SwapCosts(msgspec.Struct, frozen=True):
+    """What the memory of a preempted sequence costs on this device: seconds, measured at start-up."""
+
+    block: float  # to copy one to the host and back
+    token: float  # to compute one again
+
+
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     """Layers with equal specs form a group; groups are ordered by their first layer."""
     layers_by_spec: dict[KVCacheSpec, list[int]] = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
+
 from ratoon.core.config import EngineConfig, fit_to_model
 from ratoon.engine.core import EngineCore
 from ratoon.models.source import ModelSource
@@ -46,6 +48,8 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "weight_formats": facts.weight_formats,
         "kv_bytes": facts.kv_bytes,
         "step_bytes": facts.step_bytes,
+        "swap_bytes": kv.num_host_blocks * kv.bytes_per_block,
+        "swap_costs": None if facts.swap_costs is None else msgspec.to_builtins(facts.swap_costs),
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
         "num_blocks": kv.num_blocks,
         "block_size": kv.block_size,

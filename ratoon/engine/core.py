@@ -37,7 +37,9 @@ class EngineCore:
         self.config = config
         self.executor = executor
         facts = executor.facts
-        self.scheduler = Scheduler(config.scheduler, config.cache, facts.kv_config, facts.max_model_len)
+        self.scheduler = Scheduler(
+            config.scheduler, config.cache, facts.kv_config, facts.max_model_len, facts.swap_costs
+        )
         self._clock = clock
         self._max_in_flight = config.scheduler.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()  # the oldest first

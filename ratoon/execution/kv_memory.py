@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,7 @@ from ratoon.core.kv import KVCacheConfig, bytes_per_block
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.execution.geometry import Geometry
+from ratoon.execution.kv_tensors import staging_size
 
 if TYPE_CHECKING:
     from ratoon.execution.model_runner import ModelRunner
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 # Defaults: a GPU is normally the engine's alone, host memory is shared with other processes.
 KV_FRACTION = {"cuda": 0.85, "cpu": 0.4}
 CPU_KV_LIMIT = 4 * 2**30
+PROMPT_TOKENS = 2048  # of the prompt by which the speed of computing prompts is measured, at most
 
 
 def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device, step_bytes: int = 0) -> KVCacheConfig:
@@ -28,6 +32,9 @@ def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device, 
     `step_bytes`."""
     groups, cross = geometry.groups, geometry.cross
     price = bytes_per_block(groups if cross is None else (*groups, cross))
+    num_host_blocks = 0 if cache.preemption_mode == "recompute" else cache.swap_bytes // price
+    if num_host_blocks and device.type == "cuda":
+        step_bytes += staging_size(price, num_host_blocks)[0] * price
     num_blocks = cache.num_blocks
     if num_blocks is None:
         memory = max(0, _kv_bytes(cache, device, step_bytes))
@@ -39,7 +46,7 @@ def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device, 
                 f"{memory:,} bytes for keys and values{beside} hold {num_blocks} blocks of {price:,} bytes",
                 f"at least 2 blocks are needed: {2 * price:,} bytes",
             )
-    return KVCacheConfig(num_blocks, cache.block_size, groups, cross, cache.swap_bytes // price)
+    return KVCacheConfig(num_blocks, cache.block_size, groups, cross, num_host_blocks)
 
 
 def _kv_bytes(cache: CacheConfig, device: torch.device, step_bytes: int) -> int:
@@ -136,6 +143,13 @@ def largest_step(scheduler: SchedulerConfig, block_size: int, num_groups: int, m
     return plan
 
 
+def one_prompt(scheduler: SchedulerConfig, block_size: int, num_groups: int, max_model_len: int) -> SchedulerOutput:
+    """A plan of one prompt that fills the token budget, up to PROMPT_TOKENS."""
+    num_tokens = min(scheduler.max_num_batched_tokens, PROMPT_TOKENS)
+    alone = replace(scheduler, max_num_batched_tokens=num_tokens, max_num_seqs=1)
+    return largest_step(alone, block_size, num_groups, max_model_len)
+
+
 def num_blocks_of(plan: SchedulerOutput) -> int:
     """Blocks that a plan of new requests writes to, and the null block."""
     return 1 + sum(len(table) for new in plan.scheduled_new_reqs for table in new.block_ids)
@@ -165,3 +179,20 @@ def measure_step(
     gc.collect()
     torch.cuda.empty_cache()
     return max(0, peak)
+
+
+def measure_prefill(plan: SchedulerOutput, make_runner: Callable[[], ModelRunner], device: torch.device) -> float:
+    """Seconds that a token of this plan takes. It is run twice: the first time compiles kernels. The runner is gone
+    afterwards."""
+    runner, seconds = make_runner(), 0.0
+    for _ in range(2):
+        begin = time.perf_counter()
+        runner.execute_model(plan)
+        runner.sample_tokens()
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begin
+        plan.finished_req_ids = list(plan.num_scheduled_tokens)
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return seconds / plan.total_num_scheduled_tokens

@@ -17,7 +17,7 @@ import torch
 
 from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
 from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
-from ratoon.core.kv import KVCacheConfig
+from ratoon.core.kv import KVCacheConfig, SwapCosts
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.devices import gpu_name, resolve_device, resolve_dtype, use_device
@@ -27,8 +27,10 @@ from ratoon.execution.kv_memory import (
     free_memory,
     gib,
     largest_step,
+    measure_prefill,
     measure_step,
     num_blocks_of,
+    one_prompt,
     sizes_by_memory,
     verify_longest_sequence,
 )
@@ -72,6 +74,7 @@ class WorkerFacts:
     # What the weights are in memory: format, num_weights, num_bytes, product
     weight_formats: list[dict[str, Any]] = field(default_factory=list)
     step_bytes: int = 0  # what the largest step needs beside both; measured on a GPU, unless the pool's size is set
+    swap_costs: SwapCosts | None = None  # measured on a GPU, where preempted sequences may be swapped out
 
 
 class Worker:
@@ -122,18 +125,32 @@ class Worker:
                 capture=choose_capture(config, device, geometry),
             )
 
-        step_bytes = 0
-        if device.type == "cuda" and sizes_by_memory(config.cache) and model_config.causal and not model_config.encoder:
+        def probe_for(plan: SchedulerOutput) -> KVCacheConfig:
+            return KVCacheConfig(num_blocks_of(plan), config.cache.block_size, geometry.groups)
+
+        step_bytes, token_seconds = 0, None
+        can_probe = device.type == "cuda" and model_config.causal and not model_config.encoder
+        if can_probe and sizes_by_memory(config.cache):
             with timer.phase("measure the largest step"):
                 plan = largest_step(config.scheduler, config.cache.block_size, len(geometry.groups), max_model_len)
-                probe = KVCacheConfig(num_blocks_of(plan), config.cache.block_size, geometry.groups)
+                probe = probe_for(plan)
                 kv_bytes = probe.num_blocks * probe.bytes_per_block
                 step_bytes = measure_step(plan, kv_bytes, lambda: make_runner(probe), device)
+        if can_probe and config.cache.swap_bytes and config.cache.preemption_mode == "auto":
+            with timer.phase("measure a prompt"):
+                plan = one_prompt(config.scheduler, config.cache.block_size, len(geometry.groups), max_model_len)
+                token_seconds = measure_prefill(plan, lambda: make_runner(probe_for(plan)), device)
         with timer.phase("allocate the KV cache"):
             kv_config = cut_kv_memory(config.cache, geometry, device, step_bytes)
             if device.type == "cuda":
                 verify_longest_sequence(kv_config, config.cache, max_model_len)
             self.runner = make_runner(kv_config)
+        swap_costs = None
+        block_seconds = None if token_seconds is None else self.runner.kv.measure_swaps()
+        if token_seconds is not None and block_seconds is not None:
+            swap_costs = SwapCosts(block_seconds, token_seconds)
+            speed = 2 * kv_config.bytes_per_block / block_seconds / 1e9
+            logger.info("swapping moves %.1f GB/s, prompts are computed at %.0f tokens/s", speed, 1 / token_seconds)
         weight_formats = describe_weights(ops, num_weights, dtype)
         self.facts = WorkerFacts(
             kv_config=kv_config,
@@ -147,6 +164,7 @@ class Worker:
             weight_formats=weight_formats,
             kv_bytes=kv_config.num_blocks * kv_config.bytes_per_block,
             step_bytes=step_bytes,
+            swap_costs=swap_costs,
         )
 
     def enter_thread(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ratoon.core.encoder import EncoderInput
-from ratoon.core.kv import KVCacheConfig
+from ratoon.core.kv import NULL_BLOCK, KVCacheConfig
 from ratoon.core.plan import BlockCopy, BlockIds, BlockSwap, SchedulerOutput
 from ratoon.core.stats import PrefixCacheStats
 from ratoon.memory.block_pool import Block, BlockPool
@@ -345,6 +345,22 @@ class KVCacheManager:
         self.cross_tables.release(branch)
         self._free_tables(branch)
         return True
+
+    def num_blocks_to_swap_out(self, branch: TokenSequence, tails: Sequence[Tables] = ()) -> int:
+        """Blocks that a sequence and its beams hold, without a cross table."""
+        every = {block.block_id for tables in (branch.block_tables, *tails) for table in tables for block in table}
+        return len(every - {NULL_BLOCK})
+
+    def num_tokens_to_recompute(self, branch: TokenSequence) -> int:
+        """Computed tokens that are lost if a sequence is freed: without those that others hold too, in blocks that the
+        prefix cache finds."""
+        num_shared = 0
+        if self.enable_caching:
+            for entries in zip(*branch.block_tables):
+                if not all(block.ref_cnt > 1 and block.block_hash is not None for block in entries):
+                    break
+                num_shared += self.block_size
+        return max(branch.num_computed_tokens - num_shared, 0)
 
     def num_blocks_to_swap_in(self, branch: TokenSequence, num_tokens: int = 0) -> int:
         """Device blocks needed to swap a sequence in, and to go on to `num_tokens`. With sliding windows, which free

@@ -14,6 +14,7 @@ from ratoon.core.params import BeamSearchParams, RequestOutputKind
 from ratoon.core.plan import BeamStep, BlockIds, SchedulerOutput
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
+from ratoon.memory.swap import Tables
 from ratoon.memory.tails import BeamTails, KeptTail, tail_blocks
 from ratoon.scheduling.beams import BeamSearch
 from ratoon.scheduling.branch import Branch
@@ -182,6 +183,16 @@ class BeamGroup(Task):
     def is_on_host(self, kv_cache: KVCacheManager) -> bool:
         """Whether the beams are swapped out with their trunk. Do not cache the answer: their host copy may be lost."""
         return kv_cache.num_tail_tokens_on_host(self.trunk) > 0
+
+    def tails(self) -> list[Tables]:
+        return [] if self._tails is None else self._tails.tables()
+
+    @property
+    def num_tail_tokens(self) -> int:
+        if self._tails is None:
+            return 0
+        num_of_each = self._tails.num_computed_tokens - self._num_unwritten_tokens - self.trunk.num_tokens
+        return len(self._tails) * num_of_each
 
     def swap_out(self) -> bool:
         """Move the trunk and the beams to the host. Kept memory of finished texts is freed. False: not enough host

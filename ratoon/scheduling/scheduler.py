@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from ratoon.core.config import CacheConfig, SchedulerConfig
-from ratoon.core.kv import KVCacheConfig
+from ratoon.core.kv import KVCacheConfig, SwapCosts
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.readings import reading_id
@@ -34,12 +34,13 @@ class Scheduler:
         cache_config: CacheConfig,
         kv_config: KVCacheConfig,
         max_model_len: int,
+        swap_costs: SwapCosts | None = None,
     ) -> None:
         self.config = scheduler_config
         self.max_model_len = max_model_len
         self.kv_cache = KVCacheManager(kv_config, max_model_len, cache_config.enable_prefix_caching)
         self.leases = LeaseTable(self.kv_cache, int(self.kv_cache.num_usable_blocks * cache_config.lease_fraction))
-        self.state = SchedulerState(scheduler_config, self.kv_cache, self.leases)
+        self.state = SchedulerState(scheduler_config, self.kv_cache, self.leases, swap_costs)
         beginnings, self.preemption = Beginnings(self.state), Preemption(self.state)
         self.kinds = Kinds(self.state, beginnings, self.preemption)
         self.planner = StepPlanner(self.state, self.kinds, beginnings, self.preemption)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 from ratoon.core.config import SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import RequestError
+from ratoon.core.kv import SwapCosts
 from ratoon.core.messages import Fault
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.readings import reading_id
@@ -26,8 +27,15 @@ from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of
 
 
 class SchedulerState:
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, leases: LeaseTable) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        leases: LeaseTable,
+        swap_costs: SwapCosts | None = None,  # None: preempted branches are swapped out wherever there is room
+    ) -> None:
         self.config = config
+        self.swap_costs = swap_costs
         self.max_step_tokens = max_step_tokens(config)
         self.kv_cache = kv_cache
         self.leases = leases
@@ -225,8 +233,8 @@ class SchedulerState:
         return outputs
 
     def reclaim(self, branch: Branch, trusted: bool = True, may_swap: bool = False) -> None:
-        """Preempt a branch and take its memory: it is swapped out if `may_swap` and there is room, otherwise computed
-        again."""
+        """Preempt a branch and take its memory: it is swapped out if `may_swap`, there is room and computing it again
+        would take longer; otherwise it is computed again."""
         if not (may_swap and self._swap_out(branch)):
             branch.request.task.reclaim()
             self.kv_cache.free(branch, trusted)
@@ -237,7 +245,7 @@ class SchedulerState:
 
     def _swap_out(self, branch: Branch) -> bool:
         task = branch.request.task
-        if not task.can_be_swapped:
+        if not self.kv_cache.has_host_pool or not task.can_be_swapped or not self._is_worth_swapping(branch):
             return False
         if task.swap_out():
             return True
@@ -250,6 +258,14 @@ class SchedulerState:
             return True
         branch.num_computed_tokens = num_computed_tokens
         return False
+
+    def _is_worth_swapping(self, branch: Branch) -> bool:
+        costs, tails = self.swap_costs, branch.request.task.tails()
+        if costs is None:
+            return True
+        num_blocks = self.kv_cache.num_blocks_to_swap_out(branch, tails)
+        num_tokens = self.kv_cache.num_tokens_to_recompute(branch) + branch.request.task.num_tail_tokens
+        return num_blocks * costs.block <= num_tokens * costs.token
 
     def release(
         self, branches: list[Branch], trusted: bool = True, ended_well: bool = False, num_tokens: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.swap import Tables
 
 
 class Task:
@@ -47,6 +48,15 @@ class Task:
 
     def num_blocks_to_come(self, kv_cache: KVCacheManager) -> int:
         """Blocks needed, beyond those of its branch's tokens, as soon as these are computed."""
+        return 0
+
+    def tails(self) -> list[Tables]:
+        """Block tables that it holds beside its branch's."""
+        return []
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """Computed tokens of those tables, behind the branch's."""
         return 0
 
     def swap_out(self) -> bool:

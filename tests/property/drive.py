@@ -72,6 +72,7 @@ class Drive:
             CacheConfig(enable_prefix_caching=load.caching, lease_fraction=load.lease_fraction),
             load.kv,
             load.max_model_len,
+            load.swap_costs,
         )
         self.runner = FakeRunner(load.kv, self.accepted, VOCABULARY, load.burst)
         self.in_flight: list[tuple[SchedulerOutput, SchedulerOutput, bool]] = []  # plan, as decoded, is one quarantined

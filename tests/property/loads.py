@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from ratoon.core.config import SchedulerConfig, SchedulingPolicy
 from ratoon.core.encoder import tokens_for_encoder
-from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from ratoon.core.kv import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    SlidingWindowSpec,
+    SwapCosts,
+)
 from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from tests.property.choices import among, number, number_or_none
@@ -80,6 +87,7 @@ class Load:
     stops: dict[int, list[str]]  # branches in whose text the front end finds a stop string
     num_cut: int  # tokens behind the stop string, if there are so many
     seconds_to_tell: int  # steps until the front end tells how many tokens count of a text that ended in the engine
+    swap_costs: SwapCosts | None  # by which some preempted branches are computed again
 
 
 @st.composite
@@ -249,4 +257,5 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         stops=draw(_some_stops(tuple(branch_ids))),
         num_cut=draw(among(0, 0, 1, 3)),
         seconds_to_tell=draw(among(0, 0, 1, 4)),
+        swap_costs=draw(among(None, None, SwapCosts(3.0, 1.0), SwapCosts(4.0, 1.0))),
     )

@@ -22,6 +22,7 @@ LABELS = {
     "weight_bytes": "weights",
     "kv_bytes": "KV cache",
     "step_bytes": "largest step",
+    "swap_bytes": "swap",
     "kv_bytes_per_token": "KV per token",
     "kv_groups": "KV groups",
     "kv_tokens": "tokens in the KV cache",
@@ -62,9 +63,10 @@ def collect(llm: LLM) -> dict[str, Any]:
     config, source = llm.config, llm.source
     block_size, num_blocks = engine["block_size"], engine["num_blocks"]
     memory = {name: engine.pop(name) for name in ("weight_bytes", "kv_bytes", "kv_bytes_per_token")}
-    step_bytes = engine.pop("step_bytes", 0)
-    if step_bytes:  # measured on a GPU
-        memory["step_bytes"] = step_bytes
+    # The largest step is measured on a GPU, and swapping too, where there is memory for it.
+    memory |= {name: value for name in ("step_bytes", "swap_bytes") if (value := engine.pop(name, 0))}
+    if engine.get("swap_costs") is None:
+        engine.pop("swap_costs", None)
     memory |= {name: engine.pop(name) for name in ("block_size", "num_blocks", "kv_groups")}
     memory["kv_tokens"] = (num_blocks - 1) * block_size  # block 0 is reserved
     model = asdict(source.config)

@@ -21,6 +21,7 @@ SPECIAL = {
     "load_format": "dummy",
     "policy": "priority",
     "kv_cache_dtype": "fp8",
+    "preemption_mode": "swap",
     "quantization": "gguf",
 }
 

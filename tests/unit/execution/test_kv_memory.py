@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -13,11 +15,14 @@ from ratoon.execution.geometry import Geometry
 from ratoon.execution.kv_memory import (
     cut_kv_memory,
     largest_step,
+    measure_prefill,
     measure_step,
     num_blocks_of,
+    one_prompt,
     share_of_gpu,
     verify_longest_sequence,
 )
+from ratoon.execution.kv_tensors import staging_size
 from ratoon.execution.worker import refusing_what_does_not_fit
 from tests.unit.execution.test_model_runner import BLOCK_SIZE, TWO_GROUPS, Driver
 
@@ -67,6 +72,17 @@ def test_the_pool_is_what_the_largest_step_leaves(
     with_gpu(monkeypatch, free=70, total=80, reserved=4)
     config = cut_kv_memory(cache, geometry(), CUDA, step_bytes=6 * GIB)
     assert config.num_blocks == (7 if expected is None else expected // config.bytes_per_block)
+
+
+def test_the_buffer_for_swapped_blocks_is_taken_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch, free=70, total=80, reserved=4)
+    config = cut_kv_memory(CacheConfig(memory_fraction=0.5, swap_bytes=2 * GIB), geometry(), CUDA, step_bytes=GIB)
+    assert config.num_host_blocks == 2 * GIB // config.bytes_per_block
+    buffer = staging_size(config.bytes_per_block, config.num_host_blocks)[0] * config.bytes_per_block
+    assert 2**27 < buffer <= 2**28 and config.num_blocks == (34 * GIB - buffer) // config.bytes_per_block
+    recomputing = CacheConfig(memory_fraction=0.5, swap_bytes=2 * GIB, preemption_mode="recompute")
+    config = cut_kv_memory(recomputing, geometry(), CUDA, step_bytes=GIB)
+    assert (config.num_host_blocks, config.num_blocks) == (0, 34 * GIB // config.bytes_per_block)
 
 
 def test_too_little_memory_names_the_setting_and_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +176,17 @@ def test_a_step_that_does_not_fit_names_the_budget(monkeypatch: pytest.MonkeyPat
     error = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens: a step of 512 tokens .* does not fit"):
         measure_step(plan, 3 * GIB, lambda: FakeRunner(device, error), CUDA)  # type: ignore[arg-type,return-value]
+
+
+def test_the_speed_of_prompts_is_that_of_the_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = fake_device(monkeypatch)
+    clock = iter([0.0, 9.0, 10.0, 10.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    plan = one_prompt(SchedulerConfig(max_num_batched_tokens=4096), BLOCK_SIZE, 1, 1000)
+    assert list(plan.num_scheduled_tokens.values()) == [1000]
+    seconds = measure_prefill(plan, lambda: FakeRunner(device), CUDA)  # type: ignore[arg-type,return-value]
+    assert seconds == 0.5 / 1000 and device["emptied"]
+    assert plan.finished_req_ids == list(plan.num_scheduled_tokens), "the second run begins anew"
 
 
 def test_weights_that_do_not_fit_are_refused_with_a_size_that_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.encoder import EncoderInput, tokens_for_encoder
-from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup, SwapCosts
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
 from ratoon.core.params import BeamSearchParams
 from ratoon.core.plan import BeamStep, NewRequestData, SchedulerOutput
@@ -29,6 +29,7 @@ def encoder_scheduler(
     num_groups: int = 1,
     caching: bool = True,
     lease_fraction: float = 0.5,
+    swap_costs: SwapCosts | None = None,
     **config: Any,
 ) -> Scheduler:
     groups = tuple(
@@ -39,6 +40,7 @@ def encoder_scheduler(
         CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching, lease_fraction=lease_fraction),
         KVCacheConfig(num_blocks, BLOCK_SIZE, groups, cross, num_host_blocks),
         200,
+        swap_costs,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ratoon.core.kv import SwapCosts
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.scheduling.scheduler import Scheduler
@@ -117,6 +118,44 @@ def test_a_prompt_goes_on_where_it_was_and_its_logprobs_come_each_once() -> None
     assert plan.preempted_req_ids == ["a"] and len(plan.swapped_out) == 4
     plan = until_back(scheduler, "a")
     assert new_of(plan, "a").num_computed_tokens == 16 and plan.num_scheduled_tokens["a"] == 8
+
+
+# ---- by cost ----
+
+
+@pytest.mark.parametrize(
+    ("block", "token", "is_swapped"),
+    [(1.0, 1.0, True), (4.0, 1.0, True), (4.1, 1.0, False), (1e-5, 1e-6, False), (7e-5, 2e-5, True)],
+)
+def test_the_cheaper_way_is_taken(block: float, token: float, is_swapped: bool) -> None:
+    """Two blocks, with eight tokens that were computed."""
+    scheduler = short_of_memory(caching=False, swap_costs=SwapCosts(block, token))
+    plan = preempt_last(scheduler)
+    assert bool(plan.swapped_out) == is_swapped
+    assert new_of(until_back(scheduler), "c").num_computed_tokens == (8 if is_swapped else 0)
+    finish(scheduler)
+    assert scheduler.kv_cache.num_free_host_blocks == 10
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_tokens_that_others_hold_too_are_not_computed_again_and_do_not_count(caching: bool) -> None:
+    """Of two choices of a request, one is preempted: the first block of three is the other's too."""
+    scheduler = encoder_scheduler(6, 10, cross=None, caching=caching, swap_costs=SwapCosts(3.0, 1.0))
+    add(scheduler, "a", 6, n=2, max_tokens=12)
+    plan = preempt(scheduler)
+    assert bool(plan.swapped_out) == (not caching), "12 tokens and three blocks, or 8 tokens and three blocks"
+    finish(scheduler)
+
+
+@pytest.mark.parametrize(("block", "is_swapped"), [(4.0, True), (4.1, False)])
+def test_a_search_counts_with_all_its_beams(block: float, is_swapped: bool) -> None:
+    """Four blocks, and the cross table; four tokens of the prompt, and of three beams four each."""
+    scheduler = encoder_scheduler(11, 50, caching=False, swap_costs=SwapCosts(block, 1.0))
+    add_encoded(scheduler, "a", 7, 4, max_tokens=17)
+    add_encoded(scheduler, "s", 4, 4, width=3, max_tokens=6)
+    plan = preempt(scheduler)
+    assert plan.preempted_req_ids == ["s"] and bool(plan.swapped_out) == is_swapped
+    finish(scheduler)
 
 
 # ---- with encoder inputs ----
