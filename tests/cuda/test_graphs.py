@@ -1,9 +1,8 @@
-"""The engine on CUDA gives the same texts with graphs and without, with one step in flight and with two, under memory
-pressure, and those of the CPU; nothing waits for the device; what happens when the device fails."""
+"""The engine on CUDA gives the same texts with graphs and without, with one step in flight and with two, and those of
+the CPU; nothing waits for the device."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -12,16 +11,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from ratoon import LLM, BeamSearchParams, SamplingParams
+from ratoon import BeamSearchParams, SamplingParams
 from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
-from ratoon.core.errors import DeviceLostError
 from ratoon.core.request import EngineCoreRequest
 from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.execution import graphs
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.observe.startup import StartupTimer
-from tests.cuda import losing_executor
 from tests.golden import tiny_models
 from tests.golden.test_cuda import FAMILIES, LENGTHS, run_to_the_end
 from tests.golden.tiny_models import TinyModel, random_token_ids
@@ -96,16 +93,6 @@ def test_texts_are_the_same_with_and_without_graphs_and_as_on_the_cpu(make: Any)
             assert expected[name, choice] == on_cpu[name, choice], name
 
 
-@pytest.mark.parametrize("swap_bytes", [0, 2**24])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_preemption_and_swaps_change_no_text(depth: int, swap_bytes: int) -> None:
-    tiny = tiny_models.tiny_llama()
-    expected, _ = texts(tiny, cuda_graphs=False)
-    found, core = texts(tiny, depth=depth, num_blocks=21, swap_bytes=swap_bytes)
-    assert core.stats().num_preemptions > 0, "there was memory enough: this tests nothing"
-    assert found == expected
-
-
 def test_nothing_waits_for_the_device_in_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for phase in ("execute_model", "sample_tokens"):
         original = getattr(ModelRunner, phase)
@@ -172,70 +159,3 @@ def test_graphs_are_made_anew_after_sleep() -> None:
             assert made.stats.num_graphs == 0
             core.wake_up()
     assert results[0] == results[1]
-
-
-def test_too_little_memory_in_a_step_fails_it_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
-    execute = ModelRunner.execute_model
-
-    def demand_too_much(runner: ModelRunner, plan: Any) -> None:
-        if "huge" in plan.num_scheduled_tokens:
-            torch.empty(2**50, dtype=torch.uint8, device="cuda")
-        execute(runner, plan)
-
-    monkeypatch.setattr(ModelRunner, "execute_model", demand_too_much)
-    for name in ("a", "huge", "b"):
-        params = SamplingParams(temperature=0.0, max_tokens=6)
-        core.add_request(EngineCoreRequest(name, random_token_ids(9, seed=len(name)), params))
-    ends = {}
-    while core.has_work():
-        for output in core.step().outputs:
-            if output.finish_reason is not None:
-                ends[output.request_id] = output.error
-    assert ends["a"] is None and ends["b"] is None and "memory" in (ends["huge"] or "")
-
-
-@pytest.fixture
-def model_folder(tmp_path: Any) -> str:
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97,
-        "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "torch_dtype": "float32", "eos_token_id": 96,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return str(tmp_path)
-
-
-SETTINGS: dict[str, Any] = {
-    "device": "cuda", "dtype": "float32", "load_format": "dummy", "skip_tokenizer": True, "num_blocks": 64,
-}  # fmt: skip
-
-
-def test_a_lost_device_restarts_the_engine_process_and_requests_are_answered(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    prompts: Any = [random_token_ids(length, seed=length) for length in (3, 9, 20)]
-    with LLM(model_folder, **SETTINGS) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, progress=False)]
-    mark = f"{model_folder}/lost"
-    monkeypatch.setenv(losing_executor.MARK_VARIABLE, mark)
-    with LLM(model_folder, process=True, executor=losing_executor.NAME, **SETTINGS) as llm:
-        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, progress=False)]
-    with open(mark) as lost:
-        assert lost.read() == "lost"
-    assert found == expected
-
-
-def test_a_device_that_does_not_respond_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without losing this process's device."""
-    core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
-
-    def refuse(*arguments: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(ModelRunner, "execute_model", refuse)
-    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    core.add_request(EngineCoreRequest("a", [1, 2, 3], SamplingParams(max_tokens=2)))
-    with pytest.raises(DeviceLostError, match="illegal memory access"):
-        core.step()
