@@ -243,23 +243,25 @@ class DeviceInputs:
             block_size=rows.block_size,
         )
 
-    def padded(self, size: int, max_query_len: int) -> StepInputs:
-        """The inputs of a step padded to `size` tokens and as many requests, with upper bounds for lengths.
+    def padded(self, size: int, num_reqs: int, max_query_len: int) -> StepInputs:
+        """The inputs of a step padded to `size` tokens and so many requests, with upper bounds for lengths.
 
         The host does not know the numbers when a graph is replayed: its arrays are those of the device if they are in
         the same memory, and hold padding alone otherwise.
         """
         rows = self.rows
         if self._device.type == "cpu":
-            starts, lens = self.query_start_loc[: size + 1].numpy(), self.seq_lens[:size].numpy()
-            tables, encoder_lens = list(self.block_tables.numpy()), self.encoder_lens[:size].numpy()
-            cross_table = self.cross_tables[:size].numpy()
+            starts, lens = self.query_start_loc[: num_reqs + 1].numpy(), self.seq_lens[:num_reqs].numpy()
+            tables, encoder_lens = list(self.block_tables.numpy()), self.encoder_lens[:num_reqs].numpy()
+            cross_table = self.cross_tables[:num_reqs].numpy()
         else:
-            starts, lens = np.arange(size + 1, dtype=np.int32), np.ones(size, np.int32)
-            tables, encoder_lens = [np.zeros((size, rows.max_blocks), np.int32)] * len(rows.block_tables), lens
-            cross_table = np.zeros((size, self._max_cross_blocks), np.int32)
+            starts, lens = np.arange(num_reqs + 1, dtype=np.int32), np.ones(num_reqs, np.int32)
+            tables, encoder_lens = [np.zeros((num_reqs, rows.max_blocks), np.int32)] * len(rows.block_tables), lens
+            cross_table = np.zeros((num_reqs, self._max_cross_blocks), np.int32)
         groups = [
-            self._metadata(group, starts, lens, table[:size], size, max_query_len, rows.max_model_len, is_padded=True)
+            self._metadata(
+                group, starts, lens, table[:num_reqs], size, max_query_len, rows.max_model_len, is_padded=True
+            )
             for group, table in enumerate(tables)
         ]
         cross = None

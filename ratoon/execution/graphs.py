@@ -32,6 +32,7 @@ Tensor = torch.Tensor
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 512  # of a step that is padded
+REQUEST_SIZES = (8, 32, 128)
 READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
 MAX_GRAPHS = 128
 MIN_FREE_BYTES = 512 * 2**20  # of the device's memory: with less, no further graph is captured
@@ -47,13 +48,21 @@ def graph_sizes(max_tokens: int) -> list[int]:
 
 class GraphKey(NamedTuple):
     size: int  # tokens, padded
-    is_decode: bool  # every request has one token
+    num_reqs: int | None  # padded; None: every request has one token
     num_read: int | None  # rows whose logits are computed, padded; None: all of them
-    mode: Mode | None  # how their tokens are sampled; None: it ends with the logits
+    mode: Mode | None = None  # how their tokens are sampled; None: it ends with the logits
 
     @property
     def max_query_len(self) -> int:
-        return 1 if self.is_decode else self.size
+        return 1 if self.num_reqs is None else self.size
+
+
+def padded_reqs(count: int, size: int, max_model_len: int) -> int:
+    """The number of requests of a step of `size` tokens that is no decode, of which `count` are real: more than these,
+    because padding has requests of its own. Few numbers, as for rows that are read."""
+    if size > max_model_len:  # which no request may exceed
+        return size
+    return min(size, next((number for number in REQUEST_SIZES if number > count), size))
 
 
 def padded_read(count: int, size: int) -> int:
@@ -65,8 +74,9 @@ def padded_read(count: int, size: int) -> int:
 def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: LanguageModel) -> Tensor | None:
     """The step that `inputs.send` has brought to the device. Returns the logits [num_read, V] of the rows to read; if
     tokens are sampled, None: they are in `inputs.sampled` and in the rows."""
-    inputs.compute(key.size, key.size, key.max_query_len)
-    step = inputs.padded(key.size, key.max_query_len)
+    num_reqs = key.size if key.num_reqs is None else key.num_reqs
+    inputs.compute(key.size, num_reqs, key.max_query_len)
+    step = inputs.padded(key.size, num_reqs, key.max_query_len)
     metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, step.groups)]
     cross = None if step.cross is None else kv.cross_backend.build_metadata(step.cross)
     rows = None if key.num_read is None else inputs.read_rows(key.num_read)

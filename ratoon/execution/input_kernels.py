@@ -70,26 +70,27 @@ def _prepare(  # type: ignore[no-untyped-def]
 ):
     """One program for a request, a group (the last: cross-attention) and NUM_TOKENS of the request's tokens.
 
-    Requests behind the step's are padding: each has one token until all padded tokens have a request, then none. Their
-    token, position and slot are 0, and their table is the null block.
+    Requests behind the step's are padding: the padded tokens are divided among them. Their tokens, positions and slots
+    are 0, and their tables are the null block.
     """
     request, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_reqs, num_tokens = tl.load(counts), tl.load(counts + 1)
     is_real = request < num_reqs
     row = tl.load(rows + request, mask=is_real, other=0).to(tl.int64)
     computed = tl.load(num_computed + request, mask=is_real, other=0)
-    padding_start = num_tokens + request - num_reqs
+    padding = tl.cdiv(num_padded_tokens - num_tokens, tl.maximum(num_padded_reqs - num_reqs, 1))  # of a request
+    padding_start = num_tokens + (request - num_reqs) * padding
     start = tl.load(query_starts + request, mask=is_real, other=0)
     end = tl.load(query_starts + request + 1, mask=is_real, other=0)
     start = tl.where(is_real, start, tl.minimum(padding_start, num_padded_tokens))
-    end = tl.where(is_real, end, tl.minimum(padding_start + 1, num_padded_tokens))
+    end = tl.where(is_real, end, tl.minimum(padding_start + padding, num_padded_tokens))
     length = end - start
     seq_len = computed + length
 
     if group < NUM_GROUPS:
         offsets = part * NUM_TOKENS + tl.arange(0, NUM_TOKENS)
         inside = offsets < length
-        position = computed + offsets
+        position = tl.where(is_real, computed + offsets, 0)
         if group == 0:
             token_place = row * max_model_len + position
             token = tl.load(memory + token_place, mask=inside & is_real, other=0)

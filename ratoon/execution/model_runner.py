@@ -49,7 +49,7 @@ from ratoon.models.encoder_decoder import EncoderDecoderLM
 
 if TYPE_CHECKING:
     from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
-    from ratoon.execution.graphs import Capture, StepGraphs
+    from ratoon.execution.graphs import Capture, GraphKey, StepGraphs
 
 
 Executed = ExecutedPass | LogitsPass | SampledPass
@@ -138,13 +138,14 @@ class ModelRunner:
         self, plan: SchedulerOutput, rows: np.ndarray, num_scheduled: np.ndarray, size: int
     ) -> Executed | None:
         """Run a small step from fixed memory. None: it must run alone."""
-        from ratoon.execution.graphs import GraphKey, padded_read
+        from ratoon.execution.graphs import GraphKey, padded_read, padded_reqs
 
         graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
         assert graphs is not None
         is_decode = len(rows) == plan.total_num_scheduled_tokens
+        num_reqs = None if is_decode else padded_reqs(len(rows), size, self.input_batch.max_model_len)
         if is_decode and len(plan.sampled_req_ids) == len(rows) and not plan.fanout:
-            sampled = self._sample_padded(plan, rows, num_scheduled, np.arange(len(rows)), size, None)
+            sampled = self._sample_padded(plan, rows, num_scheduled, np.arange(len(rows)), GraphKey(size, None, None))
             if sampled is not None:
                 return sampled
         readers = self._readers(plan, StepLayout.of(plan, np.cumsum(num_scheduled)))
@@ -152,15 +153,15 @@ class ModelRunner:
             return None
         wanted = rows_of(readers)
         every = is_decode and wanted == list(range(len(rows)))
-        num_read = None if every else padded_read(len(wanted), size)
+        key = GraphKey(size, num_reqs, None if every else padded_read(len(wanted), size))
         if plan.sampled_req_ids and not (plan.fanout or plan.beam_steps):
             place_of = {req_id: place for place, req_id in enumerate(plan.num_scheduled_tokens)}
             requests = np.array([place_of[req_id] for req_id in plan.sampled_req_ids])
-            sampled = self._sample_padded(plan, rows, num_scheduled, requests, size, num_read)
+            sampled = self._sample_padded(plan, rows, num_scheduled, requests, key)
             if sampled is not None:
                 return sampled
         inputs.send(rows, num_scheduled, read_rows=np.array(wanted, np.int64))
-        logits = graphs.run(GraphKey(size, is_decode, num_read, None))
+        logits = graphs.run(key)
         assert logits is not None
         return LogitsPass(logits[: len(wanted)], cast("list[NextTokenReader]", readers))
 
@@ -170,12 +171,11 @@ class ModelRunner:
         rows: np.ndarray,
         num_scheduled: np.ndarray,
         requests: np.ndarray,
-        size: int,
-        num_read: int | None,
+        key: GraphKey,
     ) -> SampledPass | None:
         """Run a small step that also chooses a token for each of these requests of it. None: the rules of a request ask
         for more than that, or it wants log-probabilities."""
-        from ratoon.execution.graphs import GraphKey, GraphTokens
+        from ratoon.execution.graphs import GraphTokens
 
         graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
         assert graphs is not None
@@ -184,9 +184,9 @@ class ModelRunner:
         if plain is None:
             return None
         numbers, mode = plain
-        read_rows = None if num_read is None else np.cumsum(num_scheduled)[requests] - 1
+        read_rows = None if key.num_read is None else np.cumsum(num_scheduled)[requests] - 1
         inputs.send(rows, num_scheduled, read_rows=read_rows, read_requests=requests, numbers=numbers)
-        graphs.run(GraphKey(size, len(rows) == plan.total_num_scheduled_tokens, num_read, mode))
+        graphs.run(key._replace(mode=mode))
         names = list(plan.num_scheduled_tokens)
         ids = [names[place] for place in requests.tolist()]
         tokens = GraphTokens(inputs.sampled[: len(own)])

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.execution import graphs
-from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes, padded_read
+from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes, padded_read, padded_reqs
 from ratoon.layers.sampling import Mode
 from tests.triton_interpreter import repair_interpreter
 from tests.unit.execution.test_model_runner import (
@@ -59,7 +59,13 @@ def test_rows_that_are_read_are_padded_to_few_numbers() -> None:
     assert padded_read(3, 4) == 4 and padded_read(129, 512) == 512
 
 
-KEY, OTHER_KEY = GraphKey(8, True, None, Mode.GREEDY), GraphKey(8, False, 1, None)
+def test_padding_has_requests_of_its_own_unless_all_have_one_token() -> None:
+    assert [padded_reqs(count, 64, 96) for count in (1, 7, 8, 31, 32, 63)] == [8, 8, 32, 32, 64, 64]
+    assert padded_reqs(1, 4, 96) == 4
+    assert padded_reqs(1, 128, 96) == 128, "a request of all padding would be longer than any may be"
+
+
+KEY, OTHER_KEY = GraphKey(8, None, None, Mode.GREEDY), GraphKey(8, 8, 1)
 
 
 def make_graphs(capture: Callable[..., Any]) -> tuple[StepGraphs, list[GraphKey]]:
@@ -156,9 +162,9 @@ def test_padded_steps_give_the_tokens_of_the_model(backend: str) -> None:
         found = [token_of(output, name) for output in outputs if name in output.req_ids]
         assert found == oracle_greedy(TWO_GROUPS, tokens, 4 if name == "a" else 7)
     assert keys == [
-        GraphKey(64, False, 8, Mode.GREEDY),
-        *[GraphKey(4, True, None, Mode.GREEDY)] * 3,
-        *[GraphKey(2, True, None, Mode.GREEDY)] * 3,
+        GraphKey(64, 8, 8, Mode.GREEDY),
+        *[GraphKey(4, None, None, Mode.GREEDY)] * 3,
+        *[GraphKey(2, None, None, Mode.GREEDY)] * 3,
     ]
     assert driver.runner.num_computed_tokens == 63 + 9 + 6
 
@@ -180,7 +186,7 @@ def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_bac
     outputs += [driver.step(known={"b": 2 + i, "a": 3 + i}) for i in range(2)]
     for name, tokens in prompts.items():
         assert [token_of(output, name) for output in outputs] == oracle_greedy(LLAMA, tokens, 3)
-    assert keys == [GraphKey(8, False, 8, Mode.GREEDY), *[GraphKey(2, True, None, Mode.GREEDY)] * 2]
+    assert keys == [GraphKey(8, 8, 8, Mode.GREEDY), *[GraphKey(2, None, None, Mode.GREEDY)] * 2]
 
 
 @interpreted
@@ -201,7 +207,7 @@ def test_only_the_rows_that_are_read_are_sampled_in_a_padded_step() -> None:
         assert [token_of(output, name) for output in (mixed, last)] == oracle_greedy(LLAMA, tokens, 3)[1:]
     assert token_of(last, "long") == oracle_greedy(LLAMA, PROMPT, 1)[0]
     assert keys[1:] == [
-        GraphKey(24, False, 8, Mode.GREEDY), GraphKey(16, False, 0, None), GraphKey(16, False, 8, Mode.GREEDY)
+        GraphKey(24, 8, 8, Mode.GREEDY), GraphKey(16, 8, 0), GraphKey(16, 8, 8, Mode.GREEDY)
     ]  # fmt: skip
 
 
@@ -240,7 +246,7 @@ def test_every_way_of_sampling_draws_the_same_tokens_in_padded_steps(names: list
         outputs += [driver.step(known={name: count + step for name, count in known.items()}) for step in range(5)]
         results.append([(output.req_ids, output.sampled_token_ids, sorted(output.logprobs)) for output in outputs])
     assert results[0] == results[1]
-    assert {key.mode for key in keys[1:]} == {mode} and all(key.is_decode for key in keys[1:])
+    assert {key.mode for key in keys[1:]} == {mode} and all(key.num_reqs is None for key in keys[1:])
 
 
 @interpreted
@@ -259,7 +265,7 @@ def test_a_branch_whose_logits_are_nan_fails_alone_in_a_padded_step() -> None:
     bad = driver.new("bad", [*OTHER, NAN_TOKEN], 6, computed=0)
     driver.step(new=[driver.new("a", PROMPT, 1), bad], counts={"a": len(PROMPT), "bad": len(OTHER)}, sampled=["a"])
     output = driver.step(known={"a": len(PROMPT), "bad": len(OTHER)})
-    assert keys[-1] == GraphKey(2, True, None, Mode.GREEDY)
+    assert keys[-1] == GraphKey(2, None, None, Mode.GREEDY)
     assert set(output.errors) == {"bad"} and output.req_ids == ["a"]
     assert token_of(output, "a") == oracle_greedy(LLAMA, PROMPT, 2)[1]
 

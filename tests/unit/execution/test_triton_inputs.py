@@ -158,7 +158,7 @@ def test_padding_has_requests_of_its_own_that_write_to_the_null_block(size: int)
     inputs = make_inputs(rows, max_padded=16)
     inputs.send(np.array([0, 1]), np.array([3, 1]))
     inputs.compute(size, size, size)
-    step = inputs.padded(size, size)
+    step = inputs.padded(size, size, size)
     num_padding = size - 4
     assert step.input_ids.tolist() == [5, 6, 7, 39] + [0] * num_padding
     assert step.positions.tolist() == [0, 1, 2, 19] + [0] * num_padding
@@ -170,6 +170,20 @@ def test_padding_has_requests_of_its_own_that_write_to_the_null_block(size: int)
         assert group.seq_lens_device.tolist() == [3, 20] + [1] * num_padding + [0] * 2
         assert group.block_table_device[2 : 2 + num_padding, 0].tolist() == [0] * num_padding
         assert group.max_seq_len == MAX_MODEL_LEN
+
+
+def test_padding_is_divided_among_few_requests() -> None:
+    rows = make_rows()
+    rows.add(new_branch("a", [5, 6, 7], [[3]]))
+    inputs = make_inputs(rows, max_padded=16)
+    inputs.send(np.array([0]), np.array([3]))
+    inputs.compute(16, 4, 16)
+    step = inputs.padded(16, 4, 16)
+    (group,) = step.groups
+    assert group.query_start_loc_device.tolist() == [0, 3, 8, 13, 16] and group.seq_lens_device.tolist() == [3, 5, 5, 3]
+    assert step.input_ids.tolist() == [5, 6, 7] + [0] * 13 and step.positions.tolist() == [0, 1, 2] + [0] * 13
+    assert group.slot_mapping.tolist() == [48, 49, 50] + [0] * 13
+    assert group.block_table_device[1:, 0].tolist() == [0] * 3
 
 
 def test_tokens_of_padding_are_not_written() -> None:
