@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from threading import Condition
+from typing import Any, Protocol, TypeVar
 
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import ConfigError, StepSkippedError
@@ -20,6 +21,8 @@ from ratoon.layers.weights import TensorSource
 from ratoon.observe.startup import StartupTimer
 
 Result = TypeVar("Result")
+
+IDLE_SECONDS = 0.2  # without work, after which a thread of steps begins what can be done in advance
 
 
 class StepHandle(Protocol):
@@ -86,6 +89,10 @@ class ThreadedExecutor:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self._failed = False  # a step failed; the others are skipped until `recover`
+        self._queue_changed = Condition()
+        self._num_queued = 0  # of steps and calls
+        self._rest_is_queued = False
+        self._is_closed = False
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Launch the forward pass; may return before the device is done."""
@@ -101,8 +108,43 @@ class ThreadedExecutor:
     def graph_stats(self) -> GraphStats | None:
         return None
 
+    @property
+    def has_idle_work(self) -> bool:
+        return False
+
+    def work_when_idle(self) -> bool:
+        """A piece of work for a moment without steps. False: there is none. A step that is submitted meanwhile waits
+        for the piece, not for more."""
+        return False
+
     def submit(self, plan: SchedulerOutput) -> StepHandle:
-        return StepInFlight(self, self._thread.submit(self._run_step, plan))
+        return StepInFlight(self, self._enqueue(self._run_step, plan))
+
+    def _enqueue(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        with self._queue_changed:
+            self._num_queued += 1
+            self._queue_changed.notify()
+        return self._thread.submit(self._run_queued, function, *args)
+
+    def _run_queued(self, function: Callable[..., Result], *args: Any) -> Result:
+        with self._queue_changed:
+            self._num_queued -= 1
+        try:
+            return function(*args)
+        finally:
+            with self._queue_changed:
+                if self.has_idle_work and not (self._rest_is_queued or self._is_closed):
+                    self._rest_is_queued = True
+                    self._thread.submit(self._rest)
+
+    def _rest(self) -> None:
+        """Until there is work again, or nothing left to do in advance."""
+        with self._queue_changed:
+            self._rest_is_queued = False
+            if self._queue_changed.wait_for(lambda: self._num_queued > 0, IDLE_SECONDS):
+                return
+        while self._num_queued == 0 and self.work_when_idle():
+            pass
 
     def _run_step(self, plan: SchedulerOutput) -> StepOutput:
         if self._failed:
@@ -124,9 +166,13 @@ class ThreadedExecutor:
         self._failed = False
 
     def call(self, function: Callable[[], Result]) -> Result:
-        return self._thread.submit(function).result()
+        return self._enqueue(function).result()
 
     def shutdown(self) -> None:
+        with self._queue_changed:
+            self._is_closed = True
+            self._num_queued += 1  # ends a rest
+            self._queue_changed.notify()
         self._thread.shutdown()
 
 
@@ -166,6 +212,13 @@ class UniProcExecutor(ThreadedExecutor):
     def graph_stats(self) -> GraphStats | None:
         graphs = self._worker.runner.graphs
         return None if graphs is None else graphs.stats
+
+    @property
+    def has_idle_work(self) -> bool:
+        return self._worker.has_idle_work
+
+    def work_when_idle(self) -> bool:
+        return self._worker.work_when_idle()
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._worker.execute_model(plan)

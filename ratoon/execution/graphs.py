@@ -176,7 +176,8 @@ class CudaGraph:
 
 class StepGraphs:
     """Runs padded steps by their key: the first time as it is, which also compiles the kernels, from the second time on
-    as a graph. So nothing is captured before the first token, nor for a size that occurs once."""
+    as a graph, which is captured then, or before in a moment without work. So nothing is captured before the first
+    token."""
 
     def __init__(self, sizes: list[int], run: Callable[[GraphKey], Tensor | None], capture: Capture) -> None:
         self.stats = GraphStats()
@@ -184,7 +185,7 @@ class StepGraphs:
         self._run = run
         self._capture = capture
         self._graphs: dict[GraphKey, Captured] = {}
-        self._seen: set[GraphKey] = set()
+        self._seen: dict[GraphKey, None] = {}  # in the order of their first steps
         self._num_failures = 0
 
     def size_for(self, num_tokens: int) -> int | None:
@@ -199,8 +200,18 @@ class StepGraphs:
         if graph is not None:
             return graph.replay()
         states = self._run(key)
-        self._seen.add(key)  # not if it raised: what it compiles may be missing
+        self._seen[key] = None  # not if it raised: what it compiles may be missing
         return states
+
+    @property
+    def can_capture_next(self) -> bool:
+        return len(self._graphs) < min(len(self._seen), MAX_GRAPHS) and self._num_failures < MAX_FAILURES
+
+    def capture_next(self) -> bool:
+        """Capture a step that has run once, the latest first. For moments without work: nothing is executed. False:
+        nothing could be captured."""
+        key = next((key for key in reversed(self._seen) if key not in self._graphs), None)
+        return key is not None and self._try_capture(key) is not None
 
     def clear(self) -> None:
         """Drop all graphs: memory that they use is about to be freed."""

@@ -181,6 +181,18 @@ class Worker:
     def sample_tokens(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         return self.runner.sample_tokens()
 
+    @property
+    def has_idle_work(self) -> bool:
+        return self.runner.graphs is not None and self.runner.graphs.can_capture_next
+
+    def work_when_idle(self) -> bool:
+        """Do a piece of work that later steps profit from. False: there is none now."""
+        graphs = self.runner.graphs
+        if graphs is None or not graphs.can_capture_next or not torch.cuda.current_stream().query():
+            return False
+        with torch.inference_mode():
+            return graphs.capture_next()
+
     def examine_failure(self, error: Exception) -> None:
         """After a step that raised: give back memory if there was too little. Raises DeviceLostError if the device
         does not work any more: a kernel's illegal access, for example, makes every later call fail."""

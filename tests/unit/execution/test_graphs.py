@@ -91,6 +91,26 @@ def test_a_graph_is_captured_when_its_key_occurs_again() -> None:
     assert made.stats.num_graphs == 0
 
 
+def test_steps_that_ran_once_are_captured_in_advance_the_latest_first() -> None:
+    made, ran = make_graphs(RunAgain)
+    assert not made.can_capture_next and not made.capture_next()
+    made.run(KEY)
+    made.run(OTHER_KEY)
+    assert made.can_capture_next and made.capture_next() and list(made._graphs) == [OTHER_KEY]
+    assert made.capture_next() and not made.can_capture_next and not made.capture_next()
+    assert ran == [KEY, OTHER_KEY], "nothing is executed"
+    made.run(KEY)
+    assert made.stats.num_graphs == 2
+
+
+def test_nothing_is_captured_in_advance_once_captures_fail() -> None:
+    made, _ = make_graphs(fail)
+    made.run(KEY)
+    for _ in range(graphs.MAX_FAILURES):
+        assert made.can_capture_next and not made.capture_next()
+    assert not made.can_capture_next
+
+
 def test_a_step_that_raised_is_not_captured_the_next_time() -> None:
     errors = [RuntimeError("out of memory")]
 

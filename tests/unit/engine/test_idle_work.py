@@ -1,0 +1,101 @@
+"""What the thread of the steps does in moments without steps, and that a step never waits for more than one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event
+from typing import Any
+
+import pytest
+
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.plan import SchedulerOutput
+from ratoon.distributed import executor as module
+from ratoon.distributed.executor import ThreadedExecutor
+
+LONG = 60.0  # a test that waited for it would be seen
+
+
+class Idler(ThreadedExecutor):
+    """Has so many pieces of work for moments without steps; `log` tells what was done."""
+
+    def __init__(self, pieces: int) -> None:
+        super().__init__()
+        self.pieces = pieces
+        self.log: list[str] = []
+        self.done = Event()
+
+    @property
+    def has_idle_work(self) -> bool:
+        return self.pieces > 0
+
+    def work_when_idle(self) -> bool:
+        if self.pieces == 0:
+            self.done.set()
+            return False
+        self.pieces -= 1
+        self.log.append("piece")
+        return True
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self.log.append("step")
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput()
+
+
+@pytest.fixture
+def made() -> Iterator[list[Idler]]:
+    executors: list[Idler] = []
+    yield executors
+    for executor in executors:
+        executor.shutdown()
+
+
+def make(made: list[Idler], monkeypatch: pytest.MonkeyPatch, seconds: float, pieces: int) -> Idler:
+    monkeypatch.setattr(module, "IDLE_SECONDS", seconds)
+    made.append(Idler(pieces))
+    return made[-1]
+
+
+def test_work_is_done_in_advance_when_there_are_no_steps(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make(made, monkeypatch, 0.001, 3)
+    executor.submit(SchedulerOutput()).result()
+    assert executor.done.wait(LONG)
+    assert executor.log == ["step", "piece", "piece", "piece"]
+    executor.submit(SchedulerOutput()).result()
+    assert executor.log[-1] == "step"
+
+
+def test_a_step_ends_the_wait_for_idleness(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make(made, monkeypatch, LONG, 3)
+    for _ in range(3):
+        executor.submit(SchedulerOutput()).result()
+    executor.call(lambda: executor.log.append("call"))
+    assert executor.log == ["step"] * 3 + ["call"]
+
+
+def test_a_step_waits_for_one_piece_only(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make(made, monkeypatch, 0.001, 5)
+    begun, may_end = Event(), Event()
+    work = executor.work_when_idle
+
+    def slow_work() -> bool:
+        begun.set()
+        may_end.wait(LONG)
+        return work()
+
+    monkeypatch.setattr(executor, "work_when_idle", slow_work)
+    executor.submit(SchedulerOutput()).result()
+    assert begun.wait(LONG)
+    second = executor.submit(SchedulerOutput())
+    may_end.set()
+    second.result()
+    assert executor.log[:3] == ["step", "piece", "step"]
+
+
+def test_shutdown_ends_the_wait_for_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make([], monkeypatch, LONG, 1)
+    executor.submit(SchedulerOutput()).result()
+    executor.shutdown()
+    assert executor.log == ["step"]
