@@ -384,19 +384,24 @@ def _verify_bias(logit_bias: Any) -> None:
 
 
 def _require_int(field: str, value: Any, low: int | None, high: int | None, hint: str = "") -> None:
-    wanted = _range_text("a whole number", low, high, above=False) + (f" ({hint})" if hint else "")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(field, f"{value!r} is not a whole number", wanted)
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise RequestError(field, f"{value} is out of range", wanted)
+        problem = f"{value!r} is not a whole number"
+    elif (low is not None and value < low) or (high is not None and value > high):
+        problem = f"{value} is out of range"
+    else:
+        return
+    wanted = _range_text("a whole number", low, high, above=False) + (f" ({hint})" if hint else "")
+    raise RequestError(field, problem, wanted)
 
 
 def _require_number(field: str, value: Any, low: float, high: float | None, above: bool = False) -> None:
-    wanted = _range_text("a number", low, high, above)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(field, f"{value!r} is not a finite number", wanted)
-    if value < low or (above and value == low) or (high is not None and value > high):
-        raise RequestError(field, f"{value} is out of range", wanted)
+        problem = f"{value!r} is not a finite number"
+    elif value < low or (above and value == low) or (high is not None and value > high):
+        problem = f"{value} is out of range"
+    else:
+        return
+    raise RequestError(field, problem, _range_text("a number", low, high, above))
 
 
 def _require_token_counts(min_tokens: Any, max_tokens: Any) -> None:

@@ -39,7 +39,10 @@ class FinishReason(enum.IntEnum):
     ERROR = 3  # it failed; the output's `error` says why
 
     def __str__(self) -> str:
-        return self.name.lower()
+        return _REASON_TEXTS[self]
+
+
+_REASON_TEXTS = [reason.name.lower() for reason in FinishReason]  # a name is slow to read, and every choice has one
 
 
 class ResumedChoice(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -251,4 +251,9 @@ def _verify_envelope(request_id: str, priority: int, cache_salt: str | None) -> 
 
 
 def _random_suffix() -> str:
-    return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
+    number, base = secrets.randbelow(len(ID_CHARACTERS) ** ID_LENGTH), len(ID_CHARACTERS)
+    characters = []
+    for _ in range(ID_LENGTH):
+        number, digit = divmod(number, base)
+        characters.append(ID_CHARACTERS[digit])
+    return "".join(characters)

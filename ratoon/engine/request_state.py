@@ -120,7 +120,7 @@ class RequestState:
     def tell_stop(self, choice: ChoiceState, ended_in_engine: bool, stopped: dict[str, int | None]) -> None:
         """Note for the engine that a choice ended at a stop string, and, before hidden states are read, how many of its
         tokens count."""
-        is_read = choice.ended_well and self.states_asked is not None
+        is_read = self.states_asked is not None and choice.ended_well
         if not ended_in_engine or (is_read and awaits_count(self.params)):
             num_tokens = len(choice.detokenizer.token_ids) if is_read else None
             stopped[branch_id_of(self.request_id, choice.index)] = num_tokens
