@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import queue
 import signal
@@ -104,6 +105,9 @@ class EngineCoreProcess:
         ready = EngineReady(describe(core), core.executor.facts.max_model_len, kv_config.block_size, phases)
         forget_live_display()  # the engine has started
         self._send(EngineMessageType.READY, ready)
+        # What start-up has made stays. Python's garbage collector would traverse it again and again, and a pass over
+        # torch's modules takes 100 ms or more, in the middle of a step.
+        gc.freeze()
         self._loop(core, EngineUtilities(core))
         core.shutdown()
         self._remove_directory()

@@ -1,0 +1,46 @@
+"""The engine's process, without sockets and without a model."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+from ratoon.core.messages import EngineMessageType
+from ratoon.engine import core_process
+from ratoon.engine.core_process import EngineCoreProcess
+
+
+class QuietProcess(EngineCoreProcess):
+    """Starts a core that is none, and notes what happens."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.sent: list[EngineMessageType] = []
+        self.num_frozen_in_loop = 0
+
+    def _start(self, timer: Any) -> Any:
+        facts = SimpleNamespace(kv_config=SimpleNamespace(block_size=16), max_model_len=64)
+        return SimpleNamespace(executor=SimpleNamespace(facts=facts), shutdown=lambda: None)
+
+    def _read_messages(self) -> None: ...
+
+    _write_messages = _beat = _hold_lifeline = _remove_directory = _read_messages
+
+    def _send(self, kind: EngineMessageType, message: Any) -> None:
+        self.sent.append(kind)
+
+    def _loop(self, core: Any, utilities: Any) -> None:
+        self.num_frozen_in_loop = gc.get_freeze_count()
+
+
+def test_what_start_up_made_is_not_traversed_for_garbage_while_steps_run(monkeypatch):
+    monkeypatch.setattr(core_process, "describe", lambda core: {})
+    monkeypatch.setattr(core_process, "EngineUtilities", lambda core: None)
+    process = QuietProcess()
+    try:
+        assert process.run() == 0
+    finally:
+        gc.unfreeze()
+    assert process.sent == [EngineMessageType.READY]
+    assert process.num_frozen_in_loop > 10_000
