@@ -1,4 +1,5 @@
-"""The CUDA backend: kernels in Triton (triton_kernels.py) for any mixture of prefill, decode and continuations.
+"""The CUDA backend: kernels in Triton (triton_kernels.py, triton_decode.py, triton_store.py) for any mixture of
+prefill, decode and continuations.
 
 Here: what it supports, tiles, grids, splits of keys, scratch memory. A step needs no host synchronisation, and every
 launch depends only on tensors on the device and on upper bounds, so it can be captured in a CUDA graph.
@@ -27,8 +28,10 @@ _MAX_HEAD_DIM = 256
 _MIN_CAPABILITY = (8, 0)  # of a CUDA device: bfloat16 in tensor cores
 _MIN_FP8_CAPABILITY = (8, 9)
 _SHORT_ROWS = 64  # query tokens × query heads of a KV head: up to here a request's keys are split among programs
-_PROGRAMS_PER_SM = 4  # that splitting aims at
+_MAX_SHARED_REQUESTS = 64  # of a step, up to which programs are divided among requests by their keys
+_PROGRAMS_PER_SM = 1  # that splitting aims at
 _MAX_SPLITS = 32
+_MAX_FUSED_TILES = 128  # requests × KV heads: up to here one kernel transforms, stores and attends
 _CHUNK = 256  # keys of a split that is the same in any batch
 _MERGED_ELEMENTS = 8192  # that a program merges at a time
 _MAX_TILES = 2**18  # that can be split in one launch
@@ -48,8 +51,12 @@ class Tiles:
     clear_loop: bool  # tiles without masks have a loop of their own
 
 
-def choose_tiles(head_dim: int, dtype: torch.dtype, max_rows: int | None, batch_invariant: bool = False) -> Tiles:
-    """`max_rows`: of the longest request whose keys are split; None: requests of any length, not split."""
+def choose_tiles(
+    head_dim: int, dtype: torch.dtype, max_rows: int | None, batch_invariant: bool = False, has_bias: bool = False,
+    longest: int | None = None,
+) -> Tiles:  # fmt: skip
+    """`max_rows`: of the longest request whose keys are split; None: requests of any length, not split. `longest`: keys
+    of a request, if that is known."""
     dim = _power_of_two(head_dim)
     if dtype == torch.float32:  # multiplied without tensor cores, to full precision
         block_m = 16 if max_rows is not None and not batch_invariant else 32
@@ -58,8 +65,10 @@ def choose_tiles(head_dim: int, dtype: torch.dtype, max_rows: int | None, batch_
         return Tiles(64, 64 if dim <= 128 else 32, 4, 3, False)
     if max_rows is not None:
         block_m = min(max(16, _power_of_two(max_rows)), _SHORT_ROWS)
+        if block_m == 16 and longest is not None and longest <= 32:  # many small programs
+            return Tiles(block_m, 32, 1, 2, False)
         return Tiles(block_m, 128 if dim <= 64 else 64 if dim <= 128 else 32, 4, 3, False)
-    if dim <= 64:
+    if dim <= 64 and not has_bias:  # a bias takes shared memory too
         return Tiles(128, 128, 8, 3, True)
     if dim <= 128:
         return Tiles(128, 64, 8, 3, True)
@@ -73,7 +82,7 @@ def choose_store_tile(num_tokens: int) -> tuple[int, int]:
 
 def choose_num_splits(num_tiles: int, num_kv_heads: int, max_seq_len: int, block_n: int, num_sms: int) -> int:
     """In how many parts keys are divided, so that a small batch occupies the device too. A function of upper bounds
-    only: the parts of a captured step stay when its sequences grow."""
+    only: a captured step has these programs for sequences of any length, and those without keys end at once."""
     wanted = _PROGRAMS_PER_SM * num_sms // max(1, num_tiles * num_kv_heads)
     return max(1, min(wanted, _MAX_SPLITS, -(-max_seq_len // block_n)))
 
@@ -89,7 +98,7 @@ class LaunchPlan:
 def plan_launches(query_lens: np.ndarray | None, max_query_len: int, group: int) -> LaunchPlan:
     """`query_lens`: None if a captured step will run with others."""
     limit = max(1, _SHORT_ROWS // group)
-    if max_query_len <= limit:
+    if max_query_len <= (limit if query_lens is not None else max(limit, _MAX_SHARED_REQUESTS)):
         return LaunchPlan(max_query_len, False)
     if query_lens is None:
         return LaunchPlan(limit, True)
@@ -186,8 +195,8 @@ class Scratch:
 
 
 class TritonAttentionBackend(AttentionBackend):
-    """`batch_invariant`: a row's result is the same to the bit in any batch and any chunk. `tiles`, `num_splits`,
-    `fused_merge`, `cascade`, `dependent_launch`: for measurements, instead of what is chosen here."""
+    """`batch_invariant`: a row's result is the same to the bit in any batch and any chunk. The others are for
+    measurements, instead of what is chosen here."""
 
     name = "triton"
     supports_graphs = True
@@ -197,21 +206,28 @@ class TritonAttentionBackend(AttentionBackend):
         batch_invariant: bool = False,
         tiles: Tiles | None = None,
         num_splits: int | None = None,
-        fused_merge: bool = True,
+        min_share: int = 1,
+        fused_store: bool | None = None,
         cascade: bool = True,
         dependent_launch: bool = True,
+        early_loads: bool = False,
     ) -> None:
-        from ratoon.attention import triton_kernels  # triton may be absent, see `reasons_against`
+        # triton may be absent, see `reasons_against`
+        from ratoon.attention import triton_decode, triton_kernels, triton_store
         from ratoon.layers.triton.launch import launch
 
         self._kernels: Any = triton_kernels
+        self._decode_kernel: Any = triton_decode.decode_kernel
+        self._store_kernel: Any = triton_store.store_kernel
         self._launch_kernel = launch
         self._batch_invariant = batch_invariant
         self._tiles = tiles
         self._num_splits = num_splits
-        self._fused_merge = fused_merge
+        self._min_share = min_share
+        self._fused_store = False if batch_invariant else fused_store
         self._cascade = cascade and not batch_invariant
         self._dependent = dependent_launch and can_launch_dependently()
+        self._early_loads = early_loads
         self._scratch = Scratch()
 
     @classmethod
@@ -268,6 +284,8 @@ class TritonAttentionBackend(AttentionBackend):
         metadata: TritonMetadata,
         transform: HeadTransform | None = None,
     ) -> Tensor:
+        if self._is_decode(layer, q, metadata):
+            return self._decode(layer, q, k, v, kv_cache, metadata, transform)
         self._store(layer, q, k, v, kv_cache, metadata, transform)
         return self.attend(layer, q, kv_cache, metadata)
 
@@ -283,15 +301,29 @@ class TritonAttentionBackend(AttentionBackend):
         if plan.has_long:
             self._attend_long(layer, q, out, kv_cache, metadata, plan.longest_short + 1)
         if plan.longest_short:
-            cascade = None
-            fits = 2 * q.shape[0] * layer.num_heads <= _MAX_PARTS
-            if self._cascade and fits and layer.window is None and layer.bias is None:
-                cascade = metadata.cascade(plan.longest_short, layer.causal)
+            cascade = self._find_cascade(layer, q, metadata, plan.longest_short)
             if cascade is None:
                 self._attend_short(layer, q, out, kv_cache, metadata, plan.longest_short)
             else:
                 self._attend_cascade(layer, q, out, kv_cache, metadata, plan.longest_short, cascade)
         return out
+
+    def _find_cascade(
+        self, layer: AttentionLayer | CrossAttentionLayer, q: Tensor, metadata: TritonMetadata, longest: int
+    ) -> Cascade | None:
+        fits = 2 * q.shape[0] * layer.num_heads <= _MAX_PARTS
+        if not self._cascade or not fits or layer.window is not None or layer.bias is not None:
+            return None
+        return metadata.cascade(longest, layer.causal)
+
+    def _is_decode(self, layer: AttentionLayer, q: Tensor, metadata: TritonMetadata) -> bool:
+        """Whether one kernel can transform, store and attend."""
+        is_small = metadata.num_requests * layer.num_kv_heads <= _MAX_FUSED_TILES
+        if not (is_small if self._fused_store is None else self._fused_store):
+            return False
+        if metadata.inputs.max_query_len > 1 or layer.num_heads // layer.num_kv_heads > _SHORT_ROWS:
+            return False
+        return layer.causal and layer.bias is None and self._find_cascade(layer, q, metadata, 1) is None
 
     # ---- launches ----
 
@@ -316,7 +348,7 @@ class TritonAttentionBackend(AttentionBackend):
         num_blocks = -(-q_heads // heads) + 2 * -(-layer.num_kv_heads // heads)
         slots = metadata.inputs.slot_mapping
         self._launch_kernel(
-            self._kernels.store_kernel, (-(-num_tokens // tokens), num_blocks),
+            self._store_kernel, (-(-num_tokens // tokens), num_blocks),
             q, k, v, pages, slots, slots if rotary is None or transform is None else transform.positions,
             k if rotary is None else rotary.cos_sin, k if q_norm is None else q_norm.weight,
             k if k_norm is None else k_norm.weight, 0.0 if q_norm is None else q_norm.eps,
@@ -327,6 +359,51 @@ class TritonAttentionBackend(AttentionBackend):
             HAS_K_NORM=k_norm is not None, HAS_ROTARY=rotary is not None, TOKENS=tokens, HEADS=heads,
             DEPENDENT=self._dependent, num_warps=4, **self._launch_options,
         )  # fmt: skip
+
+    def _decode(
+        self,
+        layer: AttentionLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: LayerCache,
+        metadata: TritonMetadata,
+        transform: HeadTransform | None,
+    ) -> Tensor:
+        """Transform, store and attend, for requests of one token."""
+        (pages,) = kv_cache
+        inputs = metadata.inputs
+        out = torch.empty(q.shape[0], layer.num_heads * layer.head_dim, dtype=q.dtype, device=q.device)
+        rotary = None if transform is None else transform.rotary
+        q_norm = None if transform is None else transform.q_norm
+        k_norm = None if transform is None else transform.k_norm
+        half = -(-layer.head_dim // 2) if rotary is None else rotary.cos_sin.shape[1] // 2
+        group, dim = layer.num_heads // layer.num_kv_heads, _power_of_two(layer.head_dim)
+        tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, group)
+        num_requests, num_rows = metadata.num_requests, q.shape[0] * layer.num_heads
+        num_splits = self._splits_of(layer, metadata, num_requests, tiles.block_n, q.device)
+        num_splits = limit_splits(num_splits, num_rows, False)
+        if num_requests * layer.num_kv_heads > _MAX_TILES:
+            num_splits = 1
+        parts = (out,) * 4 if num_splits == 1 else self._scratch.take(num_rows * num_splits, layer.head_dim, q.device)
+        splits_pad = _power_of_two(num_splits)
+        table = inputs.block_table_device
+        self._launch_kernel(
+            self._decode_kernel, (num_requests, layer.num_kv_heads, num_splits),
+            q, k, v, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, inputs.slot_mapping,
+            inputs.slot_mapping if transform is None else transform.positions, q if rotary is None else rotary.cos_sin,
+            q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight, *parts,
+            0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps, layer.scale * LOG2_E,
+            q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0),
+            table.stride(0), layer.window or 0, num_splits, self._min_share, HEAD_DIM=layer.head_dim, DIM_PAD=dim,
+            HALF=half, GROUP=group, KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=inputs.block_size, BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n, HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None,
+            HAS_ROTARY=rotary is not None, HAS_WINDOW=layer.window is not None, SPLIT=num_splits > 1,
+            MERGE_ROWS=rows_merged_at_once(splits_pad, dim, tiles.block_m), SPLITS_PAD=splits_pad,
+            PAIRED=is_paired(pages, q), LOADED=self._early_loads, DEPENDENT=self._dependent, num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages, **self._launch_options,
+        )  # fmt: skip
+        return out
 
     def _attend_long(
         self,
@@ -339,12 +416,15 @@ class TritonAttentionBackend(AttentionBackend):
     ) -> None:
         """Requests of `shortest` or more query tokens. A program attends to all keys of its tile."""
         group = layer.num_heads // layer.num_kv_heads
-        tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, None, self._batch_invariant)
+        tiles = self._tiles or choose_tiles(
+            layer.head_dim, q.dtype, None, self._batch_invariant, layer.bias is not None
+        )
         # An upper bound: see _find_request
         grid = (q.shape[0] * group // tiles.block_m + metadata.num_requests, layer.num_kv_heads, 1)
         self._launch(
             grid, layer, q, out, kv_cache, metadata, tiles, (shortest, 2**31 - 1), (out, out, out, out), 1,
-            CAUSAL=layer.causal, TILES=0, SPLIT=False, MERGE_ROWS=0, SPLITS_PAD=1, KEEP_PARTS=False,
+            CAUSAL=layer.causal, TILES=0, REQUESTS_PAD=0, SPLIT=False, MERGE_ROWS=1, SPLITS_PAD=1,
+            PREFIX_TILE=0, KEEP_PARTS=False,
         )  # fmt: skip
 
     def _attend_short(
@@ -358,36 +438,33 @@ class TritonAttentionBackend(AttentionBackend):
     ) -> None:
         """Requests of up to `longest` query tokens. Their keys are split among programs."""
         group, dim = layer.num_heads // layer.num_kv_heads, _power_of_two(layer.head_dim)
-        tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, longest * group, self._batch_invariant)
+        is_shared = not self._batch_invariant and metadata.num_requests <= _MAX_SHARED_REQUESTS
+        rows = group if is_shared and metadata.query_lens is None else longest * group
+        tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, rows, self._batch_invariant)
         tiles_each = -(-longest * group // tiles.block_m)
-        num_tiles = tiles_each * metadata.num_requests
-        num_splits = self._splits_of(layer, metadata, num_tiles, tiles.block_n, q.device)
+        num_tiles = min(tiles_each * metadata.num_requests, q.shape[0] * -(-group // tiles.block_m))
+        num_splits = self._splits_of(layer, metadata, 1 if is_shared else num_tiles, tiles.block_n, q.device)
         num_splits = limit_splits(num_splits, q.shape[0] * layer.num_heads, self._batch_invariant)
         if num_splits == 1 or num_tiles * layer.num_kv_heads > _MAX_TILES:
-            grid = (num_tiles, layer.num_kv_heads, 1)
+            grid = (tiles_each * metadata.num_requests, layer.num_kv_heads, 1)
             self._launch(
                 grid, layer, q, out, kv_cache, metadata, tiles, (1, longest), (out, out, out, out), 1,
-                CAUSAL=layer.causal, TILES=tiles_each, SPLIT=False, MERGE_ROWS=0, SPLITS_PAD=1, KEEP_PARTS=False,
+                CAUSAL=layer.causal, TILES=tiles_each, REQUESTS_PAD=0, SPLIT=False, MERGE_ROWS=1, SPLITS_PAD=1,
+                PREFIX_TILE=0, KEEP_PARTS=False,
             )  # fmt: skip
             return
         parts = self._scratch.take(q.shape[0] * layer.num_heads * num_splits, layer.head_dim, q.device)
-        splits_pad = 1 if self._batch_invariant else _power_of_two(max(num_splits, 16))
-        merge_rows = min(max(1, _MERGED_ELEMENTS // (splits_pad * dim)), tiles.block_m, 16)
+        splits_pad = 1 if self._batch_invariant else _power_of_two(num_splits)
+        grid, requests_pad = (tiles_each * metadata.num_requests, layer.num_kv_heads, num_splits), 0
+        if is_shared:
+            requests_pad = _power_of_two(metadata.num_requests)
+            num_places = num_tiles + -(-_PROGRAMS_PER_SM * num_multiprocessors(q.device) // layer.num_kv_heads)
+            grid = (num_places, layer.num_kv_heads, 1)
         self._launch(
-            (num_tiles, layer.num_kv_heads, num_splits), layer, q, out, kv_cache, metadata, tiles, (1, longest), parts,
-            num_splits, CAUSAL=layer.causal, TILES=tiles_each, SPLIT=True,
-            MERGE_ROWS=merge_rows if self._fused_merge else 0, SPLITS_PAD=splits_pad, KEEP_PARTS=False,
-        )  # fmt: skip
-        if self._fused_merge:
-            return
-        acc, peak, total, _ = parts
-        inputs = metadata.inputs
-        self._launch_kernel(
-            self._kernels.merge_kernel, (num_tiles, layer.num_kv_heads, -(-tiles.block_m // merge_rows)),
-            out, inputs.query_start_loc_device, inputs.seq_lens_device, acc, peak, total, longest, layer.window or 0,
-            num_splits, HEAD_DIM=layer.head_dim, DIM_PAD=dim, GROUP=group, KV_HEADS=layer.num_kv_heads,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, CAUSAL=layer.causal, HAS_WINDOW=layer.window is not None,
-            TILES=tiles_each, CHUNK=self._chunk, MERGE_ROWS=merge_rows, SPLITS_PAD=splits_pad, num_warps=4,
+            grid, layer, q, out, kv_cache, metadata, tiles, (1, longest), parts, num_splits, CAUSAL=layer.causal,
+            TILES=tiles_each, REQUESTS_PAD=requests_pad, SPLIT=True,
+            MERGE_ROWS=rows_merged_at_once(splits_pad, dim, tiles.block_m), SPLITS_PAD=splits_pad, PREFIX_TILE=0,
+            KEEP_PARTS=False,
         )  # fmt: skip
 
     def _attend_cascade(
@@ -408,23 +485,22 @@ class TritonAttentionBackend(AttentionBackend):
         prefix_splits = choose_num_splits(
             num_prefix_tiles, layer.num_kv_heads, cascade.longest_prefix, prefix_tiles.block_n, num_sms
         )
-        tiles = choose_tiles(layer.head_dim, q.dtype, longest * group)
+        tiles = choose_tiles(layer.head_dim, q.dtype, longest * group, longest=cascade.longest_suffix)
         tiles_each = -(-longest * group // tiles.block_m)
         num_tiles = tiles_each * metadata.num_requests
         suffix_splits = choose_num_splits(num_tiles, layer.num_kv_heads, cascade.longest_suffix, tiles.block_n, num_sms)
         num_rows = q.shape[0] * layer.num_heads
         suffix_splits = limit_splits(suffix_splits, 2 * num_rows, False)
+        if num_tiles * layer.num_kv_heads > _MAX_TILES:
+            suffix_splits = 1
         prefix_splits = min(prefix_splits, _MAX_PARTS // num_rows - suffix_splits)
         num_slots = prefix_splits + suffix_splits
         parts = self._scratch.take(num_rows * num_slots, layer.head_dim, q.device)
-        acc, peak, total, _ = parts
-        peak[: num_rows * num_slots].fill_(float("-inf"))
-        inputs = metadata.inputs
         runs = replace(
             metadata,
             num_requests=cascade.num_runs,
             inputs=replace(
-                inputs,
+                metadata.inputs,
                 query_start_loc_device=cascade.starts,
                 seq_lens_device=cascade.prefix_lens,
                 block_table_device=cascade.tables,
@@ -432,20 +508,15 @@ class TritonAttentionBackend(AttentionBackend):
         )
         self._launch(
             (num_prefix_tiles, layer.num_kv_heads, prefix_splits), layer, q, out, kv_cache, runs, prefix_tiles,
-            (1, 2**31 - 1), parts, prefix_splits, (0, num_slots), CAUSAL=False, TILES=0, SPLIT=True, MERGE_ROWS=0,
-            SPLITS_PAD=1, KEEP_PARTS=True,
+            (1, 2**31 - 1), parts, prefix_splits, (0, num_slots), CAUSAL=False, TILES=0, REQUESTS_PAD=0, SPLIT=True,
+            MERGE_ROWS=1, SPLITS_PAD=1, PREFIX_TILE=0, KEEP_PARTS=True,
         )  # fmt: skip
+        splits_pad = _power_of_two(num_slots)
         self._launch(
             (num_tiles, layer.num_kv_heads, suffix_splits), layer, q, out, kv_cache, metadata, tiles, (1, longest),
             parts, suffix_splits, (prefix_splits, num_slots), cascade.begins, CAUSAL=layer.causal, TILES=tiles_each,
-            SPLIT=True, MERGE_ROWS=0, SPLITS_PAD=1, KEEP_PARTS=True,
-        )  # fmt: skip
-        slots_pad = 1 << (num_slots - 1).bit_length()
-        rows = max(1, min(16, _MERGED_ELEMENTS // (slots_pad * dim)))
-        self._launch_kernel(
-            self._kernels.merge_slots_kernel, (-(-num_rows // rows),),
-            out, acc, peak, total, num_rows, num_slots, HEAD_DIM=layer.head_dim, DIM_PAD=dim, ROWS=rows,
-            SLOTS_PAD=slots_pad, num_warps=4,
+            REQUESTS_PAD=0, SPLIT=suffix_splits > 1, MERGE_ROWS=rows_merged_at_once(splits_pad, dim, tiles.block_m),
+            SPLITS_PAD=splits_pad, PREFIX_TILE=prefix_tiles.block_n, KEEP_PARTS=False,
         )  # fmt: skip
 
     def _launch(
@@ -464,8 +535,8 @@ class TritonAttentionBackend(AttentionBackend):
         begins: Tensor | None = None,
         **constants: Any,
     ) -> None:
-        """`slots`: the first one for this launch's parts, and how many a row has. `begins`: the first key of each
-        request."""
+        """`slots`: how many parts earlier launches left at most, and how many a row has. `begins`: the first key of
+        each request."""
         (pages,) = kv_cache
         inputs, bias = metadata.inputs, layer.bias
         table = inputs.block_table_device
@@ -474,11 +545,13 @@ class TritonAttentionBackend(AttentionBackend):
             q, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out if bias is None else bias,
             *parts, inputs.seq_lens_device if begins is None else begins, layer.scale * LOG2_E, q.stride(0),
             q.stride(1), pages.stride(0), table.stride(0), metadata.num_requests, *query_lens, layer.window or 0,
-            0 if bias is None else bias.shape[1] // 2, num_splits, *(slots or (0, num_splits)), HEAD_DIM=layer.head_dim,
+            0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share, *(slots or (0, num_splits)),
+            HEAD_DIM=layer.head_dim,
             DIM_PAD=_power_of_two(layer.head_dim), GROUP=layer.num_heads // layer.num_kv_heads,
             KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=inputs.block_size, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            HAS_WINDOW=layer.window is not None, HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop,
-            CHUNK=self._chunk, SUFFIX=begins is not None, DEPENDENT=self._dependent, num_warps=tiles.num_warps,
+            HAS_WINDOW=layer.window is not None, HAS_BIAS=bias is not None, PAIRED=is_paired(pages, q),
+            CLEAR_LOOP=tiles.clear_loop,
+            CHUNK=self._chunk, DEPENDENT=self._dependent, num_warps=tiles.num_warps,
             num_stages=tiles.num_stages, **constants, **self._launch_options,
         )  # fmt: skip
 
@@ -516,6 +589,15 @@ def limit_splits(num_splits: int, num_rows: int, batch_invariant: bool) -> int:
     if num_rows * num_splits <= _MAX_PARTS:
         return num_splits
     return 1 if batch_invariant else max(1, _MAX_PARTS // num_rows)
+
+
+def is_paired(pages: Tensor, q: Tensor) -> bool:
+    """Whether kernels read fp8 in pairs, and multiply in float16."""
+    return pages.dtype == torch.float8_e4m3fn and q.dtype != torch.float32 and pages.shape[-1] % 2 == 0
+
+
+def rows_merged_at_once(splits_pad: int, dim: int, block_m: int) -> int:
+    return min(max(1, _MERGED_ELEMENTS // (splits_pad * dim)), block_m, 16)
 
 
 @cache

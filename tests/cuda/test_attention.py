@@ -129,13 +129,10 @@ def replace_cache(step: Step) -> Step:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("fused_merge", [True, False])
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 17), (1, 8191), (7, 1000), (32, 1024), (257, 333)])
-def test_decoding_is_exact_for_any_number_of_splits(
-    batch: int, length: int, fused_merge: bool, batch_invariant: bool
-) -> None:
+def test_decoding_is_exact_for_any_number_of_splits(batch: int, length: int, batch_invariant: bool) -> None:
     step = Step(LLAMA, [length - 1] * batch, [1] * batch, torch.bfloat16)
-    backend = TritonAttentionBackend(batch_invariant=batch_invariant, fused_merge=fused_merge)
+    backend = TritonAttentionBackend(batch_invariant=batch_invariant)
     assert error_of(step.run(backend), step.exact()) < 1e-2
     again = step.run(backend)
     assert all(torch.equal(again, step.run(backend)) for _ in range(20))  # counters are reset, nothing races
@@ -208,6 +205,72 @@ def test_keys_and_values_in_fp8(layer: AttentionLayer) -> None:
     stored = step.cache[1:3].transpose(2, 3).transpose(0, 1).flatten(1, 2).float()  # [2, 32, kv_heads, head_dim]
     for got, expected in zip(stored, (k, v), strict=True):
         assert torch.equal(got, to_fp8(expected).float())
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("layer", [LLAMA, QWEN, replace(QWEN, window=300)], ids=["llama", "qwen", "window"])
+@pytest.mark.parametrize("batch", [1, 40])
+@pytest.mark.parametrize("early_loads", [False, True])
+def test_one_kernel_does_what_store_and_attention_do(
+    layer: AttentionLayer, batch: int, kv_dtype: torch.dtype, early_loads: bool
+) -> None:
+    lengths = [(97 * row) % 1500 for row in range(batch)]
+    results = []
+    for fused in (True, False):
+        step = Step(layer, lengths, [1] * batch, torch.bfloat16, kv_dtype=kv_dtype)
+        product = torch.randn(batch, layer.num_heads + 16, 128, device="cuda").bfloat16()
+        last = torch.from_numpy(step.tables[np.arange(batch), (step.lengths - 1) // 16].astype(np.int64)).cuda() * 16
+        slots = last + torch.from_numpy((step.lengths - 1) % 16).cuda()
+        inputs = replace(step.inputs(), slot_mapping=slots, max_seq_len=9216, is_padded=True)
+        ops = TorchOps()
+        norms = [
+            HeadRMSNorm(
+                SimpleNamespace(take=lambda name, size: torch.ones(size, device="cuda").bfloat16() * 2, ops=ops),
+                128,
+                1e-6,
+            )
+            for _ in range(2)
+        ]
+        rotary = object.__new__(Rotary)
+        angles = torch.arange(2000, device="cuda")[:, None] * torch.rand(64, device="cuda")
+        rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1), ops.rotary
+        positions = torch.from_numpy(step.lengths - 1).cuda().long()
+        transform = HeadTransform(positions, rotary, *(norms if layer is not LLAMA else [None, None]))
+        backend = TritonAttentionBackend(fused_store=fused, early_loads=early_loads)
+        q, k, v = product.split([layer.num_heads, 8, 8], dim=1)
+        metadata = backend.build_metadata(inputs)
+        results.append((backend.forward(layer, q, k, v, (step.cache,), metadata, transform), step.cache[1:].float()))
+    (out, cache), (expected, expected_cache) = results
+    assert error_of(out, expected.double()) < 1e-2
+    assert error_of(cache, expected_cache.double()) < 1e-4  # a few last bits of a norm
+
+
+@pytest.mark.parametrize("layer", [LLAMA, QWEN], ids=["llama", "qwen"])
+def test_padded_continuations_take_one_launch(layer: AttentionLayer) -> None:
+    """A step of 24 tokens at most, whatever requests they belong to."""
+    for scheduled in ([17, 1, 1, 1, 1, 1, 1, 1], [24], [1] * 24, [3, 5, 9, 1, 6]):
+        computed = [(688 + 400 * row) % 3000 for row in range(len(scheduled))]
+        step = Step(layer, computed, scheduled, torch.bfloat16)
+        backend = TritonAttentionBackend()
+        inputs = step.inputs()
+        missing = 24 - len(scheduled)
+        starts = torch.cat([inputs.query_start_loc_device, inputs.query_start_loc_device[-1:].expand(missing)])
+        lens = torch.cat([inputs.seq_lens_device, inputs.seq_lens_device.new_zeros(missing)])
+        table = torch.cat(
+            [
+                inputs.block_table_device,
+                inputs.block_table_device.new_zeros(missing, inputs.block_table_device.shape[1]),
+            ]
+        )
+        padded = replace(
+            inputs, query_start_loc_device=starts.contiguous(), seq_lens_device=lens, block_table_device=table,
+            max_query_len=24, max_seq_len=9216, is_padded=True,
+        )  # fmt: skip
+        metadata = backend.build_metadata(padded)
+        assert not metadata.plan(layer.num_heads // 8).has_long
+        for _ in range(3):
+            out = backend.attend(layer, step.q, (step.cache,), metadata)
+            assert error_of(out, step.exact()) < 1e-2
 
 
 @pytest.mark.parametrize("padded", [False, True])

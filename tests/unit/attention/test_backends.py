@@ -110,7 +110,7 @@ class Batch:
                     scores = k[first:end, kv_head] @ q[position, head] * layer.scale
                     if layer.bias is not None:
                         reach = layer.bias.shape[1] // 2
-                        scores += layer.bias[head, reach - position + first : reach - position + end].double()
+                        scores += layer.bias[head, reach - position + first : reach - position + end].double().cpu()
                     heads.append(scores.softmax(0) @ v[first:end, kv_head])
                 rows.append(torch.cat(heads))
             results.append(torch.stack(rows))

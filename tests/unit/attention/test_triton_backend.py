@@ -26,6 +26,7 @@ from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import (
     LaunchPlan,
     Scratch,
+    Tiles,
     TritonAttentionBackend,
     choose_num_splits,
     choose_tiles,
@@ -80,7 +81,7 @@ def assert_as_defined(batch: Batch, backend: TritonAttentionBackend, tolerance: 
         (AttentionLayer(0, 3, 1, 80, 0.11), MIXED, 16),  # neither heads nor head_dim are powers of two
         (AttentionLayer(0, 2, 1, 32, 0.17, window=20), MIXED, 16),
         (AttentionLayer(0, 2, 1, 32, 0.17, window=5), MIXED, 24),
-        (AttentionLayer(0, 4, 2, 16, 0.2, bias=BIAS), ([0, 33], [33, 1]), 16),
+        (AttentionLayer(0, 4, 2, 16, 0.2, bias=BIAS.to(DEVICE)), ([0, 33], [33, 1]), 16),
         (AttentionLayer(0, 70, 1, 16, 0.2), ([0, 20], [2, 1]), 8),  # more rows for a token than a tile has
     ],
     ids=["grouped", "odd", "window", "narrow window", "bias", "many heads"],
@@ -91,14 +92,15 @@ def test_a_mixed_batch_equals_the_definition(
     assert_as_defined(Batch(*lengths, layer, block_size, device=DEVICE), TritonAttentionBackend())
 
 
-@pytest.mark.parametrize(("window", "fused_merge"), [(None, True), (50, True), (None, False)])
-def test_keys_of_a_short_request_are_split_and_merged(window: int | None, fused_merge: bool) -> None:
+@pytest.mark.parametrize("window", [None, 50])
+def test_keys_of_a_short_request_are_split_and_merged(window: int | None) -> None:
     batch = Batch([130, 60, 0], [1, 3, 1], replace(GROUPED, window=window), 16, device=DEVICE)
-    assert_as_defined(batch, TritonAttentionBackend(num_splits=3, fused_merge=fused_merge))
+    assert_as_defined(batch, TritonAttentionBackend(num_splits=3))
 
 
-@pytest.mark.parametrize("layer", [replace(GROUPED, causal=False), replace(GROUPED, causal=False, bias=BIAS)])
-def test_without_causality_a_row_sees_all_of_its_sequence(layer: AttentionLayer) -> None:
+@pytest.mark.parametrize("bias", [None, BIAS.to(DEVICE)], ids=["plain", "bias"])
+def test_without_causality_a_row_sees_all_of_its_sequence(bias: Tensor | None) -> None:
+    layer = replace(GROUPED, causal=False, bias=bias)
     assert_as_defined(Batch([0, 0, 0], [1, 40, 16], layer, 16, device=DEVICE), TritonAttentionBackend())
 
 
@@ -169,7 +171,7 @@ def test_batch_invariant_rows_are_the_same_to_the_bit_in_any_batch_and_chunk(
     in_chunks = batch.run(TritonAttentionBackend(batch_invariant=True), chunks=2)
     alone = Batch([66], [4], layer, 16, seed=99, device=DEVICE)
     alone.sequences = [batch.sequences[1]]
-    one_by_one = alone.run(TritonAttentionBackend(batch_invariant=True, fused_merge=False), chunks=4)
+    one_by_one = alone.run(TritonAttentionBackend(batch_invariant=True), chunks=4)
     for got, expected in zip([*in_chunks, *one_by_one], [*together, together[1]], strict=True):
         assert torch.equal(got, expected)
 
@@ -239,6 +241,85 @@ def test_norm_rotation_and_store_are_those_of_the_reference(
     torch.testing.assert_close(pages.transpose(2, 3)[1:], expected[1:], rtol=0, atol=tolerance)
 
 
+# ---- norm, rotation, store and attention in one kernel, for requests of one token ----
+
+
+class DecodeStep:
+    """Requests of one token behind others, then padding: a request of one token, and one without any. Cache cells that
+    no request wrote are NaN."""
+
+    def __init__(self, layer: AttentionLayer, lengths: list[int], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.layer, self.block_size = layer, 8
+        num_tokens, width = len(lengths) + 1, -(-max(lengths) // self.block_size)
+        tables = torch.randperm(len(lengths) * width, generator=generator).view(-1, width) + 1
+        self.tables = torch.cat([tables, torch.zeros(2, width, dtype=torch.int64)]).to(torch.int32)
+        self.seq_lens = torch.tensor([*lengths, 1, 0], dtype=torch.int32)
+        shape = (len(lengths) * width + 1, 2, layer.num_kv_heads, self.block_size, layer.head_dim)
+        self.pages = torch.full(shape, float("nan"))
+        for table, length in zip(tables.tolist(), lengths, strict=True):
+            for key in range(length - 1):
+                size = (2, layer.num_kv_heads, layer.head_dim)
+                self.pages[table[key // 8], :, :, key % 8] = torch.randn(size, generator=generator)
+        self.pages = self.pages.to(kv_dtype)
+        heads = layer.num_heads + 2 * layer.num_kv_heads
+        self.product = torch.randn(num_tokens, heads, layer.head_dim, generator=generator).to(dtype)
+        last = self.seq_lens[:-1].long() - 1
+        self.slots = self.tables[torch.arange(num_tokens), last // 8].long() * 8 + last % 8
+
+    def run(self, backend: TritonAttentionBackend, transform: HeadTransform | None) -> tuple[Tensor, Tensor]:
+        """→ what the requests get, and the cache behind the null block."""
+        starts = np.minimum(np.arange(len(self.seq_lens) + 1), len(self.slots)).astype(np.int32)
+        inputs = CommonAttentionMetadata(
+            starts, self.seq_lens.numpy(), self.tables.numpy(), torch.from_numpy(starts).to(DEVICE),
+            self.seq_lens.to(DEVICE), self.tables.to(DEVICE), self.slots.to(DEVICE), self.block_size, 1, 500, True,
+        )  # fmt: skip
+        layer, pages = self.layer, self.pages.to(DEVICE, copy=True)
+        q, k, v = self.product.to(DEVICE, copy=True).split([layer.num_heads, *[layer.num_kv_heads] * 2], dim=1)
+        out = backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
+        return out[: len(self.slots) - 1].float(), pages[1:].float()
+
+
+@pytest.mark.parametrize(
+    ("layer", "rotary_dim", "has_norm", "dtype", "kv_dtype"),
+    [
+        (AttentionLayer(0, 4, 2, 32, 0.2), 32, True, torch.float32, torch.float32),
+        (AttentionLayer(0, 3, 1, 40, 0.2, window=20), 24, True, torch.float32, torch.float32),
+        (AttentionLayer(0, 4, 2, 16, 0.2), 16, False, torch.bfloat16, torch.float8_e4m3fn),
+        (AttentionLayer(0, 2, 2, 16, 0.2), None, False, torch.float16, torch.float16),
+    ],
+    ids=["norm", "window", "fp8", "plain"],
+)
+@pytest.mark.parametrize(("num_splits", "early_loads"), [(1, False), (3, True)])
+def test_one_kernel_does_what_store_and_attention_do(
+    layer: AttentionLayer, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype,
+    num_splits: int, early_loads: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    step = DecodeStep(layer, [1, 8, 9, 70], dtype, kv_dtype)
+    transform = None
+    if rotary_dim is not None or has_norm:
+        transform = make_transform(layer.head_dim, rotary_dim, has_norm, len(step.slots), dtype)
+    tiles = Tiles(16, 16, 4, 2, False)
+    expected_out, expected_pages = step.run(TritonAttentionBackend(fused_store=False, tiles=tiles), transform)
+    monkeypatch.setattr(TritonAttentionBackend, "_store", None)  # not called
+    out, pages = step.run(
+        TritonAttentionBackend(tiles=tiles, num_splits=num_splits, early_loads=early_loads), transform
+    )
+    torch.testing.assert_close(pages, expected_pages, rtol=0, atol=1e-6, equal_nan=True)
+    tolerance = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=tolerance)
+
+
+def test_splits_of_few_keys_are_left_to_one_program() -> None:
+    """A captured step has programs for long sequences too."""
+    batch = Batch([70, 3], [1, 1], GROUPED, 16, device=DEVICE)
+    tiles = Tiles(16, 16, 4, 2, False)
+    expected = batch.run(TritonAttentionBackend(tiles=tiles, num_splits=1))
+    got = batch.run(TritonAttentionBackend(tiles=tiles, num_splits=4, min_share=5))
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+    assert_as_defined(batch, TritonAttentionBackend(tiles=tiles, num_splits=4, min_share=2))
+
+
 # ---- what is chosen ----
 
 
@@ -257,7 +338,7 @@ def test_it_is_chosen_on_cuda_and_says_why_not_elsewhere(monkeypatch: pytest.Mon
 
 def test_small_batches_are_split_and_large_ones_are_not() -> None:
     splits = [choose_num_splits(requests, 8, 8192, 64, 132) for requests in (1, 4, 32, 66, 67, 512)]
-    assert splits == [32, 16, 2, 1, 1, 1]
+    assert splits == [16, 4, 1, 1, 1, 1]
     assert choose_num_splits(1, 8, 100, 64, 132) == 2  # a part is at least a tile of keys
 
 
@@ -275,6 +356,7 @@ def test_short_and_long_requests_are_told_apart_by_rows() -> None:
     assert plan_launches(lens[3:], 300, group=4) == LaunchPlan(0, True)
     assert plan_launches(lens[:2], 16, group=4) == LaunchPlan(16, False)
     assert plan_launches(None, 300, group=8) == LaunchPlan(8, True)
+    assert plan_launches(None, 24, group=8) == LaunchPlan(24, False), "of a few tokens there are no long requests"
     assert plan_launches(np.array([1, 2]), 2, group=100) == LaunchPlan(1, True)
 
 
