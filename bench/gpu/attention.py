@@ -1,7 +1,7 @@
 """Attention over pages: times of the Triton kernels against floors, for several tiles and splits.
 
     python3 bench/gpu/attention.py             # everything: about a minute, kernels are compiled by several processes
-    python3 bench/gpu/attention.py decode      # a part: decode, fp8, prefill, mixed, shared, store, bits
+    python3 bench/gpu/attention.py decode      # a part: decode, graph, fp8, prefill, mixed, shared, store, bits
 
 Each figure is a line `RESULT {json}`; the table at the end has the best variant of each case, and the one that the
 backend chooses by itself ("default"). Steps run as CUDA graphs over several caches, more than the L2 cache holds.
@@ -34,6 +34,7 @@ PRODUCTS = 790e12  # operations a second
 ROTATED_BYTES = 256 * 2**20
 BLOCK_SIZE = 16
 FP8 = torch.float8_e4m3fn
+BOUND = 9216  # of lengths in captured steps
 NUM_COMPILERS = 12
 LLAMA, QWEN = AttentionLayer(0, 32, 8, 128, 128**-0.5), AttentionLayer(0, 16, 8, 128, 128**-0.5)
 DECODE_TILES = [
@@ -64,7 +65,8 @@ PREFILL_TILES = [
 @dataclass
 class Case:
     """Requests with `queries` new tokens behind others that are cached. `shared`: cached tokens that each run of
-    `per_search` requests has in common."""
+    `per_search` requests has in common. `stores`: heads are rotated (and normed in Qwen) and stored, then attended to.
+    `bound`: of lengths, as in a captured step. `padding`: tokens and requests of it that are not there."""
 
     name: str
     layer: AttentionLayer
@@ -73,10 +75,13 @@ class Case:
     shared: int = 0
     per_search: int = 1
     kv_dtype: torch.dtype = torch.bfloat16
+    stores: bool = False
+    bound: int | None = None
+    padding: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.queries)
+        return sum(self.queries) + self.padding
 
     def floor(self) -> float:
         """Seconds: keys and values read once (a shared prefix once for all that share it), or products."""
@@ -101,14 +106,36 @@ class Case:
         return tables
 
     def metadata(self) -> CommonAttentionMetadata:
-        starts = np.concatenate([[0], np.cumsum(self.queries)]).astype(np.int32)
-        lengths = (np.array(self.queries) + self.cached).astype(np.int32)
-        tables = self.tables()
-        slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + self.num_tokens, device="cuda")
+        queries, cached = self.queries + [1] * self.padding, self.cached + [0] * self.padding
+        queries += [0] * (self.num_tokens - len(queries) if self.padding else 0)
+        cached += [0] * (len(queries) - len(cached))
+        starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+        lengths = (np.array(queries) + cached).astype(np.int32)
+        tables = np.zeros((len(queries), -(-max(self.bound or 0, lengths.max()) // BLOCK_SIZE)), np.int32)
+        known = self.tables()
+        tables[: len(known), : known.shape[1]] = known
+        owner = np.repeat(np.arange(len(queries)), queries)
+        positions = np.arange(len(owner)) - starts[owner] + np.array(cached)[owner]
+        slots = tables[owner, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        longest = max(queries) if self.bound is None or max(queries) == 1 else self.num_tokens
         return CommonAttentionMetadata(
             starts, lengths, tables, torch.from_numpy(starts).cuda(), torch.from_numpy(lengths).cuda(),
-            torch.from_numpy(tables).cuda(), slots, BLOCK_SIZE, max(self.queries), int(lengths.max()),
+            torch.from_numpy(tables).cuda(), torch.from_numpy(slots).cuda(), BLOCK_SIZE, longest,
+            self.bound or int(lengths.max()), is_padded=self.bound is not None,
         )  # fmt: skip
+
+    def transform(self) -> HeadTransform:
+        ops, layer = TorchOps(), self.layer
+        norms: list[HeadRMSNorm | None] = [None, None]
+        if layer is QWEN:
+            norms = [object.__new__(HeadRMSNorm) for _ in range(2)]
+            for norm in norms:
+                norm.weight, norm.eps, norm.norm = torch.ones(128, device="cuda").bfloat16(), 1e-6, ops.head_rms_norm
+        rotary = object.__new__(Rotary)
+        angles = torch.arange(64, device="cuda")
+        rotary.cos_sin = torch.cat([angles.cos(), angles.sin()])[None].repeat(16384, 1)
+        rotary.rotate = ops.rotary
+        return HeadTransform(torch.full((self.num_tokens,), 7, device="cuda"), rotary, *norms)
 
     def caches(self) -> list[torch.Tensor]:
         """As many as it takes to leave the L2 cache."""
@@ -119,7 +146,19 @@ class Case:
 
 
 def decode(layer: AttentionLayer, batch: int, length: int) -> Case:
-    return Case(f"decode {batch} × {length}, {layer.num_heads}/8 heads", layer, [1] * batch, [length - 1] * batch)
+    name = f"decode {batch} × {length}, {layer.num_heads}/8 heads"
+    return Case(name, layer, [1] * batch, [length - 1] * batch, stores=True)
+
+
+def captured(layer: AttentionLayer, batch: int, length: int, kv_dtype: torch.dtype = torch.bfloat16) -> Case:
+    kept = "fp8: " if kv_dtype == FP8 else ""
+    name = f"{kept}captured {batch} × {length}, {layer.num_heads}/8 heads"
+    return replace(decode(layer, batch, length), name=name, bound=BOUND, kv_dtype=kv_dtype)
+
+
+def continuation(layer: AttentionLayer) -> Case:
+    name = f"captured, 17 behind 688, padded to 24, {layer.num_heads}/8 heads"
+    return Case(name, layer, [17], [688], stores=True, bound=BOUND, padding=7)
 
 
 @dataclass
@@ -134,17 +173,46 @@ class Plan:
     variants: list[Variant] = field(default_factory=lambda: [Variant("default", TritonAttentionBackend)])
 
 
-def tiled(tiles: Tiles, num_splits: int | None = None) -> Variant:
-    name = f"{tiles.block_m} × {tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+def tiled(tiles: Tiles, num_splits: int | None = None, name: str = "", **options: Any) -> Variant:
+    name += f"{tiles.block_m} × {tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
     splits = "" if num_splits is None else f", {num_splits} splits"
-    return Variant(name + splits, lambda: TritonAttentionBackend(tiles=tiles, num_splits=num_splits))
+    return Variant(name + splits, lambda: TritonAttentionBackend(tiles=tiles, num_splits=num_splits, **options))
+
+
+def fused(tiles: Tiles, early: bool = False) -> Variant:
+    return tiled(
+        tiles, name="one kernel, early loads, " if early else "one kernel, ", fused_store=True, early_loads=early
+    )
+
+
+def apart(tiles: Tiles) -> Variant:
+    return tiled(tiles, name="two kernels, ", fused_store=False)
 
 
 DEFAULT = Variant("default", TritonAttentionBackend)
-SEPARATE = Variant("separate merge", lambda: TritonAttentionBackend(fused_merge=False))
+SEPARATE = Variant("separate store", lambda: TritonAttentionBackend(fused_store=False))
 APART = Variant("each reads the prefix", lambda: TritonAttentionBackend(cascade=False))
 NOT_DEPENDENT = Variant("no dependent launch", lambda: TritonAttentionBackend(dependent_launch=False))
 INVARIANT = Variant("batch invariant", lambda: TritonAttentionBackend(batch_invariant=True))
+
+
+def captured_plans() -> Iterator[Plan]:
+    tiles = {stages: Tiles(16, 64, 4, stages, False) for stages in (2, 3, 4, 5)}
+    for layer, length in ((LLAMA, 256), (QWEN, 256), (LLAMA, 1024)):
+        ways = [apart(tiles[3]), fused(tiles[3]), fused(tiles[2]), fused(tiles[3], True), fused(tiles[2], True)]
+        yield Plan(captured(layer, 1, length), ways)
+    yield Plan(captured(LLAMA, 1, 8192), [fused(tiles[3]), fused(tiles[5]), fused(tiles[5], True)])
+    for layer, length in ((LLAMA, 256), (QWEN, 256), (LLAMA, 1024)):
+        ways = [apart(tiles[3]), apart(tiles[4]), fused(tiles[3]), fused(tiles[4]), fused(tiles[4], True)]
+        yield Plan(captured(layer, 32, length), ways)
+    for length in (256, 1024):
+        ways = [apart(tiles[3]), apart(tiles[5]), fused(tiles[3]), fused(tiles[5]), fused(tiles[5], True)]
+        yield Plan(captured(LLAMA, 16, length), ways)
+    for length in (256, 1024):
+        yield Plan(captured(LLAMA, 256, length), [apart(tiles[3]), apart(tiles[2]), fused(tiles[3]), fused(tiles[2])])
+    for layer in (QWEN, LLAMA):
+        ways = [tiled(Tiles(16, 64, 4, 3, False), 8), tiled(Tiles(16, 64, 4, 2, False), 16)]
+        yield Plan(continuation(layer), [DEFAULT, *ways])
 
 
 def plans(parts: set[str]) -> Iterator[Plan]:
@@ -152,22 +220,23 @@ def plans(parts: set[str]) -> Iterator[Plan]:
         splits = {(1, 1024): (8, 16, 32), (32, 1024): (1, 2, 4, 8), (256, 1024): (1, 2), (1, 8192): (16, 32)}
         for (batch, length), counts in splits.items():
             variants = [tiled(tiles, count) for tiles in DECODE_TILES for count in counts]
-            yield Plan(decode(LLAMA, batch, length), [DEFAULT, SEPARATE, INVARIANT, *variants])
+            yield Plan(decode(LLAMA, batch, length), [DEFAULT, INVARIANT, *variants])
         for batch, length in ((1, 256), (32, 256), (32, 8192), (256, 256)):
-            yield Plan(decode(LLAMA, batch, length), [DEFAULT, SEPARATE, INVARIANT])
+            yield Plan(decode(LLAMA, batch, length), [DEFAULT, INVARIANT])
         for batch, length in ((1, 256), (1, 1024), (32, 256), (32, 1024), (256, 1024)):
             yield Plan(decode(QWEN, batch, length), [DEFAULT, SEPARATE, NOT_DEPENDENT])
         lengths = np.random.default_rng(1).integers(100, 2048, 256).tolist()
         uneven = Case("decode 256 × 100–2,048, 32/8 heads", LLAMA, [1] * 256, lengths)
         yield Plan(uneven, [DEFAULT, *(tiled(Tiles(16, 64, 4, 3, False), count) for count in (1, 2, 4))])
-        yield Plan(Case("5 tokens behind 700, 32/8 heads", LLAMA, [5], [700]), [DEFAULT, SEPARATE])
+        yield Plan(Case("5 tokens behind 700, 32/8 heads", LLAMA, [5], [700]))
+    if "graph" in parts:
+        yield from captured_plans()
     if "fp8" in parts:
-        tiles = [Tiles(16, 64, 4, 4, False), Tiles(16, 128, 4, 3, False), Tiles(16, 128, 4, 4, False)]
-        tiles += [Tiles(16, 128, 8, 3, False), Tiles(16, 256, 8, 2, False)]
-        for batch, counts in ((32, (2, 4)), (256, (1, 2))):
-            case = replace(decode(LLAMA, batch, 1024), name=f"fp8: decode {batch} × 1024, 32/8 heads", kv_dtype=FP8)
-            yield Plan(case, [DEFAULT, *(tiled(one, count) for one in tiles for count in counts)])
-        yield Plan(Case("fp8: prefill 8,192, 32/8 heads", LLAMA, [8192], [0], kv_dtype=FP8))
+        tiles = [Tiles(16, 64, 4, 3, False), Tiles(16, 64, 4, 4, False), Tiles(16, 128, 4, 3, False)]
+        tiles += [Tiles(16, 128, 8, 3, False), Tiles(16, 32, 4, 4, False), Tiles(16, 64, 2, 4, False)]
+        for batch in (256, 32):
+            yield Plan(captured(LLAMA, batch, 1024, FP8), [*map(apart, tiles), fused(tiles[0]), fused(tiles[2])])
+        yield Plan(captured(LLAMA, 256, 256, FP8))
     if "prefill" in parts:
         alone = Case("prefill 8,192, 32/8 heads", LLAMA, [8192], [0])
         yield Plan(alone, [DEFAULT, INVARIANT, *map(tiled, PREFILL_TILES)])
@@ -188,9 +257,32 @@ def plans(parts: set[str]) -> Iterator[Plan]:
         )
 
 
-def attend_all(backend: TritonAttentionBackend, plan: Plan, q: torch.Tensor, caches: list, metadata: Any) -> None:
-    for cache in caches:
-        backend.attend(plan.case.layer, q, (cache,), metadata)
+class Run:
+    """A case with its inputs and a number of caches."""
+
+    def __init__(self, case: Case, num_caches: int | None = None) -> None:
+        self.case, self.inputs, self.caches = case, case.metadata(), case.caches()[:num_caches]
+        heads = [case.layer.num_heads, 8, 8]
+        self.product = torch.randn(case.num_tokens, sum(heads), 128, device="cuda", dtype=torch.bfloat16)
+        self.heads = self.product.split(heads, dim=1)
+        self.original = self.product.clone()  # heads may be rotated in place
+        self.transform = case.transform() if case.stores else None
+
+    def attend(self, backend: TritonAttentionBackend, metadata: Any, cache: torch.Tensor) -> torch.Tensor:
+        if self.case.stores:
+            return backend.forward(self.case.layer, *self.heads, (cache,), metadata, self.transform)
+        return backend.attend(self.case.layer, self.heads[0], (cache,), metadata)
+
+    def attend_once(self, backend: TritonAttentionBackend) -> torch.Tensor:
+        """The rows that are there."""
+        self.product.copy_(self.original)
+        out = self.attend(backend, backend.build_metadata(self.inputs), self.caches[0])
+        return out[: sum(self.case.queries)].float()
+
+    def attend_all(self, backend: TritonAttentionBackend) -> None:
+        metadata = backend.build_metadata(self.inputs)
+        for cache in self.caches:
+            self.attend(backend, metadata, cache)
 
 
 def time_graph(work: Callable[[], None], count: int) -> float:
@@ -213,19 +305,15 @@ def time_graph(work: Callable[[], None], count: int) -> float:
 
 
 def run_plan(plan: Plan) -> dict[str, float]:
-    case = plan.case
-    inputs, caches = case.metadata(), case.caches()
-    q = torch.randn(case.num_tokens, case.layer.num_heads, case.layer.head_dim, device="cuda", dtype=torch.bfloat16)
+    case, run = plan.case, Run(plan.case)
     times = {}
-    expected: torch.Tensor | None = None
+    reference = TritonAttentionBackend(fused_store=False, cascade=False, num_splits=1)
+    expected = run.attend_once(reference)
     for variant in plan.variants:
         try:
             backend = variant.make()
-            metadata = backend.build_metadata(inputs)
-            out = backend.attend(case.layer, q, (caches[0],), metadata).float()
-            expected = out if expected is None else expected
-            error = float((out - expected).norm() / expected.norm())
-            seconds = time_graph(lambda b=backend, m=metadata: attend_all(b, plan, q, caches, m), len(caches))
+            error = float((run.attend_once(backend) - expected).norm() / expected.norm())
+            seconds = time_graph(lambda b=backend: run.attend_all(b), len(run.caches))
         except Exception as failure:
             print(f"{case.name}: {variant.name}: {type(failure).__name__}: {str(failure)[:200]}")
             continue
@@ -302,11 +390,8 @@ def compile_in_processes(parts: set[str]) -> None:
 def compile_share(index: int, parts: set[str]) -> None:
     tasks = [(plan.case, variant) for plan in plans(parts) for variant in plan.variants]
     for case, variant in tasks[index::NUM_COMPILERS]:
-        inputs, cache = case.metadata(), case.caches()[:1]
-        q = torch.randn(case.num_tokens, case.layer.num_heads, 128, device="cuda", dtype=torch.bfloat16)
         try:
-            backend = variant.make()
-            backend.attend(case.layer, q, (cache[0],), backend.build_metadata(inputs))
+            Run(case, 1).attend_once(variant.make())
         except Exception as failure:
             print(variant.name, failure)
 
@@ -316,7 +401,7 @@ def main() -> None:
     if arguments[:1] == ["--compile"]:
         compile_share(int(arguments[1]), set(arguments[2:]))
         os._exit(0)
-    parts = set(arguments) or {"decode", "prefill", "mixed", "shared", "fp8", "store", "bits"}
+    parts = set(arguments) or {"decode", "graph", "prefill", "mixed", "shared", "fp8", "store", "bits"}
     compile_in_processes(parts)
     rows = [(plan.case, run_plan(plan)) for plan in plans(parts)]
     if "store" in parts:

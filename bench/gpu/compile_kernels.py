@@ -72,6 +72,7 @@ class Compilation:
 
     def __init__(self, capability: int) -> None:
         driver.set_active(AbsentDevice(capability))
+        self.capability = capability
         self.num_failed = 0
         self._seen: set[str] = set()
         self.part = ""  # what is compiled now, for the report
@@ -125,7 +126,9 @@ def attend(
     *,
     head_dim: int = 128,
     dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
     has_norm: bool = False,
+    is_padded: bool = False,
     **options: Any,
 ) -> None:
     """Store and attend, for requests of one length in all."""
@@ -145,9 +148,10 @@ def attend(
         block_size=BLOCK_SIZE,
         max_query_len=max(query_lens),
         max_seq_len=seq_len,
+        is_padded=is_padded,
     )
     q, k, v = torch.zeros(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
-    pages = torch.zeros(2, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype)
+    pages = torch.zeros(2, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype or dtype)
     norm: Any = RMSWeights(torch.ones(head_dim, dtype=dtype), 1e-6) if has_norm else None
     transform = HeadTransform(torch.zeros(num_tokens, dtype=torch.int64), _Table(head_dim), norm, norm)  # type: ignore[arg-type]
     layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, None, True)
@@ -161,12 +165,17 @@ class _Table:
 
 def attention(compilation: Compilation) -> None:
     triton_backend.num_multiprocessors = lambda device: NUM_SMS  # type: ignore[assignment]
+    triton_backend.can_launch_dependently = lambda: compilation.capability >= 90  # type: ignore[assignment]
     compilation.part = "attention: 0.6B, decode of 32"
     attend(16, 8, [1] * 32, 1024, has_norm=True)
     compilation.part = "attention: 8B, decode of 1"
     attend(32, 8, [1], 1024)
     compilation.part = "attention: 8B, decode of 256"
     attend(32, 8, [1] * 256, 1024)
+    compilation.part = "attention: 8B, decode of 256, keys and values in fp8"
+    attend(32, 8, [1] * 256, 1024, kv_dtype=torch.float8_e4m3fn)
+    compilation.part = "attention: 8B, 24 tokens, captured"
+    attend(32, 8, [24], 9216, is_padded=True)
     compilation.part = "attention: 8B, prefill"
     attend(32, 8, [4096], 8192)
     compilation.part = "attention: 8B, decode, the same bits in any batch"
