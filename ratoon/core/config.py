@@ -171,9 +171,15 @@ class CacheConfig:
     )
 
 
+TOKEN_BUDGET = 2048  # of a step, unless another is set
+LARGE_GPU_BYTES, LARGE_GPU_TOKEN_BUDGET = 60 * 2**30, 8192
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    max_num_batched_tokens: int = setting(2048, "token budget of a step", at_least(1))
+    max_num_batched_tokens: int | None = setting(
+        None, "token budget of a step; default: 2048, on a GPU of 60 GiB or more 8192", at_least(1)
+    )
     max_num_seqs: int = setting(256, "sequences in a step; each choice of a request is one", at_least(1))
     max_prefill_chunk: int | None = setting(
         None, "most tokens of one prompt in a step; default: the token budget", at_least(1)
@@ -187,6 +193,10 @@ class SchedulerConfig:
     policy: SchedulingPolicy = setting(SchedulingPolicy.FCFS, "fcfs, or priority: by the priority of requests")
     enable_chunked_prefill: bool = setting(True, "compute a long prompt in several steps")
     whole_prompts: bool = False  # attention is not causal, so a sequence must be computed in one step
+
+    @property
+    def token_budget(self) -> int:
+        return self.max_num_batched_tokens or TOKEN_BUDGET
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +269,21 @@ class FrontEndConfig:
     )
 
 
+def fit_to_device(config: EngineConfig, gpu_bytes: int) -> EngineConfig:
+    """Resolve settings whose defaults depend on the GPU's memory; 0: there is no GPU. A large one computes long prompts
+    faster in large steps, and has the memory for them."""
+    if config.scheduler.max_num_batched_tokens is not None or gpu_bytes < LARGE_GPU_BYTES:
+        return config
+    return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=LARGE_GPU_TOKEN_BUDGET))
+
+
 def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Override settings that the model rules out: without causal attention neither chunked prefill nor prefix caching
     is possible."""
     if model.causal:
         return config
     longest = resolve_max_model_len(config.max_model_len, model)
-    budget = max(config.scheduler.max_num_batched_tokens, longest)
+    budget = max(config.scheduler.token_budget, longest)
     scheduler = replace(
         config.scheduler, enable_chunked_prefill=False, whole_prompts=True, max_num_batched_tokens=budget
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ratoon.core.config import EngineConfig, fit_to_model
+from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model
 from ratoon.engine.core import EngineCore
 from ratoon.models.source import ModelSource
 from ratoon.observe.logging import get_logger
@@ -19,11 +19,12 @@ logger = get_logger(__name__)
 def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -> EngineCore:
     with timer.phase("import torch"):
         from ratoon.distributed.executor import executor_class
+        from ratoon.execution.devices import gpu_bytes
         from ratoon.models.build import collect_shapes
         from ratoon.models.dummy_source import DummySource
     # Random weights need no files: a config alone is enough to size an engine.
     tensors = DummySource(collect_shapes(source.config)) if config.load_format == "dummy" else source.tensors
-    config = fit_to_model(config, source.config)
+    config = fit_to_model(fit_to_device(config, gpu_bytes(config.device)), source.config)
     executor = executor_class(config.executor)(config, source.config, tensors, timer)
     core = EngineCore(config, executor)
     logger.info("%s is ready: %s", source.name, describe(core))
@@ -44,6 +45,7 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "cuda_graphs": "off" if graphs is None else {"captured": graphs.num_graphs, "bytes": graphs.num_bytes},
         "num_threads": facts.num_threads,
         "max_model_len": facts.max_model_len,
+        "max_num_batched_tokens": core.config.scheduler.token_budget,
         "weight_bytes": facts.weight_bytes,
         "weight_formats": facts.weight_formats,
         "kv_bytes": facts.kv_bytes,

@@ -95,6 +95,14 @@ def _runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
     return False
 
 
+def gpu_bytes(name: str) -> int:
+    """The memory of the GPU that a setting means; 0: it means a CPU."""
+    if not torch.cuda.is_available():
+        return 0
+    device = resolve_device(name)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def gpu_name(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"

@@ -121,7 +121,7 @@ def largest_step(scheduler: SchedulerConfig, block_size: int, num_groups: int, m
     """A plan that fills the token budget and samples for as many sequences as there may be: as few prompts as hold the
     budget, beside sequences with one token each."""
     num_seqs = scheduler.max_num_seqs
-    num_tokens = max(scheduler.max_num_batched_tokens, num_seqs)
+    num_tokens = max(scheduler.token_budget, num_seqs)
     num_prompts = min(num_seqs, -(-num_tokens // max_model_len))
     budget = min(num_tokens - (num_seqs - num_prompts), num_prompts * max_model_len)
     lengths = [budget // num_prompts + (index < budget % num_prompts) for index in range(num_prompts)]
@@ -145,7 +145,7 @@ def largest_step(scheduler: SchedulerConfig, block_size: int, num_groups: int, m
 
 def one_prompt(scheduler: SchedulerConfig, block_size: int, num_groups: int, max_model_len: int) -> SchedulerOutput:
     """A plan of one prompt that fills the token budget, up to PROMPT_TOKENS."""
-    num_tokens = min(scheduler.max_num_batched_tokens, PROMPT_TOKENS)
+    num_tokens = min(scheduler.token_budget, PROMPT_TOKENS)
     alone = replace(scheduler, max_num_batched_tokens=num_tokens, max_num_seqs=1)
     return largest_step(alone, block_size, num_groups, max_model_len)
 

@@ -120,7 +120,7 @@ class Worker:
                 device=device,
                 max_model_len=max_model_len,
                 max_num_reqs=config.scheduler.max_num_seqs,
-                max_num_tokens=max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs),
+                max_num_tokens=max(config.scheduler.token_budget, config.scheduler.max_num_seqs),
                 encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
                 capture=choose_capture(config, device, geometry),
             )

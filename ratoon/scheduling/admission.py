@@ -16,8 +16,8 @@ from ratoon.memory.kv_cache_manager import KVCacheManager
 def max_step_tokens(config: SchedulerConfig) -> int:
     """The most tokens of one branch in one step."""
     if config.enable_chunked_prefill and config.max_prefill_chunk is not None:
-        return min(config.max_prefill_chunk, config.max_num_batched_tokens)
-    return config.max_num_batched_tokens
+        return min(config.max_prefill_chunk, config.token_budget)
+    return config.token_budget
 
 
 def verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_model_len: int, generates: bool) -> None:
@@ -37,12 +37,12 @@ def verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_model
             f"has {num_prompt_tokens} tokens, sequences are limited to {max_model_len} (max_model_len)",
             f"at most {longest} tokens{reason}",
         )
-    if not config.enable_chunked_prefill and num_prompt_tokens > config.max_num_batched_tokens:
+    if not config.enable_chunked_prefill and num_prompt_tokens > config.token_budget:
         raise RequestError(
             "prompt",
-            f"has {num_prompt_tokens} tokens and must run in one step, which holds {config.max_num_batched_tokens} "
+            f"has {num_prompt_tokens} tokens and must run in one step, which holds {config.token_budget} "
             "(max_num_batched_tokens; chunked prefill is off)",
-            f"at most {config.max_num_batched_tokens} tokens",
+            f"at most {config.token_budget} tokens",
         )
 
 

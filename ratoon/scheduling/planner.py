@@ -33,7 +33,7 @@ class StepPlanner:
         """Running branches first, then waiting ones, then the plan."""
         if self._state.may_take_memory:
             self._state.wants_drain = False
-        step = StepDraft(self._state.config.max_num_batched_tokens, self._state.config.max_num_encoder_tokens)
+        step = StepDraft(self._state.config.token_budget, self._state.config.max_num_encoder_tokens)
         if self._state.quarantined:
             self._schedule_alone(step, next(iter(self._state.quarantined.values())))
             return self._build_plan(step)
@@ -272,7 +272,7 @@ class StepPlanner:
     def _may_split(self, gap: int) -> bool:
         """With chunked prefill off a prompt runs whole. A branch that grew beyond the budget and was then preempted can
         only resume in parts."""
-        return self._state.config.enable_chunked_prefill or gap > self._state.config.max_num_batched_tokens
+        return self._state.config.enable_chunked_prefill or gap > self._state.config.token_budget
 
     def _build_plan(self, step: StepDraft) -> SchedulerOutput:
         """Turn the draft into a diff for the runner, and count the scheduled tokens as computed."""
@@ -286,7 +286,7 @@ class StepPlanner:
             self._state.next_step,
             scheduled_cached_reqs=known,
             num_scheduled_tokens=dict.fromkeys(known.req_ids, 1),
-            total_num_scheduled_tokens=self._state.config.max_num_batched_tokens - step.budget,
+            total_num_scheduled_tokens=self._state.config.token_budget - step.budget,
             sampled_req_ids=known.req_ids.copy(),
             block_copies=self._state.kv_cache.take_block_copies(),
             finished_req_ids=self._state.finished_rows,

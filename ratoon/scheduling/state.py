@@ -139,7 +139,7 @@ class SchedulerState:
             num_rows += sum(
                 other.num_rows - 1 for other in self.all_or_none.values() if other.status == BranchStatus.RUNNING
             )
-            limit = min(limit, self.config.max_num_batched_tokens)
+            limit = min(limit, self.config.token_budget)
         return num_rows <= limit
 
     def spared_owners(self, branch: Branch) -> Collection[Owner]:

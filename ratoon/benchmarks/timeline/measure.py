@@ -89,7 +89,7 @@ class BatchRun:
 
     def num_tokens(self, batch: int, input_len: int, num_steps: int) -> int:
         """Of an answer: the first requests decode while the prompts of the last are computed."""
-        prefill_steps = -(-batch * input_len // self._llm.config.scheduler.max_num_batched_tokens)
+        prefill_steps = -(-batch * input_len // self._llm.describe()["max_num_batched_tokens"])
         return prefill_steps + WARM_UP_STEPS + 2 * num_steps + SPARE_TOKENS
 
     @property

@@ -75,7 +75,7 @@ class ExtractionKind(RequestKind):
         super().__init__(state, beginnings, preemption)
         self.queue = ExtractionQueue()
         # The tokens of a step reserved for an extraction that waited too long
-        self._share_of_aged = max(1, state.config.max_num_batched_tokens // AGED_SHARE)
+        self._share_of_aged = max(1, state.config.token_budget // AGED_SHARE)
         preemption.free_first.append(self._preempt_last)
         state.readings.start = self._read_ended
 

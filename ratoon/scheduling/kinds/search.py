@@ -60,8 +60,8 @@ class SearchKind(RequestKind):
     def verify_own(self, request: EngineCoreRequest) -> None:
         params = _params_of(request)
         params.verify()
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            limit = getattr(self._state.config, name)
+        config = self._state.config
+        for name, limit in (("max_num_seqs", config.max_num_seqs), ("max_num_batched_tokens", config.token_budget)):
             if params.beam_width > limit:
                 raise RequestError(
                     "beam_width",

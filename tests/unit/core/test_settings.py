@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from ratoon.api.options import add_engine_options, add_setting_options, engine_settings, given_settings
-from ratoon.core.config import CacheConfig, EngineConfig, FrontEndConfig, SchedulerConfig, verify_engine_config
+from ratoon.core.config import (
+    CacheConfig,
+    EngineConfig,
+    FrontEndConfig,
+    SchedulerConfig,
+    fit_to_device,
+    verify_engine_config,
+)
 from ratoon.core.errors import ConfigError
 from ratoon.core.setting import at_least, setting, settings_of, verify_settings
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS, configure, engine_config
@@ -101,3 +108,12 @@ def test_settings_of_the_front_end_and_of_the_engine_are_told_apart() -> None:
     front_end, engine = configure("m", {"seed": 3, "max_num_seqs": 4, "skip_tokenizer_init": True})
     assert (front_end.seed, front_end.skip_tokenizer, engine.scheduler.max_num_seqs) == (3, True, 4)
     assert not {one.name for one in FRONT_END_SETTINGS} & {one.name for one in ENGINE_SETTINGS}
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu_bytes", "budget"),
+    [(None, 0, 2048), (None, 24 * 2**30, 2048), (None, 140 * 2**30, 8192), (512, 140 * 2**30, 512), (16384, 0, 16384)],
+)
+def test_the_token_budget_depends_on_the_gpu_unless_it_is_set(asked, gpu_bytes, budget):
+    config = EngineConfig("model", scheduler=SchedulerConfig(max_num_batched_tokens=asked))
+    assert fit_to_device(config, gpu_bytes).scheduler.token_budget == budget
