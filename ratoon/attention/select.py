@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratoon.attention.cpu import CpuAttentionBackend
+from ratoon.attention.flashinfer_backend import FlashInferBackend
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import TritonAttentionBackend
@@ -13,6 +14,8 @@ from ratoon.core.errors import ConfigError
 
 # Fastest first
 BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TritonAttentionBackend, TorchReferenceBackend]
+# Only where they are asked for by name
+ON_REQUEST: list[type[AttentionBackend]] = [FlashInferBackend]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,12 @@ class BackendChoice:
 
 
 def select_backend(name: str, needs: AttentionNeeds, layers: str) -> BackendChoice:
-    reasons = {backend.name: backend.reasons_against(needs) for backend in BACKENDS}
+    candidates = [*BACKENDS, *(backend for backend in ON_REQUEST if backend.name == name)]
+    reasons = {backend.name: backend.reasons_against(needs) for backend in candidates}
     if name != "auto" and name not in reasons:
-        raise ConfigError("attention_backend", f"{name!r} is unknown", f"auto, {', '.join(reasons)}")
-    fitting = [backend for backend in BACKENDS if not reasons[backend.name] and name in ("auto", backend.name)]
+        known = [*reasons, *(backend.name for backend in ON_REQUEST)]
+        raise ConfigError("attention_backend", f"{name!r} is unknown", f"auto, {', '.join(known)}")
+    fitting = [backend for backend in candidates if not reasons[backend.name] and name in ("auto", backend.name)]
     if not fitting:
         against = "; ".join(f"{other}: {', '.join(reasons[other])}" for other in reasons if name in ("auto", other))
         expected = "another model" if name == "auto" else "use auto"
