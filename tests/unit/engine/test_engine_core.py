@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -247,6 +248,23 @@ def test_a_step_that_fails_for_no_ones_fault_costs_time_and_nothing_else(phase: 
         outputs = run(core)
         assert tokens_of(before["a"] + outputs["a"]) == tokens_of(before["a"] + outputs["a"], 1) == [*range(6, 12)]
         assert tokens_of(before["b"] + outputs["b"]) == [*range(9, 15)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_that_are_too_many_for_the_devices_memory_are_answered_one_by_one(depth: int) -> None:
+    """Together they run out of it in every step; alone they do not."""
+    with make_core(max_steps_in_flight=depth) as (core, executor):
+
+        def run_out(plan: SchedulerOutput) -> None:
+            if len(plan.num_scheduled_tokens) > 2:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        executor.before_forward = run_out
+        for name, first in (("a", 100), ("b", 200), ("c", 300)):
+            core.add_request(request(name, first=first))
+        outputs = run(core)
+        assert set(outputs) == {"a", "b", "c"}
+        assert all(tokens_of(given) == [6, 7, 8] for given in outputs.values())
 
 
 def test_on_trial_others_give_way_where_memory_is_short() -> None:
