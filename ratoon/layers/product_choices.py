@@ -81,12 +81,13 @@ class ProductChoices:
 
 
 def default_choice(key: ProductKey) -> Choice:
-    """What was fastest for most shapes on an H200: small tiles, many of them, and larger ones for large weights."""
-    if not 0 < key.rows <= MAX_ROWS:
+    """What was fastest on an H200. One row is bound by memory: small tiles, larger ones where a row of the weight is
+    long. From two rows on the library's product is faster."""
+    if key.rows != 1:
         return None
-    outputs = key.outputs if key.kind == "linear" else key.outputs // 2
-    inputs = 2048 if key.dtype.startswith("float8") else 1024
-    return Tile(1 if outputs <= 4096 else 2 if outputs <= 2**15 else 4, inputs, 4)
+    if key.dtype.startswith("float8"):
+        return Tile(4, 2048, 4)
+    return Tile(2 if key.inputs <= 1024 else 1 if key.inputs < 4096 else 4, 1024, 4)
 
 
 def invariant_choice(outputs: int, inputs: int) -> Split:

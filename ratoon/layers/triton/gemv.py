@@ -17,7 +17,7 @@ import triton.language as tl
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Tile
 from ratoon.layers.triton.elementwise import activate
-from ratoon.layers.triton.launch import launch, launch_options, wait_for_kernel_before
+from ratoon.layers.triton.launch import launch, launch_options, start_kernel_behind, wait_for_kernel_before
 
 Tensor = torch.Tensor
 
@@ -65,6 +65,8 @@ def _gemv_kernel(
     ADD: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     BLOCK_NORM: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        start_kernel_behind()
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)  # [O]
     column = tl.arange(0, BLOCK_IN)[None, :]  # [1, I]
     exists = (output < outputs)[:, None]

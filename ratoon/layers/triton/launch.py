@@ -39,10 +39,17 @@ def launch_options(dependent: bool) -> dict[str, Any]:
 
 
 @triton.jit
-def wait_for_kernel_before():
-    """What it wrote is visible after this. The kernel behind may start, and waits in turn."""
-    gdc_wait()
+def start_kernel_behind():
+    """It starts when all programs of this kernel have called this, and waits in turn. The earlier, the more of it is
+    done by the time this kernel has ended."""
     gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_kernel_before():
+    """What it wrote is visible after this, and so is what the kernels before that wrote: it waited too."""
+    gdc_launch_dependents()
+    gdc_wait()
 
 
 # ---- launches ----
