@@ -39,7 +39,7 @@ def main() -> None:
     num_staged, slot_size = staging_size(BLOCK_BYTES, num_blocks)
     staging = torch.empty(num_staged, NUM_TENSORS * WORDS, dtype=torch.int64, device=DEVICE)
     swaps = BlockSwaps(pages, host, staging, slot_size, CudaCopyStream(DEVICE))
-    show("measured at start-up", gb_per_s=2 * BLOCK_BYTES / swaps.measure() / 1e9)
+    show("measured at start-up", gb_per_s=BLOCK_BYTES / swaps.measure() / 1e9)
     check(swaps, tensors, num_blocks)
     for count in (min(16, num_blocks), num_blocks // 2, num_blocks):
         pairs = [(number, number) for number in range(1, count + 1)]

@@ -117,7 +117,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
 class SwapCosts(msgspec.Struct, frozen=True):
     """What the memory of a preempted sequence costs on this device: seconds, measured at start-up."""
 
-    block: float  # to copy one to the host and back
+    block: float  # to fetch one from the host; the copy to the host runs beside steps and delays none
     token: float  # to compute one again
 
 

@@ -91,7 +91,7 @@ class KVTensors:
         self.of_cross_layer.clear()
 
     def measure_swaps(self) -> float | None:
-        """Seconds to copy a block to the host and back. None: it is not known."""
+        """Seconds to fetch a block from the host. None: it is not known."""
         return None if self._swaps is None else self._swaps.measure()
 
     def move_blocks(self, plan: SchedulerOutput) -> None:

@@ -149,8 +149,12 @@ class Worker:
         block_seconds = None if token_seconds is None else self.runner.kv.measure_swaps()
         if token_seconds is not None and block_seconds is not None:
             swap_costs = SwapCosts(block_seconds, token_seconds)
-            speed = 2 * kv_config.bytes_per_block / block_seconds / 1e9
-            logger.info("swapping moves %.1f GB/s, prompts are computed at %.0f tokens/s", speed, 1 / token_seconds)
+            speed = kv_config.bytes_per_block / block_seconds / 1e9
+            logger.info(
+                "blocks are fetched from the host at %.1f GB/s, prompts are computed at %.0f tokens/s",
+                speed,
+                1 / token_seconds,
+            )
         weight_formats = describe_weights(ops, num_weights, dtype)
         self.facts = WorkerFacts(
             kv_config=kv_config,
