@@ -66,7 +66,7 @@ PREFILL_TILES = [
 class Case:
     """Requests with `queries` new tokens behind others that are cached. `shared`: cached tokens that each run of
     `per_search` requests has in common. `stores`: heads are rotated (and normed in Qwen) and stored, then attended to.
-    `bound`: of lengths, as in a captured step. `padding`: tokens and requests of it that are not there."""
+    `bound`: of lengths, as in a captured step. `padding`: requests of one token behind the others, which are none."""
 
     name: str
     layer: AttentionLayer
@@ -107,8 +107,6 @@ class Case:
 
     def metadata(self) -> CommonAttentionMetadata:
         queries, cached = self.queries + [1] * self.padding, self.cached + [0] * self.padding
-        queries += [0] * (self.num_tokens - len(queries) if self.padding else 0)
-        cached += [0] * (len(queries) - len(cached))
         starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
         lengths = (np.array(queries) + cached).astype(np.int32)
         tables = np.zeros((len(queries), -(-max(self.bound or 0, lengths.max()) // BLOCK_SIZE)), np.int32)

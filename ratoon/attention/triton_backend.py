@@ -386,7 +386,7 @@ class TritonAttentionBackend(AttentionBackend):
         if num_requests * layer.num_kv_heads > _MAX_TILES:
             num_splits = 1
         parts = (out,) * 4 if num_splits == 1 else self._scratch.take(num_rows * num_splits, layer.head_dim, q.device)
-        splits_pad = _power_of_two(num_splits)
+        splits_pad = 1 << (num_splits - 1).bit_length()
         table = inputs.block_table_device
         self._launch_kernel(
             self._decode_kernel, (num_requests, layer.num_kv_heads, num_splits),
@@ -399,7 +399,7 @@ class TritonAttentionBackend(AttentionBackend):
             HALF=half, GROUP=group, KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=inputs.block_size, BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n, HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None,
             HAS_ROTARY=rotary is not None, HAS_WINDOW=layer.window is not None, SPLIT=num_splits > 1,
-            MERGE_ROWS=rows_merged_at_once(splits_pad, dim, tiles.block_m), SPLITS_PAD=splits_pad,
+            MERGE_ROWS=rows_merged_at_once(splits_pad, dim, group), SPLITS_PAD=splits_pad,
             PAIRED=is_paired(pages, q), LOADED=self._early_loads, DEPENDENT=self._dependent, num_warps=tiles.num_warps,
             num_stages=tiles.num_stages, **self._launch_options,
         )  # fmt: skip
@@ -438,7 +438,7 @@ class TritonAttentionBackend(AttentionBackend):
     ) -> None:
         """Requests of up to `longest` query tokens. Their keys are split among programs."""
         group, dim = layer.num_heads // layer.num_kv_heads, _power_of_two(layer.head_dim)
-        is_shared = not self._batch_invariant and metadata.num_requests <= _MAX_SHARED_REQUESTS
+        is_shared = not self._batch_invariant and longest > 1 and metadata.num_requests <= _MAX_SHARED_REQUESTS
         rows = group if is_shared and metadata.query_lens is None else longest * group
         tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, rows, self._batch_invariant)
         tiles_each = -(-longest * group // tiles.block_m)
@@ -454,7 +454,7 @@ class TritonAttentionBackend(AttentionBackend):
             )  # fmt: skip
             return
         parts = self._scratch.take(q.shape[0] * layer.num_heads * num_splits, layer.head_dim, q.device)
-        splits_pad = 1 if self._batch_invariant else _power_of_two(num_splits)
+        splits_pad = 1 if self._batch_invariant else 1 << (num_splits - 1).bit_length()
         grid, requests_pad = (tiles_each * metadata.num_requests, layer.num_kv_heads, num_splits), 0
         if is_shared:
             requests_pad = _power_of_two(metadata.num_requests)
@@ -511,7 +511,7 @@ class TritonAttentionBackend(AttentionBackend):
             (1, 2**31 - 1), parts, prefix_splits, (0, num_slots), CAUSAL=False, TILES=0, REQUESTS_PAD=0, SPLIT=True,
             MERGE_ROWS=1, SPLITS_PAD=1, PREFIX_TILE=0, KEEP_PARTS=True,
         )  # fmt: skip
-        splits_pad = _power_of_two(num_slots)
+        splits_pad = 1 << (num_slots - 1).bit_length()
         self._launch(
             (num_tiles, layer.num_kv_heads, suffix_splits), layer, q, out, kv_cache, metadata, tiles, (1, longest),
             parts, suffix_splits, (prefix_splits, num_slots), cascade.begins, CAUSAL=layer.causal, TILES=tiles_each,
@@ -596,8 +596,9 @@ def is_paired(pages: Tensor, q: Tensor) -> bool:
     return pages.dtype == torch.float8_e4m3fn and q.dtype != torch.float32 and pages.shape[-1] % 2 == 0
 
 
-def rows_merged_at_once(splits_pad: int, dim: int, block_m: int) -> int:
-    return min(max(1, _MERGED_ELEMENTS // (splits_pad * dim)), block_m, 16)
+def rows_merged_at_once(splits_pad: int, dim: int, num_rows: int) -> int:
+    """A power of two. `num_rows`: of a tile."""
+    return min(max(1, _MERGED_ELEMENTS // (splits_pad * dim)), 1 << (num_rows - 1).bit_length(), 16)
 
 
 @cache
