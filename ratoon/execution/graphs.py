@@ -18,6 +18,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from ratoon.core.config import ModelConfig
 from ratoon.core.outputs import LogprobsLists
 from ratoon.core.stats import GraphStats
 from ratoon.execution.buffers import HostCopy
@@ -31,10 +32,14 @@ Tensor = torch.Tensor
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS = 512  # of a step that is padded
+MAX_TOKENS = 1024  # of a step that is padded
+MAX_BEAM_ROWS = 256  # with more, reading a prefix once for all its beams, which graphs do not, saves more than they do
+# What a step's kernels take to be launched one by one, and what a large GPU computes meanwhile
+LAUNCH_SECONDS_OF_LAYER = 120e-6
+OPERATIONS_PER_SECOND = 400e12
 REQUEST_SIZES = (8, 32, 128)
 READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
-MAX_GRAPHS = 128
+MAX_GRAPHS = 256
 MIN_FREE_BYTES = 512 * 2**20  # of the device's memory: with less, no further graph is captured
 MAX_FAILURES = 3  # captures that failed, after which none is tried
 
@@ -44,6 +49,14 @@ def graph_sizes(max_tokens: int) -> list[int]:
     captured when it is first needed; from 32 on they are at most a quarter apart."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, MAX_TOKENS + 1, 64)]
     return sizes[: bisect_left(sizes, max_tokens) + 1]
+
+
+def max_prefill_tokens(config: ModelConfig) -> int:
+    """Tokens up to which a step with prompts is padded: as many as are computed while the kernels are launched. With
+    more of them launches are hidden behind the device's work, and padding would add to that."""
+    attention = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
+    weights_of_layer = config.hidden_size * (attention + 3 * config.intermediate_size)
+    return int(LAUNCH_SECONDS_OF_LAYER * OPERATIONS_PER_SECOND / (2 * weights_of_layer))
 
 
 class GraphKey(NamedTuple):
@@ -179,17 +192,27 @@ class StepGraphs:
     as a graph, which is captured then, or before in a moment without work. So nothing is captured before the first
     token."""
 
-    def __init__(self, sizes: list[int], run: Callable[[GraphKey], Tensor | None], capture: Capture) -> None:
+    def __init__(
+        self,
+        sizes: list[int],
+        run: Callable[[GraphKey], Tensor | None],
+        capture: Capture,
+        max_prefill_tokens: int = MAX_TOKENS,
+    ) -> None:
         self.stats = GraphStats()
         self._sizes = sizes
+        self._max_prefill_tokens = max_prefill_tokens
         self._run = run
         self._capture = capture
         self._graphs: dict[GraphKey, Captured] = {}
         self._seen: dict[GraphKey, None] = {}  # in the order of their first steps
         self._num_failures = 0
 
-    def size_for(self, num_tokens: int) -> int | None:
-        """The size that so many tokens are padded to. None: they are too many."""
+    def size_for(self, num_tokens: int, is_decode: bool = True, has_beams: bool = False) -> int | None:
+        """The size that a step of so many tokens is padded to. None: they are too many."""
+        limit = MAX_BEAM_ROWS if has_beams else MAX_TOKENS
+        if num_tokens > (limit if is_decode else min(limit, self._max_prefill_tokens)):
+            return None
         place = bisect_left(self._sizes, num_tokens)
         return self._sizes[place] if place < len(self._sizes) else None
 

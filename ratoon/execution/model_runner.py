@@ -99,13 +99,18 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         if on_device:
             from ratoon.execution.device_inputs import DeviceInputs
-            from ratoon.execution.graphs import StepGraphs, graph_sizes, run_padded
+            from ratoon.execution.graphs import StepGraphs, graph_sizes, max_prefill_tokens, run_padded
 
             sizes = [] if capture is None else graph_sizes(max_num_tokens)
             inputs = DeviceInputs(self.input_batch, max_num_tokens, num_rows, max(sizes, default=0), device)
             self.inputs, self._resident = inputs, inputs.resident
             if capture is not None:
-                self.graphs = StepGraphs(sizes, lambda key: run_padded(key, inputs, self.kv, self.model), capture)
+                self.graphs = StepGraphs(
+                    sizes,
+                    lambda key: run_padded(key, inputs, self.kv, self.model),
+                    capture,
+                    max_prefill_tokens(model.config),
+                )
         else:
             self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
         self.num_computed_tokens = 0  # rows run through the model since the start
@@ -126,7 +131,8 @@ class ModelRunner:
         rows, num_scheduled = self._batch(plan)
         executed: Executed | None = None
         if self.graphs is not None and not (plan.captures or plan.encoder_steps or self.pooling):
-            size = self.graphs.size_for(plan.total_num_scheduled_tokens)
+            num_tokens = plan.total_num_scheduled_tokens
+            size = self.graphs.size_for(num_tokens, len(rows) == num_tokens, bool(plan.beam_steps))
             if size is not None:
                 executed = self._run_padded(plan, rows, num_scheduled, size)
         if executed is None:

@@ -6,6 +6,7 @@ A graph is replaced by its function, which runs again; the kernels of the inputs
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+from ratoon.core.config import ModelConfig
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.execution import graphs
-from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes, padded_read, padded_reqs
+from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes, max_prefill_tokens, padded_read, padded_reqs
 from ratoon.layers.sampling import Mode
 from tests.triton_interpreter import repair_interpreter
 from tests.unit.execution.test_model_runner import (
@@ -47,10 +49,10 @@ def fail(function: Callable[[], Any]) -> Any:
 
 
 def test_sizes_rise_and_reach_what_is_asked_for() -> None:
-    assert graph_sizes(10_000) == graph_sizes(512) and graph_sizes(512)[-1] == 512
+    assert graph_sizes(10_000) == graph_sizes(1024) and graph_sizes(1024)[-1] == 1024
     assert graph_sizes(512)[:9] == [1, 2, 4, 8, 16, 24, 32, 40, 48]
     assert graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 4] and graph_sizes(257)[-1] == 320
-    sizes = graph_sizes(512)
+    sizes = graph_sizes(1024)
     assert sizes == sorted(set(sizes)) and all(b / a <= 1.25 for a, b in pairwise(sizes) if a >= 32)
 
 
@@ -76,6 +78,22 @@ def make_graphs(capture: Callable[..., Any]) -> tuple[StepGraphs, list[GraphKey]
 def test_a_step_is_padded_to_the_next_size() -> None:
     made, _ = make_graphs(RunAgain)
     assert [made.size_for(count) for count in (1, 2, 3, 8, 9)] == [1, 2, 8, 8, None]
+
+
+def test_prompts_and_beams_are_padded_up_to_fewer_tokens_than_decodes() -> None:
+    made = StepGraphs(graph_sizes(1024), lambda key: None, RunAgain, 100)
+    assert made.size_for(100, is_decode=False) == 112 and made.size_for(101, is_decode=False) is None
+    assert made.size_for(256, has_beams=True) == 256 and made.size_for(257, has_beams=True) is None
+    assert made.size_for(1000) == 1024
+
+
+def test_a_step_with_prompts_is_padded_if_launching_it_takes_longer_than_computing_it() -> None:
+    def shape(hidden: int, intermediate: int, heads: int, layers: int) -> ModelConfig:
+        return replace(LLAMA.config, hidden_size=hidden, intermediate_size=intermediate, num_heads=heads, head_dim=128,
+                       num_kv_heads=8, num_layers=layers)  # fmt: skip
+
+    small, large = max_prefill_tokens(shape(1024, 3072, 16, 28)), max_prefill_tokens(shape(4096, 14336, 32, 32))
+    assert 705 < small < 2048 and 32 < large < 256
 
 
 def test_a_graph_is_captured_when_its_key_occurs_again() -> None:
