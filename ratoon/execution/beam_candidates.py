@@ -6,6 +6,7 @@ The arithmetic is in layers/beams.py; the scheduler chooses among the candidates
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -43,21 +44,23 @@ class CandidatesReader:
     def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
         return choose_candidates(self._steps, logits, output, self._beam_rows) if self._steps else None
 
+    def plain_searches(self, device: torch.device) -> tuple[list[float], list[SearchRows]] | None:
+        """The scores of the rows, and the searches, for best_keys_of_shape. None: a rule is active, or keys can't hold
+        the candidates."""
+        scores, searches, rules = _lay_out(self._steps, self._beam_rows)
+        return (scores, searches) if searches and not any(rules) and chosen_by_keys(device, searches) else None
+
+    def read_keys(self, keys: torch.Tensor, searches: list[SearchRows], vocab_size: int) -> Finish:
+        """Of keys [S, W] that were chosen for these searches."""
+        return _finish_keys(keys, searches, vocab_size, self._steps)
+
 
 def choose_candidates(
     steps: list[BeamStep], logits: torch.Tensor, output: ModelRunnerOutput, beam_rows: BeamRows
 ) -> Finish | None:
     """From the logits [B, V] of all beams of these searches, which may be changed in place. As in transformers, rules
     apply to log-probabilities, which are not renormalised afterwards; masks have the same effect on logits."""
-    searches: list[SearchRows] = []
-    scores: list[float] = []
-    rules: list[Sequence[LogitsRule]] = []  # of every row: those that are active
-    for step in steps:
-        start = len(scores)
-        scores += step.scores
-        searches.append(SearchRows(start, len(scores), step.num_candidates))
-        of_beams = beam_rows.rules_of(step.req_id)
-        rules += [row_rules.active() for row_rules in of_beams] if of_beams else [()] * len(step.scores)
+    scores, searches, rules = _lay_out(steps, beam_rows)
     edit, weighed = None, []
     if any(rules):
         edit = partial(apply_rules, rules_of_rows=rules)
@@ -65,17 +68,49 @@ def choose_candidates(
     if edit is not None:
         logits = logits.float()
     on_device = to_device(np.array(scores, np.float32), logits.device)
-    if not chosen_by_keys(logits, searches):
+    if not chosen_by_keys(logits.device, searches):
         put_candidates(best_candidates_of_searches(logits, on_device, searches, edit, weighed), steps, output)
         return None
-    keys = HostCopy(best_keys_of_searches(logits, on_device, searches, edit, weighed))
-    vocab_size = logits.shape[1]
+    keys = best_keys_of_searches(logits, on_device, searches, edit, weighed)
+    return _finish_keys(keys, searches, logits.shape[1], steps)
+
+
+def _lay_out(
+    steps: list[BeamStep], beam_rows: BeamRows
+) -> tuple[list[float], list[SearchRows], list[Sequence[LogitsRule]]]:
+    """The scores of all beams, the searches that they belong to, and of every beam the rules that are active."""
+    searches: list[SearchRows] = []
+    scores: list[float] = []
+    rules: list[Sequence[LogitsRule]] = []
+    for step in steps:
+        start = len(scores)
+        scores += step.scores
+        searches.append(SearchRows(start, len(scores), step.num_candidates))
+        of_beams = beam_rows.rules_of(step.req_id)
+        rules += [row_rules.active() for row_rules in of_beams] if of_beams else [()] * len(step.scores)
+    return scores, searches, rules
+
+
+def _finish_keys(on_device: torch.Tensor, searches: list[SearchRows], vocab_size: int, steps: list[BeamStep]) -> Finish:
+    keys = HostCopy(on_device)
 
     def finish(output: ModelRunnerOutput) -> None:
-        found = candidates_of_keys(keys.to_numpy(), searches, vocab_size)
-        put_candidates(found, steps, output)
+        put_candidates(candidates_of_keys(keys.to_numpy(), searches, vocab_size), steps, output)
 
     return finish
+
+
+@dataclass(slots=True)
+class KeysPass:
+    """A forward pass that ended with the keys [S, W] of the best candidates of its searches. As ExecutedPass."""
+
+    keys: torch.Tensor
+    searches: list[SearchRows]
+    vocab_size: int
+    reader: CandidatesReader
+
+    def read(self, output: ModelRunnerOutput) -> Finish | None:
+        return self.reader.read_keys(self.keys, self.searches, self.vocab_size)
 
 
 def put_candidates(found: list[Candidates | None], steps: list[BeamStep], output: ModelRunnerOutput) -> None:

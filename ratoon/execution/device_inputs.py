@@ -6,7 +6,7 @@ tokens that were sampled are written to the rows on the device, so a step is lau
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.input_kernels import append_tokens, prepare, scatter
 from ratoon.execution.packed import PackedBuffer
 from ratoon.execution.step_inputs import StepInputs
+from ratoon.layers.beams import SearchRows
 
 Tensor = torch.Tensor
 
@@ -96,6 +97,9 @@ class DeviceInputs:
                 "read_rows": (max_padded, torch.int64),
                 "read_requests": (max_padded, torch.int32),
                 **{name: (max_padded, dtype) for name, dtype in SAMPLING_NUMBERS.items()},
+                "beam_scores": (max_padded, torch.float32),
+                "search_starts": (max_padded, torch.int64),
+                "search_stops": (max_padded, torch.int64),
                 # Which cells of the rows to write, then their values
                 "cells": (2 * MAX_CELLS + 4, torch.int32),
             },
@@ -162,9 +166,11 @@ class DeviceInputs:
         read_rows: np.ndarray | None = None,
         read_requests: np.ndarray | None = None,
         numbers: Mapping[str, np.ndarray] | None = None,
+        beams: tuple[Sequence[float], Sequence[SearchRows]] | None = None,
     ) -> PackedStep:
         """Bring to the device what the host knows. `read_rows` [N]: rows of the step whose logits are read;
-        `read_requests` [N]: which of its requests get the tokens that are sampled from them, by `numbers`, [N] each."""
+        `read_requests` [N]: which of its requests get the tokens that are sampled from them, by `numbers`, [N] each.
+        `beams`: the scores of the rows that are read, and the searches that these belong to."""
         rows, num_reqs = self.rows, len(batch_rows)
         cu_num_tokens = np.cumsum(num_scheduled)
         packed = self._packed
@@ -186,6 +192,12 @@ class DeviceInputs:
             host["read_requests"][:num_sampled] = read_requests
         for name, values in (numbers or {}).items():
             host[name][:num_sampled] = values
+        if beams is not None:
+            scores, searches = beams
+            host["beam_scores"][: len(scores)] = scores
+            for name, places in zip(("search_starts", "search_stops"), np.array(searches)[:, :2].T):
+                host[name][: len(searches)] = places
+                host[name][len(searches) :] = 0  # padding has no rows
         self._send_cells(rows.journal.take())
         writes_nothing = unwritten is not None and bool(unwritten.all())
         return PackedStep(batch_rows, num_scheduled, cu_num_tokens, writes_nothing)
@@ -279,6 +291,14 @@ class DeviceInputs:
         """What `send` brought for sampling, by name."""
         packed = self._packed.device
         return {name: packed[name][:size] for name in SAMPLING_NUMBERS}
+
+    def beam_numbers(self, num_rows: int, num_searches: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What `send` brought for beams: scores of rows; the first row of each search, and the row after its last."""
+        packed = self._packed.device
+        return packed["beam_scores"][:num_rows], (
+            packed["search_starts"][:num_searches],
+            packed["search_stops"][:num_searches],
+        )
 
     def append_tokens(self, token_ids: Tensor, bad: Tensor) -> None:
         """The tokens that were sampled from the rows that are read: write them to their requests and to `sampled`."""

@@ -25,6 +25,7 @@ from ratoon.execution.buffers import HostCopy
 from ratoon.execution.device_inputs import DeviceInputs
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.step_context import PagedStep
+from ratoon.layers.beams import SearchShape, best_keys_of_shape
 from ratoon.layers.sampling import Mode, sample_plain
 from ratoon.models.base import LanguageModel
 
@@ -63,7 +64,8 @@ class GraphKey(NamedTuple):
     size: int  # tokens, padded
     num_reqs: int | None  # padded; None: every request has one token
     num_read: int | None  # rows whose logits are computed, padded; None: all of them
-    mode: Mode | None = None  # how their tokens are sampled; None: it ends with the logits
+    mode: Mode | None = None  # how their tokens are sampled; None: they are not
+    searches: SearchShape | None = None  # whose candidates are chosen from them; without either it ends with the logits
 
     @property
     def max_query_len(self) -> int:
@@ -85,8 +87,8 @@ def padded_read(count: int, size: int) -> int:
 
 
 def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: LanguageModel) -> Tensor | None:
-    """The step that `inputs.send` has brought to the device. Returns the logits [num_read, V] of the rows to read; if
-    tokens are sampled, None: they are in `inputs.sampled` and in the rows."""
+    """The step that `inputs.send` has brought to the device. Returns the logits [num_read, V] of the rows to read, or
+    the keys of candidates; if tokens are sampled, None: they are in `inputs.sampled` and in the rows."""
     num_reqs = key.size if key.num_reqs is None else key.num_reqs
     inputs.compute(key.size, num_reqs, key.max_query_len)
     step = inputs.padded(key.size, num_reqs, key.max_query_len)
@@ -97,9 +99,12 @@ def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: Langua
     if key.num_read == 0:
         return states.normed  # [0, H]
     logits = model.compute_logits(states.normed)
+    num_rows = key.size if key.num_read is None else key.num_read
+    if key.searches is not None:
+        return best_keys_of_shape(logits, *inputs.beam_numbers(num_rows, key.searches.num_searches), key.searches)
     if key.mode is None:
         return logits
-    numbers = inputs.sampling_numbers(key.size if key.num_read is None else key.num_read)
+    numbers = inputs.sampling_numbers(num_rows)
     chosen = sample_plain(logits, **numbers, mode=key.mode)
     inputs.append_tokens(chosen.token_ids, chosen.bad)
     return None

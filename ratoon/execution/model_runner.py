@@ -17,7 +17,7 @@ from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
-from ratoon.execution.beam_candidates import CandidatesReader
+from ratoon.execution.beam_candidates import CandidatesReader, KeysPass
 from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.capture import CaptureReader, captured_rows, lay_out_spans
@@ -44,6 +44,7 @@ from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation, StepInputs
+from ratoon.layers.beams import SearchShape
 from ratoon.models.base import LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderDecoderLM
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from ratoon.execution.graphs import Capture, GraphKey, StepGraphs
 
 
-Executed = ExecutedPass | LogitsPass | SampledPass
+Executed = ExecutedPass | LogitsPass | KeysPass | SampledPass
 
 
 class ModelRunner:
@@ -154,7 +155,8 @@ class ModelRunner:
             sampled = self._sample_padded(plan, rows, num_scheduled, np.arange(len(rows)), GraphKey(size, None, None))
             if sampled is not None:
                 return sampled
-        readers = self._readers(plan, StepLayout.of(plan, np.cumsum(num_scheduled)))
+        layout = StepLayout.of(plan, np.cumsum(num_scheduled))
+        readers = self._readers(plan, layout)
         if not all(isinstance(reader, NextTokenReader) for reader in readers):
             return None
         wanted = rows_of(readers)
@@ -166,7 +168,17 @@ class ModelRunner:
             sampled = self._sample_padded(plan, rows, num_scheduled, requests, key)
             if sampled is not None:
                 return sampled
-        inputs.send(rows, num_scheduled, read_rows=np.array(wanted, np.int64))
+        read_rows = np.array(wanted, np.int64)
+        if plan.beam_steps and not plan.sampled_req_ids:
+            reader = CandidatesReader(plan.beam_steps, layout, self.beam_rows)
+            beams = reader.plain_searches(self.device)
+            if beams is not None:
+                _, searches = beams
+                inputs.send(rows, num_scheduled, read_rows=read_rows, beams=beams)
+                keys = graphs.run(key._replace(searches=SearchShape.of(searches)))
+                assert keys is not None
+                return KeysPass(keys[: len(searches)], searches, self.model.config.vocab_size, reader)
+        inputs.send(rows, num_scheduled, read_rows=read_rows)
         logits = graphs.run(key)
         assert logits is not None
         return LogitsPass(logits[: len(wanted)], cast("list[NextTokenReader]", readers))

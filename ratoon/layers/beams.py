@@ -65,7 +65,7 @@ def best_candidates_of_searches(
     `edit` does not renormalise: tokens that it does not change keep their probabilities. None for a search with a row
     of NaN or infinite logits, or with no token left.
     """
-    if chosen_by_keys(logits, searches):
+    if chosen_by_keys(logits.device, searches):
         keys = best_keys_of_searches(logits, scores, searches, edit, logprob_rows)
         return candidates_of_keys(keys.cpu().numpy(), searches, logits.shape[1])
     logits = logits.float()
@@ -86,9 +86,9 @@ def best_candidates_of_searches(
     return found
 
 
-def chosen_by_keys(logits: Tensor, searches: Sequence[SearchRows]) -> bool:
+def chosen_by_keys(device: torch.device, searches: Sequence[SearchRows]) -> bool:
     """Whether `best_keys_of_searches` is to be used."""
-    return logits.device.type == "cuda" and max(search.num_candidates for search in searches) <= MAX_KEYS
+    return device.type == "cuda" and max(search.num_candidates for search in searches) <= MAX_KEYS
 
 
 def best_keys_of_searches(
@@ -113,6 +113,32 @@ def best_keys_of_searches(
     max_rows = max(search.stop - search.start for search in searches)
     num_wanted = max(search.num_candidates for search in searches)
     return top.best_keys(logits, normalizers, scores, maxima, bounds, max_rows, num_wanted)
+
+
+class SearchShape(NamedTuple):
+    """Upper bounds for the searches of a step, powers of two: what a graph is captured for."""
+
+    num_searches: int
+    max_rows: int  # of a search
+    num_wanted: int
+
+    @classmethod
+    def of(cls, searches: Sequence[SearchRows]) -> SearchShape:
+        numbers = (
+            len(searches),
+            max(search.stop - search.start for search in searches),
+            max(search.num_candidates for search in searches),
+        )
+        return cls(*(1 << (number - 1).bit_length() for number in numbers))
+
+
+def best_keys_of_shape(logits: Tensor, scores: Tensor, row_bounds: tuple[Tensor, Tensor], shape: SearchShape) -> Tensor:
+    """As `best_keys_of_searches` without an edit, for searches whose first rows and ends [S] are on the device. One
+    without rows gets keys that mean nothing."""
+    from ratoon.layers.triton import top
+
+    normalizers, maxima = top.normalizers_and_maxima(logits)
+    return top.best_keys(logits, normalizers, scores, maxima, row_bounds, shape.max_rows, shape.num_wanted)
 
 
 def candidates_of_keys(keys: np.ndarray, searches: Sequence[SearchRows], vocab_size: int) -> list[Candidates | None]:

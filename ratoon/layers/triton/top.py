@@ -75,13 +75,13 @@ def best_keys(
     normalizers: Normalizers,  # [R]
     scores: Tensor,  # [R] float32, of the beams
     maxima: Tensor,  # [R, G] from the same logits
-    row_bounds: Tensor,  # [2, S] int64: the first row of each search, and the row after its last
+    row_bounds: Tensor | tuple[Tensor, Tensor],  # [2, S] int64: the first row of each search, the row after its last
     max_rows: int,  # of a search
     num_wanted: int,  # a program keeps four times as many keys in registers
 ) -> Tensor:
     """[S, W] int64, W ≥ num_wanted: the keys of the best W tokens of each search, in no order. A key's place counts the
     tokens of the search, row after row. A score is ((logit - peak) - log_sum) + score, rounded at every step."""
-    num_searches = row_bounds.shape[1]
+    num_searches = row_bounds[0].shape[0]
     num_columns, num_groups = logits.shape[1], maxima.shape[1]
     width = max(triton.next_power_of_2(num_wanted), 2)
     segment = max(SEGMENT, 4 * width)

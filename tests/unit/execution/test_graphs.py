@@ -17,8 +17,10 @@ pytest.importorskip("triton")
 from ratoon.core.config import ModelConfig
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
-from ratoon.execution import graphs
+from ratoon.core.plan import BeamStep
+from ratoon.execution import beam_candidates, graphs
 from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes, max_prefill_tokens, padded_read, padded_reqs
+from ratoon.layers.beams import SearchShape
 from ratoon.layers.sampling import Mode
 from tests.triton_interpreter import repair_interpreter
 from tests.unit.execution.test_model_runner import (
@@ -316,3 +318,32 @@ def test_steps_of_other_kinds_run_alone() -> None:
     assert output.prompt_logprobs and keys == []
     assert [token_of(output, "a"), *driver.decode("a", len(OTHER), 2)] == oracle_greedy(LLAMA, OTHER, 3)
     assert len(keys) == 2
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", [(3,), (2, 3, 1)], ids=str)
+def test_the_candidates_of_beams_are_chosen_in_a_padded_step(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first steps of searches, whose trunks are read; one of them is a part of its prompt only."""
+    results = []
+    padded, keys = padded_driver()
+    for driver in (Driver(), padded):
+        new = [driver.new(str(index), OTHER[: 4 + index], 1 + 4 * index) for index in range(len(sizes) + 1)]
+        steps = [BeamStep(str(index), num_candidates=size, scores=[-0.5]) for index, size in enumerate(sizes)]
+        if driver is padded:
+            monkeypatch.setattr(beam_candidates, "chosen_by_keys", lambda device, searches: True)
+        output = driver.step(new=new, sampled=[], beam_steps=steps)
+        results.append({name: (found.beams, found.token_ids) for name, found in output.candidates.items()})
+    assert results[0] == results[1] and len(results[0]) == len(sizes)
+    assert keys[0].searches == SearchShape(1 if len(sizes) == 1 else 4, 1, 4) and keys[0].mode is None
+
+
+@interpreted
+def test_a_search_without_a_usable_logit_fails_alone_in_a_padded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beam_candidates, "chosen_by_keys", lambda device, searches: True)
+    driver, _ = padded_driver(poisoned(LLAMA))
+    new = [driver.new("good", OTHER[:5], 1), driver.new("bad", [*OTHER[:5], NAN_TOKEN], 5)]
+    steps = [BeamStep(branch.req_id, num_candidates=2, scores=[0.0]) for branch in new]
+    output = driver.step(new=new, sampled=[], beam_steps=steps)
+    assert set(output.candidates) == {"good"} and set(output.errors) == {"bad"}
