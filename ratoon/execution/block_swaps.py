@@ -89,6 +89,7 @@ class BlockSwaps:
         self._slot_size = slot_size
         # Used in turn
         self._slots = [Slot(row) for row in range(0, len(staging_rows) - slot_size + 1, slot_size)]
+        weakref.finalize(self, _drain, stream).atexit = False  # before its memory is freed
 
     def save(self, swapped_out: Sequence[BlockSwap]) -> None:
         """Copy blocks of the device to the host, with their content at this point of the steps."""
@@ -182,6 +183,11 @@ def pinned_rows(num_rows: int, num_words: int) -> Tensor:
 
 
 def _unpin(address: int) -> None:
+    """No copy may use the memory any more."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _drain(stream: CopyStream) -> None:
+    """Waits for nothing else: another engine of this process may be capturing a graph."""
     with suppress(RuntimeError):  # a device that was lost
-        torch.cuda.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(address)
+        stream.drain()

@@ -155,6 +155,15 @@ def test_a_step_that_swaps_out_waits_for_no_copy_while_the_staging_buffer_has_ro
     assert stream._num_done == 1, "the first part of the buffer is used again"
 
 
+def test_copies_have_ended_before_their_memory_is_freed() -> None:
+    stream = LazyStream()
+    kv = make_kv(stream)
+    kv.move_blocks(SchedulerOutput(swapped_out=[(1, 1), (2, 2)]))
+    assert stream._num_done == 0
+    del kv
+    assert stream._num_done == 1
+
+
 def test_neighbours_are_copied_together() -> None:
     assert runs_of([4, 5, 6, 9, 10], [1, 2, 3, 4, 5]) == [(4, 1, 3), (9, 4, 2)]
     assert runs_of([4, 5], [7, 6]) == [(4, 7, 1), (5, 6, 1)]
