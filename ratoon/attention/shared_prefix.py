@@ -32,8 +32,8 @@ def group_prefixes(shared: np.ndarray, limits: np.ndarray, min_shared: int) -> t
     A request joins the run before it unless that would cut the prefix of the run by more than half.
     """
     firsts, prefixes = [0], [0]
-    for request in range(1, len(shared)):
-        candidate = min(int(shared[request]), int(limits[request]), int(limits[request - 1]))
+    candidates = np.minimum(shared[1:], np.minimum(limits[1:], limits[:-1])).tolist()
+    for request, candidate in enumerate(candidates, start=1):
         if candidate >= min_shared and (prefixes[-1] == 0 or candidate * 2 >= prefixes[-1]):
             prefixes[-1] = candidate if prefixes[-1] == 0 else min(candidate, prefixes[-1])
         else:
