@@ -109,9 +109,10 @@ class LLMEngine(FrontEnd):
                     with_torch_tensors(output)
                     yield output
         finally:
-            with interrupts_held_back():
-                for owner, request_id in unfinished:
-                    self.abort_request([request_id], owner)
+            if unfinished:
+                with interrupts_held_back():
+                    for owner, request_id in unfinished:
+                        self.abort_request([request_id], owner)
             for one in requests:
                 if self._inboxes.get(one.key) is inbox:
                     del self._inboxes[one.key]

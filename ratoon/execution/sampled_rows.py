@@ -149,11 +149,9 @@ def append_known(
 
 
 def put_tokens(sampled: Tokens, ids: list[str], output: ModelRunnerOutput) -> None:
-    bad = set(sampled.bad_rows)
-    for index, token in enumerate(sampled.to_numpy().tolist()):
-        if index in bad:
-            output.errors[ids[index]] = NO_TOKEN
-        else:
-            output.req_ids.append(ids[index])
-            output.sampled_token_ids.append([token])
+    tokens, bad = sampled.to_numpy().tolist(), set(sampled.bad_rows)
+    output.errors.update((ids[index], NO_TOKEN) for index in sorted(bad))
+    good = [index for index in range(len(tokens)) if index not in bad]
+    output.req_ids += [ids[index] for index in good]
+    output.sampled_token_ids += [[tokens[index]] for index in good]
     output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}
