@@ -238,7 +238,7 @@ def inputs(compilation: Compilation) -> None:
     for num_groups, max_encoder_len in ((1, 0), (2, 1500)):
         rows = InputBatch(320, 40960, BLOCK_SIZE, num_groups, max_encoder_len, Journal())
         rows.add(NewRequestData("a", [1, 2, 3], 3, SamplingParams(), 0, ([1],) * num_groups, 0))
-        made = DeviceInputs(rows, 2048, 320, 512, device)
+        made = DeviceInputs(rows, 2048, 320, 512, 512, device)
         compilation.part = f"inputs: cells of the rows, {num_groups} groups"
         made.send(np.array([0]), np.array([1]))
         for longest, num_requests in ((1, 32), (64, 1), (2048, 5)):

@@ -38,6 +38,9 @@ class Executor(Protocol):
     """Executes plans in order."""
 
     facts: WorkerFacts
+    # Whether to prepare later steps in moments without work. Only where no other code uses the device: a capture fails,
+    # and so does what other threads wait for, if they synchronise with the device meanwhile.
+    works_when_idle: bool
 
     @property
     def graph_stats(self) -> GraphStats | None:
@@ -89,6 +92,7 @@ class ThreadedExecutor:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self._failed = False  # a step failed; the others are skipped until `recover`
+        self.works_when_idle = False
         self._queue_changed = Condition()
         self._num_queued = 0  # of steps and calls
         self._rest_is_queued = False
@@ -133,7 +137,8 @@ class ThreadedExecutor:
             return function(*args)
         finally:
             with self._queue_changed:
-                if self.has_idle_work and not (self._rest_is_queued or self._is_closed):
+                may_rest = self.works_when_idle and not (self._rest_is_queued or self._is_closed)
+                if may_rest and self.has_idle_work:
                     self._rest_is_queued = True
                     self._thread.submit(self._rest)
 

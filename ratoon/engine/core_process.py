@@ -121,7 +121,9 @@ class EngineCoreProcess:
             source = resolve_model(launch.config.model, launch.config.hf_overrides)
         with timer.phase("import torch"):
             config = place_engine(launch.config, launch.index, launch.num_engines)
-        return build_core(config, source, timer)
+        core = build_core(config, source, timer)
+        core.executor.works_when_idle = True  # this process has no other user of the device
+        return core
 
     def _wait_for_stop(self) -> None:
         """A parent that has read why the engine did not start closes the lifeline. A process that ended earlier could

@@ -77,15 +77,21 @@ class DeviceRows:
 
 
 class DeviceInputs:
-    """`max_padded`: the most tokens, and requests, of a step that is padded."""
+    """`max_padded`, `max_padded_reqs`: the most tokens and requests of a step that is padded."""
 
     def __init__(
-        self, rows: InputBatch, max_num_tokens: int, max_num_reqs: int, max_padded: int, device: torch.device
+        self,
+        rows: InputBatch,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        max_padded: int,
+        max_padded_reqs: int,
+        device: torch.device,
     ) -> None:
         self.rows = rows
         self.resident = DeviceRows(rows, device)
         self._device = device
-        max_tokens, max_reqs = max(max_num_tokens, max_padded), max(max_num_reqs, max_padded)
+        max_tokens, max_reqs = max(max_num_tokens, max_padded), max(max_num_reqs, max_padded_reqs)
         self._packed = PackedBuffer(
             {
                 "counts": (3, torch.int32),
@@ -94,12 +100,12 @@ class DeviceInputs:
                 "query_start_loc": (max_num_reqs + 1, torch.int32),
                 "unwritten": (max_num_reqs, torch.int32),
                 "encoder_lens": (max_num_reqs, torch.int32),
-                "read_rows": (max_padded, torch.int64),
-                "read_requests": (max_padded, torch.int32),
-                **{name: (max_padded, dtype) for name, dtype in SAMPLING_NUMBERS.items()},
-                "beam_scores": (max_padded, torch.float32),
-                "search_starts": (max_padded, torch.int64),
-                "search_stops": (max_padded, torch.int64),
+                "read_rows": (max_padded_reqs, torch.int64),
+                "read_requests": (max_padded_reqs, torch.int32),
+                **{name: (max_padded_reqs, dtype) for name, dtype in SAMPLING_NUMBERS.items()},
+                "beam_scores": (max_padded_reqs, torch.float32),
+                "search_starts": (max_padded_reqs, torch.int64),
+                "search_stops": (max_padded_reqs, torch.int64),
                 # Which cells of the rows to write, then their values
                 "cells": (2 * MAX_CELLS + 4, torch.int32),
             },
@@ -119,7 +125,7 @@ class DeviceInputs:
         self._max_cross_blocks = 0 if rows.cross_tables is None else rows.cross_tables.shape[1]
         self.encoder_lens = zeros(max_reqs)
         self.cross_tables = zeros(max_reqs, self._max_cross_blocks)
-        self.sampled = zeros(max_padded)  # the token of each row that is read; -1: none could be chosen
+        self.sampled = zeros(max_padded_reqs)  # the token of each row that is read; -1: none could be chosen
         self._nothing_stored = zeros(0, dtype=torch.int64)
 
     def prepare(

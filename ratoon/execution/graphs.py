@@ -33,11 +33,12 @@ Tensor = torch.Tensor
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS = 1024  # of a step that is padded
+MAX_DECODES = 1024  # sequences of a decode step that is padded
+MAX_TOKENS = 2048  # of another
 MAX_BEAM_ROWS = 256  # with more, reading a prefix once for all its beams, which graphs do not, saves more than they do
 # What a step's kernels take to be launched one by one, and what a large GPU computes meanwhile
-LAUNCH_SECONDS_OF_LAYER = 120e-6
-OPERATIONS_PER_SECOND = 400e12
+LAUNCH_SECONDS_OF_LAYER = 300e-6
+OPERATIONS_PER_SECOND = 600e12
 REQUEST_SIZES = (8, 32, 128)
 READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
 MAX_GRAPHS = 256
@@ -48,7 +49,8 @@ MAX_FAILURES = 3  # captures that failed, after which none is tried
 def graph_sizes(max_tokens: int) -> list[int]:
     """The sizes that steps are padded to, up to the first that holds `max_tokens`, or MAX_TOKENS. Few, because each is
     captured when it is first needed; from 32 on they are at most a quarter apart."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, MAX_TOKENS + 1, 64)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1024, 64)]
+    sizes += range(1024, MAX_TOKENS + 1, 128)
     return sizes[: bisect_left(sizes, max_tokens) + 1]
 
 
@@ -72,18 +74,21 @@ class GraphKey(NamedTuple):
         return 1 if self.num_reqs is None else self.size
 
 
-def padded_reqs(count: int, size: int, max_model_len: int) -> int:
+def padded_reqs(count: int, num_padding: int, size: int, max_model_len: int) -> int | None:
     """The number of requests of a step of `size` tokens that is no decode, of which `count` are real: more than these,
-    because padding has requests of its own. Few numbers, as for rows that are read."""
-    if size > max_model_len:  # which no request may exceed
-        return size
-    return min(size, next((number for number in REQUEST_SIZES if number > count), size))
+    because padding, so many tokens, has requests of its own. Few numbers, as for rows that are read. None: they are too
+    many."""
+    most = min(size, MAX_DECODES)
+    if num_padding > max_model_len:  # a request of all padding would be longer than any may be
+        return size if size == most else None
+    return next((number for number in (*REQUEST_SIZES, most) if count < number <= most), None)
 
 
 def padded_read(count: int, size: int) -> int:
     """The number of rows to read in a step of `size` tokens, of which `count` are wanted. Few numbers, because each is
     another graph: up to a hundred rows or so, logits cost what reading their weights costs."""
-    return min(size, next((number for number in READ_SIZES if number >= count), size))
+    most = min(size, MAX_DECODES)
+    return min(most, next((number for number in READ_SIZES if number >= count), most))
 
 
 def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: LanguageModel) -> Tensor | None:
@@ -215,8 +220,8 @@ class StepGraphs:
 
     def size_for(self, num_tokens: int, is_decode: bool = True, has_beams: bool = False) -> int | None:
         """The size that a step of so many tokens is padded to. None: they are too many."""
-        limit = MAX_BEAM_ROWS if has_beams else MAX_TOKENS
-        if num_tokens > (limit if is_decode else min(limit, self._max_prefill_tokens)):
+        limit = min(MAX_DECODES if is_decode else self._max_prefill_tokens, MAX_BEAM_ROWS if has_beams else MAX_TOKENS)
+        if num_tokens > limit:
             return None
         place = bisect_left(self._sizes, num_tokens)
         return self._sizes[place] if place < len(self._sizes) else None

@@ -100,10 +100,13 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         if on_device:
             from ratoon.execution.device_inputs import DeviceInputs
-            from ratoon.execution.graphs import StepGraphs, graph_sizes, max_prefill_tokens, run_padded
+            from ratoon.execution.graphs import MAX_DECODES, StepGraphs, graph_sizes, max_prefill_tokens, run_padded
 
             sizes = [] if capture is None else graph_sizes(max_num_tokens)
-            inputs = DeviceInputs(self.input_batch, max_num_tokens, num_rows, max(sizes, default=0), device)
+            max_padded = max(sizes, default=0)
+            inputs = DeviceInputs(
+                self.input_batch, max_num_tokens, num_rows, max_padded, min(max_padded, MAX_DECODES), device
+            )
             self.inputs, self._resident = inputs, inputs.resident
             if capture is not None:
                 self.graphs = StepGraphs(
@@ -150,7 +153,12 @@ class ModelRunner:
         graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
         assert graphs is not None
         is_decode = len(rows) == plan.total_num_scheduled_tokens
-        num_reqs = None if is_decode else padded_reqs(len(rows), size, self.input_batch.max_model_len)
+        num_reqs = None
+        if not is_decode:
+            num_padding = size - plan.total_num_scheduled_tokens
+            num_reqs = padded_reqs(len(rows), num_padding, size, self.input_batch.max_model_len)
+            if num_reqs is None:
+                return None
         if is_decode and len(plan.sampled_req_ids) == len(rows) and not plan.fanout:
             sampled = self._sample_padded(plan, rows, num_scheduled, np.arange(len(rows)), GraphKey(size, None, None))
             if sampled is not None:

@@ -55,6 +55,7 @@ def made() -> Iterator[list[Idler]]:
 def make(made: list[Idler], monkeypatch: pytest.MonkeyPatch, seconds: float, pieces: int) -> Idler:
     monkeypatch.setattr(module, "IDLE_SECONDS", seconds)
     made.append(Idler(pieces))
+    made[-1].works_when_idle = True
     return made[-1]
 
 
@@ -65,6 +66,14 @@ def test_work_is_done_in_advance_when_there_are_no_steps(made: Any, monkeypatch:
     assert executor.log == ["step", "piece", "piece", "piece"]
     executor.submit(SchedulerOutput()).result()
     assert executor.log[-1] == "step"
+
+
+def test_nothing_is_done_in_advance_where_others_may_use_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.0)
+    executor = Idler(3)
+    executor.submit(SchedulerOutput()).result()
+    executor.shutdown()
+    assert executor.log == ["step"]
 
 
 def test_a_step_ends_the_wait_for_idleness(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,10 @@ def fail(function: Callable[[], Any]) -> Any:
 
 
 def test_sizes_rise_and_reach_what_is_asked_for() -> None:
-    assert graph_sizes(10_000) == graph_sizes(1024) and graph_sizes(1024)[-1] == 1024
+    assert graph_sizes(10_000) == graph_sizes(2048) and graph_sizes(2048)[-1] == 2048 and graph_sizes(1024)[-1] == 1024
     assert graph_sizes(512)[:9] == [1, 2, 4, 8, 16, 24, 32, 40, 48]
     assert graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 4] and graph_sizes(257)[-1] == 320
-    sizes = graph_sizes(1024)
+    sizes = graph_sizes(2048)
     assert sizes == sorted(set(sizes)) and all(b / a <= 1.25 for a, b in pairwise(sizes) if a >= 32)
 
 
@@ -64,9 +64,10 @@ def test_rows_that_are_read_are_padded_to_few_numbers() -> None:
 
 
 def test_padding_has_requests_of_its_own_unless_all_have_one_token() -> None:
-    assert [padded_reqs(count, 64, 96) for count in (1, 7, 8, 31, 32, 63)] == [8, 8, 32, 32, 64, 64]
-    assert padded_reqs(1, 4, 96) == 4
-    assert padded_reqs(1, 128, 96) == 128, "a request of all padding would be longer than any may be"
+    assert [padded_reqs(count, 1, 64, 96) for count in (1, 7, 8, 31, 32, 63)] == [8, 8, 32, 32, 64, 64]
+    assert padded_reqs(1, 1, 4, 96) == 4
+    assert padded_reqs(200, 1, 2048, 96) == 1024 and padded_reqs(1024, 1, 2048, 96) is None
+    assert padded_reqs(1, 60, 512, 50) == 512 and padded_reqs(1, 60, 2048, 50) is None, "too long for a request"
 
 
 KEY, OTHER_KEY = GraphKey(8, None, None, Mode.GREEDY), GraphKey(8, 8, 1)
@@ -83,10 +84,12 @@ def test_a_step_is_padded_to_the_next_size() -> None:
 
 
 def test_prompts_and_beams_are_padded_up_to_fewer_tokens_than_decodes() -> None:
-    made = StepGraphs(graph_sizes(1024), lambda key: None, RunAgain, 100)
+    made = StepGraphs(graph_sizes(2048), lambda key: None, RunAgain, 100)
     assert made.size_for(100, is_decode=False) == 112 and made.size_for(101, is_decode=False) is None
     assert made.size_for(256, has_beams=True) == 256 and made.size_for(257, has_beams=True) is None
-    assert made.size_for(1000) == 1024
+    assert made.size_for(1000) == 1024 and made.size_for(1025) is None
+    small = StepGraphs(graph_sizes(2048), lambda key: None, RunAgain)
+    assert small.size_for(1025, is_decode=False) == 1152 and small.size_for(2049, is_decode=False) is None
 
 
 def test_a_step_with_prompts_is_padded_if_launching_it_takes_longer_than_computing_it() -> None:
@@ -95,7 +98,7 @@ def test_a_step_with_prompts_is_padded_if_launching_it_takes_longer_than_computi
                        num_kv_heads=8, num_layers=layers)  # fmt: skip
 
     small, large = max_prefill_tokens(shape(1024, 3072, 16, 28)), max_prefill_tokens(shape(4096, 14336, 32, 32))
-    assert 705 < small < 2048 and 32 < large < 256
+    assert small > 2048 and 256 < large < 512
 
 
 def test_a_graph_is_captured_when_its_key_occurs_again() -> None:

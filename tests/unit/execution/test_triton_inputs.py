@@ -31,7 +31,7 @@ def make_rows(num_groups: int = 1, max_encoder_len: int = 0) -> InputBatch:
 
 
 def make_inputs(rows: InputBatch, max_padded: int = 0) -> DeviceInputs:
-    inputs = DeviceInputs(rows, MAX_TOKENS, MAX_REQS, max_padded, DEVICE)
+    inputs = DeviceInputs(rows, MAX_TOKENS, MAX_REQS, max_padded, max_padded, DEVICE)
     for tensor in (inputs.input_ids, inputs.positions, inputs.slot_mappings, inputs.block_tables, inputs.seq_lens):
         tensor.fill_(-7)  # what is not written is seen
     return inputs
