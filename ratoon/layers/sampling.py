@@ -85,14 +85,25 @@ def add_bias(logits: Tensor, row_ids: Tensor, token_ids: Tensor, bias: Tensor) -
 
 def forbid_tokens(logits: Tensor, row_ids: Tensor, token_ids: Tensor) -> None:
     """For bad words and min_tokens. Cells may repeat here."""
-    logits[row_ids, token_ids] = -torch.inf
+    _fill_cells(logits, row_ids, token_ids, -torch.inf)
 
 
 def allow_only(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor) -> None:
     """In `rows`, forbid every token that is not among the entries."""
     kept = logits[row_ids, token_ids]
-    logits[rows] = -torch.inf
+    logits.index_fill_(0, rows, -torch.inf)
     logits[row_ids, token_ids] = kept
+
+
+def force_tokens(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor) -> None:
+    """As allow_only, and the entries become equal."""
+    logits.index_fill_(0, rows, -torch.inf)
+    _fill_cells(logits, row_ids, token_ids, 0.0)
+
+
+def _fill_cells(logits: Tensor, row_ids: Tensor, token_ids: Tensor, value: float) -> None:
+    """Assigning a number by index would copy it from the host, and wait for a GPU."""
+    logits.index_put_((row_ids, token_ids), logits.new_full((), value))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

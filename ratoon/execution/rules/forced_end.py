@@ -11,6 +11,7 @@ import torch
 
 from ratoon.execution.cells import cells, to_device
 from ratoon.execution.rules.base import LogitsRule, Reads, Stage
+from ratoon.layers import sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,5 @@ class ForcedEnd(LogitsRule):
     @staticmethod
     def apply(logits: torch.Tensor, rows: np.ndarray, rules: Sequence[ForcedEnd]) -> None:
         """The forced tokens get 0, and no other token is possible."""
-        row_ids, token_ids = cells(logits, rows, [rule.token_ids for rule in rules])
-        logits[to_device(rows, logits.device)] = -torch.inf
-        logits[row_ids, token_ids] = 0.0
+        forced = cells(logits, rows, [rule.token_ids for rule in rules])
+        sampling.force_tokens(logits, to_device(rows, logits.device), *forced)
