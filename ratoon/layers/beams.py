@@ -145,7 +145,7 @@ def candidates_of_keys(keys: np.ndarray, searches: Sequence[SearchRows], vocab_s
     """What keys [S, W], copied to the host, stand for."""
     from ratoon.layers.triton import top
 
-    scores, places, unsound = top.unpack_on_host(keys)
+    scores, places, unsound = top.unpack(keys)
     beams, tokens = np.divmod(places, vocab_size)
     found: list[Candidates | None] = []
     for index, search in enumerate(searches):
