@@ -123,7 +123,7 @@ def test_filtered_draws_come_from_a_list_where_it_has_all_that_is_left(kind, fro
     monkeypatch.setattr(kernels, "GROUPS_AT_ONCE", 16)
     logits = random_logits(2, 3001, scale=2.0)
     if from_list:
-        monkeypatch.setattr(kernels, "_find_threshold", Skipped())
+        monkeypatch.setattr(kernels, "_draw_others", Skipped())
     assert_alike(sample(logits, [kind] * 2, [0.3, 0.9], Mode.FILTERED))
 
 
@@ -134,6 +134,28 @@ class Skipped:
 
     def __getitem__(self, grid: tuple[int, ...]):
         return lambda *args, **options: None
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel holds what it calls")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("top_p", "slope"), [(0.9, 0.0), (0.5, 0.0), (0.9, 1.0)])
+def test_the_nucleus_of_a_flat_row_needs_no_search(top_p, slope, dtype, monkeypatch):
+    """A sample tells where its threshold is, also where tokens of low ids are more probable."""
+
+    def search(*args: object) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(kernels, "_search_threshold", search)
+    logits = random_logits(2, 9001, scale=1.0) - slope * (torch.arange(9001) + 2.0).log()
+    assert_alike(sample(logits.to(dtype), [(1.0, 0, top_p, 0)] * 2, [0.3, 0.95], Mode.FILTERED))
+
+
+def test_a_sample_that_misleads_does_no_harm(monkeypatch):
+    """Where the threshold is not between the two numbers that a sample gave, the row is searched."""
+    monkeypatch.setattr(kernels, "SAMPLED_GROUPS", 1)
+    logits = random_logits(2, 5003, scale=1.0)
+    logits[:, :32] = torch.linspace(0, 2, 32)  # what is sampled
+    assert_alike(sample(logits, [(1.0, 0, 0.7, 0)] * 2, [0.3, 0.95], Mode.FILTERED))
 
 
 def test_many_equal_logits_overflow_a_list():
