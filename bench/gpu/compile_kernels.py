@@ -129,6 +129,7 @@ def attend(
     kv_dtype: torch.dtype | None = None,
     has_norm: bool = False,
     is_padded: bool = False,
+    window: int | None = None,
     **options: Any,
 ) -> None:
     """Store and attend, for requests of one length in all."""
@@ -154,7 +155,7 @@ def attend(
     pages = torch.zeros(2, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype or dtype)
     norm: Any = RMSWeights(torch.ones(head_dim, dtype=dtype), 1e-6) if has_norm else None
     transform = HeadTransform(torch.zeros(num_tokens, dtype=torch.int64), _Table(head_dim), norm, norm)  # type: ignore[arg-type]
-    layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, None, True)
+    layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, window, True)
     backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
 
 
@@ -177,7 +178,11 @@ def attention(compilation: Compilation) -> None:
     compilation.part = "attention: 8B, 24 tokens, captured"
     attend(32, 8, [24], 9216, is_padded=True)
     compilation.part = "attention: 8B, prefill"
-    attend(32, 8, [4096], 8192)
+    attend(32, 8, [4096], 8192, tiles=triton_backend.choose_tiles(128, BF16, None))
+    if compilation.capability == 90:
+        triton_backend.has_wgmma = lambda: True  # type: ignore[assignment]
+        compilation.part = "attention: 8B, prefill on Hopper"
+        attend(32, 8, [4096], 8192)
     compilation.part = "attention: 8B, decode, the same bits in any batch"
     attend(32, 8, [1] * 32, 1024, batch_invariant=True)
     compilation.part = "attention: heads of 80"

@@ -7,7 +7,7 @@ launch depends only on tensors on the device and on upper bounds, so it can be c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
 from ratoon.attention.shared_prefix import group_prefixes, shared_prefixes
+from ratoon.attention.triton_prefill import LongPages, Prefill, find_long_pages, has_wgmma, serves, widen
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 
@@ -156,6 +157,7 @@ class TritonMetadata:
     query_lens: np.ndarray | None  # None: they differ when a captured step is replayed
     plans: dict[int, LaunchPlan]  # by query heads per KV head
     cascades: dict[tuple[int, bool], Cascade | None]  # by the longest short request, and whether layers are causal
+    long_pages: dict[int, LongPages | None] = field(default_factory=dict)  # by the shortest long request
 
     def plan(self, group: int) -> LaunchPlan:
         if group not in self.plans:
@@ -169,6 +171,11 @@ class TritonMetadata:
         if key not in self.cascades:
             self.cascades[key] = find_cascade(self.inputs, longest_short, causal)
         return self.cascades[key]
+
+    def pages_of_long(self, shortest: int) -> LongPages | None:
+        if shortest not in self.long_pages:
+            self.long_pages[shortest] = find_long_pages(self.inputs, shortest)
+        return self.long_pages[shortest]
 
 
 class Scratch:
@@ -229,6 +236,8 @@ class TritonAttentionBackend(AttentionBackend):
         self._dependent = dependent_launch and can_launch_dependently()
         self._early_loads = early_loads
         self._scratch = Scratch()
+        # Given tiles, and results with the same bits in any batch, are attention_kernel's alone.
+        self._prefill = Prefill() if not batch_invariant and tiles is None and has_wgmma() else None
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -415,6 +424,8 @@ class TritonAttentionBackend(AttentionBackend):
         shortest: int,
     ) -> None:
         """Requests of `shortest` or more query tokens. A program attends to all keys of its tile."""
+        if self._attend_on_hopper(layer, q, out, kv_cache, metadata, shortest):
+            return
         group = layer.num_heads // layer.num_kv_heads
         tiles = self._tiles or choose_tiles(
             layer.head_dim, q.dtype, None, self._batch_invariant, layer.bias is not None
@@ -426,6 +437,32 @@ class TritonAttentionBackend(AttentionBackend):
             CAUSAL=layer.causal, TILES=0, REQUESTS_PAD=0, SPLIT=False, MERGE_ROWS=1, SPLITS_PAD=1,
             PREFIX_TILE=0, KEEP_PARTS=False,
         )  # fmt: skip
+
+    def _attend_on_hopper(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: Tensor,
+        out: Tensor,
+        kv_cache: LayerCache,
+        metadata: TritonMetadata,
+        shortest: int,
+    ) -> bool:
+        """As _attend_long, where the kernel of triton_prefill.py can do it; returns whether it did."""
+        (pages,) = kv_cache
+        inputs = metadata.inputs
+        if self._prefill is None or not serves(layer, q.dtype, pages, inputs.block_size):
+            return False
+        table = inputs.block_table_device
+        if pages.dtype != q.dtype:
+            long_pages = metadata.pages_of_long(shortest)
+            widened = None if long_pages is None else widen(pages, long_pages.blocks, q.dtype)
+            if long_pages is None or widened is None:
+                return False
+            pages, table = widened, long_pages.table
+        self._prefill.attend(
+            layer, q, out, pages, table, inputs, shortest, num_multiprocessors(q.device), self._dependent
+        )  # fmt: skip
+        return True
 
     def _attend_short(
         self,

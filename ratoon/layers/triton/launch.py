@@ -111,6 +111,7 @@ class ArgumentLayout(NamedTuple):
     """Which arguments of a kernel are tensors and which are numbers, by their places."""
 
     tensors: tuple[int, ...]
+    descriptors: tuple[int, ...]  # of tensors that are copied in boxes
     fixed: tuple[int, ...]  # that a kind has by value
     varying: tuple[int, ...]  # integers that are not specialised on
     num_args: int
@@ -119,10 +120,12 @@ class ArgumentLayout(NamedTuple):
 
 def lay_out(types: tuple[type, ...], params: Sequence[Any]) -> ArgumentLayout | None:
     """`params`: of the kernel, Triton's. None: such launches are left to Triton."""
-    tensors, fixed, varying = [], [], []
+    tensors, descriptors, fixed, varying = [], [], [], []
     for place, (kind, param) in enumerate(zip(types, params, strict=False)):
         if issubclass(kind, torch.Tensor):
             tensors.append(place)
+        elif kind.__name__ == "TensorDescriptor":
+            descriptors.append(place)
         elif kind is int and param.do_not_specialize:
             varying.append(place)
         elif kind in (int, bool, type(None)) or param.is_constexpr:
@@ -132,7 +135,8 @@ def lay_out(types: tuple[type, ...], params: Sequence[Any]) -> ArgumentLayout | 
     behind = params[len(types) :]
     if not all(param.is_constexpr for param in behind):  # given by keyword
         return None
-    return ArgumentLayout(tuple(tensors), tuple(fixed), tuple(varying), len(types), len(behind))
+    places = (tuple(tensors), tuple(descriptors), tuple(fixed), tuple(varying))
+    return ArgumentLayout(*places, len(types), len(behind))
 
 
 @cache
@@ -147,6 +151,8 @@ def write_launch(layout: ArgumentLayout) -> Callable[..., Callable[..., Any]]:
     pointers = [f"p{place}" for place in layout.tensors]
     varying = [names[place] for place in layout.varying]
     kind = ["device", *(f"a{place}.dtype" for place in layout.tensors), *(names[place] for place in layout.fixed)]
+    for place in layout.descriptors:  # aligned, and expanded by the compiled kernel's launcher
+        kind += [f"a{place}.base.dtype", f"*a{place}.block_shape"]
     lines = [f"p{place} = a{place}.data_ptr()" for place in layout.tensors]
     if pointers:
         lines.append(f"unaligned = ({' | '.join(pointers)}) % {_ALIGNMENT}")

@@ -108,6 +108,26 @@ def test_what_triton_may_compile_for_is_another_kind(stream, change):
     assert len(kernel.by_triton) == 2 and not kernel.direct
 
 
+@dataclass
+class TensorDescriptor:
+    """As Triton's, of that name."""
+
+    base: torch.Tensor
+    block_shape: list[int]
+
+
+def test_descriptors_are_passed_on_whole_and_told_apart_by_their_boxes(stream):
+    kernel = FakeKernel()
+    first, second = TensorDescriptor(MEMORY, [16, 64]), TensorDescriptor(MEMORY[4:], [16, 64])
+    for descriptor in (first, second):
+        launch(kernel, (1,), MEMORY, descriptor, 5, 6, 0.5, BLOCK=32)
+    assert len(kernel.by_triton) == 1
+    assert kernel.direct[0][-5] is second
+    launch(kernel, (1,), MEMORY, TensorDescriptor(MEMORY, [32, 64]), 5, 6, 0.5, BLOCK=32)
+    launch(kernel, (1,), MEMORY, TensorDescriptor(MEMORY.view(torch.int32), [16, 64]), 5, 6, 0.5, BLOCK=32)
+    assert len(kernel.by_triton) == 3
+
+
 def test_a_kernel_is_not_used_on_another_device(stream):
     kernel = FakeKernel()
     launcher = Launcher(kernel, BLOCK=32)

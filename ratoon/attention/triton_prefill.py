@@ -1,0 +1,155 @@
+"""Attention of long queries on Hopper GPUs: what the kernel of triton_prefill_kernels.py serves, and its launch.
+
+Other GPUs, float32, biases, other sizes of heads, and results with the same bits in any batch stay with
+attention_kernel of triton_kernels.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
+
+Tensor = torch.Tensor
+
+LOG2_E = 1.4426950408889634
+BLOCK_M, BLOCK_N, STAGES = 128, 128, 2
+_PANEL = 64  # columns that are copied at once: 128 bytes
+_HEAD_DIMS = (128,)
+_DTYPES = (torch.bfloat16, torch.float16)
+_FP8 = torch.float8_e4m3fn
+_MIN_BLOCK_SIZE = 8  # keys: rows of a swizzled box
+_MIN_QUERIES = 64  # per key that is widened from 8 bits: below, the copy takes longer than it saves
+_MAX_WIDENED_BYTES = 2**30
+_MAX_DESCRIPTORS = 1024
+_CAPABILITY = (9, 0)  # wgmma is Hopper's alone
+_TRITON = "3.6."
+
+
+@cache
+def has_wgmma() -> bool:
+    """Whether the kernel can run: on this GPU, and with a Triton whose Gluon, which is experimental, is known here."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != _CAPABILITY:
+        return False
+    return find_spec("triton") is not None and version("triton").startswith(_TRITON)
+
+
+@dataclass(frozen=True, slots=True)
+class LongPages:
+    """The blocks of the long requests of a step, one behind the other."""
+
+    blocks: Tensor  # [N] block ids
+    table: Tensor  # [R, max_blocks] where each request's blocks are among them
+
+
+def find_long_pages(inputs: CommonAttentionMetadata, shortest: int) -> LongPages | None:
+    """None: a copy of them would not be worth it, or the step is a captured one, whose lengths are not known."""
+    if inputs.is_padded:
+        return None
+    query_lens = np.diff(inputs.query_start_loc).astype(np.int64)
+    lengths = np.where(query_lens >= shortest, inputs.seq_lens, 0).astype(np.int64)
+    if (lengths * query_lens).sum() < _MIN_QUERIES * lengths.sum():
+        return None
+    counts = -(-lengths // inputs.block_size)
+    starts = np.cumsum(counts) - counts
+    columns = np.arange(counts.max())
+    table = np.where(columns < counts[:, None], starts[:, None] + columns, 0)
+    blocks = inputs.block_table[:, : len(columns)][columns < counts[:, None]]
+    device = inputs.block_table_device.device
+    return LongPages(*(torch.from_numpy(x.astype(np.int32)).to(device) for x in (blocks, table)))
+
+
+def widen(pages: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Blocks of pages in 8 bits → their copy in `dtype`; None: it would be too large."""
+    if blocks.shape[0] * pages[0].numel() * dtype.itemsize > _MAX_WIDENED_BYTES:
+        return None
+    return pages.view(torch.uint8).index_select(0, blocks).view(pages.dtype).to(dtype)
+
+
+def serves(layer: AttentionLayer | CrossAttentionLayer, dtype: torch.dtype, pages: Tensor, block_size: int) -> bool:
+    return (
+        layer.bias is None
+        and layer.window is None
+        and layer.causal
+        and layer.head_dim in _HEAD_DIMS
+        and dtype in _DTYPES
+        and pages.dtype in (dtype, _FP8)
+        and block_size >= _MIN_BLOCK_SIZE
+        and block_size & (block_size - 1) == 0
+        and pages.stride(0) % layer.head_dim == 0
+        and pages.data_ptr() % 16 == 0
+    )
+
+
+class _Memory(NamedTuple):
+    """What a descriptor needs of a tensor. The tensor itself would stay allocated for it."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Prefill:
+    """Launches of prefill_kernel."""
+
+    def __init__(self) -> None:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from ratoon.attention import triton_prefill_kernels
+        from ratoon.layers.triton.launch import launch, launch_options
+
+        self._kernel: Any = triton_prefill_kernels.prefill_kernel
+        self._layout = triton_prefill_kernels.TILE_LAYOUT.value
+        self._descriptor: Any = TensorDescriptor
+        self._descriptors: dict[tuple[Any, ...], Any] = {}
+        self._launch, self._launch_options = launch, launch_options
+
+    def attend(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: Tensor,
+        out: Tensor,
+        pages: Tensor,
+        table: Tensor,
+        inputs: CommonAttentionMetadata,
+        shortest: int,
+        num_programs: int,
+        dependent: bool,
+    ) -> None:
+        """The rows of `out` [T, heads · head_dim] that belong to requests of `shortest` or more query tokens. `table`:
+        where their blocks are in `pages`. `num_programs`: that run at once, one on each multiprocessor."""
+        group, block_size = layer.num_heads // layer.num_kv_heads, inputs.block_size
+        num_requests = inputs.seq_lens_device.shape[0]
+        num_places = (q.shape[0] * group // BLOCK_M + num_requests) * layer.num_kv_heads  # see _find_request
+        lines_each = pages.stride(0) // layer.head_dim
+        num_lines = (pages.shape[0] - 1) * lines_each + 2 * layer.num_kv_heads * block_size
+        self._launch(
+            self._kernel, (min(num_places, num_programs),),
+            q, out, self._describe(pages, num_lines, layer.head_dim, block_size), table, inputs.query_start_loc_device,
+            inputs.seq_lens_device, layer.scale * LOG2_E, q.stride(0), q.stride(1), lines_each, table.stride(0),
+            num_places, num_requests, shortest, layer.window or 0, HEAD_DIM=layer.head_dim, GROUP=group,
+            KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=STAGES,
+            CAUSAL=layer.causal, HAS_WINDOW=layer.window is not None, num_warps=4, **self._launch_options(dependent),
+        )  # fmt: skip
+
+    def _describe(self, pages: Tensor, num_lines: int, head_dim: int, block_size: int) -> Any:
+        """Pages as lines of one head of one key or value, which are copied in boxes of a block or a tile."""
+        key = (pages.data_ptr(), pages.dtype, num_lines, head_dim, block_size)
+        found = self._descriptors.get(key)
+        if found is None:
+            if len(self._descriptors) >= _MAX_DESCRIPTORS:
+                self._descriptors.clear()
+            box = [min(block_size, BLOCK_N), _PANEL]
+            found = self._descriptor(_Memory(*key[:2]), [num_lines, head_dim], [head_dim, 1], box, self._layout)
+            self._descriptors[key] = found
+        return found
