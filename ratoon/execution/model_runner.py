@@ -160,7 +160,8 @@ class ModelRunner:
             if num_reqs is None:
                 return None
         if is_decode and len(plan.sampled_req_ids) == len(rows) and not plan.fanout:
-            sampled = self._sample_padded(plan, rows, num_scheduled, np.arange(len(rows)), GraphKey(size, None, None))
+            ids, requests = list(plan.num_scheduled_tokens), np.arange(len(rows))
+            sampled = self._sample_padded(ids, requests, rows, num_scheduled, GraphKey(size, None, None))
             if sampled is not None:
                 return sampled
         layout = StepLayout.of(plan, np.cumsum(num_scheduled))
@@ -173,7 +174,7 @@ class ModelRunner:
         if plan.sampled_req_ids and not (plan.fanout or plan.beam_steps):
             place_of = {req_id: place for place, req_id in enumerate(plan.num_scheduled_tokens)}
             requests = np.array([place_of[req_id] for req_id in plan.sampled_req_ids])
-            sampled = self._sample_padded(plan, rows, num_scheduled, requests, key)
+            sampled = self._sample_padded(list(plan.sampled_req_ids), requests, rows, num_scheduled, key)
             if sampled is not None:
                 return sampled
         read_rows = np.array(wanted, np.int64)
@@ -192,15 +193,10 @@ class ModelRunner:
         return LogitsPass(logits[: len(wanted)], cast("list[NextTokenReader]", readers))
 
     def _sample_padded(
-        self,
-        plan: SchedulerOutput,
-        rows: np.ndarray,
-        num_scheduled: np.ndarray,
-        requests: np.ndarray,
-        key: GraphKey,
+        self, ids: list[str], requests: np.ndarray, rows: np.ndarray, num_scheduled: np.ndarray, key: GraphKey
     ) -> SampledPass | None:
-        """Run a small step that also chooses a token for each of these requests of it. None: the rules of a request ask
-        for more than that, or it wants log-probabilities."""
+        """Run a small step that also chooses a token for each of these branches, whose places among its requests are
+        given. None: the rules of one ask for more than that, or it wants log-probabilities."""
         from ratoon.execution.graphs import GraphTokens
 
         graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
@@ -213,8 +209,6 @@ class ModelRunner:
         read_rows = None if key.num_read is None else np.cumsum(num_scheduled)[requests] - 1
         inputs.send(rows, num_scheduled, read_rows=read_rows, read_requests=requests, numbers=numbers)
         graphs.run(key._replace(mode=mode))
-        names = list(plan.num_scheduled_tokens)
-        ids = [names[place] for place in requests.tolist()]
         tokens = GraphTokens(inputs.sampled[: len(own)])
         return SampledPass(tokens, ids, own, self.input_batch, self.sampling_rows)
 
