@@ -16,6 +16,7 @@ from ratoon.layers.triton.launch import launch
 Tensor = torch.Tensor
 
 WORDS_OF_PROGRAM = 1024
+FEW_BLOCKS = 2  # for which a launch each takes less time than bringing their numbers to the device
 
 
 class Pages:
@@ -32,17 +33,34 @@ def copy_blocks(source: Pages, target: Pages, blocks: Sequence[tuple[int, int]])
     """Copy each block (from, to) in all tensors, on the current stream. No block may be both copied and written to."""
     if not blocks:
         return
+    num_parts = triton.cdiv(source.max_words, WORDS_OF_PROGRAM)
+    tables = (source.table, target.table)
+    if len(blocks) <= FEW_BLOCKS:
+        for block, copy in blocks:
+            launch(_copy_block, (len(source.tensors), num_parts), *tables, block, copy, NUM_WORDS=WORDS_OF_PROGRAM)
+        return
     pairs = to_device(np.array(blocks, np.int64), source.table.device)
-    grid = (len(blocks), len(source.tensors), triton.cdiv(source.max_words, WORDS_OF_PROGRAM))
-    launch(_copy_blocks, grid, source.table, target.table, pairs, NUM_WORDS=WORDS_OF_PROGRAM)
+    launch(_copy_blocks, (len(source.tensors), num_parts, len(blocks)), *tables, pairs, NUM_WORDS=WORDS_OF_PROGRAM)
+
+
+@triton.jit(do_not_specialize=["block", "copy"])
+def _copy_block(sources, targets, block, copy, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    _copy_part(sources, targets, block, copy, NUM_WORDS)
 
 
 @triton.jit
 def _copy_blocks(sources, targets, pairs, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    pair, tensor, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pair = tl.program_id(2)
+    _copy_part(sources, targets, tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1), NUM_WORDS)
+
+
+@triton.jit
+def _copy_part(sources, targets, block, copy, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program (tensor, part): NUM_WORDS words of a block in one of the tensors."""
+    tensor, part = tl.program_id(0), tl.program_id(1)
     num_words = tl.load(sources + 3 * tensor + 1)
-    source_row = tl.load(pairs + 2 * pair) * tl.load(sources + 3 * tensor + 2)
-    target_row = tl.load(pairs + 2 * pair + 1) * tl.load(targets + 3 * tensor + 2)
+    source_row = block * tl.load(sources + 3 * tensor + 2)
+    target_row = copy * tl.load(targets + 3 * tensor + 2)
     source = tl.load(sources + 3 * tensor).to(tl.pointer_type(tl.int64)) + source_row
     target = tl.load(targets + 3 * tensor).to(tl.pointer_type(tl.int64)) + target_row
     words = part * NUM_WORDS + tl.arange(0, NUM_WORDS)

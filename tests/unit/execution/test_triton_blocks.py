@@ -24,11 +24,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3])
 @pytest.mark.parametrize("widths", [[8], [1500, 3, 1024]])
-def test_blocks_of_all_tensors_are_copied_and_no_others(widths: list[int]) -> None:
+def test_blocks_of_all_tensors_are_copied_and_no_others(widths: list[int], at_once: int) -> None:
     source = [torch.randint(1, 1000, (6, width), device=DEVICE) for width in widths]
     target = [torch.zeros(9, width, dtype=torch.int64, device=DEVICE) for width in widths]
-    copy_blocks(Pages(source, DEVICE), Pages(target, DEVICE), [(2, 8), (5, 1), (2, 3)])
+    copies = [(2, 8), (5, 1), (2, 3)]
+    for first in range(0, len(copies), at_once):
+        copy_blocks(Pages(source, DEVICE), Pages(target, DEVICE), copies[first : first + at_once])
     copy_blocks(Pages(source, DEVICE), Pages(target, DEVICE), [])
     for before, after in zip(source, target):
         assert after[8].equal(before[2]) and after[1].equal(before[5]) and after[3].equal(before[2])
