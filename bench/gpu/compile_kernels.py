@@ -39,8 +39,9 @@ from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.journal import Journal
 from ratoon.layers import fp8
 from ratoon.layers.attention import AttentionLayer, HeadTransform
+from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear
 from ratoon.layers.ops import RMSWeights
-from ratoon.layers.product_choices import Tile, invariant_choice
+from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
 from ratoon.layers.triton import elementwise, gemv, matmul, norms, penalties, quantize, sampling, top
 
 Tensor = torch.Tensor
@@ -210,10 +211,24 @@ def products(compilation: Compilation) -> None:
         for rows in (1, 2048):
             compilation.part = f"products: {model}, down, the same bits in any batch of {rows} rows"
             matmul.matmul(between.expand(rows, -1), down, None, invariant_choice(*down.shape))
+        if model == "0.6B":  # the other's weights are too large for panels
+            panels(compilation, model, gate_up, down, norm)
         compilation.part = f"norms and activations: {model}"
         rows = torch.zeros(32, hidden, dtype=BF16)
         norms.rms_norm(rows, norm.weight, norm.eps, rows.clone())
         elementwise.gated_activation(torch.zeros(32, 2 * inner, dtype=BF16), "silu")
+
+
+def panels(compilation: Compilation, model: str, gate_up: Tensor, down: Tensor, norm: RMSWeights) -> None:
+    for rows in (1, 32, 64):
+        between, x = torch.zeros(rows, down.shape[1], dtype=BF16), torch.zeros(rows, len(down), dtype=BF16)
+        linear = CudaLinear(down, None, ProductChoices().of("linear", down), dependent=True)
+        gate = CudaLinear(gate_up, None, (), dependent=True)
+        mlp = CudaGatedMLP(gate, linear, ProductChoices().of("gated", gate_up))
+        compilation.part = f"products: {model}, gate and up, {rows} rows"
+        mlp.gate(x, norm)
+        compilation.part = f"products: {model}, down, {rows} rows"
+        linear.fused(between, None, x)
 
 
 def choices(compilation: Compilation) -> None:

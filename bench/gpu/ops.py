@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ratoon.layers.cuda_ops import CudaOps
+from ratoon.layers.cuda_ops import CudaLinear, CudaOps
 from ratoon.layers.ops import Ops, RMSWeights
-from ratoon.layers.product_choices import ProductKey, Split, Tile, default_choice, invariant_choice
+from ratoon.layers.product_choices import MAX_PANEL_ROWS, ProductKey, Split, Tile, default_choice, invariant_choice
 from ratoon.layers.product_measurement import time_graph
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
@@ -51,14 +51,7 @@ SHAPES = {
 }
 LIBRARY_ROWS = (1, 2, 4, 8, 32, 64, 256)
 TILES = {1: (Tile(1, 1024, 4), Tile(2, 1024, 4), Tile(4, 1024, 4)), 4: (Tile(1, 1024, 4), Tile(2, 1024, 4))}
-FORMS = (
-    "fused",
-    "dependent",
-    "library",
-    "library early",
-    "apart",
-    "invariant",
-)  # of stacks; the first two for few rows
+FORMS = ("fused", "dependent", "library", "library early", "apart", "invariant")  # of stacks
 SPLIT_ROWS = (8, 32, 64)
 MODELS = {"0.6B": "qwen3-0.6b", "8B": "llama3-8b"}
 DEVICE = torch.device("cuda")
@@ -102,8 +95,12 @@ def bench_products() -> None:
                 found["split, added"] = time_products(added)
             for tile in TILES.get(rows, ()):
                 found[str(tuple(tile))] = time_products([partial(gemv, x, weight, None, tile) for weight in weights])
+            default = None
+            if rows <= MAX_PANEL_ROWS:
+                default = default_choice(ProductKey("linear", outputs, inputs, "bfloat16", rows))
+                linears = [CudaLinear(weight, None, (), default, dependent=True) for weight in weights]
+                found["default, early"] = time_products([partial(linear, x) for linear in linears])
             times = {form: round(micros, 2) for form, micros in found.items()}
-            default = default_choice(ProductKey("linear", outputs, inputs, "bfloat16", rows)) if rows <= 4 else None
             report(part="products", product=name, rows=rows, floor_us=round(floor, 2), us=times, default=default)
         del weights
 
@@ -173,10 +170,10 @@ def bench_stacks() -> None:
         weights = sum(2 * shape.numel() for shape in map(torch.Size, collect_shapes(config).values()))
         if not config.tie_word_embeddings:
             weights -= 2 * config.vocab_size * config.hidden_size  # the embedding: rows of it are read
-        for rows in (1, 2, 4, 8, 32):
+        for rows in (1, 2, 4, 8, 16, 32, 64):
             step = partial(run_model, model, torch.arange(rows, device=DEVICE))
             found = {}
-            for form in FORMS if rows <= 4 else FORMS[2:]:
+            for form in FORMS:
                 set_form(model, form)
                 found[form] = round(time_graph(step), 4)
             report(part="stacks", model=name, rows=rows, floor_ms=round(1e3 * weights / BYTES_A_SECOND, 3), ms=found)
@@ -188,7 +185,7 @@ def bench_fp8() -> None:
     """The models with weights in 8 bits: our kernels for few rows, the library's for more."""
     for name in MODELS:
         model = build(name, CudaOps(dependent_launch=True, quantization="fp8"))
-        for rows in (1, 4, 32, 256):
+        for rows in (1, 4, 8, 32, 64, 256):
             step = partial(run_model, model, torch.arange(rows, device=DEVICE))
             report(part="fp8", model=name, rows=rows, ms=round(time_graph(step), 4))
         del model, step
@@ -196,7 +193,7 @@ def bench_fp8() -> None:
 
 
 def set_form(model: Any, form: str) -> None:
-    """fused: few rows by our kernels with norms and additions inside; dependent: the same, launched early; library:
+    """fused: by the default choices, with norms and additions inside; dependent: the same, launched early; library:
     cuBLAS, adding to the residual stream itself; library early: the same, with norms and activations launched early;
     apart: cuBLAS, and norms that add; invariant: the same bits in any batch."""
     ops, by_ours = CudaOps(), form in ("fused", "dependent")

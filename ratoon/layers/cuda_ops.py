@@ -14,21 +14,24 @@ from torch.nn import functional
 
 from ratoon.layers import fp8
 from ratoon.layers.ops import FusedProduct, Product, RMSWeights, WeightFormat
-from ratoon.layers.product_choices import Choice, ProductChoices, Tile, invariant_choice
+from ratoon.layers.product_choices import PANEL_OUTPUTS, Choice, Panel, ProductChoices, Tile, invariant_choice
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton import elementwise, norms
 from ratoon.layers.triton.gemv import MAX_NORM_WIDTH, gemv
 from ratoon.layers.triton.matmul import matmul
+from ratoon.layers.triton.panel import panel_product
 from ratoon.layers.triton.quantize import quantize_rows
 
 Tensor = torch.Tensor
+
+FEW_ROWS = (Tile, Panel)  # kernels that take their neighbours in
 
 
 class CudaLinear:
     """[T, in] → [T, out]: a kernel of our own where it is faster, the library's elsewhere."""
 
-    __slots__ = ("beyond", "bias", "choices", "dependent", "scales", "weight")
+    __slots__ = ("arrivals", "beyond", "bias", "choices", "dependent", "scales", "weight")
 
     def __init__(
         self,
@@ -46,6 +49,9 @@ class CudaLinear:
         self.beyond = beyond
         self.dependent = dependent
         self.scales = scales
+        # Of programs that share sums (triton/panel.py), from the start: a graph may not allocate it.
+        num_tiles = -(-len(weight) // PANEL_OUTPUTS)
+        self.arrivals = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.fused(x, None, None)
@@ -53,15 +59,12 @@ class CudaLinear:
     def fused(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
         rows = x.shape[0]  # len(x) would cost half a microsecond
         choice = self.choices[rows] if rows < len(self.choices) else self.beyond
-        if self.scales is not None and choice is None:
-            return self._multiply_8_bits(x, self.scales, norm, residual)
-        if norm is not None and not (isinstance(choice, Tile) and x.shape[1] <= MAX_NORM_WIDTH):
-            x, norm = norms.rms_norm(x, *norm, dependent=self.dependent), None
-        if isinstance(choice, Tile):
-            return gemv(
-                x, self.weight, self.bias, choice,
-                scales=self.scales, norm=norm, residual=residual, dependent=self.dependent,
-            )  # fmt: skip
+        if isinstance(choice, FEW_ROWS):
+            return self.multiply_few(x, choice, norm, residual)
+        if self.scales is not None:
+            return self.multiply_8_bits(x, self.scales, norm, residual)
+        if norm is not None:
+            x = norms.rms_norm(x, *norm, dependent=self.dependent)
         if choice is not None:
             return matmul(x, self.weight, self.bias, choice, residual)
         if residual is None:
@@ -70,8 +73,29 @@ class CudaLinear:
             return residual.add_(functional.linear(x, self.weight, self.bias))
         return residual.addmm_(x, self.weight.t())
 
-    def _multiply_8_bits(self, x: Tensor, scales: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
-        numbers, row_scales = quantize_rows(x, norm)
+    def multiply_few(
+        self, x: Tensor, choice: Tile | Panel, norm: RMSWeights | None, residual: Tensor | None, is_gate: bool = False
+    ) -> Tensor:
+        """One kernel, as far as it can. `is_gate`: with silu of the first half of the outputs times the second."""
+        can_norm = choice.splits == 1 if isinstance(choice, Panel) else x.shape[1] <= MAX_NORM_WIDTH
+        if norm is not None and not can_norm:
+            x, norm = norms.rms_norm(x, *norm, dependent=self.dependent), None
+        if isinstance(choice, Panel):
+            return panel_product(
+                x, self.weight, self.bias, choice, self.arrivals,
+                scales=self.scales, norm=norm, gated=is_gate, residual=residual, dependent=self.dependent,
+            )  # fmt: skip
+        return gemv(
+            x, self.weight, self.bias, choice,
+            scales=self.scales, norm=norm, gated="silu" if is_gate else None, residual=residual,
+            dependent=self.dependent,
+        )  # fmt: skip
+
+    def multiply_8_bits(
+        self, x: Tensor, scales: Tensor, norm: RMSWeights | None, residual: Tensor | None, is_gate: bool = False
+    ) -> Tensor:
+        """With the input in 8 bits too. `is_gate`: of silu of the first half of x times the second."""
+        numbers, row_scales = quantize_rows(x, norm, is_gate, self.dependent)
         product = torch._scaled_mm(
             numbers, self.weight.t(), row_scales, scales[None, :], self.bias, out_dtype=x.dtype, use_fast_accum=True
         )
@@ -92,21 +116,19 @@ class CudaGatedMLP:
         return self.fused(x, None, None)
 
     def fused(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None) -> Tensor:
-        return self.down.fused(self.gate(x, norm), None, residual)
+        down = self.down
+        if down.scales is not None and x.shape[0] >= max(len(self.choices), len(down.choices)):
+            return down.multiply_8_bits(self.gate_up.fused(x, norm, None), down.scales, None, residual, is_gate=True)
+        return down.fused(self.gate(x, norm), None, residual)
 
     def gate(self, x: Tensor, norm: RMSWeights | None = None) -> Tensor:
         """[T, H] → [T, I]: the first product and the activation."""
         gate_up = self.gate_up
-        rows = x.shape[0]
+        rows = x.shape[0]  # len(x) would cost half a microsecond
         choice = self.choices[rows] if rows < len(self.choices) else None
-        if not isinstance(choice, Tile):
-            return elementwise.gated_activation(gate_up.fused(x, norm, None), "silu", gate_up.dependent)
-        if norm is not None and x.shape[1] > MAX_NORM_WIDTH:
-            x, norm = norms.rms_norm(x, *norm), None
-        return gemv(
-            x, gate_up.weight, gate_up.bias, choice,
-            scales=gate_up.scales, norm=norm, gated="silu", dependent=gate_up.dependent,
-        )  # fmt: skip
+        if isinstance(choice, FEW_ROWS):
+            return gate_up.multiply_few(x, choice, norm, None, is_gate=True)
+        return elementwise.gated_activation(gate_up.fused(x, norm, None), "silu", gate_up.dependent)
 
 
 class Fp8Rows:
@@ -124,7 +146,7 @@ class Fp8Rows:
         if not weight.is_meta:  # there it has a shape and no memory
             self.num_weights += weight.numel()
             self.num_bytes += weight.nbytes + scales.nbytes
-        choices = [choice if isinstance(choice, Tile) else None for choice in self._choices.of("linear", weight)]
+        choices = [choice if isinstance(choice, FEW_ROWS) else None for choice in self._choices.of("linear", weight)]
         return CudaLinear(weight, bias, choices, dependent=self._dependent, scales=scales)
 
     def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:

@@ -20,7 +20,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_FORMAT = 1
-MAX_ROWS = 4  # of the kernels for few rows (triton/gemv.py)
+MAX_ROWS = 4  # of triton/gemv.py
+MAX_PANEL_ROWS = 64  # of triton/panel.py
+PANEL_OUTPUTS = 16  # a multiple of this for each warp
+PANEL_STEP_BYTES = 64  # of a weight's row: multiplied by a warp at a time
+MAX_PANEL_NUMBERS = 7 * 2**20  # of a weight, which a GPU's registers hold at once
+PANEL_DTYPES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes of a number
 ROW_COUNTS = (0, 1, 2, 3, 4, 8, 16, 32, 64)  # that choices are made for; others have that of the next larger one
 KINDS = ("linear", "gated")  # "gated": with the gate's activation in the same kernel
 
@@ -31,6 +36,16 @@ class Tile(NamedTuple):
     outputs: int
     inputs: int
     num_warps: int
+
+
+class Panel(NamedTuple):
+    """What one program of triton/panel.py computes: `outputs`, by `k_warps` warps that take turns in the inputs of the
+    sum, times `out_warps` that share the outputs. `splits` programs share the sums."""
+
+    outputs: int
+    k_warps: int
+    out_warps: int
+    splits: int
 
 
 class Split(NamedTuple):
@@ -44,7 +59,7 @@ class Split(NamedTuple):
     num_stages: int
 
 
-Choice = Tile | Split | None  # None: the library's product
+Choice = Tile | Panel | Split | None  # None: the library's product
 
 
 class ProductKey(NamedTuple):
@@ -81,13 +96,39 @@ class ProductChoices:
 
 
 def default_choice(key: ProductKey) -> Choice:
-    """What was fastest on an H200. One row is bound by memory: small tiles, larger ones where a row of the weight is
-    long. From two rows on the library's product is faster."""
+    """What was fastest on an H200. Small weights: panels, for all numbers of rows that they can. Large ones: for one
+    row small tiles, larger ones where a row of the weight is long; from two rows on the library's product."""
+    if panels := panels_of(key):
+        return panels[0]
     if key.rows != 1:
         return None
     if key.dtype.startswith("float8"):
         return Tile(4, 2048, 4)
     return Tile(2 if key.inputs <= 1024 else 1 if key.inputs < 4096 else 4, 1024, 4)
+
+
+def panels_of(key: ProductKey) -> list[Panel]:
+    """Those that are worth a measurement, the best guess first. None for a weight that is too large, or whose rows are
+    not of whole steps."""
+    if key.dtype not in PANEL_DTYPES or not 0 < key.rows <= MAX_PANEL_ROWS:
+        return []
+    if key.outputs * key.inputs > MAX_PANEL_NUMBERS or key.inputs * PANEL_DTYPES[key.dtype] % PANEL_STEP_BYTES:
+        return []
+    if key.kind == "gated":
+        found = [Panel(16, 4, 1, 1), Panel(16, 8, 1, 1), Panel(32, 8, 2, 1)]
+    elif key.outputs > 2048:
+        found = [Panel(32, 8, 1, 1), Panel(64, 8, 2, 1)]
+    else:  # more rows are more inputs to read: with shared sums each program reads fewer
+        shared = Panel(32, 8, 1, -(-key.inputs // 1024))
+        found = [Panel(16, 8, 1, 1), Panel(16, 16, 1, 1), Panel(32, 16, 1, 1)]
+        found.insert(0 if key.rows > 16 and shared.splits > 1 else 1, shared)
+    outputs = 2 if key.kind == "gated" else 1  # of the weight, for each of a panel
+    room = 32 * (256 if key.rows <= 32 else 128)  # numbers that a warp's registers hold beside the sums
+    return [
+        panel
+        for panel in found
+        if outputs * panel.outputs * key.inputs <= room * panel.k_warps * panel.out_warps * panel.splits
+    ]
 
 
 def invariant_choice(outputs: int, inputs: int) -> Split:
@@ -145,8 +186,15 @@ def _parse(content: Any) -> dict[str, Choice]:
 def _parse_choice(numbers: Any) -> Choice:
     if numbers is None:
         return None
-    limits = {3: (16, 8192, 16), 6: (128, 256, 256, 16, 16, 8)}[len(numbers)]
+    kind, limits = {  # powers of two where the limit is one
+        3: (Tile, (16, 8192, 16)),
+        4: (Panel, (64, 16, 4, 15)),
+        6: (Split, (128, 256, 256, 16, 16, 9)),
+    }[len(numbers)]
     for number, limit in zip(numbers, limits, strict=True):
-        if type(number) is not int or not 1 <= number <= limit or (number & (number - 1) and limit > 8):
+        if type(number) is not int or not 1 <= number <= limit or (number & (number - 1) and limit & (limit - 1) == 0):
             raise ValueError(f"{numbers!r} is no tile")
-    return Tile(*numbers) if len(numbers) == 3 else Split(*numbers)
+    choice = kind(*numbers)
+    if isinstance(choice, Panel) and choice.outputs < PANEL_OUTPUTS * choice.out_warps:
+        raise ValueError(f"{numbers!r} has more warps than outputs for them")
+    return choice

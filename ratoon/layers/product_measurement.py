@@ -13,11 +13,21 @@ from typing import NamedTuple
 
 import torch
 
-from ratoon.layers.product_choices import MAX_ROWS, ROW_COUNTS, Choice, ProductChoices, ProductKey, Split, Tile
+from ratoon.layers.product_choices import (
+    MAX_ROWS,
+    ROW_COUNTS,
+    Choice,
+    ProductChoices,
+    ProductKey,
+    Split,
+    Tile,
+    panels_of,
+)
 
 CACHE_BYTES = 150e6  # more than the L2 cache of any GPU
 CALLS = 24  # in one graph
 REPEATS = 7
+OLDEST_WITH_DEPENDENT_LAUNCH = (9, 0)  # compute capability
 NEEDED_GAIN = 0.98  # of the library's time: a difference below this is noise
 
 
@@ -48,16 +58,16 @@ def as_choices(measured: Iterable[Measured]) -> ProductChoices:
 
 
 def keys_of(kind: str, outputs: int, inputs: int, dtype: str) -> list[ProductKey]:
-    rows = [rows for rows in ROW_COUNTS if 0 < rows <= (MAX_ROWS if kind == "gated" else ROW_COUNTS[-1])]
-    return [ProductKey(kind, outputs, inputs, dtype, count) for count in rows]
+    return [ProductKey(kind, outputs, inputs, dtype, rows) for rows in ROW_COUNTS if rows]
 
 
 def candidates(key: ProductKey) -> list[Choice]:
-    if key.rows <= MAX_ROWS:
-        return [Tile(1, 1024, 4), Tile(2, 1024, 4), Tile(4, 1024, 4), Tile(1, 2048, 8)]
-    if key.outputs > 8192:  # enough tiles: the library does not need to cut the sum either
-        return []
-    return [Split(max(16, key.rows), 64, 128, splits, 4, 4) for splits in (4, 8) if key.inputs >= 128 * splits]
+    found: list[Choice] = list(panels_of(key))
+    if key.rows == 1:
+        found += [Tile(1, 1024, 4), Tile(2, 1024, 4), Tile(4, 1024, 4), Tile(1, 2048, 8)]
+    if key.rows > MAX_ROWS and key.kind == "linear" and key.outputs <= 8192:  # with more outputs no sum has to be cut
+        found += [Split(max(16, key.rows), 64, 128, splits, 4, 4) for splits in (4, 8) if key.inputs >= 128 * splits]
+    return found
 
 
 class GraphTimer:
@@ -73,10 +83,11 @@ class GraphTimer:
         from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear  # imports triton
 
         dtype = getattr(torch, key.dtype)
+        dependent = torch.cuda.get_device_capability(self._device) >= OLDEST_WITH_DEPENDENT_LAUNCH  # as engines do
         x = self._random((key.rows, key.inputs), dtype)
         calls: list[Callable[[torch.Tensor], torch.Tensor]] = []
         for weight in self._weights_of(key, dtype):
-            linear = CudaLinear(weight, None, (), choice)
+            linear = CudaLinear(weight, None, (), choice, dependent)
             if key.kind == "gated":  # with the activation, which is apart where the choice is the library's
                 calls.append(partial(CudaGatedMLP.gate, CudaGatedMLP(linear, linear, [choice] * (key.rows + 1))))
             else:

@@ -9,7 +9,7 @@ import torch
 
 from ratoon.benchmarks import bench_products
 from ratoon.core.errors import ConfigError
-from ratoon.layers.product_choices import ProductKey, Tile, read_choices
+from ratoon.layers.product_choices import Panel, ProductKey, Tile, read_choices
 from ratoon.layers.product_measurement import Measured
 
 
@@ -48,4 +48,4 @@ def test_what_was_measured_is_added_to_what_was_kept(
     assert first["file"] == second["file"] and "NVIDIA-H200" in first["file"]
     kept = read_choices(Path(first["file"])).measured
     assert len(kept) == len(first["products"]) + len(second["products"]) > 50
-    assert kept["linear 576x576 bfloat16 1"] == Tile(1, 1024, 4)
+    assert kept["linear 576x576 bfloat16 1"] == Panel(16, 8, 1, 1)

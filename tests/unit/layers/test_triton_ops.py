@@ -19,11 +19,13 @@ from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import (
     MAX_ROWS,
     Choice,
+    Panel,
     ProductChoices,
     ProductKey,
     Split,
     Tile,
     default_choice,
+    panels_of,
     read_choices,
     write_choices,
 )
@@ -295,6 +297,14 @@ def test_rows_in_8_bits_use_the_whole_range_and_are_near_what_they_were(with_nor
         assert (error <= torch.maximum(exact.abs() / 15, scales * 2.0**-9)).all()
 
 
+def test_rows_in_8_bits_after_a_gate_are_those_of_its_activation() -> None:
+    x = strided(5, 74, torch.float32)
+    numbers, scales = quantize_rows(x, is_gate=True)
+    expected, expected_scales = quantize_rows(reference.silu_and_mul(x))
+    torch.testing.assert_close(scales, expected_scales)
+    assert (numbers.float() - expected.float()).abs().mean() < 0.1  # of up to 448: few fall to the other side
+
+
 # The operations in models: norms before products and additions behind them are theirs, except under adapters.
 
 
@@ -357,9 +367,32 @@ def test_the_default_choice_depends_on_the_key_alone_and_zero_rows_have_no_kerne
     key = ProductKey("linear", 4096, 1024, "bfloat16", 1)
     assert default_choice(key) == default_choice(key) is not None
     assert default_choice(key._replace(rows=0)) is None
-    assert default_choice(key._replace(rows=4)) is None  # the library's is faster
+    assert isinstance(default_choice(key._replace(rows=64)), Panel)
+    assert default_choice(key._replace(rows=65)) is None
+    large = key._replace(outputs=4096, inputs=14336)
+    assert isinstance(default_choice(large), Tile)
+    assert default_choice(large._replace(rows=2)) is None  # the library's is faster
+    assert isinstance(default_choice(key._replace(dtype="float32")), Tile)
+    assert isinstance(default_choice(key._replace(inputs=1000)), Tile)  # no whole steps
     weight = torch.empty(4096, 1024, dtype=torch.bfloat16, device="meta")
     assert ProductChoices().of("linear", weight)[1] == default_choice(key)
+
+
+@pytest.mark.parametrize("kind", ["linear", "gated"])
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (576, 576)])
+def test_panels_cover_a_weight_and_fit_into_registers(
+    kind: str, rows: int, dtype: str, outputs: int, inputs: int
+) -> None:
+    panels = panels_of(ProductKey(kind, outputs, inputs, dtype, rows))
+    assert len(set(panels)) == len(panels)
+    for panel in panels:
+        num_outputs = 2 * panel.outputs if kind == "gated" else panel.outputs
+        num_warps = panel.k_warps * panel.out_warps
+        assert num_warps <= 16 and panel.outputs % (16 * panel.out_warps) == 0
+        assert num_outputs * inputs / panel.splits <= 256 * 32 * num_warps
+        assert kind == "linear" or panel.splits == 1  # a gate needs whole sums
 
 
 def test_measured_choices_replace_the_defaults_and_survive_a_file(tmp_path: Path) -> None:
@@ -369,10 +402,10 @@ def test_measured_choices_replace_the_defaults_and_survive_a_file(tmp_path: Path
     file = tmp_path / "deep" / "choices.json"
     write_choices(
         file,
-        ProductChoices({str(keys[1]): Tile(8, 512, 2), str(keys[2]): None, str(eight): Split(16, 64, 64, 4, 4, 3)}),
+        ProductChoices({str(keys[1]): Panel(32, 8, 1, 3), str(keys[2]): None, str(eight): Split(16, 64, 64, 4, 4, 3)}),
     )
     choices = read_choices(file).of("linear", weight)
-    assert choices[1] == Tile(8, 512, 2)
+    assert choices[1] == Panel(32, 8, 1, 3)
     assert choices[2] is None  # the library's
     assert choices[3:5] == [default_choice(key) for key in keys[3:]]
     assert choices[5:9] == [Split(16, 64, 64, 4, 4, 3)] * 4  # up to the number of rows that was measured
@@ -381,7 +414,9 @@ def test_measured_choices_replace_the_defaults_and_survive_a_file(tmp_path: Path
 
 
 GARBAGE = ["", "{", "null", "[]", '{"format": 1}', '{"format": 2, "products": {}}', '{"format": 1, "products": [1]}']
-GARBAGE += [json.dumps({"format": 1, "products": {"a": tile}}) for tile in (5, [1, 2], [3, 16, 4], ["1", 16, 4])]
+GARBAGE += [
+    json.dumps({"format": 1, "products": {"a": tile}}) for tile in (5, [1, 2], [3, 16, 4], ["1", 16, 4], [16, 8, 2, 1])
+]
 
 
 @pytest.mark.parametrize("content", GARBAGE)
@@ -396,7 +431,7 @@ def test_a_damaged_file_of_choices_is_ignored(tmp_path: Path, content: str) -> N
 def test_a_measurement_takes_the_fastest_and_the_library_where_the_gain_is_noise() -> None:
     keys = keys_of("linear", 64, 1024, "bfloat16")
     assert [key.rows for key in keys] == [1, 2, 3, 4, 8, 16, 32, 64]
-    assert [key.rows for key in keys_of("gated", 64, 1024, "bfloat16")] == [1, 2, 3, 4]
+    assert [key.rows for key in keys_of("gated", 64, 1024, "bfloat16")] == [1, 2, 3, 4, 8, 16, 32, 64]
     best = {1: Tile(2, 1024, 4), 8: Split(16, 64, 128, 4, 4, 4)}
 
     def timer(key: ProductKey, choice: Choice) -> float:

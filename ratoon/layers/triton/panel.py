@@ -1,0 +1,268 @@
+"""Products of up to 64 rows with a weight, by tensor cores, in one kernel with what stands before and behind them: the
+RMS norm of the input, the gate's activation, the addition to the residual stream.
+
+A step of few rows reads every weight once and little else, so what counts is that weights are on their way all the
+time. A program loads all its weights before it waits for its input (launch.py), to the registers in which the tensor
+cores take them: this is for weights that a GPU's registers hold at once. Each warp multiplies what it loaded itself:
+warps share a program's outputs or parts of its sums, or both, and add the parts up at the end. Where few outputs would
+leave multiprocessors without work, several programs share a sum; the last one to arrive adds the parts up, always in
+the same order.
+
+An RMS norm scales a row, so it is applied to the sums: y = s · ((x · factors) Wᵀ), and s is computed on the way.
+
+Written in Gluon, in which a kernel decides where in registers and shared memory its numbers lie. It can't run under
+Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ratoon.layers.ops import RMSWeights
+from ratoon.layers.product_choices import PANEL_STEP_BYTES, Panel
+from ratoon.layers.triton.launch import launch, launch_options
+
+Tensor = torch.Tensor
+
+MIN_ROWS = 8  # the other side; rows are padded to it
+
+
+def panel_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    panel: Panel,
+    arrivals: Tensor,
+    *,
+    scales: Tensor | None = None,
+    norm: RMSWeights | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    dependent: bool = False,
+) -> Tensor:
+    """x [T, in] in 16 bits, weight [out, in] → [T, out]. `scales` [out], in float32: of a weight in 8 bits.
+
+    `arrivals`: a zero for each PANEL_OUTPUTS outputs, and zero again after it; of this weight alone. `gated`: the
+    weight holds a gate and an up part, one above the other; the result [T, out / 2] is silu of the one times the other.
+    `residual` [T, out] is added to in place and returned. `dependent`: launch before the kernel ahead has ended.
+    """
+    rows, width = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if residual is None else residual
+    parts = y
+    if panel.splits > 1:
+        assert norm is None and not gated
+        parts = torch.empty((panel.splits, rows, outputs), dtype=torch.float32, device=x.device)
+    step = PANEL_STEP_BYTES // weight.dtype.itemsize  # four threads, 16 bytes each
+    steps = triton.cdiv(width, panel.splits * panel.k_warps * step)
+    launch(
+        _panel_kernel, (triton.cdiv(outputs, panel.outputs), panel.splits),
+        x, weight if scales is None else weight.view(torch.uint8), weight if scales is None else scales,
+        weight if bias is None else bias, weight if norm is None else norm.weight, y, parts, arrivals,
+        x.stride(0), y.stride(0), rows, outputs, 0.0 if norm is None else norm.eps,
+        WIDTH=width, BLOCK_ROWS=max(MIN_ROWS, triton.next_power_of_2(rows)), BLOCK_OUT=panel.outputs,
+        STEP=step, STEPS=steps, SPLITS=panel.splits,
+        WHOLE=width == panel.splits * panel.k_warps * steps * step, K_WARPS=panel.k_warps, OUT_WARPS=panel.out_warps,
+        SCALED=scales is not None, BIAS=bias is not None, NORM=norm is not None, GATED=gated,
+        ADD=residual is not None, num_warps=panel.k_warps * panel.out_warps, **launch_options(dependent),
+    )  # fmt: skip
+    return y
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _panel_kernel(
+    x, weight, scales, bias, norm, y, parts, arrivals, x_stride, y_stride, rows, outputs, eps,
+    WIDTH: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr,
+    SPLITS: gl.constexpr, WHOLE: gl.constexpr, K_WARPS: gl.constexpr, OUT_WARPS: gl.constexpr,
+    SCALED: gl.constexpr, BIAS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+    # [parts of the sum, outputs, rows]. A thread holds 16 bytes of a weight's row that follow each other.
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [K_WARPS, OUT_WARPS, 1], [1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, STEP // 4)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, STEP // 4)
+    SPAN: gl.constexpr = K_WARPS * STEP
+    first = gl.program_id(1) * (STEPS * SPAN)
+    output = gl.program_id(0) * BLOCK_OUT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
+    weights = weight + gl.minimum(output, outputs - 1)[None, :, None].to(gl.int64) * WIDTH
+    up_weights = weights + outputs.to(gl.int64) * WIDTH
+    column = (
+        first
+        + gl.arange(0, K_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))[:, None, None] * STEP
+        + gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, None, :]
+    )  # [parts, 1, S]
+    row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
+    inputs = x + gl.minimum(row, rows - 1)[None, None, :] * x_stride
+    place = (
+        first
+        + gl.arange(0, K_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None, None] * STEP
+        + gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))[None, :, None]
+    )  # [parts, S, 1]
+    total = gl.zeros([K_WARPS, BLOCK_OUT, BLOCK_ROWS], gl.float32, mma)
+    up_total = total
+    squares = gl.zeros([K_WARPS, BLOCK_ROWS], gl.float32, gl.SliceLayout(1, right))
+    tiles = ()
+    up_tiles = ()
+    factors = ()
+    for step in gl.static_range(STEPS):
+        tiles = tiles + (_load(weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+        if GATED:
+            up_tiles = up_tiles + (_load(up_weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+        if NORM:
+            factors = factors + (_load(norm, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+    if DEPENDENT:
+        gdc_wait()
+    for step in gl.static_range(STEPS):
+        values = _load(inputs, place + step * SPAN, WIDTH, WHOLE)
+        if NORM:
+            squares, values = _apply_norm(squares, values, factors[step])
+        total = mma_v2(_widen(tiles[step], SCALED), values, total)
+        if GATED:
+            up_total = mma_v2(_widen(up_tiles[step], SCALED), values, up_total)
+    _end(
+        total, up_total, squares, y, scales, bias, parts, arrivals, y_stride, rows, outputs, eps, WIDTH,
+        BLOCK_ROWS, BLOCK_OUT, SPLITS, K_WARPS, OUT_WARPS, SCALED, BIAS, NORM, GATED, ADD,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _end(
+    total, up_total, squares, y, scales, bias, parts, arrivals, y_stride, rows, outputs, eps,
+    WIDTH: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, SPLITS: gl.constexpr,
+    K_WARPS: gl.constexpr, OUT_WARPS: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr, NORM: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """The program's sums over all its warps, or over all programs, and what follows the product."""
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    # All parts of a sum to one thread, by a single exchange.
+    LANES: gl.constexpr = min(BLOCK_OUT // 4, 32)
+    parted: gl.constexpr = gl.BlockedLayout(
+        [K_WARPS, 4, 1], [1, LANES, 32 // LANES], [1, 1, K_WARPS * OUT_WARPS], [1, 2, 0]
+    )
+    flat: gl.constexpr = gl.SliceLayout(0, parted)  # [O, T]
+    sums = gl.sum(gl.convert_layout(total, parted), axis=0)
+    up_sums = sums
+    if GATED:
+        up_sums = gl.sum(gl.convert_layout(up_total, parted), axis=0)
+    output = tile * BLOCK_OUT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, flat))[:, None]
+    row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, flat))[None, :]
+    if NORM:
+        square = gl.sum(gl.convert_layout(squares, gl.SliceLayout(1, parted)), axis=0)
+        scale = gl.convert_layout(gl.rsqrt(square / WIDTH + eps), gl.SliceLayout(0, flat))[None, :]
+        sums *= scale
+        up_sums *= scale
+    if SPLITS == 1:
+        _finish(y, scales, bias, sums, up_sums, output, row, rows, outputs, y_stride, SCALED, BIAS, GATED, ADD)
+    else:
+        inside = (output < outputs) & (row < rows)
+        part = parts + row.to(gl.int64) * outputs + output
+        gl.store(part + split.to(gl.int64) * rows * outputs, sums, mask=inside)
+        gl.thread_barrier()
+        if gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
+            gl.thread_barrier()
+            sums = gl.zeros([BLOCK_OUT, BLOCK_ROWS], gl.float32, flat)
+            for other in gl.static_range(SPLITS):
+                sums += gl.load(
+                    part + other * rows.to(gl.int64) * outputs, mask=inside, other=0.0, cache_modifier=".cg"
+                )
+            _finish(y, scales, bias, sums, sums, output, row, rows, outputs, y_stride, SCALED, BIAS, GATED, ADD)
+            gl.store(arrivals + tile, 0)
+
+
+@gluon.jit
+def _load(numbers, place, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
+    if WHOLE:
+        return gl.load(numbers + place)
+    else:
+        return gl.load(numbers + place, mask=place < WIDTH, other=0.0)
+
+
+@gluon.jit
+def _apply_norm(squares, values, factors):
+    """All of an RMS norm but the row's scale: the squares that it follows from, and the values times the weight."""
+    wide = values.to(gl.float32)
+    return squares + gl.sum(wide * wide, axis=1), _multiply_pairs(values, factors)
+
+
+@gluon.jit
+def _multiply_pairs(values, factors):
+    """Two products of 16 bits in one instruction, with the rounding of single ones."""
+    if values.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [values, factors], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [values, factors], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
+def _widen(tile, SCALED: gl.constexpr):
+    if SCALED:
+        return _to_bfloat16(tile)
+    else:
+        return tile
+
+
+@gluon.jit
+def _to_bfloat16(tile):
+    """Four numbers of e4m3 at a time, exactly: their bits to where bfloat16 has them, then the exponents' difference of
+    120 by a multiplication, which is also right for the smallest numbers."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, s, t, m;
+        mov.b32 m, 0x7b807b80;
+        prmt.b32 a, 0, $2, 0x5040;
+        prmt.b32 b, 0, $2, 0x7060;
+        and.b32 s, a, 0x80008000;
+        and.b32 t, a, 0x7f007f00;
+        shr.u32 t, t, 4;
+        or.b32 t, t, s;
+        mul.rn.bf16x2 $0, t, m;
+        and.b32 s, b, 0x80008000;
+        and.b32 t, b, 0x7f007f00;
+        shr.u32 t, t, 4;
+        or.b32 t, t, s;
+        mul.rn.bf16x2 $1, t, m;
+        }
+        """,
+        "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _finish(
+    y, scales, bias, sums, up_sums, output, row, rows, outputs, y_stride,
+    SCALED: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """What follows the product, with the roundings that it has alone."""
+    kind: gl.constexpr = y.dtype.element_ty
+    inside = (output < outputs) & (row < rows)
+    sums = _finish_sums(sums, scales, bias, output, output < outputs, kind, SCALED, BIAS)
+    if GATED:
+        up_sums = _finish_sums(up_sums, scales, bias, output + outputs, output < outputs, kind, SCALED, BIAS)
+        gate = sums / (1.0 + gl.exp(-sums))
+        sums = (gate.to(kind).to(gl.float32) * up_sums).to(kind).to(gl.float32)
+    places = y + row * y_stride + output
+    if ADD:
+        sums += gl.load(places, mask=inside, other=0.0).to(gl.float32)
+    gl.store(places, sums.to(kind), mask=inside)
+
+
+@gluon.jit
+def _finish_sums(sums, scales, bias, output, exists, kind: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr):
+    if SCALED:
+        sums *= gl.load(scales + output, mask=exists, other=0.0)
+    if BIAS:
+        sums += gl.load(bias + output, mask=exists, other=0.0).to(gl.float32)
+    return sums.to(kind).to(gl.float32)
