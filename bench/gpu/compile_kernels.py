@@ -269,6 +269,7 @@ def inputs(compilation: Compilation) -> None:
     compilation.part = "blocks"
     pages = Pages([torch.zeros(4, 4096, dtype=torch.int64)] * 28, device)
     copy_blocks(pages, pages, [(1, 2)])
+    copy_blocks(pages, pages, [(1, 2)] * 3)
 
 
 PARTS = {"attention": attention, "products": products, "choices": choices, "inputs": inputs}
