@@ -111,7 +111,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         table = memory + cross_start + row * max_cross_blocks
         out = cross_tables + request.to(tl.int64) * max_cross_blocks
         num_keys = tl.load(encoder_lens + request, mask=is_real, other=0)
-        num_keys = tl.where(is_real, num_keys, length)
+        num_keys = tl.where(is_real, num_keys, tl.minimum(length, 1))  # an encoder's input may be short
         if part == 0:
             tl.store(cross_lens + request, num_keys)
 

@@ -186,6 +186,21 @@ def test_padding_is_divided_among_few_requests() -> None:
     assert group.block_table_device[1:, 0].tolist() == [0] * 3
 
 
+def test_padding_reads_one_block_of_a_short_encoder_input() -> None:
+    rows = make_rows(max_encoder_len=16)
+    new = new_branch("a", [5, 6, 7], [[3]])
+    new.num_encoder_positions, new.cross_block_ids = 9, [6]
+    rows.add(new)
+    inputs = make_inputs(rows, max_padded=64)
+    inputs.cross_tables.fill_(-7)
+    inputs.send(np.array([0]), np.array([3]))
+    inputs.compute(64, 2, 64)
+    cross = inputs.padded(64, 2, 64).cross
+    assert cross is not None
+    assert cross.seq_lens_device.tolist() == [9, 1] and cross.block_table_device.tolist() == [[6], [0]]
+    assert (inputs.cross_tables[2:] == -7).all(), "nothing is written behind the table of the last request"
+
+
 def test_tokens_of_padding_are_not_written() -> None:
     rows = make_rows()
     rows.add(new_branch("a", [5, 6], [[3]], computed=1))
