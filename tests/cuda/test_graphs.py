@@ -3,6 +3,7 @@ the CPU; nothing waits for the device."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -142,6 +143,23 @@ def test_a_capture_that_fails_costs_no_request(monkeypatch: pytest.MonkeyPatch) 
     made = runner_of(core).graphs
     assert made is not None and made.stats.num_graphs == 0 and made._num_failures == graphs.MAX_FAILURES
     assert found == expected
+
+
+def test_steps_that_ran_once_are_captured_when_there_is_nothing_to_do() -> None:
+    core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
+    core.executor.works_when_idle = True
+    made = runner_of(core).graphs
+    assert made is not None
+    results = []
+    for name in ("first", "second"):
+        prompt = random_token_ids(12, seed=1)
+        core.add_request(EngineCoreRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
+        results.append(run_to_the_end(core)[name, 0])
+        deadline = time.monotonic() + 30
+        while made.can_capture_next and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert made.stats.num_graphs == 2 and made._num_failures == 0, "the prompt, and a decode"
+    assert results[0] == results[1]
 
 
 def test_graphs_are_made_anew_after_sleep() -> None:
