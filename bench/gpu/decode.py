@@ -27,7 +27,7 @@ from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequest
-from ratoon.distributed.executor import StepInFlight, StepOutput, UniProcExecutor
+from ratoon.distributed.executor import StepOutput, UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.models.build import collect_shapes
 from ratoon.models.dummy_source import DummySource
@@ -63,8 +63,8 @@ class TimedExecutor(UniProcExecutor):
         self.launch_seconds.append(time.perf_counter() - self._began)
         return output
 
-    def submit(self, plan: SchedulerOutput) -> Any:
-        return TimedHandle(self, super().submit(plan))
+    def submit(self, plan: SchedulerOutput, lends_thread: bool = False) -> Any:
+        return TimedHandle(self, super().submit(plan, lends_thread))
 
 
 class TimedHandle:
@@ -72,7 +72,6 @@ class TimedHandle:
         self._executor, self._handle = executor, handle
 
     def result(self) -> ModelRunnerOutput:
-        assert isinstance(self._handle, StepInFlight)
         begin = time.perf_counter()
         try:
             return self._handle.result()

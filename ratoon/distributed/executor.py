@@ -1,6 +1,7 @@
 """Executors: submit plans to workers, and return results. Here: one worker, in this process.
 
-A submitted plan runs while the caller continues; the caller waits for its result when it needs it.
+A submitted plan runs while the caller continues; the caller waits for its result when it needs it. A caller that has
+nothing else to do may lend its thread instead.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Condition
+from contextlib import AbstractContextManager
+from threading import Condition, Lock
 from typing import Any, Protocol, TypeVar
 
 from ratoon.core.config import EngineConfig, ModelConfig
@@ -47,9 +49,10 @@ class Executor(Protocol):
         """What CUDA graphs cost. None: steps are not captured."""
         ...
 
-    def submit(self, plan: SchedulerOutput) -> StepHandle:
+    def submit(self, plan: SchedulerOutput, lends_thread: bool = False) -> StepHandle:
         """Queue a plan and return at once. A step after one that failed is not executed, because it depends on its
-        results. Its handle raises StepSkippedError."""
+        results. Its handle raises StepSkippedError. `lends_thread`: no step is in flight, and the caller will only wait
+        for this one: it may be launched on the caller's thread when its result is asked for."""
         ...
 
     def recover(self) -> None:
@@ -93,8 +96,10 @@ class ThreadedExecutor:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self._failed = False  # a step failed; the others are skipped until `recover`
         self.works_when_idle = False
+        self._turn = Lock()  # held by the thread that runs a step or a call
         self._queue_changed = Condition()
         self._num_queued = 0  # of steps and calls
+        self._num_submitted = 0  # since the start
         self._rest_is_queued = False
         self._is_closed = False
 
@@ -121,14 +126,41 @@ class ThreadedExecutor:
         for the piece, not for more."""
         return False
 
-    def submit(self, plan: SchedulerOutput) -> StepHandle:
-        return StepInFlight(self, self._enqueue(self._run_step, plan))
+    def on_lent_thread(self) -> AbstractContextManager[object] | None:
+        """What a step needs around it on another thread than that of the steps. None: it can't run there."""
+        return None
+
+    def submit(self, plan: SchedulerOutput, lends_thread: bool = False) -> StepHandle:
+        surroundings = self.on_lent_thread() if lends_thread else None
+        if surroundings is None:
+            return StepInFlight(self, self._enqueue(self._run_step, plan))
+        return StepOnLentThread(self, plan, surroundings)
+
+    def run_here(self, plan: SchedulerOutput, surroundings: AbstractContextManager[object]) -> Future[StepOutput]:
+        """Waking the thread of the steps, on another core with cold caches, would take longer than most launches."""
+        launched: Future[StepOutput] = Future()
+        self._count_submitted()
+        with self._turn, surroundings:
+            try:
+                launched.set_result(self._run_queued(self._run_step, plan))
+            except Exception as error:
+                launched.set_exception(error)
+        return launched
 
     def _enqueue(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        self._count_submitted()
+        return self._thread.submit(self._run_in_turn, function, *args)
+
+    def _count_submitted(self) -> None:
+        """Ends a rest."""
         with self._queue_changed:
             self._num_queued += 1
+            self._num_submitted += 1
             self._queue_changed.notify()
-        return self._thread.submit(self._run_queued, function, *args)
+
+    def _run_in_turn(self, function: Callable[..., Result], *args: Any) -> Result:
+        with self._turn:
+            return self._run_queued(function, *args)
 
     def _run_queued(self, function: Callable[..., Result], *args: Any) -> Result:
         with self._queue_changed:
@@ -146,10 +178,17 @@ class ThreadedExecutor:
         """Until there is work again, or nothing left to do in advance."""
         with self._queue_changed:
             self._rest_is_queued = False
-            if self._queue_changed.wait_for(lambda: self._num_queued > 0, IDLE_SECONDS):
+            before = self._num_submitted
+
+            def is_over() -> bool:
+                return self._num_queued > 0 or self._num_submitted > before
+
+            if self._queue_changed.wait_for(is_over, IDLE_SECONDS):
                 return
-        while self._num_queued == 0 and self.work_when_idle():
-            pass
+        while True:
+            with self._turn:
+                if is_over() or not self.work_when_idle():
+                    return
 
     def _run_step(self, plan: SchedulerOutput) -> StepOutput:
         if self._failed:
@@ -176,7 +215,7 @@ class ThreadedExecutor:
     def shutdown(self) -> None:
         with self._queue_changed:
             self._is_closed = True
-            self._num_queued += 1  # ends a rest
+            self._num_queued += 1
             self._queue_changed.notify()
         self._thread.shutdown()
 
@@ -197,6 +236,24 @@ class StepInFlight:
         except Exception as error:  # a step after it may have been launched; its result is of no use either
             self._executor.note_failure(error)
             raise
+
+
+class StepOnLentThread:
+    """The handle of a step that is launched by the caller that waits for it."""
+
+    def __init__(
+        self, executor: ThreadedExecutor, plan: SchedulerOutput, surroundings: AbstractContextManager[object]
+    ) -> None:
+        self._executor = executor
+        self._plan = plan
+        self._surroundings = surroundings
+        self._step: StepInFlight | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        if self._step is None:  # also where Ctrl-C broke into the launch: then the step is skipped
+            launched = self._executor.run_here(self._plan, self._surroundings)
+            self._step = StepInFlight(self._executor, launched)
+        return self._step.result()
 
 
 class UniProcExecutor(ThreadedExecutor):
@@ -224,6 +281,9 @@ class UniProcExecutor(ThreadedExecutor):
 
     def work_when_idle(self) -> bool:
         return self._worker.work_when_idle()
+
+    def on_lent_thread(self) -> AbstractContextManager[object] | None:
+        return self._worker.on_lent_thread()
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._worker.execute_model(plan)

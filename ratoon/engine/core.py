@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Unfinished requests up to which the first step waits until the next one is planned, a matter of microseconds for a few
+MAX_REQUESTS_OF_LENT_THREAD = 8
+
 
 class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,13 +125,25 @@ class EngineCore:
         return EngineCoreOutputs(outputs, self.stats(), self.scheduler.state.now)
 
     def _fill_queue(self) -> None:
-        while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests() and self._may_plan:
-            if not self.scheduler.can_plan:
+        first = None
+        if not self._in_flight and self.scheduler.num_requests <= MAX_REQUESTS_OF_LENT_THREAD:
+            first = self._plan(num_ahead=0)
+            if first is None:
                 return
-            plan = self.scheduler.schedule()
-            if plan.is_void:  # the next plan needs the result of a step in flight first
-                return
+        plan = self._plan(num_ahead=len(self._in_flight) + (first is not None))
+        if first is not None:  # if there is nothing to plan behind it, this thread would only wait for its result
+            self._in_flight.append((first, self.executor.submit(first, lends_thread=plan is None)))
+        while plan is not None:
             self._in_flight.append((plan, self.executor.submit(plan)))
+            plan = self._plan(num_ahead=len(self._in_flight))
+
+    def _plan(self, num_ahead: int) -> SchedulerOutput | None:
+        """The next plan behind so many. None: there is none now."""
+        may_plan = num_ahead < self._max_in_flight and self.scheduler.has_requests() and self._may_plan
+        if not may_plan or not self.scheduler.can_plan:
+            return None
+        plan = self.scheduler.schedule()
+        return None if plan.is_void else plan  # void: it needs the result of a step in flight first
 
     def _finish_oldest(self) -> list[EngineCoreOutput]:
         plan, handle = self._in_flight[0]

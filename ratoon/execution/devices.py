@@ -36,6 +36,13 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def has_modes_of_its_own() -> bool:
+    """Whether torch behaves in another way on this thread than on a new one: by autocast, a default device, or another
+    mode of the program that calls."""
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    return modes > 0 or torch.is_autocast_enabled("cuda")
+
+
 def _verify_cuda(name: str, device: torch.device) -> None:
     if not torch.cuda.is_available():
         problem, expected = why_no_cuda()

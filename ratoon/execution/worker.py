@@ -9,7 +9,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig, SwapCosts
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.devices import gpu_name, resolve_device, resolve_dtype, use_device
+from ratoon.execution.devices import gpu_name, has_modes_of_its_own, resolve_device, resolve_dtype, use_device
 from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.kv_memory import (
     cut_kv_memory,
@@ -82,6 +82,7 @@ class Worker:
         self, config: EngineConfig, model_config: ModelConfig, tensors: TensorSource, timer: StartupTimer
     ) -> None:
         self._device = device = resolve_device(config.device)
+        self._stream: torch.cuda.Stream | None = None  # of all steps
         use_device(device)
         dtype = resolve_dtype(config.dtype, device, model_config)
         max_model_len = resolve_max_model_len(config.max_model_len, model_config)
@@ -177,7 +178,15 @@ class Worker:
         if self._device.type == "cuda":
             use_device(self._device)
             torch.cuda.synchronize()  # the weights were loaded on another stream
-            torch.cuda.set_stream(torch.cuda.Stream())
+            self._stream = torch.cuda.Stream()
+            torch.cuda.set_stream(self._stream)
+
+    def on_lent_thread(self) -> AbstractContextManager[object] | None:
+        """Around a step on another thread: the same stream. None for a thread with modes that would change the step,
+        and on a CPU, where a step is the work itself and not its launch, and its threads are set up for one caller."""
+        if self._stream is None or has_modes_of_its_own():
+            return None
+        return torch.cuda.stream(self._stream)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)

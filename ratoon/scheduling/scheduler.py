@@ -167,6 +167,10 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.state.requests)
 
+    @property
+    def num_requests(self) -> int:
+        return len(self.state.requests)
+
     def has_requests(self) -> bool:
         """Whether there is anything to plan: unfinished requests, or rows for the runner to drop."""
         return bool(self.state.requests) or bool(self.state.finished_rows)

@@ -50,7 +50,9 @@ class SpanRecorder:
             self._wrap(llm.engine, "process_outputs", CORE, "outputs"),
             self._wrap(executor, "execute_model", STEPS, "launch"),
             self._wrap(executor, "sample_tokens", STEPS, "sample"),
-            self._replace(executor, "submit", lambda submit: lambda plan: TimedHandle(submit(plan), self)),
+            self._replace(
+                executor, "submit", lambda submit: lambda *plan, **how: TimedHandle(submit(*plan, **how), self)
+            ),
         ]
         try:
             yield

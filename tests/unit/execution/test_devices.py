@@ -132,3 +132,14 @@ def test_auto_is_the_dtype_of_the_checkpoint_on_a_gpu_and_float32_on_a_cpu() -> 
     assert resolve_dtype("float32", CUDA, model) == torch.float32
     assert resolve_dtype("auto", torch.device("cpu"), model) == torch.float32
     assert resolve_dtype("bfloat16", torch.device("cpu"), model) == torch.bfloat16
+
+
+def test_a_thread_with_modes_of_its_own_is_told_from_a_new_one():
+    assert not devices.has_modes_of_its_own()
+    with torch.device("cpu"):
+        assert devices.has_modes_of_its_own()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there may be no CUDA
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert devices.has_modes_of_its_own() == torch.is_autocast_enabled("cuda")
+    assert not devices.has_modes_of_its_own()
