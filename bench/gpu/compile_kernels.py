@@ -184,6 +184,8 @@ def attention(compilation: Compilation) -> None:
         triton_backend.has_wgmma = lambda: True  # type: ignore[assignment]
         compilation.part = "attention: 8B, prefill on Hopper"
         attend(32, 8, [4096], 8192)
+        compilation.part = "attention: heads of 80, prefill on Hopper, window"
+        attend(8, 8, [4096], 8192, head_dim=80, window=1024)
     compilation.part = "attention: 8B, decode, the same bits in any batch"
     attend(32, 8, [1] * 32, 1024, batch_invariant=True)
     compilation.part = "attention: heads of 80"

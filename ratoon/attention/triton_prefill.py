@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 LOG2_E = 1.4426950408889634
 BLOCK_M, BLOCK_N, STAGES = 128, 128, 2
 _PANEL = 64  # columns that are copied at once: 128 bytes
-_HEAD_DIMS = (128,)
+_HEAD_DIMS = range(64, 129, 8)  # rows of pages are multiples of 16 bytes
 _DTYPES = (torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
 _MIN_BLOCK_SIZE = 8  # keys: rows of a swizzled box
@@ -77,8 +77,6 @@ def widen(pages: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor | None:
 def serves(layer: AttentionLayer | CrossAttentionLayer, dtype: torch.dtype, pages: Tensor, block_size: int) -> bool:
     return (
         layer.bias is None
-        and layer.window is None
-        and layer.causal
         and layer.head_dim in _HEAD_DIMS
         and dtype in _DTYPES
         and pages.dtype in (dtype, _FP8)
@@ -137,9 +135,10 @@ class Prefill:
             self._kernel, (min(num_places, num_programs),),
             q, out, self._describe(pages, num_lines, layer.head_dim, block_size), table, inputs.query_start_loc_device,
             inputs.seq_lens_device, layer.scale * LOG2_E, q.stride(0), q.stride(1), lines_each, table.stride(0),
-            num_places, num_requests, shortest, layer.window or 0, HEAD_DIM=layer.head_dim, GROUP=group,
-            KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=STAGES,
-            CAUSAL=layer.causal, HAS_WINDOW=layer.window is not None, num_warps=4, **self._launch_options(dependent),
+            num_places, num_requests, shortest, layer.window or 0, HEAD_DIM=layer.head_dim,
+            DIM=-(-layer.head_dim // _PANEL) * _PANEL, GROUP=group, KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=block_size,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=STAGES, CAUSAL=layer.causal, HAS_WINDOW=layer.window is not None,
+            num_warps=4, **self._launch_options(dependent),
         )  # fmt: skip
 
     def _describe(self, pages: Tensor, num_lines: int, head_dim: int, block_size: int) -> Any:

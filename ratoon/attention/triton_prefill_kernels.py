@@ -4,11 +4,11 @@ Imported on a GPU of compute capability 9.0 only: Gluon has no interpreter. trit
 here; all others run in triton_kernels.py, which computes the same.
 
 A program stays on its multiprocessor and takes tiles of rows (query tokens × the query heads of a KV head) in rounds.
-Two of its warps copy pages, one keys and one values, into rings of tiles in shared memory. Two groups of four warps
-attend, each with half of the rows. A group begins the product of its queries with the next keys and that of its weights
-with the values before, and computes the softmax of the one while the other runs. The groups begin their products in
-turns, so that one multiplies while the other has its softmax. Keys are visited from the last to the first, so tiles
-with masks come first.
+Two of its warps copy pages, one keys and one values, into rings of tiles in shared memory; the first also finds the
+next tile of rows for all. Two groups of four warps attend, each with half of the rows. A group begins the product of
+its queries with the next keys and that of its weights with the values before, and computes the softmax of the one while
+the other runs. The groups begin their products in turns, so that one multiplies while the other has its softmax. Keys
+are visited from the last to the first, so tiles with masks come first.
 """
 
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_wait
 from ratoon.attention.triton_kernels import _find_request, _visible_keys
 from ratoon.layers.triton.launch import wait_for_kernel_before
 
+FIELDS = gl.constexpr(12)  # of a Tile
 PANEL = gl.constexpr(64)  # columns of a swizzled row of 128 bytes
 TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
@@ -35,6 +36,7 @@ class Sizes(NamedTuple):
     """Constants of a compiled kernel."""
 
     HEAD_DIM: gl.constexpr
+    DIM: gl.constexpr  # HEAD_DIM in whole panels: copies fill the rest of a row with zeros
     GROUP: gl.constexpr  # query heads of a KV head
     KV_HEADS: gl.constexpr
     BLOCK_SIZE: gl.constexpr
@@ -59,8 +61,7 @@ class Requests(NamedTuple):
 class Tile(NamedTuple):
     """Rows that a program attends with, and the keys that they see."""
 
-    is_used: gl.tensor  # False: there are no more
-    next_round: gl.tensor
+    is_used: gl.tensor  # 0: there are no more
     request: gl.tensor
     kv_head: gl.tensor
     query_start: gl.tensor
@@ -74,10 +75,18 @@ class Tile(NamedTuple):
     num_tiles: gl.tensor  # of keys; at least one
 
 
+class Plan(NamedTuple):
+    """The next tiles of rows of a program, in shared memory: one warp looks for them, the others read."""
+
+    fields: gl.shared_memory_descriptor  # [2 · fields of a tile, 1]
+    ready: gl.shared_memory_descriptor  # barriers [2]
+    free: gl.shared_memory_descriptor
+
+
 class Ring(NamedTuple):
     """Tiles of keys or values in shared memory."""
 
-    tiles: gl.shared_memory_descriptor  # [stages, BLOCK_N, HEAD_DIM]
+    tiles: gl.shared_memory_descriptor  # [stages, BLOCK_N, DIM]
     boxes: gl.shared_memory_descriptor  # the same memory, as it is copied: [stages · panels · pages, keys, PANEL]
     ready: gl.shared_memory_descriptor  # barriers [stages]: copied
     free: gl.shared_memory_descriptor  # barriers [stages]: both groups of warps have read it
@@ -118,9 +127,36 @@ def _next_tile(round_, requests, sizes: gl.constexpr):
     lowest = begin // sizes.BLOCK_N * sizes.BLOCK_N
     highest = gl.maximum((end - 1) // sizes.BLOCK_N * sizes.BLOCK_N, lowest)
     num_tiles = (highest - lowest) // sizes.BLOCK_N + 1
-    return Tile(
-        is_used, round_, request, kv_head, query_start, num_rows, first_row, context, seq_len, begin, end, highest,
+    return round_, Tile(
+        is_used.to(gl.int32), request, kv_head, query_start, num_rows, first_row, context, seq_len, begin, end, highest,
         num_tiles,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _publish(plan, number, tile):
+    """Tile `number` of the program."""
+    stage = number % 2
+    mbarrier.wait(plan.free.index(stage), (number // 2 & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for field in gl.static_range(FIELDS):
+        value = gl.full([1], 0, gl.int32, layout) + tile[field]
+        plan.fields.index(stage * FIELDS + field).store(value)
+    mbarrier.arrive(plan.ready.index(stage))
+
+
+@gluon.jit
+def _receive(plan, number):
+    stage = number % 2
+    mbarrier.wait(plan.ready.index(stage), number // 2 & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    values = ()
+    for field in gl.static_range(FIELDS):
+        values += (gl.max(plan.fields.index(stage * FIELDS + field).load(layout), 0),)
+    mbarrier.arrive(plan.free.index(stage))
+    return Tile(
+        values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7], values[8], values[9],
+        values[10], values[11],
     )  # fmt: skip
 
 
@@ -133,7 +169,7 @@ def _copy_tile(lines, ring, count, row_ptr, start, seq_len, first_line, lines_ea
     the sequence are undefined: the null block stands for them."""
     BOX: gl.constexpr = min(sizes.BLOCK_SIZE, sizes.BLOCK_N)
     BOXES: gl.constexpr = sizes.BLOCK_N // BOX
-    PANELS: gl.constexpr = sizes.HEAD_DIM // PANEL
+    PANELS: gl.constexpr = sizes.DIM // PANEL
     stage = count % sizes.STAGES
     ready = ring.ready.index(stage)
     pages = ()  # read before the wait: they take as long as it does
@@ -141,7 +177,7 @@ def _copy_tile(lines, ring, count, row_ptr, start, seq_len, first_line, lines_ea
         key = start + box * BOX
         pages += (gl.load(row_ptr + key // sizes.BLOCK_SIZE, mask=key < seq_len, other=0),)  # type: ignore[assignment]
     mbarrier.wait(ring.free.index(stage), (count // sizes.STAGES & 1) ^ 1)
-    mbarrier.expect(ready, sizes.BLOCK_N * sizes.HEAD_DIM * 2)
+    mbarrier.expect(ready, sizes.BLOCK_N * sizes.DIM * 2)
     for box in gl.static_range(BOXES):
         line = pages[box] * lines_each + first_line + (start + box * BOX) % sizes.BLOCK_SIZE
         for panel in gl.static_range(PANELS):
@@ -150,23 +186,45 @@ def _copy_tile(lines, ring, count, row_ptr, start, seq_len, first_line, lines_ea
 
 
 @gluon.jit
-def _copy_pages(
-    lines, lines_each, ring, table_ptr, stride_table, requests, sizes: gl.constexpr, PART: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+def _copy_part(lines, lines_each, ring, count, table_ptr, stride_table, tile, sizes: gl.constexpr, PART: gl.constexpr):
+    """The keys (PART 0) or the values (PART 1) that a tile of rows sees."""
+    row_ptr = table_ptr + tile.request.to(gl.int64) * stride_table
+    first_line = (PART * sizes.KV_HEADS + tile.kv_head) * sizes.BLOCK_SIZE
+    for index in range(tile.num_tiles):
+        start = tile.highest - index * sizes.BLOCK_N
+        _copy_tile(lines, ring, count + index, row_ptr, start, tile.seq_len, first_line, lines_each, sizes)
+    return count + tile.num_tiles
+
+
+@gluon.jit
+def _copy_keys(
+    lines, lines_each, ring, table_ptr, stride_table, plan, requests, sizes: gl.constexpr, DEPENDENT: gl.constexpr
 ):  # fmt: skip
-    """PART: 0 for the keys of pages, 1 for their values."""
+    """Finds the tiles of the program, too."""
     if DEPENDENT:
         gdc_wait()
-    count = 0
-    tile = _next_tile(0, requests, sizes)
-    while tile.is_used:
-        row_ptr = table_ptr + tile.request.to(gl.int64) * stride_table
-        first_line = (PART * sizes.KV_HEADS + tile.kv_head) * sizes.BLOCK_SIZE
-        for index in range(tile.num_tiles):
-            start = tile.highest - index * sizes.BLOCK_N
-            _copy_tile(lines, ring, count + index, row_ptr, start, tile.seq_len, first_line, lines_each, sizes)
-        count += tile.num_tiles
-        tile = _next_tile(tile.next_round, requests, sizes)
+    count, number = 0, 0
+    round_, tile = _next_tile(0, requests, sizes)
+    _publish(plan, number, tile)
+    while tile.is_used != 0:
+        count = _copy_part(lines, lines_each, ring, count, table_ptr, stride_table, tile, sizes, 0)
+        round_, tile = _next_tile(round_, requests, sizes)
+        number += 1
+        _publish(plan, number, tile)
+
+
+@gluon.jit
+def _copy_values(
+    lines, lines_each, ring, table_ptr, stride_table, plan, sizes: gl.constexpr, DEPENDENT: gl.constexpr
+):  # fmt: skip
+    if DEPENDENT:
+        gdc_wait()
+    count, number = 0, 0
+    tile = _receive(plan, number)
+    while tile.is_used != 0:
+        count = _copy_part(lines, lines_each, ring, count, table_ptr, stride_table, tile, sizes, 1)
+        number += 1
+        tile = _receive(plan, number)
 
 
 # ---- The warps that attend
@@ -178,7 +236,7 @@ def _clear_values(ring, stage, start, begin, end, sizes: gl.constexpr):
     would be NaN. Both groups of warps do this to the same tile, and write the same."""
     BOX: gl.constexpr = min(sizes.BLOCK_SIZE, sizes.BLOCK_N)
     BOXES: gl.constexpr = sizes.BLOCK_N // BOX
-    PANELS: gl.constexpr = sizes.HEAD_DIM // PANEL
+    PANELS: gl.constexpr = sizes.DIM // PANEL
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     for box in range(BOXES):
         first = start + box * BOX
@@ -203,20 +261,20 @@ def _rows_of(tile, half, sizes: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load_queries(q_ptr, stride_token, stride_head, tile, half, sizes: gl.constexpr, LAYOUT: gl.constexpr):
-    """[rows, HEAD_DIM]"""
+    """[rows, DIM]"""
     tokens, heads, in_rows = _rows_of(tile, half, sizes, LAYOUT)
-    dims = gl.arange(0, sizes.HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    dims = gl.arange(0, sizes.DIM, layout=gl.SliceLayout(0, LAYOUT))
     q_ptrs = q_ptr + (tokens * stride_token + heads * stride_head)[:, None] + dims[None, :]
-    return gl.load(q_ptrs, mask=in_rows[:, None], other=0.0)
+    return gl.load(q_ptrs, mask=in_rows[:, None] & (dims < sizes.HEAD_DIM)[None, :], other=0.0)
 
 
 @gluon.jit
 def _store_output(out_ptr, out, tile, half, sizes: gl.constexpr):
     LAYOUT: gl.constexpr = out.type.layout
     tokens, heads, in_rows = _rows_of(tile, half, sizes, LAYOUT)
-    dims = gl.arange(0, sizes.HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    dims = gl.arange(0, sizes.DIM, layout=gl.SliceLayout(0, LAYOUT))
     out_ptrs = out_ptr + ((tokens * (sizes.KV_HEADS * sizes.GROUP) + heads) * sizes.HEAD_DIM)[:, None] + dims[None, :]
-    gl.store(out_ptrs, out, mask=in_rows[:, None])
+    gl.store(out_ptrs, out, mask=in_rows[:, None] & (dims < sizes.HEAD_DIM)[None, :])
 
 
 @gluon.jit
@@ -273,25 +331,26 @@ def _attend_tile(
 
 @gluon.jit
 def _attend(
-    half, q_ptr, out_ptr, query_buffers, keys, values, anchors, turns, scale, stride_q_token, stride_q_head, requests,
-    sizes: gl.constexpr,
+    half, q_ptr, out_ptr, query_buffers, keys, values, anchors, turns, scale, stride_q_token, stride_q_head, plan,
+    window, sizes: gl.constexpr,
 ):  # fmt: skip
     """With half of the rows of each tile."""
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
-    HEAD_DIM: gl.constexpr = sizes.HEAD_DIM
+    DIM: gl.constexpr = sizes.DIM
     STAGES: gl.constexpr = sizes.STAGES
     ROWS: gl.constexpr = sizes.BLOCK_M // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     queries, anchor = query_buffers.index(half), anchors.index(half)
     count = 0
     turn = -1
-    tile = _next_tile(0, requests, sizes)
+    number = 0
+    tile = _receive(plan, number)
     loaded = _load_queries(q_ptr, stride_q_token, stride_q_head, tile, half, sizes, MEMORY)
-    while tile.is_used:
+    while tile.is_used != 0:
         queries.store(loaded)
         fence_async_shared()
 
@@ -305,9 +364,9 @@ def _attend(
             last_key = gl.minimum(last_key, positions)
             clear_end = gl.minimum(tile.end, tile.context + tile.first_row // sizes.GROUP + 1)
         if sizes.HAS_WINDOW:
-            first_key = positions - requests.window + 1
+            first_key = positions - window + 1
             last_token = (gl.minimum(tile.first_row + sizes.BLOCK_M, tile.num_rows) - 1) // sizes.GROUP
-            clear_begin = gl.maximum(0, tile.context + last_token - requests.window + 1)
+            clear_begin = gl.maximum(0, tile.context + last_token - window + 1)
         first_clear = (tile.highest - clear_end // BLOCK_N * BLOCK_N) // BLOCK_N + 1
         first_clear = gl.minimum(gl.maximum(first_clear, 1), tile.num_tiles)
         end_clear = (tile.highest - gl.cdiv(clear_begin, BLOCK_N) * BLOCK_N) // BLOCK_N + 1
@@ -321,7 +380,7 @@ def _attend(
         mbarrier.arrive(keys.free.index(stage))
         peak = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, ACC)
+        acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
         weights, peak, total, _ = _weigh(
             scores, peak, total, tile.highest, first_key, last_key, scale, sizes.HAS_WINDOW, True
         )  # fmt: skip
@@ -356,7 +415,8 @@ def _attend(
                 _clear_values(values, stage, lowest, tile.begin, tile.seq_len, sizes)
         next_acc = warpgroup_mma(weights, values.tiles.index(stage), acc, is_async=True)
         # The next queries arrive while this tile ends.
-        next_tile = _next_tile(tile.next_round, requests, sizes)
+        number += 1
+        next_tile = _receive(plan, number)
         loaded = _load_queries(q_ptr, stride_q_token, stride_q_head, next_tile, half, sizes, MEMORY)
         acc = warpgroup_mma_wait(0, deps=[next_acc])
         mbarrier.arrive(values.free.index(stage))
@@ -369,8 +429,8 @@ def _attend(
 @gluon.jit
 def _make_ring(dtype: gl.constexpr, sizes: gl.constexpr):
     BOX: gl.constexpr = min(sizes.BLOCK_SIZE, sizes.BLOCK_N)
-    NUM_BOXES: gl.constexpr = sizes.STAGES * (sizes.BLOCK_N // BOX) * (sizes.HEAD_DIM // PANEL)
-    tiles = gl.allocate_shared_memory(dtype, [sizes.STAGES, sizes.BLOCK_N, sizes.HEAD_DIM], TILE_LAYOUT)
+    NUM_BOXES: gl.constexpr = sizes.STAGES * (sizes.BLOCK_N // BOX) * (sizes.DIM // PANEL)
+    tiles = gl.allocate_shared_memory(dtype, [sizes.STAGES, sizes.BLOCK_N, sizes.DIM], TILE_LAYOUT)
     boxes = tiles._reinterpret(dtype, [NUM_BOXES, BOX, PANEL], TILE_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout())
@@ -380,12 +440,24 @@ def _make_ring(dtype: gl.constexpr, sizes: gl.constexpr):
     return Ring(tiles, boxes, ready, free)
 
 
+@gluon.jit
+def _make_plan():
+    fields = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(2):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=3)
+    return Plan(fields, ready, free)
+
+
 @gluon.jit(do_not_specialize=["stride_table", "num_places", "num_requests", "shortest", "window"])
 def prefill_kernel(
     q_ptr, out_ptr, lines, table_ptr, query_start_ptr, seq_lens_ptr, scale, stride_q_token, stride_q_head, lines_each,
-    stride_table, num_places, num_requests, shortest, window, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr,
-    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, DEPENDENT: gl.constexpr,
+    stride_table, num_places, num_requests, shortest, window, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Grid: programs, which take places (tiles of rows × KV heads) in rounds. Only requests with `shortest` or more
     query tokens take part. lines: the pages as [blocks · lines_each, HEAD_DIM], one head of one key or value in a line.
@@ -393,10 +465,13 @@ def prefill_kernel(
     if DEPENDENT:
         wait_for_kernel_before()
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    sizes: gl.constexpr = Sizes(HEAD_DIM, GROUP, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, HAS_WINDOW)
+    sizes: gl.constexpr = Sizes(
+        HEAD_DIM, DIM, GROUP, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, HAS_WINDOW
+    )  # fmt: skip
     requests = Requests(query_start_ptr, seq_lens_ptr, num_requests, num_places, shortest, window)
-    queries = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, HEAD_DIM], TILE_LAYOUT)
+    queries = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, DIM], TILE_LAYOUT)
     keys, values = _make_ring(dtype, sizes), _make_ring(dtype, sizes)
+    plan = _make_plan()
     anchors = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(turns.index(0), count=1)
@@ -406,15 +481,15 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                0, q_ptr, out_ptr, queries, keys, values, anchors, turns, scale, stride_q_token, stride_q_head,
-                requests, sizes,
+                0, q_ptr, out_ptr, queries, keys, values, anchors, turns, scale, stride_q_token, stride_q_head, plan,
+                window, sizes,
             )),
             (_attend, (
-                1, q_ptr, out_ptr, queries, keys, values, anchors, turns, scale, stride_q_token, stride_q_head,
-                requests, sizes,
+                1, q_ptr, out_ptr, queries, keys, values, anchors, turns, scale, stride_q_token, stride_q_head, plan,
+                window, sizes,
             )),
-            (_copy_pages, (lines, lines_each, keys, table_ptr, stride_table, requests, sizes, 0, DEPENDENT)),
-            (_copy_pages, (lines, lines_each, values, table_ptr, stride_table, requests, sizes, 1, DEPENDENT)),
+            (_copy_keys, (lines, lines_each, keys, table_ptr, stride_table, plan, requests, sizes, DEPENDENT)),
+            (_copy_values, (lines, lines_each, values, table_ptr, stride_table, plan, sizes, DEPENDENT)),
         ],
         [4, 1, 1],  # warps of all but the first, and their registers
         [232, 40, 40],

@@ -10,8 +10,8 @@ import torch
 
 from ratoon.attention import triton_prefill
 from ratoon.attention.triton_backend import TritonAttentionBackend
-from ratoon.layers.attention import AttentionLayer
-from tests.cuda.test_attention import LLAMA, QWEN, TOLERANCES, Step, error_of
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
+from tests.cuda.test_attention import LLAMA, QWEN, TOLERANCES, Step, error_of, replace_cache
 
 pytestmark = pytest.mark.skipif(not triton_prefill.has_wgmma(), reason="needs a Hopper GPU")
 
@@ -37,12 +37,28 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "layer",
-    [LLAMA, QWEN, AttentionLayer(0, 3, 3, 128, 0.1)],
-    ids=["llama", "qwen", "alone"],
+    [
+        LLAMA,
+        QWEN,
+        AttentionLayer(0, 14, 2, 64, 0.125),
+        AttentionLayer(0, 3, 3, 128, 0.1),
+        AttentionLayer(0, 4, 4, 80, 0.1),
+    ],
+    ids=["llama", "qwen", "7 heads of 64", "alone", "80"],
 )
 def test_mixed_requests(layer: AttentionLayer, dtype: torch.dtype, served: list[int]) -> None:
     step = Step(layer, *MIXED, dtype)
     assert error_of(step.run(TritonAttentionBackend()), step.exact()) < TOLERANCES[dtype]
+    assert served
+
+
+@pytest.mark.parametrize("window", [1, 100, 129, 500, 5000])
+def test_a_window_over_freed_blocks(window: int, served: list[int]) -> None:
+    step = Step(replace(LLAMA, window=window), *MIXED, BF16)
+    for row, computed in enumerate(step.computed):
+        step.tables[row, : max(0, computed - window + 1) // 16] = 0
+    expected = replace_cache(step).exact()
+    assert error_of(step.run(TritonAttentionBackend()), expected) < 1e-2
     assert served
 
 
@@ -51,6 +67,15 @@ def test_blocks_of_other_sizes(block_size: int, served: list[int]) -> None:
     step = Step(LLAMA, *MIXED, BF16, block_size)
     assert error_of(step.run(TritonAttentionBackend()), step.exact()) < 1e-2
     assert served
+
+
+def test_rows_that_see_all_keys(served: list[int]) -> None:
+    lengths = [700, 31, 512, 128]
+    step = Step(AttentionLayer(0, 12, 12, 64, 0.125, causal=False), lengths, lengths, BF16)
+    assert error_of(step.run(TritonAttentionBackend()), step.exact()) < 1e-2
+    step = Step(CrossAttentionLayer(0, 12, 64, 0.125), [1500, 31, 512], [90, 400, 200], BF16)
+    assert error_of(step.run(TritonAttentionBackend()), step.exact()) < 1e-2
+    assert len(served) == 2
 
 
 def test_values_behind_the_sequence_are_not_read(served: list[int]) -> None:
@@ -72,8 +97,9 @@ def test_more_tiles_than_multiprocessors(served: list[int]) -> None:
     assert served
 
 
-def test_keys_and_values_in_8_bits_are_widened(served: list[int]) -> None:
-    step = Step(LLAMA, [0, 100, 1023, 777], [700, 300, 1, 400], BF16, kv_dtype=FP8)
+@pytest.mark.parametrize("layer", [LLAMA, replace(LLAMA, window=300)], ids=["full", "window"])
+def test_keys_and_values_in_8_bits_are_widened(layer: AttentionLayer, served: list[int]) -> None:
+    step = Step(layer, [0, 100, 1023, 777], [700, 300, 1, 400], BF16, kv_dtype=FP8)
     assert error_of(step.run(TritonAttentionBackend()), step.exact()) < 1e-2
     assert served
 
