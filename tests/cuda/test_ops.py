@@ -179,7 +179,7 @@ def test_products_with_weights_in_8_bits_are_near_those_of_the_numbers_they_stan
     assert kept is not None
     linear = kept.make_linear([stored], None)
     weight = stored.floats().double()
-    limit = 5e-3 if rows == 1 else 4e-2  # of more rows the activations have 8 bits too
+    limit = 5e-3 if rows <= 64 else 4e-2  # of more rows the activations have 8 bits too
     assert_near(linear(x), x.double() @ weight.t(), limit)
     normed = TorchOps().rms_norm(x, *norm).double()
     expected = residual.double() + normed @ weight.t()

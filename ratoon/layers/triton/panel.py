@@ -117,15 +117,24 @@ def _panel_kernel(
             up_tiles = up_tiles + (_load(up_weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
         if NORM:
             factors = factors + (_load(norm, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+    wide_tiles = ()
+    wide_up_tiles = ()
+    for step in gl.static_range(STEPS):
+        wide_tiles = wide_tiles + (_widen(tiles[step], SCALED),)  # type: ignore[assignment]  # noqa: RUF005
+        if GATED:
+            wide_up_tiles = wide_up_tiles + (_widen(up_tiles[step], SCALED),)  # type: ignore[assignment]  # noqa: RUF005
     if DEPENDENT:
         gdc_wait()
+    pieces = ()
+    for step in gl.static_range(STEPS):  # all on their way before the first is used
+        pieces = pieces + (_load(inputs, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
     for step in gl.static_range(STEPS):
-        values = _load(inputs, place + step * SPAN, WIDTH, WHOLE)
+        values = pieces[step]  # type: ignore[var-annotated]
         if NORM:
             squares, values = _apply_norm(squares, values, factors[step])
-        total = mma_v2(_widen(tiles[step], SCALED), values, total)
+        total = mma_v2(wide_tiles[step], values, total)
         if GATED:
-            up_total = mma_v2(_widen(up_tiles[step], SCALED), values, up_total)
+            up_total = mma_v2(wide_up_tiles[step], values, up_total)
     _end(
         total, up_total, squares, y, scales, bias, parts, arrivals, y_stride, rows, outputs, eps, WIDTH,
         BLOCK_ROWS, BLOCK_OUT, SPLITS, K_WARPS, OUT_WARPS, SCALED, BIAS, NORM, GATED, ADD,
@@ -236,7 +245,7 @@ def _to_bfloat16(tile):
         mul.rn.bf16x2 $1, t, m;
         }
         """,
-        "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4,
+        "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=False, pack=4,  # stays before the wait
     )  # fmt: skip
 
 
