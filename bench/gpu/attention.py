@@ -271,10 +271,10 @@ class Run:
             return backend.forward(self.case.layer, *self.heads, (cache,), metadata, self.transform)
         return backend.attend(self.case.layer, self.heads[0], (cache,), metadata)
 
-    def attend_once(self, backend: TritonAttentionBackend) -> torch.Tensor:
+    def attend_once(self, backend: TritonAttentionBackend, cache: torch.Tensor | None = None) -> torch.Tensor:
         """The rows that are there."""
         self.product.copy_(self.original)
-        out = self.attend(backend, backend.build_metadata(self.inputs), self.caches[0])
+        out = self.attend(backend, backend.build_metadata(self.inputs), self.caches[0] if cache is None else cache)
         return out[: sum(self.case.queries)].float()
 
     def attend_all(self, backend: TritonAttentionBackend) -> None:
@@ -306,7 +306,7 @@ def run_plan(plan: Plan) -> dict[str, float]:
     case, run = plan.case, Run(plan.case)
     times = {}
     reference = TritonAttentionBackend(fused_store=False, cascade=False, num_splits=1)
-    expected = run.attend_once(reference)
+    expected = run.attend_once(reference, run.caches[0].bfloat16())
     for variant in plan.variants:
         try:
             backend = variant.make()
