@@ -94,8 +94,8 @@ def decode_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: requests, KV heads, splits. A request's earlier keys are divided among as many splits as have `min_share`
-    tiles of BLOCK_N keys; the first one adds the new key. LOADED: its first tile is loaded while the kernel before
-    this one still runs, which writes no keys of earlier tokens."""
+    tiles of BLOCK_N keys; the first one adds the new key. LOADED: its first tile is loaded while kernels before this
+    one still run: none of a step writes keys of earlier tokens."""
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(query_start_ptr + request)
     query_len = tl.load(query_start_ptr + request + 1) - token
