@@ -177,7 +177,7 @@ def tiled(tiles: Tiles, num_splits: int | None = None, name: str = "", **options
     return Variant(name + splits, lambda: TritonAttentionBackend(tiles=tiles, num_splits=num_splits, **options))
 
 
-def fused(tiles: Tiles, early: bool = False) -> Variant:
+def fused(tiles: Tiles, early: bool = True) -> Variant:
     return tiled(
         tiles, name="one kernel, early loads, " if early else "one kernel, ", fused_store=True, early_loads=early
     )
@@ -197,17 +197,17 @@ INVARIANT = Variant("batch invariant", lambda: TritonAttentionBackend(batch_inva
 def captured_plans() -> Iterator[Plan]:
     tiles = {stages: Tiles(16, 64, 4, stages, False) for stages in (2, 3, 4, 5)}
     for layer, length in ((LLAMA, 256), (QWEN, 256), (LLAMA, 1024)):
-        ways = [apart(tiles[3]), fused(tiles[3]), fused(tiles[2]), fused(tiles[3], True), fused(tiles[2], True)]
+        ways = [DEFAULT, apart(tiles[3]), fused(tiles[2]), fused(tiles[3]), fused(tiles[2], False)]
         yield Plan(captured(layer, 1, length), ways)
-    yield Plan(captured(LLAMA, 1, 8192), [fused(tiles[3]), fused(tiles[5]), fused(tiles[5], True)])
+    yield Plan(captured(LLAMA, 1, 8192), [DEFAULT, fused(tiles[2]), fused(tiles[3]), fused(tiles[5])])
     for layer, length in ((LLAMA, 256), (QWEN, 256), (LLAMA, 1024)):
-        ways = [apart(tiles[3]), apart(tiles[4]), fused(tiles[3]), fused(tiles[4]), fused(tiles[4], True)]
+        ways = [DEFAULT, apart(tiles[3]), apart(tiles[4]), fused(tiles[4]), fused(tiles[4], False)]
         yield Plan(captured(layer, 32, length), ways)
     for length in (256, 1024):
-        ways = [apart(tiles[3]), apart(tiles[5]), fused(tiles[3]), fused(tiles[5]), fused(tiles[5], True)]
+        ways = [DEFAULT, apart(tiles[3]), fused(tiles[3]), fused(tiles[4]), fused(tiles[5])]
         yield Plan(captured(LLAMA, 16, length), ways)
     for length in (256, 1024):
-        yield Plan(captured(LLAMA, 256, length), [apart(tiles[3]), apart(tiles[2]), fused(tiles[3]), fused(tiles[2])])
+        yield Plan(captured(LLAMA, 256, length), [DEFAULT, apart(tiles[2]), fused(tiles[3])])
     for layer in (QWEN, LLAMA):
         ways = [tiled(Tiles(16, 64, 4, 3, False), 8), tiled(Tiles(16, 64, 4, 2, False), 16)]
         yield Plan(continuation(layer), [DEFAULT, *ways])
@@ -233,7 +233,7 @@ def plans(parts: set[str]) -> Iterator[Plan]:
         tiles = [Tiles(16, 64, 4, 3, False), Tiles(16, 64, 4, 4, False), Tiles(16, 128, 4, 3, False)]
         tiles += [Tiles(16, 128, 8, 3, False), Tiles(16, 32, 4, 4, False), Tiles(16, 64, 2, 4, False)]
         for batch in (256, 32):
-            yield Plan(captured(LLAMA, batch, 1024, FP8), [*map(apart, tiles), fused(tiles[0]), fused(tiles[2])])
+            yield Plan(captured(LLAMA, batch, 1024, FP8), [DEFAULT, *map(apart, tiles), *map(fused, tiles)])
         yield Plan(captured(LLAMA, 256, 256, FP8))
     if "prefill" in parts:
         alone = Case("prefill 8,192, 32/8 heads", LLAMA, [8192], [0])

@@ -32,7 +32,7 @@ _SHORT_ROWS = 64  # query tokens × query heads of a KV head: up to here a reque
 _MAX_SHARED_REQUESTS = 64  # of a step, up to which programs are divided among requests by their keys
 _PROGRAMS_PER_SM = 1  # that splitting aims at
 _MAX_SPLITS = 32
-_MAX_FUSED_TILES = 128  # requests × KV heads: up to here one kernel transforms, stores and attends
+_MAX_FUSED_TILES_PER_SM = 2  # requests × KV heads: up to here one kernel transforms, stores and attends
 _CHUNK = 256  # keys of a split that is the same in any batch
 _MERGED_ELEMENTS = 8192  # that a program merges at a time
 _MAX_TILES = 2**18  # that can be split in one launch
@@ -74,6 +74,12 @@ def choose_tiles(
     if dim <= 128:
         return Tiles(128, 64, 8, 3, True)
     return Tiles(128, 32, 8, 2, True)
+
+
+def choose_decode_stages(num_tiles: int, device: torch.device) -> int:
+    """Of the kernel for requests of one token. A few programs have one tile each, which is loaded before the others;
+    where they fill the device, two of them on each multiprocessor keep it busy with more loads at a time."""
+    return 2 if num_tiles <= num_multiprocessors(device) // 2 else 4
 
 
 def choose_store_tile(num_tokens: int) -> tuple[int, int]:
@@ -217,7 +223,7 @@ class TritonAttentionBackend(AttentionBackend):
         fused_store: bool | None = None,
         cascade: bool = True,
         dependent_launch: bool = True,
-        early_loads: bool = False,
+        early_loads: bool = True,
     ) -> None:
         # triton may be absent, see `reasons_against`
         from ratoon.attention import triton_decode, triton_kernels, triton_store
@@ -327,7 +333,8 @@ class TritonAttentionBackend(AttentionBackend):
 
     def _is_decode(self, layer: AttentionLayer, q: Tensor, metadata: TritonMetadata) -> bool:
         """Whether one kernel can transform, store and attend."""
-        is_small = metadata.num_requests * layer.num_kv_heads <= _MAX_FUSED_TILES
+        num_tiles = metadata.num_requests * layer.num_kv_heads
+        is_small = num_tiles <= _MAX_FUSED_TILES_PER_SM * num_multiprocessors(q.device)
         if not (is_small if self._fused_store is None else self._fused_store):
             return False
         if metadata.inputs.max_query_len > 1 or layer.num_heads // layer.num_kv_heads > _SHORT_ROWS:
@@ -390,6 +397,8 @@ class TritonAttentionBackend(AttentionBackend):
         group, dim = layer.num_heads // layer.num_kv_heads, _power_of_two(layer.head_dim)
         tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, group)
         num_requests, num_rows = metadata.num_requests, q.shape[0] * layer.num_heads
+        if self._tiles is None and q.dtype != torch.float32:
+            tiles = replace(tiles, num_stages=choose_decode_stages(num_requests * layer.num_kv_heads, q.device))
         num_splits = self._splits_of(layer, metadata, num_requests, tiles.block_n, q.device)
         num_splits = limit_splits(num_splits, num_rows, False)
         if num_requests * layer.num_kv_heads > _MAX_TILES:

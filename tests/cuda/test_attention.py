@@ -280,9 +280,11 @@ def test_kernels_that_begin_early_wait_for_what_they_read(padded: bool) -> None:
     results = []
     for dependent in (True, False):
         step = Step(LLAMA, [500, 3, 1200], [1, 40 if padded else 1, 1], torch.bfloat16)
-        inputs = replace(
-            step.inputs(), is_padded=padded, slot_mapping=torch.arange(16, 16 + len(step.q), device="cuda")
-        )
+        # Where the new tokens belong: what earlier tokens left is read before the layer in front has ended.
+        owner = np.repeat(np.arange(3), step.scheduled)
+        places = np.concatenate([np.arange(c, c + s) for c, s in zip(step.computed, step.scheduled, strict=True)])
+        slots = step.tables[owner, places // 16].astype(np.int64) * 16 + places % 16
+        inputs = replace(step.inputs(), is_padded=padded, slot_mapping=torch.from_numpy(slots).cuda())
         backend = TritonAttentionBackend(dependent_launch=dependent)
         step.cache[0] = 0.0
 
