@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +37,9 @@ def has_wgmma() -> bool:
     """Whether the kernel can run: on this GPU, and with a Triton whose Gluon, which is experimental, is known here."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != _CAPABILITY:
         return False
-    return find_spec("triton") is not None and version("triton").startswith(_TRITON)
+    import triton  # may be absent where there is no GPU
+
+    return triton.__version__.startswith(_TRITON)
 
 
 @dataclass(frozen=True, slots=True)

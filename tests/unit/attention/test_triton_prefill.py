@@ -67,3 +67,17 @@ def test_what_the_kernel_serves() -> None:
     assert not serves(replace(LAYER, bias=torch.zeros(8, 3)), torch.bfloat16, pages, 16)
     assert not serves(LAYER, torch.bfloat16, pages, 100)
     assert not serves(LAYER, torch.bfloat16, pages, 4)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton_version", "expected"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.6.1+git5a", True), ((9, 0), "3.7.0", False), ((10, 0), "3.6.0", False)],
+)
+def test_the_kernel_is_for_one_generation_of_gpus_and_one_version_of_an_experimental_language(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton_version: str, expected: bool
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    assert triton_prefill.has_wgmma.__wrapped__() is expected
