@@ -97,11 +97,13 @@ class ProductChoices:
 
 def default_choice(key: ProductKey) -> Choice:
     """What was fastest on an H200. Small weights: panels, for all numbers of rows that they can. Large ones: for one
-    row small tiles, larger ones where a row of the weight is long; from two rows on, and in 8 bits, the library's."""
+    row small tiles, larger ones where a row of the weight is long; from two rows on the library's product."""
     if panels := panels_of(key):
         return panels[0]
-    if key.rows != 1 or key.dtype.startswith("float8"):
+    if key.rows != 1:
         return None
+    if key.dtype.startswith("float8"):
+        return Tile(1 if key.outputs <= 4096 else 2, 2048, 4)
     return Tile(2 if key.inputs <= 1024 else 1 if key.inputs < 4096 else 4, 1024, 4)
 
 
