@@ -1,8 +1,8 @@
-"""FlashInfer as a second backend on CUDA: prompts are attended to by its kernels (FA3 on Hopper).
+"""FlashInfer as a second backend on CUDA: long prompts are attended to by its kernels (FA3 on Hopper).
 
 Everything else is the Triton backend's, whose pages have FlashInfer's layout "HND": writing keys and values, decoding,
-steps in CUDA graphs. FlashInfer compiles a kernel when it is first used, unless its package of compiled ones is
-installed.
+also beside prompts, and steps in CUDA graphs. FlashInfer compiles a kernel when it is first used, unless its package of
+compiled ones is installed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ Tensor = torch.Tensor
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends
+# Scores (queries × keys) of a step's prompts from which on it is used: with fewer, its kernels save less time in some
+# thirty layers than the host takes to plan the step
+_MIN_SCORES = 2**23
 
 
 @dataclass(slots=True)
@@ -32,6 +35,16 @@ class Wrapper:
 
     wrapper: Any
     copied: torch.cuda.Event | None = None  # its plan is on the device: its host memory may be used again
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The requests of a step that FlashInfer attends to: those from `first` to `end`, with rows `begin` to `stop`."""
+
+    first: int
+    end: int
+    begin: int
+    stop: int
 
 
 @dataclass(slots=True)
@@ -76,26 +89,40 @@ class FlashInferBackend(TritonAttentionBackend):
         query_lens = None if inputs.is_padded else np.diff(inputs.query_start_loc)
         return FlashInferMetadata(inputs, inputs.seq_lens_device.shape[0], query_lens, {}, {})
 
-    def attend(
-        self, layer: AttentionLayer | CrossAttentionLayer, q: Tensor, kv_cache: LayerCache, metadata: TritonMetadata
-    ) -> Tensor:
+    def _attend_long(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: Tensor,
+        out: Tensor,
+        kv_cache: LayerCache,
+        metadata: TritonMetadata,
+        shortest: int,
+    ) -> None:
         assert isinstance(metadata, FlashInferMetadata)
-        has_prompts = metadata.plan(layer.num_heads // layer.num_kv_heads).has_long
-        if metadata.inputs.is_padded or not has_prompts:
-            return super().attend(layer, q, kv_cache, metadata)
+        prompts = None if metadata.query_lens is None else find_prompts(metadata.inputs, metadata.query_lens, shortest)
+        if prompts is None:
+            super()._attend_long(layer, q, out, kv_cache, metadata, shortest)
+            return
         key = layer.num_heads, layer.scale, layer.causal
         if key not in metadata.planned:
-            metadata.planned[key] = self._plan(layer, q, metadata)
+            metadata.planned[key] = self._plan(layer, q, metadata, prompts)
         (pages,) = kv_cache
-        out = torch.empty(q.shape[0], layer.num_heads * layer.head_dim, dtype=q.dtype, device=q.device)
+        rows = slice(prompts.begin, prompts.stop)
         # It could start before the kernel that writes keys and values has ended: that one allows it.
-        metadata.planned[key].wrapper.run(q, pages, out=out.view(q.shape), enable_pdl=False)
-        return out
+        metadata.planned[key].wrapper.run(q[rows], pages, out=out.view(q.shape)[rows], enable_pdl=False)
 
-    def _plan(self, layer: AttentionLayer | CrossAttentionLayer, q: Tensor, metadata: FlashInferMetadata) -> Wrapper:
-        inputs = metadata.inputs
-        tables = page_tables(inputs.block_table, inputs.seq_lens, inputs.block_size)
-        lists = [host_tensor(numbers, q.is_cuda) for numbers in (inputs.query_start_loc, *tables, inputs.seq_lens)]
+    def _plan(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: Tensor,
+        metadata: FlashInferMetadata,
+        prompts: Prompts,
+    ) -> Wrapper:
+        inputs, requests = metadata.inputs, slice(prompts.first, prompts.end)
+        seq_lens = inputs.seq_lens[requests]
+        starts = inputs.query_start_loc[prompts.first : prompts.end + 1] - prompts.begin
+        tables = page_tables(inputs.block_table[requests], seq_lens, inputs.block_size)
+        lists = [host_tensor(numbers, q.is_cuda) for numbers in (starts, *tables, seq_lens)]
         chosen = self._free_wrapper(q.device, metadata)
         chosen.wrapper.plan(
             *lists[:4], layer.num_heads, layer.num_kv_heads, layer.head_dim, inputs.block_size, causal=layer.causal,
@@ -116,6 +143,17 @@ class FlashInferBackend(TritonAttentionBackend):
         made = Wrapper(self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"))
         self._wrappers.append(made)
         return made
+
+
+def find_prompts(inputs: CommonAttentionMetadata, query_lens: np.ndarray, shortest: int) -> Prompts | None:
+    """The requests with `shortest` or more query tokens, if they follow each other in the batch and there is much to
+    compute for them; None: they are left to Triton."""
+    found = np.flatnonzero(query_lens >= shortest)
+    first, end = int(found[0]), int(found[-1]) + 1
+    scores = int((query_lens[first:end].astype(np.int64) * inputs.seq_lens[first:end]).sum())
+    if end - first != len(found) or scores < _MIN_SCORES:
+        return None
+    return Prompts(first, end, int(inputs.query_start_loc[first]), int(inputs.query_start_loc[end]))
 
 
 def page_tables(

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from ratoon.attention import flashinfer_backend
 from ratoon.attention.flashinfer_backend import FlashInferBackend
 from ratoon.layers.attention import AttentionLayer
 from tests.unit.attention.test_backends import Batch
@@ -19,9 +20,14 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def any_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_backend, "_MIN_SCORES", 0)
+
+
 def test_prompts_with_and_without_cached_tokens_are_attended_to_by_definition() -> None:
     layer = AttentionLayer(0, 4, 2, 128, 0.09)
-    batch = Batch([0, 40, 300, 17], [400, 1, 65, 3], layer, 16, device="cuda", dtype=torch.bfloat16)
+    batch = Batch([40, 0, 300, 17], [1, 400, 65, 3], layer, 16, device="cuda", dtype=torch.bfloat16)
     for chunks, apart in ((1, False), (2, True)):
         found = batch.run(FlashInferBackend(), chunks=chunks, apart=apart)
         for got, expected in zip(found, batch.written_out(), strict=True):

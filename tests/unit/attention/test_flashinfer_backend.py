@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from ratoon.attention import flashinfer_backend, triton_backend
-from ratoon.attention.flashinfer_backend import FlashInferBackend, page_tables
+from ratoon.attention.flashinfer_backend import FlashInferBackend, Prompts, find_prompts, page_tables
 from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import select_backend
 from ratoon.core.errors import ConfigError
@@ -25,7 +25,7 @@ from tests.unit.attention.test_backends import Batch
 
 Tensor = torch.Tensor
 NEEDS = AttentionNeeds("cuda", torch.bfloat16, 16, 128, 32, 8)
-MIXED = ([0, 40, 33], [70, 1, 65])  # cached and new tokens
+MIXED = ([40, 0, 33], [1, 70, 65])  # cached and new tokens
 LAYER = AttentionLayer(0, 2, 1, 16, 0.25)
 
 repair_interpreter()
@@ -93,18 +93,38 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(FakeWrapper, "made", [], raising=False)
     monkeypatch.setattr(flashinfer_backend, "_WORKSPACE_BYTES", 16)
+    monkeypatch.setattr(flashinfer_backend, "_MIN_SCORES", 0)
     monkeypatch.setattr(triton_backend, "choose_store_tile", lambda num_tokens: (16, 4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.parametrize("layer", [LAYER, replace(LAYER, num_heads=4, num_kv_heads=4), replace(LAYER, causal=False)])
 def test_prompts_with_and_without_cached_tokens_are_attended_to_by_definition(layer: AttentionLayer) -> None:
-    computed, scheduled = MIXED if layer.causal else ([0, 0, 0], [70, 3, 66])
+    computed, scheduled = MIXED if layer.causal else ([0, 0, 0], [3, 70, 66])
     batch = Batch(computed, scheduled, layer, 16)
     for got, expected in zip(batch.run(FlashInferBackend(), apart=True), batch.written_out(), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
     (wrapper,) = FakeWrapper.made
     assert wrapper.num_plans == wrapper.num_runs >= 1
+
+
+@pytest.mark.parametrize("min_scores", [0, 2**23])
+def test_prompts_apart_from_each_other_and_short_ones_are_left_to_triton(
+    min_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_backend, "_MIN_SCORES", min_scores)
+    batch = Batch([0, 0, 0], [70, 1, 65] if min_scores == 0 else [1, 70, 65], LAYER, 16)
+    for got, expected in zip(batch.run(FlashInferBackend()), batch.written_out(), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
+    assert FakeWrapper.made == []
+
+
+def test_prompts_are_found_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_backend, "_MIN_SCORES", 70 * 70 + 65 * 98)
+    inputs = Batch(*MIXED, LAYER, 16).inputs(*MIXED)
+    assert find_prompts(inputs, np.array([1, 70, 65]), 33) == Prompts(1, 3, 1, 136)
+    monkeypatch.setattr(flashinfer_backend, "_MIN_SCORES", 70 * 70 + 65 * 98 + 1)
+    assert find_prompts(inputs, np.array([1, 70, 65]), 33) is None
 
 
 def test_steps_without_prompts_and_padded_steps_are_left_to_triton() -> None:
