@@ -136,7 +136,8 @@ class ModelRunner:
         executed: Executed | None = None
         if self.graphs is not None and not (plan.captures or plan.encoder_steps or self.pooling):
             num_tokens = plan.total_num_scheduled_tokens
-            size = self.graphs.size_for(num_tokens, len(rows) == num_tokens, bool(plan.beam_steps))
+            has_beams = any(step.num_tokens for step in plan.beam_steps)  # others read the last row of a prompt
+            size = self.graphs.size_for(num_tokens, len(rows) == num_tokens, has_beams)
             if size is not None:
                 executed = self._run_padded(plan, rows, num_scheduled, size)
         if executed is None:

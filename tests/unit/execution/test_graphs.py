@@ -350,3 +350,12 @@ def test_a_search_without_a_usable_logit_fails_alone_in_a_padded_step(monkeypatc
     steps = [BeamStep(branch.req_id, num_candidates=2, scores=[0.0]) for branch in new]
     output = driver.step(new=new, sampled=[], beam_steps=steps)
     assert set(output.candidates) == {"good"} and set(output.errors) == {"bad"}
+
+
+@interpreted
+def test_the_prompt_of_a_search_is_padded_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_BEAM_ROWS", 8)
+    driver, keys = padded_driver()
+    first = BeamStep("s", num_candidates=3, scores=[0.0])
+    driver.step(new=[driver.new("s", OTHER, 1)], sampled=[], beam_steps=[first])
+    assert [key.size for key in keys] == [24]
