@@ -93,15 +93,16 @@ def best_keys(
     max_rows: int,  # of a search
     num_wanted: int,  # a program keeps four times as many keys in registers
 ) -> Tensor:
-    """[S, W] int64, W ≥ num_wanted: the keys of the best W tokens of each search, in no order. A key's place counts the
-    tokens of the search, row after row. A score is ((logit - peak) - log_sum) + score, rounded at every step."""
+    """[S, W] int64: keys of tokens of each search, in no order; those of the best `num_wanted` are among them. A key's
+    place counts the tokens of the search, row after row. A score is ((logit - peak) - log_sum) + score, rounded at
+    every step."""
     width = _width(num_wanted)
     offsets = (*normalizers, scores, *row_bounds)
     return _best_of(_key_lists(logits, maxima, offsets, row_bounds[0].shape[0], max_rows, width), width)
 
 
 def _width(num_wanted: int) -> int:
-    return max(triton.next_power_of_2(num_wanted), 2)
+    return max(triton.next_power_of_2(num_wanted), 8)
 
 
 def _key_lists(
@@ -112,22 +113,22 @@ def _key_lists(
     max_rows: int,
     width: int,
 ) -> Tensor:
-    """[S, L · width]: L lists of keys, in which the best are."""
+    """[S, L · 2 · width]: L lists of keys, in which the best are."""
     num_columns, num_groups = logits.shape[1], maxima.shape[1]
     is_scored = offsets is not None
     offsets = (maxima,) * 5 if offsets is None else offsets
     segment = _segment(num_groups, width)
     num_segments = triton.cdiv(num_groups, segment)  # of a row
-    keys = torch.empty(num_searches, max_rows * num_segments, width, dtype=torch.int64, device=logits.device)
+    keys = torch.empty(num_searches, max_rows * num_segments, 2 * width, dtype=torch.int64, device=logits.device)
     launch(
         _rank_groups, (num_segments, max_rows, num_searches), maxima, *offsets, keys, num_groups, is_scored, segment,
         width, **_early(logits), num_warps=_num_warps(segment),
     )  # fmt: skip
-    best_groups = _best_of(keys.flatten(1), width)  # [S, width]
+    best_groups = _best_of(keys.flatten(1), width)  # [S, 2 · width]
 
-    groups_at_once = _segment(width * GROUP, width) // GROUP
-    num_segments = triton.cdiv(width, groups_at_once)
-    keys = torch.empty(num_searches, num_segments, width, dtype=torch.int64, device=logits.device)
+    groups_at_once = _segment(2 * width * GROUP, width) // GROUP
+    num_segments = 2 * width // groups_at_once
+    keys = torch.empty(num_searches, num_segments, 2 * width, dtype=torch.int64, device=logits.device)
     launch(
         _rank_tokens, (num_segments, num_searches),
         logits, logits.stride(0), num_columns, *offsets, best_groups, keys, num_groups, num_segments, is_scored,
@@ -146,12 +147,12 @@ def _num_warps(segment: int) -> int:
 
 
 def _best_of(keys: Tensor, width: int) -> Tensor:
-    """[S, N] → [S, width], the largest."""
-    while keys.shape[1] > width:
+    """[S, N] → [S, 2 · width]: the largest, and others."""
+    while keys.shape[1] > 2 * width:
         num_searches, num_keys = keys.shape
         segment = min(max(MERGED, 4 * width), triton.next_power_of_2(num_keys))
         num_segments = triton.cdiv(num_keys, segment)
-        best = torch.empty(num_searches, num_segments * width, dtype=torch.int64, device=keys.device)
+        best = torch.empty(num_searches, num_segments * 2 * width, dtype=torch.int64, device=keys.device)
         launch(
             _rank_keys, (num_segments, num_searches), keys, best, num_keys, num_segments, segment, width,
             **_early(keys), num_warps=_num_warps(segment),
@@ -215,27 +216,30 @@ def _score_keys(x, peak, log_sum, score, places):
 
 @triton.jit
 def _store_largest(out, keys, WIDTH: tl.constexpr):
-    """The WIDTH largest keys, in the order in which they are. Keys of equal scores are in the order of their places, so
-    that only scores are compared: the range of the least of them is halved until as many are left as are wanted, or all
-    that are too many are equal."""
+    """The WIDTH largest keys and up to as many of the next ones, in the order in which they are. Keys of equal scores
+    are in the order of their places, so that only scores are compared: the range of the least of them is halved until
+    few enough are left, or all that are too many are equal."""
+    ROOM: tl.constexpr = 2 * WIDTH
     scores = tl.minimum((keys >> 32).to(tl.int32), _LARGEST_INT - 1)
     exists = keys != _MISSING
     found = tl.sum(exists.to(tl.int32), 0)  # that are not below `least`
     least = tl.min(tl.where(exists, scores, _LARGEST_INT), 0)
     above = tl.max(scores, 0) + 1  # fewer than WIDTH are not below this one
-    while (found > WIDTH) & (least + 1 < above):
+    while (found > ROOM) & (least + 1 < above):
         middle = (least >> 1) + (above >> 1) + (least & above & 1)
         count = tl.sum((scores >= middle).to(tl.int32), 0)
         is_enough = count >= WIDTH
         found = tl.where(is_enough, count, found)
         least = tl.where(is_enough, middle, least)
         above = tl.where(is_enough, above, middle)
-    is_larger, is_equal = exists & (scores > least), exists & (scores == least)
-    num_equal = WIDTH - tl.sum(is_larger.to(tl.int32), 0)
-    chosen = is_larger | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= num_equal))
+    chosen = exists & (scores >= least)
+    if found > ROOM:
+        is_larger, is_equal = exists & (scores > least), exists & (scores == least)
+        num_equal = ROOM - tl.sum(is_larger.to(tl.int32), 0)
+        chosen = is_larger | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= num_equal))
     tl.store(out + tl.cumsum(chosen.to(tl.int32), 0) - 1, keys, mask=chosen)
-    rest = tl.arange(0, WIDTH)
-    tl.store(out + rest, _MISSING, mask=rest >= tl.sum(chosen.to(tl.int32), 0))
+    rest = tl.arange(0, ROOM)
+    tl.store(out + rest, _MISSING, mask=rest >= found)
 
 
 @triton.jit
@@ -251,7 +255,8 @@ def _reduce_groups(
     if WITH_RANKS:
         own = tl.load(logits + tl.load(token_ids + row)).to(tl.float32)
         tl.store(larger + row * num_parts + part, tl.sum(tl.sum((x > own).to(tl.int32), 1), 0))
-    x = tl.where(x == x, x, _INF)
+    if WITH_SUMS == 0:  # otherwise the sum is NaN, too
+        x = tl.where(x == x, x, _INF)
     tops = tl.max(x, 1)
     tl.store(maxima + row * num_groups + groups, tops, mask=groups < num_groups)
     if WITH_SUMS:
@@ -309,7 +314,7 @@ def _rank_groups(
     keys = tl.where(exists, keys, _MISSING)
     list_of_search = beam * tl.num_programs(0) + tl.program_id(0)
     num_lists = tl.num_programs(0) * tl.num_programs(1)
-    _store_largest(best + (search * num_lists + list_of_search) * WIDTH, keys, WIDTH)
+    _store_largest(best + (search * num_lists + list_of_search) * (2 * WIDTH), keys, WIDTH)
 
 
 @triton.jit
@@ -323,7 +328,7 @@ def _rank_tokens(
         wait_for_kernel_before()
     segment, search = tl.program_id(0), tl.program_id(1).to(tl.int64)
     places = segment * GROUPS + tl.arange(0, GROUPS)
-    group_keys = tl.load(best_groups + search * WIDTH + places, mask=places < WIDTH, other=_MISSING)
+    group_keys = tl.load(best_groups + search * (2 * WIDTH) + places)
     unsound, exists = group_keys == _UNSOUND, (group_keys != _UNSOUND) & (group_keys != _MISSING)
     groups = tl.where(exists, _PLACES - (group_keys & _PLACES), 0).to(tl.int32)
     beams = groups // num_groups
@@ -342,7 +347,7 @@ def _rank_tokens(
     keys = tl.where(inside, keys, _MISSING)
     keys = tl.where(unsound[:, None], _UNSOUND, keys)
     keys = tl.reshape(keys, [GROUPS * GROUP])
-    _store_largest(best + (search * num_segments + segment) * WIDTH, keys, WIDTH)
+    _store_largest(best + (search * num_segments + segment) * (2 * WIDTH), keys, WIDTH)
 
 
 @triton.jit
@@ -352,7 +357,7 @@ def _rank_keys(keys, best, num_keys, num_segments, SEGMENT: tl.constexpr, WIDTH:
     segment, search = tl.program_id(0), tl.program_id(1).to(tl.int64)
     places = segment * SEGMENT + tl.arange(0, SEGMENT)
     found = tl.load(keys + search * num_keys + places, mask=places < num_keys, other=_MISSING)
-    _store_largest(best + (search * num_segments + segment) * WIDTH, found, WIDTH)
+    _store_largest(best + (search * num_segments + segment) * (2 * WIDTH), found, WIDTH)
 
 
 @triton.jit
