@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model
 from ratoon.engine.core import EngineCore
+from ratoon.execution.cuda_driver import start_driver
 from ratoon.models.source import ModelSource
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
@@ -17,7 +21,8 @@ logger = get_logger(__name__)
 
 
 def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -> EngineCore:
-    with timer.phase("import torch"):
+    start_driver(config.device)
+    with timer.phase("import torch"), no_garbage_collection():
         from ratoon.distributed.executor import executor_class
         from ratoon.execution.devices import gpu_bytes
         from ratoon.models.build import collect_shapes
@@ -29,6 +34,18 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
     core = EngineCore(config, executor)
     logger.info("%s is ready: %s", source.name, describe(core))
     return core
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """What imports make stays: looking through it for garbage takes a tenth of their time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def describe(core: EngineCore) -> dict[str, Any]:

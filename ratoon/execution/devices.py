@@ -10,8 +10,8 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ConfigError
+from ratoon.execution.cuda_driver import DEVICE_VARIABLE
 
-DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
 OLDEST_FOR_TRITON = (8, 0)  # compute capability; all of these have bfloat16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ratoon.core.errors import ConfigError
-from ratoon.execution import devices
-from ratoon.execution.devices import DEVICE_VARIABLE, resolve_device, resolve_dtype
+from ratoon.execution import cuda_driver, devices
+from ratoon.execution.cuda_driver import DEVICE_VARIABLE, start_driver
+from ratoon.execution.devices import resolve_device, resolve_dtype
 from tests.golden.tiny_models import tiny_llama
 
 CUDA = torch.device("cuda")
@@ -143,3 +144,50 @@ def test_a_thread_with_modes_of_its_own_is_told_from_a_new_one():
         with torch.autocast("cuda", dtype=torch.bfloat16):
             assert devices.has_modes_of_its_own() == torch.is_autocast_enabled("cuda")
     assert not devices.has_modes_of_its_own()
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "calls"),
+    [
+        ("cuda", None, ["cuInit", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain", "Triton"]),
+        ("cuda:3", "cpu", ["cuInit", "cuDeviceGet 3", "cuDevicePrimaryCtxRetain", "Triton"]),
+        ("auto", None, ["cuInit", "Triton"]),  # the installed torch may be one for CPUs
+        ("auto", "cpu", []),
+        ("cpu", None, []),
+        ("cuda:x", None, []),
+    ],
+)
+def test_the_driver_is_started_while_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, setting: str, variable: str | None, calls: list[str]
+) -> None:
+    made: list[str] = []
+
+    class Library:
+        def cuInit(self, flags: int) -> int:
+            made.append("cuInit")
+            return 0
+
+        def cuDeviceGet(self, device: object, number: int) -> int:
+            made.append(f"cuDeviceGet {number}")
+            return 0
+
+        def cuDevicePrimaryCtxRetain(self, context: object, device: object) -> int:
+            made.append("cuDevicePrimaryCtxRetain")
+            return 0
+
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(cuda_driver, "_start_triton", lambda: made.append("Triton"))
+    monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(DEVICE_VARIABLE, variable)
+    thread = start_driver(setting)
+    if thread is not None:
+        thread.join()
+    assert made == calls
+
+
+def test_a_machine_without_a_driver_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-is-not-there.so")
+    thread = start_driver("cuda")
+    assert thread is not None
+    thread.join()
