@@ -25,7 +25,6 @@ os.environ["TRITON_INTERPRET"] = "0"  # before kernels are imported: functions o
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -43,6 +42,7 @@ from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
 from ratoon.layers.triton import elementwise, gemv, matmul, norms, penalties, quantize, sampling, top
+from ratoon.layers.triton.compilation import AbsentDevice, Launch, launches_go_to
 
 Tensor = torch.Tensor
 
@@ -52,43 +52,19 @@ BLOCK_SIZE = 16
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-class AbsentDevice:
-    """What Triton's launcher asks of a driver before it compiles."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 class Compilation:
-    """Compiles every launch once and skips it."""
+    """Compiles every launch once and reports what the kernel takes."""
 
     def __init__(self, capability: int) -> None:
-        driver.set_active(AbsentDevice(capability))
         self.capability = capability
         self.num_failed = 0
         self._seen: set[str] = set()
         self.part = ""  # what is compiled now, for the report
-        self._run = JITFunction.run
-        compilation = self
 
-        def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, **constants: Any) -> Any:
-            return compilation.compile(kernel, args, constants)
-
-        JITFunction.run = run
-
-    def compile(self, kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    def compile(self, kernel: JITFunction, launch: Launch, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         begin = time.monotonic()
         try:
-            compiled = self._run(kernel, *args, grid=(1,), warmup=True, **constants)
+            compiled = launch(kernel, *args, grid=(1,), warmup=True, **options)
         except Exception as error:  # Triton has many, and whatever it is belongs to this kernel
             self.num_failed += 1
             self._report(kernel, error=f"{type(error).__name__}: {error}")
@@ -285,9 +261,11 @@ def main() -> int:
     unknown = set(args.parts) - set(PARTS)
     if unknown:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    driver.set_active(AbsentDevice(args.capability))
     compilation = Compilation(args.capability)
-    for name in args.parts or PARTS:
-        PARTS[name](compilation)
+    with launches_go_to(compilation.compile):
+        for name in args.parts or PARTS:
+            PARTS[name](compilation)
     return 1 if compilation.num_failed else 0
 
 

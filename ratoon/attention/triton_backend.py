@@ -655,6 +655,8 @@ def can_launch_dependently() -> bool:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
+    if device.type == "meta" and torch.cuda.is_available():  # kernels are compiled for the current device
+        device = torch.device("cuda")
     if device.type != "cuda":  # the interpreter
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,8 @@ from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_t
 from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource
-from ratoon.models.build import build_model, declare_model
+from ratoon.models.base import LanguageModel
+from ratoon.models.build import META, build_model, declare_model, outline_model, shorten
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
@@ -94,7 +96,8 @@ class Worker:
         # Before memory is allocated: check that there is a backend for every layer
         declared = declare_model(model_config, max_model_len)
         kv_dtype = KV_DTYPES[config.cache.kv_cache_dtype]
-        geometry = geometry_of(
+        choose_geometry = partial(
+            geometry_of,
             declared,
             config.attention_backend,
             config.cache.block_size,
@@ -103,16 +106,15 @@ class Worker:
             kv_dtype,
             config.batch_invariant,
         )
+        geometry = choose_geometry()
         for choice in geometry.all_choices:
             is_slow = ops.name == "native" and config.attention_backend == "auto" and choice.backend.name != "cpu"
             logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
         self._build_model = lambda: build_model(model_config, tensors, ops, device, dtype, max_model_len)
-        num_weights = sum(math.prod(shape) for shape in tensors.shapes().values())
-        fitting = refusing_what_does_not_fit(tensors.name, num_weights, device, dtype)
-        with timer.phase("load weights"), torch.inference_mode(), fitting:
-            model = self._build_model()
 
-        def make_runner(kv_config: KVCacheConfig) -> ModelRunner:
+        def make_runner(
+            model: LanguageModel, geometry: Geometry, kv_config: KVCacheConfig, device: torch.device, capture: Any
+        ) -> ModelRunner:
             return ModelRunner(
                 model,
                 [choice.backend for choice in geometry.choices],
@@ -123,29 +125,50 @@ class Worker:
                 max_num_reqs=config.scheduler.max_num_seqs,
                 max_num_tokens=max(config.scheduler.token_budget, config.scheduler.max_num_seqs),
                 encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
-                capture=choose_capture(config, device, geometry),
+                inputs_on_device=device.type != "cpu",
+                capture=capture,
             )
 
         def probe_for(plan: SchedulerOutput) -> KVCacheConfig:
             return KVCacheConfig(num_blocks_of(plan), config.cache.block_size, geometry.groups)
 
-        step_bytes, token_seconds = 0, None
         can_probe = device.type == "cuda" and model_config.causal and not model_config.encoder
+        if can_probe:
+            from ratoon.execution.compile_ahead import CompileAhead, capture_nothing
+
+            largest = largest_step(config.scheduler, config.cache.block_size, len(geometry.groups), max_model_len)
+            probe = probe_for(largest)
+            without_memory = choose_geometry()  # backends of its own: they keep memory between steps
+
+            def make_outline() -> ModelRunner:
+                outline = outline_model(model_config, tensors, ops, dtype, max_model_len)
+                return make_runner(outline, without_memory, probe, META, capture_nothing)
+
+            kernels = CompileAhead(make_outline, largest, device, threads)
+        num_weights = sum(math.prod(shape) for shape in tensors.shapes().values())
+        fitting = refusing_what_does_not_fit(tensors.name, num_weights, device, dtype)
+        with timer.phase("load weights"), torch.inference_mode(), fitting:
+            model = self._build_model()
+        capture = choose_capture(config, device, geometry)
+        step_bytes, token_seconds = 0, None
+        if can_probe:
+            with timer.phase("compile kernels"):
+                kernels.wait()
         if can_probe and sizes_by_memory(config.cache):
             with timer.phase("measure the largest step"):
-                plan = largest_step(config.scheduler, config.cache.block_size, len(geometry.groups), max_model_len)
-                probe = probe_for(plan)
                 kv_bytes = probe.num_blocks * probe.bytes_per_block
-                step_bytes = measure_step(plan, kv_bytes, lambda: make_runner(probe), device)
+                make = partial(make_runner, shorten(model), geometry, probe, device, capture)
+                step_bytes = measure_step(largest, kv_bytes, make, device)
         if can_probe and config.cache.swap_bytes and config.cache.preemption_mode == "auto":
             with timer.phase("measure a prompt"):
                 plan = one_prompt(config.scheduler, config.cache.block_size, len(geometry.groups), max_model_len)
-                token_seconds = measure_prefill(plan, lambda: make_runner(probe_for(plan)), device)
+                make = partial(make_runner, model, geometry, probe_for(plan), device, capture)
+                token_seconds = measure_prefill(plan, make, device)
         with timer.phase("allocate the KV cache"):
             kv_config = cut_kv_memory(config.cache, geometry, device, step_bytes)
             if device.type == "cuda":
                 verify_longest_sequence(kv_config, config.cache, max_model_len)
-            self.runner = make_runner(kv_config)
+            self.runner = make_runner(model, geometry, kv_config, device, capture)
         swap_costs = None
         block_seconds = None if token_seconds is None else self.runner.kv.measure_swaps()
         if token_seconds is not None and block_seconds is not None:

@@ -24,6 +24,7 @@ SMALL_TOP_K = 128  # candidates for rows whose top_k is below this; also for alt
 NUCLEUS_CANDIDATES = 512  # candidates for rows with top_p or min_p; a row that needs more sorts its whole vocabulary
 CANDIDATE_GROUPS = 16  # see top_candidates
 MAX_LISTED = 1024  # alternatives that kernels choose; for more, torch sorts
+KERNEL_DEVICES = ("cuda", "meta")  # types; on the latter launches are recorded, see layers/triton/compilation.py
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
@@ -134,7 +135,7 @@ def sample_plain(
 ) -> Chosen:
     """One token for each row, whatever the rows need. Shapes depend on those of the arguments alone, and on a GPU
     nothing waits for the device, so a CUDA graph can hold it."""
-    if logits.device.type == "cuda":
+    if logits.device.type in KERNEL_DEVICES:
         from ratoon.layers.triton import sampling as kernels
 
         draws, filters = mode >= Mode.RANDOM, mode is Mode.FILTERED
@@ -157,7 +158,7 @@ def greedy(logits: Tensor) -> Chosen:
 
     In two steps because torch's argmax over long rows is ten times slower than its amax.
     """
-    if logits.device.type == "cuda":
+    if logits.device.type in KERNEL_DEVICES:
         from ratoon.layers.triton import sampling as kernels
 
         return Chosen(*kernels.greedy(logits))
@@ -340,7 +341,7 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
     """Log-probabilities of one token a row and of `num_top` alternatives, in the logits as they are."""
     num_top = min(num_top, logits.shape[1])
-    if logits.device.type == "cuda" and num_top <= MAX_LISTED:
+    if logits.device.type in KERNEL_DEVICES and num_top <= MAX_LISTED:
         from ratoon.layers.triton import top
 
         return TokenLogprobs(*top.token_logprobs(logits, token_ids, num_top))

@@ -132,7 +132,8 @@ class Weights:
             return self._fetch(request).to(self.device, dtype)
         taken = shape if request.part is None else request.part.shape(shape)
         taken = taken[::-1] if request.transposed else taken
-        return StoredTensor.of_floats(torch.empty(taken, dtype=dtype, device=self.device))
+        stored = StoredTensor.of_floats(torch.empty(taken, dtype=dtype, device=self.device))
+        return self.ops.quantize(stored) if request.quantizable else stored
 
     def _compare(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.source.shapes().get(name)

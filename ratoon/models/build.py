@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,6 +66,30 @@ def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def declare_model(config: ModelConfig, max_position: int) -> LanguageModel:
     """The model on the meta device, for any checkpoint: what its layers need, before memory is allocated."""
     return find_model_class(config.architecture)(config, _RecordingWeights(), max_position)
+
+
+def outline_model(
+    config: ModelConfig, source: TensorSource, ops: Ops, dtype: torch.dtype, max_position: int
+) -> LanguageModel:
+    """The model that `build_model` would make, with its first layers alone, on the meta device: weights have shapes and
+    no memory."""
+    fewer = replace(config, num_layers=count_first_layers(config))
+    return find_model_class(config.architecture)(fewer, Weights(source, ops, META, dtype), max_position)
+
+
+def shorten(model: LanguageModel) -> LanguageModel:
+    """The same model with its first layers alone: a step of it needs as much memory beside weights and caches, since
+    layers run one after the other."""
+    short = copy(model)
+    short.layers = model.layers[: count_first_layers(model.config)]
+    return short
+
+
+def count_first_layers(config: ModelConfig) -> int:
+    """Layers from the first on, so many that every kind is among them (they differ in attention alone), and one that is
+    not the last: that one skips rows."""
+    windows = [config.window_of_layer(index) for index in range(config.num_layers)]
+    return min(config.num_layers, max(2, 1 + max(map(windows.index, windows))))
 
 
 class ReadAhead:

@@ -27,6 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = triton.knobs.runtime.interpret  # launches nothing that could start early
 
+recordings: list[Any] = []  # while there is one, all launches go through Triton (compilation.py)
+
 MAX_KINDS = 4096  # of launches that a launcher keeps
 _ALIGNMENT = 16  # bytes, of the pointers that Triton compiles for
 _INT32_BITS = 31
@@ -74,6 +76,9 @@ class Launcher:
         self._by_types: dict[tuple[type, ...], Callable[..., Any]] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        if recordings:
+            self._launch_by_triton(grid, *args)
+            return
         types = tuple(map(type, args))
         launch_kind = self._by_types.get(types)
         if launch_kind is None:

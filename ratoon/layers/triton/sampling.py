@@ -80,7 +80,7 @@ def sample_plain(
     row = (logits, logits.stride(0), num_columns, temperature)
     reduced = (maxima, sums, num_chunks)
     sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(num_chunks)}
-    early = launch_options(logits.device.type == "cuda")
+    early = launch_options(logits.device.type != "cpu")
     num_groups = triton.cdiv(num_columns, GROUP) if filters else 0
     of_groups = scratch(torch.float32, num_groups) if filters else maxima  # not read
     launch(

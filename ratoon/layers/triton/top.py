@@ -81,7 +81,7 @@ def _reduced(
 
 
 def _early(x: Tensor) -> dict[str, Any]:
-    return launch_options(x.device.type == "cuda")
+    return launch_options(x.device.type != "cpu")
 
 
 def best_keys(

@@ -1,0 +1,162 @@
+"""Compiles the kernels of the first steps on CUDA while the weights are loaded: a runner on the meta device executes
+such steps, and what it launches is compiled (layers/triton/compilation.py). Imported on CUDA only, with Triton.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Thread
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ratoon.attention.triton_backend import num_multiprocessors
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import NewRequestData, SchedulerOutput
+from ratoon.execution.devices import use_device
+from ratoon.execution.graphs import MAX_TOKENS, Captured, GraphKey, graph_sizes
+from ratoon.execution.model_runner import ModelRunner
+from ratoon.layers.sampling import Mode
+from ratoon.layers.triton.compilation import ForkedCompiler, compile_launches
+from ratoon.models.build import META
+
+logger = logging.getLogger(__name__)
+
+# Tokens of prompts, which differ in kernels by ranges; that of long ones takes longest to compile.
+FIRST_PROMPTS = (128, 32, 16, 64)
+MIN_CORES = 4  # with fewer, processes for compiling are not worth their start
+MAX_PROCESSES = 16  # of each recorder
+MAX_WAITING = 64  # threads, each for one kernel
+
+
+class ShapesOnly(TorchFunctionMode):
+    """Shapes on the meta device, without torch's own way to them where that imports its compiler, which takes longer
+    than all the rest."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__
+        if name.endswith("_") and not name.endswith("__"):  # in place
+            return args[0]
+        if name == "linear":
+            x, weight = args[:2]
+            return x.new_empty(*x.shape[:-1], weight.shape[0])
+        if name == "embedding":
+            rows, table = args[:2]
+            return table.new_empty(*rows.shape, table.shape[1])
+        if name == "empty_like":
+            return args[0].new_empty(args[0].shape, **(kwargs or {}))
+        if name == "__getitem__" and isinstance(args[1], torch.Tensor):
+            table, rows = args
+            return table.new_empty(*rows.shape, *table.shape[1:])
+        return function(*args, **(kwargs or {}))
+
+
+class CompileAhead:
+    """Compiles in other processes where there are enough cores, and in threads otherwise. What fails is compiled when
+    it is launched, or fails again there."""
+
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        largest: SchedulerOutput,
+        device: torch.device,
+        num_cores: int,
+    ) -> None:
+        """`make_runner`: on the meta device. `largest`: the step that is measured."""
+        self._device = device
+        self._num_cores = num_cores
+        first = partial(_without_memory, lambda: launch_first_steps(make_runner(), largest))
+        later = partial(_without_memory, lambda: launch_later_steps(make_runner()))
+        self._forked: ForkedCompiler | None = None
+        if num_cores >= MIN_CORES and hasattr(os, "fork"):
+            major, minor = torch.cuda.get_device_capability(device)
+            num_multiprocessors(META)  # kept: a forked process can't ask
+            self._forked = ForkedCompiler([first, later], 10 * major + minor, min(num_cores, MAX_PROCESSES))
+        self._thread = Thread(target=self._run, args=(first,), name="ratoon-compile-ahead", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the kernels of the first steps are loaded."""
+        self._thread.join()
+
+    def _run(self, make_launches: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        # Threads that wait for another process need no core.
+        num_threads = self._num_cores if self._forked is None else MAX_WAITING
+        try:
+            use_device(self._device)
+            num_kernels = compile_launches(make_launches, num_threads, self._load, self._forked)
+        except Exception as error:  # of a kernel, or of a layer that can't run without memory
+            logger.info(
+                "kernels are compiled when they are first launched: %s",
+                error,
+                exc_info=logger.isEnabledFor(logging.DEBUG),
+            )
+            return
+        logger.info("%d kernels were compiled ahead in %.1f s", num_kernels, time.perf_counter() - begin)
+
+    def _load(self, kernel: Any) -> None:
+        """Also make the function that launches it, and load it to the device."""
+        use_device(self._device)
+        kernel.run  # noqa: B018 (done on access)
+
+
+def _without_memory(launch: Callable[[], None]) -> None:
+    with torch.inference_mode(), ShapesOnly():
+        launch()
+
+
+def launch_first_steps(runner: ModelRunner, largest: SchedulerOutput) -> None:
+    """What the first requests need: the step that is measured, a prompt, decoding. `runner` is on the meta device, has
+    run nothing, and pads steps."""
+    _launch_prompts(runner, FIRST_PROMPTS)
+    _launch_decodes(runner, (1,), (Mode.GREEDY, Mode.RANDOM))
+    runner.execute_model(largest)
+    runner.sample_tokens()
+
+
+def launch_later_steps(runner: ModelRunner) -> None:
+    sizes = graph_sizes(MAX_TOKENS)
+    _launch_decodes(runner, sizes, (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED))
+    _launch_prompts(runner, sizes)
+
+
+def _launch_decodes(runner: ModelRunner, nums_seqs: Sequence[int], modes: Sequence[Mode]) -> None:
+    assert runner.graphs is not None
+    sizes = [runner.graphs.size_for(num_seqs) for num_seqs in nums_seqs]
+    for size in dict.fromkeys(size for size in sizes if size is not None):
+        for mode in modes:
+            runner.graphs.run(GraphKey(size, None, None, mode))
+
+
+def _launch_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
+    assert runner.graphs is not None
+    rows = runner.input_batch
+    for length in lengths:
+        if length < rows.max_model_len and runner.graphs.size_for(length) is not None:
+            plan = prompt_step(length, len(rows.block_tables))
+            runner.execute_model(plan)  # tokens are sampled in it; they can't be read
+            _end_all(runner, plan)
+
+
+def _end_all(runner: ModelRunner, plan: SchedulerOutput) -> None:
+    runner.execute_model(SchedulerOutput(finished_req_ids=list(plan.num_scheduled_tokens)))
+
+
+def prompt_step(length: int, num_groups: int) -> SchedulerOutput:
+    """One prompt, and its first token, in the null block."""
+    blocks: tuple[list[int], ...] = ([0],) * num_groups
+    new = NewRequestData("first", [0] * length, length, SamplingParams(temperature=0.0), 0, blocks, 0)
+    plan = SchedulerOutput(scheduled_new_reqs=[new], sampled_req_ids=["first"], total_num_scheduled_tokens=length)
+    plan.num_scheduled_tokens["first"] = length
+    return plan
+
+
+def capture_nothing(function: Callable[[], torch.Tensor | None]) -> Captured:
+    """A Capture for a runner whose steps are never repeated."""
+    raise RuntimeError("a step without memory can't be captured")

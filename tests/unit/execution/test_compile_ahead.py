@@ -1,0 +1,87 @@
+"""Kernels that are compiled before the first step: which ones, without a GPU and without compiling."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# In a process of its own: here kernels may be those of Triton's interpreter, which are launched in another way.
+PROGRAM = """
+import json, sys
+import torch
+from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.core.config import SchedulerConfig
+from ratoon.core.kv import KVCacheConfig
+from ratoon.execution.compile_ahead import ShapesOnly, capture_nothing, launch_first_steps
+from ratoon.execution.geometry import geometry_of
+from ratoon.execution.kv_memory import largest_step, num_blocks_of
+from ratoon.execution.model_runner import ModelRunner
+from ratoon.layers.cuda_ops import CudaOps
+from ratoon.layers.triton.compilation import launches_go_to
+from ratoon.models.build import META, collect_shapes, declare_model, outline_model
+from ratoon.models.dummy_source import DummySource
+from ratoon.models.source import resolve_model
+
+config = resolve_model(sys.argv[2]).config
+quantization = sys.argv[1] or None
+tensors = DummySource(collect_shapes(config))
+geometry = geometry_of(declare_model(config, 64), "torch", 16, torch.device("cpu"), torch.bfloat16, None, False)
+largest = largest_step(SchedulerConfig(max_num_batched_tokens=1024, max_num_seqs=8), 16, 1, 64)
+names = []
+modules = set(sys.modules)
+record = lambda kernel, launch, args, options: names.append(kernel.fn.__name__)
+with torch.inference_mode(), ShapesOnly(), launches_go_to(record):
+    model = outline_model(config, tensors, CudaOps(quantization=quantization), torch.bfloat16, 64)
+    runner = ModelRunner(
+        model,
+        [TritonAttentionBackend()],
+        KVCacheConfig(num_blocks_of(largest), 16, geometry.groups),
+        dtype=torch.bfloat16,
+        device=META,
+        max_model_len=64,
+        max_num_reqs=8,
+        max_num_tokens=1024,
+        inputs_on_device=True,
+        capture=capture_nothing,
+    )
+    launch_first_steps(runner, largest)
+print(json.dumps([sorted(set(names)), sorted(set(sys.modules) - modules)]))
+"""
+MODEL = Path(__file__).parents[3] / "bench" / "gpu" / "models" / "qwen3-0.6b"
+EXPECTED = {
+    "_activation_kernel",
+    "_append_tokens",
+    "_gemv_kernel",
+    "_pick",
+    "_prepare",
+    "_reduce_chunks",
+    "_rms_norm_kernel",
+    "_scatter",
+    "attention_kernel",
+    "store_kernel",
+}
+
+
+@pytest.mark.parametrize("quantization", ["", "fp8"])
+def test_the_kernels_of_the_first_steps_are_found_without_a_gpu_and_without_memory(quantization: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, quantization, str(MODEL)],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    names, imported = json.loads(done.stdout)
+    expected = EXPECTED - {"_activation_kernel"} | {"_quantize_kernel"} if quantization == "fp8" else EXPECTED
+    assert set(names) >= expected
+    compilers = [name for name in imported if name.startswith(("torch._dynamo", "sympy"))]
+    # Seconds of a start. What quantises weights does import it.
+    assert not compilers or quantization == "fp8", "torch's own compiler was imported"
