@@ -398,8 +398,6 @@ def _list_largest(
     # The least logit of the list: what min_p needs, or one that leaves enough lines and not too many.
     num_lines = (num_groups + GROUPED - 1) // GROUPED
     least = _ordered(tl.full([], -_INF, tl.float32))
-    if num_lines > 2 * WANTED:  # not all of a small vocabulary
-        least = tl.min(tl.where(lines > -_LARGEST_INT - 1, lines, _LARGEST_INT), 0)
     if m > 0:
         # A little lower than exactly: rounding.
         least = _ordered(peak + divisor * (tl.log(m) - 1e-4) - 1e-6 * tl.abs(peak))
