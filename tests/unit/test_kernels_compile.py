@@ -13,7 +13,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 MAX_SHARED = 227 * 1024  # bytes that a block may have on compute capability 9.0
-SCALARS_OUTSIDE_LOOPS = 80  # bytes, of a kernel whose warps take all registers
+# Bytes of scalars outside of loops: warps of the one take all registers, two programs of the other share them.
+STACKS = {"prefill_kernel": 80, "_list_largest": 96}
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -27,6 +28,6 @@ def test_kernels_compile_for_a_hopper_gpu_and_need_no_stack(part):
     kernels = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines()]
     assert len(kernels) >= 6
     for kernel in kernels:
-        stack = SCALARS_OUTSIDE_LOOPS if kernel["kernel"] == "prefill_kernel" else 0
+        stack = STACKS.get(kernel["kernel"], 0)
         assert kernel["stack"] <= stack and kernel["local"] == 0, f"registers were not enough: {kernel}"
         assert kernel["shared"] <= MAX_SHARED, kernel
