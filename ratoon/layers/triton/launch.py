@@ -1,7 +1,7 @@
 """How kernels are launched.
 
-`launch(kernel, grid, *args, **constants)` is `kernel[grid](*args, **constants)` in a few microseconds instead of some
-forty: what Triton finds out at each launch (types, alignments, which compiled kernel fits) is kept after the first one.
+`launch(kernel, grid, *args, **constants)` is `kernel[grid](*args, **constants)` in less time: what Triton finds out at
+each launch (types, alignments, which compiled kernel fits) is kept after the first one.
 Later launches of the same kind call the compiled kernel's launcher directly. Rules for a kernel and its callers:
 
 - Arguments that are no constants (tl.constexpr) are given by position, Triton's options (num_warps, …) by keyword.
