@@ -22,7 +22,7 @@ from ratoon.layers.beams import (
 )
 from ratoon.layers.sampling import Chosen, Mode
 from ratoon.layers.triton import sampling as kernels
-from ratoon.layers.triton import top
+from ratoon.layers.triton import sampling_filters, top
 
 Tensor = torch.Tensor
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -123,7 +123,7 @@ def test_filtered_draws_come_from_a_list_where_it_has_all_that_is_left(kind, fro
     monkeypatch.setattr(kernels, "GROUPS_AT_ONCE", 16)
     logits = random_logits(2, 3001, scale=2.0)
     if from_list:
-        monkeypatch.setattr(kernels, "_draw_others", Skipped())
+        monkeypatch.setattr(kernels, "draw_others", Skipped())
     assert_alike(sample(logits, [kind] * 2, [0.3, 0.9], Mode.FILTERED))
 
 
@@ -145,7 +145,7 @@ def test_the_nucleus_of_a_flat_row_needs_no_search(top_p, slope, dtype, monkeypa
     def search(*args: object) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(kernels, "_search_threshold", search)
+    monkeypatch.setattr(sampling_filters, "search_threshold", search)
     logits = random_logits(2, 9001, scale=1.0) - slope * (torch.arange(9001) + 2.0).log()
     assert_alike(sample(logits.to(dtype), [(1.0, 0, top_p, 0)] * 2, [0.3, 0.95], Mode.FILTERED))
 
