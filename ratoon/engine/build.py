@@ -12,7 +12,7 @@ import msgspec
 
 from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model
 from ratoon.engine.core import EngineCore
-from ratoon.execution.cuda_driver import start_driver
+from ratoon.execution.cuda_driver import starting_driver
 from ratoon.models.source import ModelSource
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
@@ -21,8 +21,7 @@ logger = get_logger(__name__)
 
 
 def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -> EngineCore:
-    start_driver(config.device)
-    with timer.phase("import torch"), no_garbage_collection():
+    with timer.phase("import torch"), starting_driver(config.device), no_garbage_collection():
         from ratoon.distributed.executor import executor_class
         from ratoon.execution.devices import gpu_bytes
         from ratoon.models.build import collect_shapes

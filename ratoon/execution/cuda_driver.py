@@ -1,45 +1,69 @@
-"""Starts the CUDA driver and Triton in a thread while torch is imported: each takes some tenths of a second in which
-the interpreter is free. Importing this imports neither. What fails here is found, and said, when they are used."""
+"""Starts the CUDA driver and Triton while torch is imported: each takes some tenths of a second in which the
+interpreter is free. Importing this imports neither. What fails here is found, and said, when they are used."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
+from typing import Any
 
 DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
 LIBRARY = "libcuda.so.1"
 
 
-def start_driver(device: str) -> threading.Thread | None:
-    """`device`: the setting. None: it is not CUDA. The thread need not be waited for."""
+@contextmanager
+def starting_driver(device: str) -> Iterator[None]:
+    """While torch is imported. `device`: the setting; if it is not CUDA, or there is no driver, nothing is started.
+
+    Triton's packages import each other in circles, so two threads that import it at the same time would see half of it:
+    this thread imports all of it before the other one starts, which imports nothing that is not there."""
     is_certain = device != "auto"  # otherwise torch may have no CUDA
     if device == "auto":
         device = os.environ.get(DEVICE_VARIABLE) or "cuda"
     kind, _, index = device.partition(":")
-    if kind != "cuda" or not (index or "0").isdecimal():
-        return None
+    library = load_library() if kind == "cuda" and (index or "0").isdecimal() else None
+    if library is None:
+        yield
+        return
     number = int(index or 0) if is_certain else None
-    thread = threading.Thread(target=_start, args=(number,), name="ratoon-cuda-driver", daemon=True)
+    thread = Thread(target=_start, args=(library, number, import_triton()), name="ratoon-cuda-driver", daemon=True)
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        thread.join()
 
 
-def _start(number: int | None) -> None:
+def load_library() -> Any:
+    """None: there is no driver."""
+    try:
+        return ctypes.CDLL(LIBRARY)  # its functions are called without holding the interpreter
+    except OSError:
+        return None
+
+
+def import_triton() -> Callable[[], Any] | None:
+    """Returns a function that takes long the first time: a hash of Triton's own files, of 0.4 GB, which it keeps and
+    which is part of the name of every kernel. None: Triton can't be imported."""
+    with suppress(Exception):
+        import triton  # noqa: F401 (before parts of it)
+        from triton.runtime.cache import triton_key
+
+        return triton_key
+    return None
+
+
+def _start(library: Any, number: int | None, hash_triton: Callable[[], Any] | None) -> None:
     """`number`: of the device whose context is made too, the one that torch will use."""
-    with suppress(OSError, AttributeError):  # no driver
-        library = ctypes.CDLL(LIBRARY)  # its functions are called without holding the interpreter
+    with suppress(AttributeError):
         if library.cuInit(0) != 0:
             return
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if number is not None and library.cuDeviceGet(ctypes.byref(device), number) == 0:
             library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        _start_triton()
-
-
-def _start_triton() -> None:
-    with suppress(ImportError):
-        from triton.runtime.cache import triton_key
-
-        triton_key()  # which it keeps: a hash of its own files, of 0.4 GB, and part of the name of every kernel
+    if hash_triton is not None:
+        with suppress(OSError):
+            hash_triton()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from ratoon.core.errors import ConfigError
 from ratoon.execution import cuda_driver, devices
-from ratoon.execution.cuda_driver import DEVICE_VARIABLE, start_driver
+from ratoon.execution.cuda_driver import DEVICE_VARIABLE, starting_driver
 from ratoon.execution.devices import resolve_device, resolve_dtype
 from tests.golden.tiny_models import tiny_llama
 
@@ -176,18 +178,51 @@ def test_the_driver_is_started_while_torch_is_imported(
             return 0
 
     monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: Library())
-    monkeypatch.setattr(cuda_driver, "_start_triton", lambda: made.append("Triton"))
+    monkeypatch.setattr(cuda_driver, "import_triton", lambda: lambda: made.append("Triton"))
     monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(DEVICE_VARIABLE, variable)
-    thread = start_driver(setting)
-    if thread is not None:
-        thread.join()
+    with starting_driver(setting):
+        pass
     assert made == calls
 
 
 def test_a_machine_without_a_driver_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-is-not-there.so")
-    thread = start_driver("cuda")
-    assert thread is not None
-    thread.join()
+    monkeypatch.setattr(cuda_driver, "import_triton", lambda: pytest.fail("Triton was imported"))
+    with starting_driver("cuda"):
+        pass
+
+
+# Imports of Triton's modules are slow here, so that two threads that import it would meet.
+SLOW_IMPORTS = """
+import sys, threading, time
+from ratoon.execution import cuda_driver
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            threads.add(threading.current_thread().name)
+            time.sleep(0.005)
+
+class Library:
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, device, number):
+        return 101
+
+threads = set()
+sys.meta_path.insert(0, Slow())
+cuda_driver.load_library = Library
+with cuda_driver.starting_driver("cuda"):
+    from triton.runtime.build import compile_module_from_src  # what torch may do
+    import ratoon.layers.cuda_ops
+assert threads == {"MainThread"}, threads
+"""
+
+
+def test_triton_is_imported_by_one_thread() -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", SLOW_IMPORTS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
