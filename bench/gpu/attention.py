@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
-from ratoon.attention.triton_backend import Tiles, TritonAttentionBackend
+from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.attention.triton_plan import Tiles
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.rotary import Rotary

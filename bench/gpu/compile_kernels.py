@@ -28,7 +28,7 @@ import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ratoon.attention import triton_backend
+from ratoon.attention import triton_backend, triton_plan
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
@@ -155,7 +155,7 @@ def attention(compilation: Compilation) -> None:
     compilation.part = "attention: 8B, 24 tokens, captured"
     attend(32, 8, [24], 9216, is_padded=True)
     compilation.part = "attention: 8B, prefill"
-    attend(32, 8, [4096], 8192, tiles=triton_backend.choose_tiles(128, BF16, None))
+    attend(32, 8, [4096], 8192, tiles=triton_plan.choose_tiles(128, BF16, None))
     if compilation.capability == 90:
         triton_backend.has_wgmma = lambda: True  # type: ignore[assignment]
         compilation.part = "attention: 8B, prefill on Hopper"

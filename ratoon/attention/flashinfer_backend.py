@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata, LayerCache
-from ratoon.attention.triton_backend import TritonAttentionBackend, TritonMetadata
+from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
+from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.attention.triton_plan import Operands, TritonMetadata
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 Tensor = torch.Tensor
@@ -89,34 +90,23 @@ class FlashInferBackend(TritonAttentionBackend):
         query_lens = None if inputs.is_padded else np.diff(inputs.query_start_loc)
         return FlashInferMetadata(inputs, inputs.seq_lens_device.shape[0], query_lens, {}, {})
 
-    def _attend_long(
-        self,
-        layer: AttentionLayer | CrossAttentionLayer,
-        q: Tensor,
-        out: Tensor,
-        kv_cache: LayerCache,
-        metadata: TritonMetadata,
-        shortest: int,
-    ) -> None:
+    def _attend_long(self, operands: Operands, shortest: int) -> None:
+        layer, q, metadata = operands.layer, operands.q, operands.metadata
         assert isinstance(metadata, FlashInferMetadata)
         prompts = None if metadata.query_lens is None else find_prompts(metadata.inputs, metadata.query_lens, shortest)
         if prompts is None:
-            super()._attend_long(layer, q, out, kv_cache, metadata, shortest)
+            super()._attend_long(operands, shortest)
             return
         key = layer.num_heads, layer.scale, layer.causal
         if key not in metadata.planned:
             metadata.planned[key] = self._plan(layer, q, metadata, prompts)
-        (pages,) = kv_cache
         rows = slice(prompts.begin, prompts.stop)
+        out = operands.out.view(q.shape)[rows]
         # It could start before the kernel that writes keys and values has ended: that one allows it.
-        metadata.planned[key].wrapper.run(q[rows], pages, out=out.view(q.shape)[rows], enable_pdl=False)
+        metadata.planned[key].wrapper.run(q[rows], operands.pages, out=out, enable_pdl=False)
 
     def _plan(
-        self,
-        layer: AttentionLayer | CrossAttentionLayer,
-        q: Tensor,
-        metadata: FlashInferMetadata,
-        prompts: Prompts,
+        self, layer: AttentionLayer | CrossAttentionLayer, q: Tensor, metadata: FlashInferMetadata, prompts: Prompts
     ) -> Wrapper:
         inputs, requests = metadata.inputs, slice(prompts.first, prompts.end)
         seq_lens = inputs.seq_lens[requests]

@@ -1,6 +1,6 @@
 """The Triton kernels of the "triton" backend: attention over pages, and merge of split keys.
 
-Imported on a CUDA device only (and under Triton's interpreter in tests). triton_backend.py chooses tiles and grids;
+Imported on a CUDA device only (and under Triton's interpreter in tests). triton_plan.py chooses tiles and splits;
 triton_store.py writes keys and values, triton_decode.py does both for requests of one token.
 
 A page is [2, kv_heads, block_size, head_dim]: keys, then values. The rows of a tile are query tokens × the query heads

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ratoon.attention.triton_backend import num_multiprocessors
+from ratoon.attention.triton_plan import num_multiprocessors
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.execution.devices import use_device

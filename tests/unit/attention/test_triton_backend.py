@@ -18,16 +18,16 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratoon.attention import triton_backend
+from ratoon.attention import triton_backend, triton_plan
 from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
 from ratoon.attention.select import select_backend
 from ratoon.attention.shared_prefix import group_prefixes
 from ratoon.attention.torch_reference import TorchReferenceBackend
-from ratoon.attention.triton_backend import (
+from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.attention.triton_launch import Scratch
+from ratoon.attention.triton_plan import (
     LaunchPlan,
-    Scratch,
     Tiles,
-    TritonAttentionBackend,
     choose_num_splits,
     choose_tiles,
     limit_splits,
@@ -163,7 +163,7 @@ def test_padding_requests_over_the_null_block_change_nothing(padding_queries: in
 def test_batch_invariant_rows_are_the_same_to_the_bit_in_any_batch_and_chunk(
     layer: AttentionLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_backend, "_CHUNK", 32)
+    monkeypatch.setattr(triton_backend, "CHUNK", 32)
     batch = Batch([0, 66], [36, 4], layer, 16, device=DEVICE)
     together = batch.run(TritonAttentionBackend(batch_invariant=True))
     for got, expected in zip(together, batch.written_out(), strict=True):
@@ -425,8 +425,8 @@ def launches_of_prefixes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small prefixes count as large ones."""
     lengths: list[int] = []
     attend = TritonAttentionBackend._attend_cascade
-    monkeypatch.setattr(triton_backend, "_MIN_SHARED", 16)
-    monkeypatch.setattr(triton_backend, "_MIN_SAVED", 32)
+    monkeypatch.setattr(triton_plan, "_MIN_SHARED", 16)
+    monkeypatch.setattr(triton_plan, "_MIN_SAVED", 32)
     monkeypatch.setattr(
         TritonAttentionBackend,
         "_attend_cascade",

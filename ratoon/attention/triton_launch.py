@@ -1,0 +1,199 @@
+"""The launches of the "triton" backend's kernels: attention_kernel, decode_kernel, store_kernel, and the scratch memory
+of split keys. Which of them a step has, and in what tiles and splits, is triton_backend.py's. Imports Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.attention.triton_decode import decode_kernel
+from ratoon.attention.triton_kernels import attention_kernel
+from ratoon.attention.triton_plan import MAX_TILES, Operands, Tiles, power_of_two
+from ratoon.attention.triton_store import store_kernel
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
+from ratoon.layers.triton.launch import launch
+
+Tensor = torch.Tensor
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+LOG2_E = 1.4426950408889634
+_MERGED_ELEMENTS = 8192  # that a program merges at a time
+
+
+class Scratch:
+    """Partial results of split keys, and how many programs of a tile have arrived. Grows; what it was before stays
+    allocated, because captured graphs hold its addresses."""
+
+    def __init__(self) -> None:
+        self._outgrown: list[tuple[Tensor, Tensor]] = []
+        self._acc: Tensor | None = None
+        self._sums: Tensor | None = None
+        self._arrived: Tensor | None = None
+
+    def take(self, num_parts: int, head_dim: int, device: torch.device) -> Parts:
+        """→ weighted sums [num_parts, head_dim], maxima and sums [num_parts] each, counters (all zero)."""
+        if self._arrived is None:
+            self._arrived = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        if self._acc is None or self._sums is None or self._acc.numel() < num_parts * head_dim:
+            if self._acc is not None and self._sums is not None:
+                self._outgrown.append((self._acc, self._sums))
+            size = max(power_of_two(num_parts), 2**14)
+            self._acc = torch.empty(size * head_dim, dtype=torch.float32, device=device)
+            self._sums = torch.empty(2, size, dtype=torch.float32, device=device)
+        return self._acc, self._sums[0], self._sums[1], self._arrived
+
+
+class HeadArguments(NamedTuple):
+    """A HeadTransform as kernels take it. In place of a tensor that there is not, another one is given."""
+
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]  # positions, cos_sin, weights of both norms
+    epsilons: tuple[float, float]
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, transform: HeadTransform | None, head_dim: int, q: Tensor, slots: Tensor) -> HeadArguments:
+        if transform is None:
+            transform = HeadTransform(slots, None, None, None)
+        rotary, q_norm, k_norm = transform.rotary, transform.q_norm, transform.k_norm
+        return cls(
+            (
+                transform.positions,
+                q if rotary is None else rotary.cos_sin,
+                q if q_norm is None else q_norm.weight,
+                q if k_norm is None else k_norm.weight,
+            ),
+            (0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps),
+            {
+                "HALF": -(-head_dim // 2) if rotary is None else rotary.cos_sin.shape[1] // 2,
+                "HAS_Q_NORM": q_norm is not None,
+                "HAS_K_NORM": k_norm is not None,
+                "HAS_ROTARY": rotary is not None,
+            },
+        )
+
+
+class Launches:
+    """`dependent`: kernels start while those before them run. `early_loads`: decode_kernel loads before it waits.
+    `chunk`: keys of a split that is the same in any batch, or 0. `min_share`: tiles of keys that a split has at
+    least."""
+
+    def __init__(self, dependent: bool, early_loads: bool, chunk: int, min_share: int) -> None:
+        self._early_loads = early_loads
+        self._chunk = chunk
+        self._min_share = min_share
+        self._options: dict[str, Any] = {"DEPENDENT": dependent}
+        if dependent:
+            self._options["launch_pdl"] = True
+
+    def store(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pages: Tensor,
+        inputs: CommonAttentionMetadata,
+        transform: HeadTransform | None,
+        tile: tuple[int, int],
+    ) -> None:
+        """Transform the heads of q, in place, and those of k; write k and v to their pages. `tile`: tokens and heads of
+        a program."""
+        (tokens, heads), num_tokens = tile, k.shape[0]
+        head = HeadArguments.of(transform, layer.head_dim, q, inputs.slot_mapping)
+        half = head.constants["HALF"]
+        q_heads = layer.num_heads if head.constants["HAS_ROTARY"] or head.constants["HAS_Q_NORM"] else 0
+        num_blocks = -(-q_heads // heads) + 2 * -(-layer.num_kv_heads // heads)
+        launch(
+            store_kernel, (-(-num_tokens // tokens), num_blocks),
+            q, k, v, pages, inputs.slot_mapping, *head.tensors, *head.epsilons, num_tokens, q.stride(0), k.stride(0),
+            v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), Q_HEADS=q_heads,
+            KV_HEADS=layer.num_kv_heads, HEAD_DIM=layer.head_dim, BLOCK_SIZE=inputs.block_size,
+            HALF_PAD=power_of_two(half), REST_PAD=power_of_two(max(1, layer.head_dim - 2 * half)), TOKENS=tokens,
+            HEADS=heads, num_warps=4, **head.constants, **self._options,
+        )  # fmt: skip
+
+    def decode(
+        self,
+        operands: Operands,
+        k: Tensor,
+        v: Tensor,
+        transform: HeadTransform | None,
+        tiles: Tiles,
+        num_splits: int,
+        parts: Parts,
+    ) -> None:
+        """Transform, store and attend, for requests of one token."""
+        layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
+        head = HeadArguments.of(transform, layer.head_dim, q, inputs.slot_mapping)
+        splits_pad = 1 << (num_splits - 1).bit_length()
+        table = inputs.block_table_device
+        launch(
+            decode_kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_splits),
+            q, k, v, operands.out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
+            inputs.slot_mapping, *head.tensors, *parts, *head.epsilons, layer.scale * LOG2_E, q.stride(0), k.stride(0),
+            v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
+            num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=splits_pad,
+            MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, operands.group), LOADED=self._early_loads,
+            **head.constants, **self._constants(operands, tiles),
+        )  # fmt: skip
+
+    def attend(
+        self,
+        operands: Operands,
+        grid: tuple[int, int, int],
+        tiles: Tiles,
+        query_lens: tuple[int, int],
+        parts: Parts,
+        num_splits: int,
+        slots: tuple[int, int] | None = None,
+        begins: Tensor | None = None,
+        *,
+        splits_pad: int = 1,
+        **constants: Any,
+    ) -> None:
+        """Attend to what is stored. `slots`: how many parts earlier launches left at most, and how many a row has.
+        `begins`: the first key of each request."""
+        layer, q, out, pages = operands.layer, operands.q, operands.out, operands.pages
+        inputs, bias = operands.metadata.inputs, layer.bias
+        table = inputs.block_table_device
+        launch(
+            attention_kernel, grid,
+            q, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out if bias is None else bias,
+            *parts, inputs.seq_lens_device if begins is None else begins, layer.scale * LOG2_E, q.stride(0),
+            q.stride(1), pages.stride(0), table.stride(0), operands.metadata.num_requests, *query_lens,
+            layer.window or 0, 0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share,
+            *(slots or (0, num_splits)), HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop, CHUNK=self._chunk,
+            SPLITS_PAD=splits_pad, MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, tiles.block_m),
+            **constants, **self._constants(operands, tiles),
+        )  # fmt: skip
+
+    def _constants(self, operands: Operands, tiles: Tiles) -> dict[str, Any]:
+        """Those of decode_kernel and attention_kernel."""
+        layer = operands.layer
+        return {
+            "HEAD_DIM": layer.head_dim,
+            "DIM_PAD": operands.dim,
+            "GROUP": operands.group,
+            "KV_HEADS": layer.num_kv_heads,
+            "BLOCK_SIZE": operands.metadata.inputs.block_size,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "HAS_WINDOW": layer.window is not None,
+            "PAIRED": is_paired(operands.pages, operands.q),
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+            **self._options,
+        }
+
+
+def is_paired(pages: Tensor, q: Tensor) -> bool:
+    """Whether kernels read fp8 in pairs, and multiply in float16."""
+    return pages.dtype == torch.float8_e4m3fn and q.dtype != torch.float32 and pages.shape[-1] % 2 == 0
+
+
+def rows_merged_at_once(splits_pad: int, dim: int, num_rows: int) -> int:
+    """A power of two. `num_rows`: of a tile."""
+    return min(max(1, _MERGED_ELEMENTS // (splits_pad * dim)), 1 << (num_rows - 1).bit_length(), 16)
