@@ -7,6 +7,7 @@ nothing else to do may lend its thread instead.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from ratoon.observe.startup import StartupTimer
 Result = TypeVar("Result")
 
 IDLE_SECONDS = 0.2  # without work, after which a thread of steps begins what can be done in advance
+MAX_SECONDS_BETWEEN_CALLS = 0.05  # for what a caller that has its results is kept waiting
 
 
 class StepHandle(Protocol):
@@ -57,6 +59,10 @@ class Executor(Protocol):
 
     def recover(self) -> None:
         """The caller has handled a failed step and the skipped ones: plans submitted from now on are executed."""
+
+    def work_between_calls(self) -> None:
+        """For a caller that has its results, and waits: prepare for steps like those that it has seen, briefly. Where
+        the executor works when it is idle, nothing."""
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the thread of the steps, after those in flight."""
@@ -125,6 +131,20 @@ class ThreadedExecutor:
         """A piece of work for a moment without steps. False: there is none. A step that is submitted meanwhile waits
         for the piece, not for more."""
         return False
+
+    @property
+    def has_work_of_steps(self) -> bool:
+        """Whether there is idle work that steps so far have left."""
+        return False
+
+    def work_between_calls(self) -> None:
+        if not self.works_when_idle and self.has_work_of_steps:
+            self.call(self._work_briefly)
+
+    def _work_briefly(self) -> None:
+        end = time.monotonic() + MAX_SECONDS_BETWEEN_CALLS
+        while self.has_work_of_steps and self.work_when_idle() and time.monotonic() < end:
+            pass
 
     def on_lent_thread(self) -> AbstractContextManager[object] | None:
         """What a step needs around it on another thread than that of the steps. None: it can't run there."""
@@ -278,6 +298,10 @@ class UniProcExecutor(ThreadedExecutor):
     @property
     def has_idle_work(self) -> bool:
         return self._worker.has_idle_work
+
+    @property
+    def has_work_of_steps(self) -> bool:
+        return self._worker.has_work_of_steps
 
     def work_when_idle(self) -> bool:
         return self._worker.work_when_idle()

@@ -46,6 +46,9 @@ class InprocClient:
         self.core.wait_while_paused(PAUSE_WAIT)
         return self.core.step()
 
+    def work_between_calls(self) -> None:
+        self.core.work_between_calls()
+
     def call_utility(self, method: str, *arguments: Any) -> Any:
         return self._utilities.call(method, *arguments)
 

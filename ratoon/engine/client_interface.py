@@ -30,6 +30,9 @@ class EngineClient(RequestTaker, Protocol):
 
     def has_work(self) -> bool: ...
 
+    def work_between_calls(self) -> None:
+        """The caller has its results: a moment for what makes later requests faster."""
+
     def call_utility(self, method: str, *arguments: Any) -> Any: ...
 
     def describe(self) -> dict[str, Any]:

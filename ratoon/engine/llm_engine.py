@@ -32,6 +32,7 @@ class LLMEngine(FrontEnd):
     ) -> None:
         super().__init__(client, input_processor, output_processor, **parts)
         self.client = client
+        self._has_answered = False
         self._inboxes: dict[Key, Inbox] = {}  # of requests whose caller waits for them in `run` or `begin`
         self._lock = threading.Lock()  # the output processor belongs to the thread that holds it
 
@@ -108,6 +109,9 @@ class LLMEngine(FrontEnd):
                         raise output.refusal
                     with_torch_tensors(output)
                     yield output
+            if self._has_answered:  # the first answer waits for nothing that it does not need
+                self.client.work_between_calls()
+            self._has_answered = True
         finally:
             if unfinished:
                 with interrupts_held_back():

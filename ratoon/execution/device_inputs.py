@@ -183,7 +183,7 @@ class DeviceInputs:
         packed.turn()
         host = packed.host
         num_sampled = 0 if read_requests is None else len(read_requests)
-        host["counts"][:] = num_reqs, cu_num_tokens[-1], num_sampled
+        host["counts"][:] = num_reqs, cu_num_tokens[-1] if num_reqs else 0, num_sampled
         host["rows"][:num_reqs] = batch_rows
         host["num_computed"][:num_reqs] = rows.num_computed[batch_rows]
         host["query_start_loc"][0] = 0
@@ -207,6 +207,11 @@ class DeviceInputs:
         self._send_cells(rows.journal.take())
         writes_nothing = unwritten is not None and bool(unwritten.all())
         return PackedStep(batch_rows, num_scheduled, cu_num_tokens, writes_nothing)
+
+    def send_padding(self) -> None:
+        """A step without requests: what is computed of it is padding alone."""
+        nothing = np.zeros(0, np.int64)
+        self.send(nothing, nothing, read_rows=nothing, read_requests=nothing)
 
     def _send_cells(self, cells: np.ndarray) -> None:
         """Send the packed arrays, and write these cells of the rows."""

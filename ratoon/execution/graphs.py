@@ -41,6 +41,7 @@ LAUNCH_SECONDS_OF_LAYER = 300e-6
 OPERATIONS_PER_SECOND = 600e12
 REQUEST_SIZES = (8, 32, 128)
 READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
+SHORT_SIZES = (8, 16, 24, 32)  # of the steps of one short continuation, which run once ahead of the first of them
 MAX_GRAPHS = 256
 MIN_FREE_BYTES = 512 * 2**20  # of the device's memory: with less, no further graph is captured
 MAX_FAILURES = 3  # captures that failed, after which none is tried
@@ -208,14 +209,20 @@ class StepGraphs:
         run: Callable[[GraphKey], Tensor | None],
         capture: Capture,
         max_prefill_tokens: int = MAX_TOKENS,
+        send_padding: Callable[[], None] | None = None,
     ) -> None:
+        """`send_padding`: bring a step without requests to the device, so that `run` computes padding alone. Without
+        it, only steps that have run are captured in moments without work."""
         self.stats = GraphStats()
         self._sizes = sizes
         self._max_prefill_tokens = max_prefill_tokens
         self._run = run
         self._capture = capture
+        self._send_padding = send_padding
         self._graphs: dict[GraphKey, Captured] = {}
         self._seen: dict[GraphKey, None] = {}  # in the order of their first steps
+        self._modes: set[Mode] = set()  # of steps that have run
+        self._short_keys: list[GraphKey] = []  # to be run ahead, the last first
         self._num_failures = 0
 
     def size_for(self, num_tokens: int, is_decode: bool = True, has_beams: bool = False) -> int | None:
@@ -233,7 +240,7 @@ class StepGraphs:
         if graph is not None:
             return graph.replay()
         states = self._run(key)
-        self._seen[key] = None  # not if it raised: what it compiles may be missing
+        self._note(key)  # not if it raised: what it compiles may be missing
         return states
 
     @property
@@ -246,10 +253,44 @@ class StepGraphs:
         key = next((key for key in reversed(self._seen) if key not in self._graphs), None)
         return key is not None and self._try_capture(key) is not None
 
+    @property
+    def can_run_ahead(self) -> bool:
+        return bool(self._short_keys) and self._num_failures < MAX_FAILURES
+
+    def run_ahead(self) -> bool:
+        """Run a step of a short continuation with padding alone, so that it is captured next, before there is such a
+        request. For moments without work. False: there is none left, or it can't be run."""
+        while self._short_keys:
+            key = self._short_keys.pop()
+            if key in self._seen:
+                continue
+            assert self._send_padding is not None
+            try:
+                self._send_padding()
+                self._run(key)
+            except Exception:
+                self._num_failures += 1
+                logger.warning("a step of %d tokens could not be run in advance", key.size, exc_info=True)
+                return False
+            self._note(key)
+            return True
+        return False
+
+    def _note(self, key: GraphKey) -> None:
+        """A step has run. Short continuations will sample their tokens as it did."""
+        self._seen[key] = None
+        if self._send_padding is not None and key.mode is not None and key.mode not in self._modes:
+            self._modes.add(key.mode)
+            sizes = [size for size in reversed(SHORT_SIZES) if size in self._sizes and size <= self._max_prefill_tokens]
+            short = [GraphKey(size, REQUEST_SIZES[0], padded_read(1, size), key.mode) for size in sizes]
+            self._short_keys = short + self._short_keys
+
     def clear(self) -> None:
         """Drop all graphs: memory that they use is about to be freed."""
         self._graphs.clear()
         self._seen.clear()
+        self._modes.clear()
+        self._short_keys.clear()
         self.stats = GraphStats()
 
     def _try_capture(self, key: GraphKey) -> Captured | None:

@@ -114,6 +114,7 @@ class ModelRunner:
                     lambda key: run_padded(key, inputs, self.kv, self.model),
                     capture,
                     max_prefill_tokens(model.config),
+                    inputs.send_padding,
                 )
         else:
             self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)

@@ -219,15 +219,20 @@ class Worker:
 
     @property
     def has_idle_work(self) -> bool:
+        graphs = self.runner.graphs
+        return graphs is not None and (graphs.can_capture_next or graphs.can_run_ahead)
+
+    @property
+    def has_work_of_steps(self) -> bool:
         return self.runner.graphs is not None and self.runner.graphs.can_capture_next
 
     def work_when_idle(self) -> bool:
         """Do a piece of work that later steps profit from. False: there is none now."""
         graphs = self.runner.graphs
-        if graphs is None or not graphs.can_capture_next or not torch.cuda.current_stream().query():
+        if graphs is None or not self.has_idle_work or not torch.cuda.current_stream().query():
             return False
         with torch.inference_mode():
-            return graphs.capture_next()
+            return graphs.capture_next() if graphs.can_capture_next else graphs.run_ahead()
 
     def examine_failure(self, error: Exception) -> None:
         """After a step that raised: give back memory if there was too little. Raises DeviceLostError if the device

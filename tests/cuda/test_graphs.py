@@ -18,7 +18,9 @@ from ratoon.core.request import EngineCoreRequest
 from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.execution import graphs
+from ratoon.execution.graphs import GraphKey
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.layers.sampling import Mode
 from ratoon.observe.startup import StartupTimer
 from tests.golden import tiny_models
 from tests.golden.test_cuda import FAMILIES, LENGTHS, run_to_the_end
@@ -156,10 +158,23 @@ def test_steps_that_ran_once_are_captured_when_there_is_nothing_to_do() -> None:
         core.add_request(EngineCoreRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
         results.append(run_to_the_end(core)[name, 0])
         deadline = time.monotonic() + 30
-        while made.can_capture_next and time.monotonic() < deadline:
+        while (made.can_capture_next or made.can_run_ahead) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert made.stats.num_graphs == 2 and made._num_failures == 0, "the prompt, and a decode"
+        short = {GraphKey(size, 8, 1, Mode.GREEDY) for size in graphs.SHORT_SIZES}
+        assert made._graphs.keys() == {GraphKey(1, None, None, Mode.GREEDY), *short} and made._num_failures == 0
     assert results[0] == results[1]
+
+
+def test_the_second_call_finds_a_graph_of_each_step_of_the_first() -> None:
+    core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
+    made = runner_of(core).graphs
+    assert made is not None
+    for number in range(2):
+        prompt = random_token_ids(12, seed=number)
+        core.add_request(EngineCoreRequest(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=1)))
+        run_to_the_end(core)
+        core.work_between_calls()
+        assert list(made._graphs) == [GraphKey(16, 8, 1, Mode.GREEDY)]
 
 
 def test_graphs_are_made_anew_after_sleep() -> None:

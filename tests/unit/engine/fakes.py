@@ -227,6 +227,7 @@ class FakeClient:
         self._texts: dict[tuple[str, int], list[int]] = {}
         self._refused: list[EngineCoreOutput] = []
         self.calls: list[tuple[Any, ...]] = []  # of utilities
+        self.num_moments = 0  # that callers gave it after their results
         self._extracted: dict[str, int] = {}  # rows of extractions that are given, by id
         self.readings: list[EngineCoreRequest] = []  # of texts that have ended
 
@@ -261,6 +262,9 @@ class FakeClient:
             self._left.pop(key, None)
             if num_tokens is not None:
                 self._read(key, self._texts[key][:num_tokens])
+
+    def work_between_calls(self) -> None:
+        self.num_moments += 1
 
     def _read(self, key: tuple[str, int], token_ids: list[int]) -> None:
         reading = reading_of(self._requests[key[0]], key[1], token_ids)

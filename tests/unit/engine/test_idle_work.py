@@ -29,6 +29,10 @@ class Idler(ThreadedExecutor):
     def has_idle_work(self) -> bool:
         return self.pieces > 0
 
+    @property
+    def has_work_of_steps(self) -> bool:
+        return self.pieces > 1  # the last one is for other steps
+
     def work_when_idle(self) -> bool:
         if self.pieces == 0:
             self.done.set()
@@ -108,3 +112,27 @@ def test_shutdown_ends_the_wait_for_idleness(monkeypatch: pytest.MonkeyPatch) ->
     executor.submit(SchedulerOutput()).result()
     executor.shutdown()
     assert executor.log == ["step"]
+
+
+def test_a_caller_with_its_results_waits_for_the_work_that_its_steps_have_left() -> None:
+    executor = Idler(3)
+    executor.submit(SchedulerOutput()).result()
+    executor.work_between_calls()
+    executor.shutdown()
+    assert executor.log == ["step", "piece", "piece"]
+
+
+def test_a_caller_waits_no_longer_than_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SECONDS_BETWEEN_CALLS", 0.0)
+    executor = Idler(9)
+    executor.work_between_calls()
+    executor.shutdown()
+    assert executor.log == ["piece"]
+
+
+def test_a_caller_waits_for_nothing_where_the_work_is_done_when_idle(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make(made, monkeypatch, LONG, 3)
+    executor.work_between_calls()
+    assert executor.log == []

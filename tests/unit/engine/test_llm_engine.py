@@ -84,3 +84,17 @@ def test_a_refusal_from_another_process_comes_as_an_output():
     assert isinstance(output.refusal, RequestError) and output.refusal.field == "prompt"
     assert output.outputs[0].finish_reason == "error"
     assert not engine.has_unfinished_requests()
+
+
+def test_the_engine_gets_a_moment_after_each_call_but_the_first():
+    client = FakeClient()
+    engine = make(client)
+    for number in range(3):
+        outputs = engine.run([engine.prepare(str(number), "abc", SamplingParams())])
+        moments = [client.num_moments for _ in outputs]
+        assert moments and client.num_moments == number, "nothing before the first token"
+        assert set(moments) == {max(0, number - 1)}, "and nothing before the last one of a stream"
+    closed = engine.run([engine.prepare("closed", "abc", SamplingParams())])
+    next(closed)
+    closed.close()
+    assert client.num_moments == 2

@@ -126,6 +126,40 @@ def test_steps_that_ran_once_are_captured_in_advance_the_latest_first() -> None:
     assert made.stats.num_graphs == 2
 
 
+def test_steps_of_short_continuations_run_ahead_in_each_way_of_sampling_that_was_used() -> None:
+    ran: list[GraphKey] = []
+    sent: list[int] = []
+    made = StepGraphs(graph_sizes(24), ran.append, RunAgain, send_padding=lambda: sent.append(len(ran)))  # type: ignore
+    assert not made.can_run_ahead and not made.run_ahead()
+    short = [GraphKey(size, 8, 1, Mode.GREEDY) for size in (8, 16, 24)]
+    made.run(KEY)
+    made.run(short[1])
+    while made.can_run_ahead:
+        made.run_ahead()
+    assert ran == [KEY, short[1], short[0], short[2]], "what has run is not run again"
+    assert sent == [2, 3], "with padding alone"
+    while made.can_capture_next:
+        assert made.capture_next()
+    assert made.stats.num_graphs == 4
+    made.run(GraphKey(1, None, None, Mode.RANDOM))
+    assert made.can_run_ahead and made.run_ahead() and ran[-1] == short[0]._replace(mode=Mode.RANDOM)
+    made.clear()
+    assert not made.can_run_ahead
+
+
+def test_a_step_that_can_not_be_run_ahead_costs_no_request() -> None:
+    def run(key: GraphKey) -> None:
+        if key.num_reqs is not None:
+            raise RuntimeError("out of memory")
+
+    made = StepGraphs(graph_sizes(64), run, RunAgain, send_padding=lambda: None)
+    made.run(KEY)
+    for _ in range(graphs.MAX_FAILURES):
+        assert made.can_run_ahead and not made.run_ahead()
+    assert not made.can_run_ahead
+    made.run(KEY)
+
+
 def test_nothing_is_captured_in_advance_once_captures_fail() -> None:
     made, _ = make_graphs(fail)
     made.run(KEY)
@@ -300,6 +334,25 @@ def test_padded_steps_are_launched_before_tokens_are_taken() -> None:
     outputs = [output.get_output() for output in pending]
     assert [token_of(output, "a") for output in outputs] == oracle_greedy(LLAMA, PROMPT, 5)
     assert [token_of(output, "b") for output in outputs] == oracle_greedy(LLAMA, OTHER, 5)
+
+
+@interpreted
+@pytest.mark.parametrize("params", [PARAMS["greedy"], PARAMS["top_k"]], ids=["greedy", "top_k"])
+def test_steps_that_run_ahead_change_no_token(params: SamplingParams) -> None:
+    """Between the steps of a branch, and one of them is pending."""
+    results = []
+    for ahead in (False, True):
+        driver, _ = padded_driver()
+        made = driver.runner.graphs
+        assert made is not None
+        pending = [launch(driver, [driver.new("a", PROMPT, 1, params=params, seed=3)])]
+        for i in range(3):
+            while ahead and made.can_run_ahead:
+                assert made.run_ahead()
+            pending.append(launch(driver, known={"a": len(PROMPT) + i}))
+        results.append([token_of(output.get_output(), "a") for output in pending])
+        assert made.can_run_ahead == (not ahead)
+    assert results[0] == results[1]
 
 
 @interpreted
