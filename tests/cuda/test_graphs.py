@@ -23,7 +23,7 @@ from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.sampling import Mode
 from ratoon.observe.startup import StartupTimer
 from tests.golden import tiny_models
-from tests.golden.test_cuda import FAMILIES, LENGTHS, run_to_the_end
+from tests.golden.test_cuda import FAMILIES, LENGTHS, run_to_the_end, without_waiting
 from tests.golden.tiny_models import TinyModel, random_token_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -97,18 +97,9 @@ def test_texts_are_the_same_with_and_without_graphs_and_as_on_the_cpu(make: Any)
 
 
 def test_nothing_waits_for_the_device_in_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for phase in ("execute_model", "sample_tokens"):
-        original = getattr(ModelRunner, phase)
-
-        def run(*arguments: Any, original: Any = original) -> Any:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return original(*arguments)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        monkeypatch.setattr(ModelRunner, phase, run)
     core = core_of(tiny_models.tiny_qwen3(), "cuda", 2, True)
+    for phase in ("execute_model", "sample_tokens"):
+        monkeypatch.setattr(runner_of(core), phase, without_waiting(getattr(runner_of(core), phase)))
     for index, length in enumerate(LENGTHS):
         params = SamplingParams(temperature=index % 2, top_p=1.0 - index / 10, max_tokens=20, seed=index)
         core.add_request(EngineCoreRequest(str(index), random_token_ids(length, seed=index), params))
@@ -116,16 +107,16 @@ def test_nothing_waits_for_the_device_in_a_plain_step(monkeypatch: pytest.Monkey
 
 
 def test_results_are_pending_while_the_next_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
     kinds = []
-    sample = ModelRunner.sample_tokens
+    sample = runner_of(core).sample_tokens
 
-    def note(runner: ModelRunner) -> Any:
-        output = sample(runner)
+    def note() -> Any:
+        output = sample()
         kinds.append(type(output).__name__)
         return output
 
-    monkeypatch.setattr(ModelRunner, "sample_tokens", note)
-    core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
+    monkeypatch.setattr(runner_of(core), "sample_tokens", note)
     core.add_request(EngineCoreRequest("a", random_token_ids(5, seed=1), SamplingParams(temperature=0.0, max_tokens=9)))
     run_to_the_end(core)
     assert kinds[:9] == ["PendingOutput"] * 9

@@ -10,7 +10,6 @@ from ratoon.core.errors import ModelError
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
-from ratoon.execution.model_runner import ModelRunner
 from ratoon.observe.startup import StartupTimer
 from tests.golden import encoder_engines, tiny_models
 from tests.golden.tiny_models import random_token_ids
@@ -40,7 +39,10 @@ def core_of(tiny, device, **cache):
 
 
 def greedy(tiny, device, **cache):
-    core = core_of(tiny, device, **cache)
+    return greedy_tokens(core_of(tiny, device, **cache))
+
+
+def greedy_tokens(core):
     for index, length in enumerate(LENGTHS):
         params = SamplingParams(temperature=0.0, max_tokens=24, n=1 + index % 2)
         core.add_request(EngineCoreRequest(str(index), random_token_ids(length, seed=index), params))
@@ -184,16 +186,23 @@ def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():
     assert results[0] == results[1]
 
 
-def test_launching_a_step_waits_for_nothing_on_the_device(monkeypatch):
-    """The scheduler's next move may overlap with the device: `execute_model` must not contain a hidden wait."""
-    launch = ModelRunner.execute_model
+def without_waiting(function):
+    """The function, which raises if it waits for the device. For methods of one runner, once it is built: while weights
+    are loaded, another thread runs steps of a runner without memory, and the mode is that of the process."""
 
-    def launch_without_waiting(runner, plan):
+    def run(*arguments):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            launch(runner, plan)
+            return function(*arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(ModelRunner, "execute_model", launch_without_waiting)
-    assert greedy(tiny_models.tiny_qwen2(), "cuda")
+    return run
+
+
+def test_launching_a_step_waits_for_nothing_on_the_device(monkeypatch):
+    """The scheduler's next move may overlap with the device: `execute_model` must not contain a hidden wait."""
+    core = core_of(tiny_models.tiny_qwen2(), "cuda")
+    runner = core.executor._worker.runner
+    monkeypatch.setattr(runner, "execute_model", without_waiting(runner.execute_model))
+    assert greedy_tokens(core)
