@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Compute capabilities
+BITS_OF_FLOATS = {"int8": 8, "int4": 4}  # by the setting `quantization`
 OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)
 OLDEST_WITH_FP8 = (8, 9)
 # None: the dtype of the model
@@ -273,6 +274,9 @@ def choose_ops(
     if batch_invariant and ops.name == "torch":
         problem = f"sums depend on the batch with the kernels 'torch', which are those for {dtype} on {device}"
         raise ConfigError("batch_invariant", problem, "float32 on a CPU, or a GPU")
+    if quantization in BITS_OF_FLOATS and ops.name != "native":
+        problem = f"{quantization} is not there with the kernels {ops.name!r}, which are those for {dtype} on {device}"
+        raise ConfigError("quantization", problem, "float32 on a CPU")
     if quantization == "fp8":
         expected = "leave it out, or a GPU of compute capability 8.9 or higher and bfloat16"
         if ops.name != "cuda":
@@ -286,10 +290,11 @@ def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool,
     if device.type != "cuda":
         if native_ops_reasons(device, dtype):
             return TorchOps()
-        keep = quantization == "gguf"
+        bits = BITS_OF_FLOATS.get(quantization)
+        keep = quantization == "gguf" or bits is not None
         if keep and not has_quantised_kernels():
-            logger.warning("quantised weights are decoded to float32: the kernels here can't multiply by them")
-        return NativeOps(keep)
+            logger.warning("weights are multiplied in float32: the kernels here can't multiply by quantised ones")
+        return NativeOps(keep, bits)
     from ratoon.layers.cuda_ops import CudaOps  # imports triton
     from ratoon.layers.product_choices import choices_file, read_choices
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from ratoon.layers import fp8
-from ratoon.layers.ops import FusedProduct, Product, RMSWeights, WeightFormat
+from ratoon.layers.ops import FusedProduct, Product, RMSWeights, WeightFormat, WeightUse
 from ratoon.layers.product_choices import PANEL_OUTPUTS, Choice, Panel, ProductChoices, Tile, invariant_choice
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
@@ -176,8 +176,8 @@ class CudaOps(TorchOps):
         self.quantization = quantization
         self._fp8_rows = Fp8Rows(self.choices, dependent_launch)
 
-    def quantize(self, stored: StoredTensor) -> StoredTensor:
-        if self.quantization is None or not fp8.can_quantize(stored.shape):
+    def quantize(self, stored: StoredTensor, use: WeightUse) -> StoredTensor:
+        if self.quantization is None or use is not WeightUse.LINEAR or not fp8.can_quantize(stored.shape):
             return stored
         return fp8.quantize_weight(stored.floats())
 

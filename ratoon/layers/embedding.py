@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.linear import make_product
+from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import TensorSlice
 from ratoon.layers.weights import Weights
 
@@ -39,7 +40,7 @@ class VocabParallelEmbedding:
         self.vocab_size = vocab_size
         self.rows = weights.shard.cut_vocabulary(vocab_size)
         part = TensorSlice.of_range(0, self.rows, vocab_size)
-        self.weight = weights.take_stored("weight", vocab_size, size, part=part)
+        self.weight = weights.take_stored("weight", vocab_size, size, part=part, use=WeightUse.VOCABULARY)
         kept = weights.ops.find_format(self.weight)
         table = self.weight.data
         self.lookup = partial(weights.ops.embedding, table) if kept is None else kept.make_embedding(self.weight)
@@ -94,7 +95,7 @@ class LMHead:
             weight = embedding.weight
         else:
             part = TensorSlice.of_range(0, rows, self.vocab_size)
-            weight = weights.take_stored("weight", self.vocab_size, size, part=part)
+            weight = weights.take_stored("weight", self.vocab_size, size, part=part, use=WeightUse.VOCABULARY)
         if bias is not None:
             bias = bias[rows.start : rows.stop]
         self.multiply = make_product(weights.ops, [weight], bias)

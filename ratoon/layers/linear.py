@@ -15,7 +15,7 @@ import torch
 
 from ratoon.layers.adapters import AdapterRows, AdapterTarget
 from ratoon.layers.norm import LinearInput, Normed
-from ratoon.layers.ops import Ops, Product
+from ratoon.layers.ops import Ops, Product, WeightUse
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.weights import Weights
 
@@ -192,9 +192,9 @@ def _take_weight(piece: Piece, outputs: range, in_features: int, inputs: range, 
     shape = (piece.out_features, in_features)
     part = TensorSlice.of_range(0, outputs, piece.out_features) or TensorSlice.of_range(1, inputs, in_features)
     if not transposed:
-        return piece.weights.take_stored("weight", *shape, part=part, quantizable=True)
+        return piece.weights.take_stored("weight", *shape, part=part, use=WeightUse.LINEAR)
     part = None if part is None else part._replace(dim=1 - part.dim)
-    return piece.weights.take_stored("weight", *shape[::-1], part=part, transposed=True, quantizable=True)
+    return piece.weights.take_stored("weight", *shape[::-1], part=part, transposed=True, use=WeightUse.LINEAR)
 
 
 def _take_bias(pieces: Sequence[Piece]) -> Tensor | None:

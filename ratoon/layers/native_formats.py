@@ -39,6 +39,16 @@ class Groups(NamedTuple):
     def bits(self) -> int:
         return 4 if self.codes.shape[-1] == BLOCK // 2 else 8
 
+    def floats(self) -> Tensor:
+        """[out, in] float32."""
+        codes, zero = self.codes, 128
+        if self.bits == 4:
+            codes, zero = torch.cat((codes & 15, codes >> 4), -1), 8 if self.offsets is None else 0
+        numbers = codes.float().sub_(zero).view(len(codes), -1, self.group).mul_(self.scales.float()[..., None])
+        if self.offsets is not None:
+            numbers += self.offsets.float()[..., None]
+        return numbers.flatten(1)
+
     @property
     def group(self) -> int:
         return self.codes.shape[1] * BLOCK // self.scales.shape[1]

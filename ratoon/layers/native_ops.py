@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ratoon.layers.native import has_quantised_kernels, library
+from ratoon.layers.native_encoding import FORMATS, can_encode, encode
 from ratoon.layers.native_formats import KeptFormats, QuantisedGatedMLP, QuantisedLinear
-from ratoon.layers.ops import FusedProduct, Product, WeightFormat
+from ratoon.layers.ops import FusedProduct, Product, WeightFormat, WeightUse
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import add_low_rank
 
@@ -77,18 +78,24 @@ class NativeOps:
     name = "native"
     defers_norms = False
 
-    def __init__(self, keep_formats: bool = True) -> None:
-        """`keep_formats`: quantised weights stay in the bits of their file where there are kernels for it."""
+    def __init__(self, keep_formats: bool = True, bits: int | None = None) -> None:
+        """`keep_formats`: quantised weights stay in the bits of their file where there are kernels for it. `bits`: 8 or
+        4, of weights that are floats in the file; None: they stay floats."""
         kernels = library()
         assert kernels is not None, "ask `native_ops_reasons` first"
         self._kernels = kernels
+        self.bits = bits
         self.formats = KeptFormats() if keep_formats and has_quantised_kernels() else None
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
         return None if self.formats is None else self.formats.find(stored)
 
-    def quantize(self, stored: StoredTensor) -> StoredTensor:
-        return stored
+    def quantize(self, stored: StoredTensor, use: WeightUse) -> StoredTensor:
+        """Tables and heads keep 8 bits at least: their errors go straight into the logits."""
+        if self.bits is None or self.formats is None or use is WeightUse.OTHER or not can_encode(stored):
+            return stored
+        bits = max(self.bits, 8) if use is WeightUse.VOCABULARY else self.bits
+        return encode(stored.data, self.formats.by_name[FORMATS[bits]], bits)
 
     def kept_formats(self) -> list[dict[str, Any]]:
         return [] if self.formats is None else self.formats.facts()

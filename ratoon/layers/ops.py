@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +16,14 @@ from ratoon.layers.stored import StoredTensor
 
 Tensor = torch.Tensor
 Product = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
+
+
+class WeightUse(enum.Enum):
+    """What multiplies by a weight, or reads it; it decides in how many bits Ops keeps it."""
+
+    LINEAR = enum.auto()  # a linear layer of the model's body
+    VOCABULARY = enum.auto()  # the vocabulary's table, or the head
+    OTHER = enum.auto()  # stays as it is
 
 
 class RMSWeights(NamedTuple):
@@ -55,8 +64,8 @@ class Ops(Protocol):
         """How a weight is multiplied in its stored format. None: it must be converted to floats, for `make_linear`."""
         ...
 
-    def quantize(self, stored: StoredTensor) -> StoredTensor:
-        """The weight [out, in] of a linear layer in fewer bits, or as it is."""
+    def quantize(self, stored: StoredTensor, use: WeightUse) -> StoredTensor:
+        """The weight [out, in] in fewer bits, or as it is."""
         ...
 
     def kept_formats(self) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ratoon.layers.ops import FusedProduct, Product, WeightFormat
+from ratoon.layers.ops import FusedProduct, Product, WeightFormat, WeightUse
 from ratoon.layers.stored import StoredTensor
 
 Tensor = torch.Tensor
@@ -26,7 +26,7 @@ class TorchOps:
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
         return None
 
-    def quantize(self, stored: StoredTensor) -> StoredTensor:
+    def quantize(self, stored: StoredTensor, use: WeightUse) -> StoredTensor:
         return stored
 
     def kept_formats(self) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.adapters import AdapterTarget
-from ratoon.layers.ops import Ops
+from ratoon.layers.ops import Ops, WeightUse
 from ratoon.layers.shard import Shard
 from ratoon.layers.stored import FLOAT_FORMATS, StoredTensor, TensorSlice
 
@@ -53,7 +53,7 @@ class TensorRequest(NamedTuple):
     part: TensorSlice | None = None  # None: all of it
     transposed: bool = False  # the layer needs the transpose of the checkpoint's tensor
     as_stored: bool = False  # keep the file's format if Ops supports it; otherwise convert to floats
-    quantizable: bool = False  # the weight of a linear layer, which Ops may keep in fewer bits
+    use: WeightUse = WeightUse.OTHER
 
 
 def read_tensor(
@@ -63,8 +63,7 @@ def read_tensor(
     stored = source.read(request.name, request.part, destination)
     if request.transposed:
         stored = stored.t()
-    if request.quantizable:
-        stored = ops.quantize(stored)
+    stored = ops.quantize(stored, request.use)
     if request.as_stored and not stored.transposed and ops.find_format(stored) is not None:
         return stored
     if stored.decode is None and stored.format not in FLOAT_FORMATS.values():
@@ -118,10 +117,10 @@ class Weights:
         *shape: int,
         part: TensorSlice | None = None,
         transposed: bool = False,
-        quantizable: bool = False,
+        use: WeightUse = WeightUse.OTHER,
     ) -> StoredTensor:
         """The same in its file's format, or in that of Ops. Shape and part are those in the checkpoint."""
-        request = TensorRequest(self.prefix + name, part, transposed, as_stored=True, quantizable=quantizable)
+        request = TensorRequest(self.prefix + name, part, transposed, as_stored=True, use=use)
         return self._take(request, shape, self.dtype)
 
     def _take(self, request: TensorRequest, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
@@ -133,7 +132,7 @@ class Weights:
         taken = shape if request.part is None else request.part.shape(shape)
         taken = taken[::-1] if request.transposed else taken
         stored = StoredTensor.of_floats(torch.empty(taken, dtype=dtype, device=self.device))
-        return self.ops.quantize(stored) if request.quantizable else stored
+        return self.ops.quantize(stored, request.use)
 
     def _compare(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.source.shapes().get(name)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 pytest.importorskip("triton")
 
 from ratoon.layers.cuda_ops import CudaOps
-from ratoon.layers.ops import RMSWeights
+from ratoon.layers.ops import RMSWeights, WeightUse
 from ratoon.layers.product_choices import Split, Tile
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
@@ -174,7 +174,7 @@ def test_products_with_a_split_sum_are_those_of_float64(rows: int) -> None:
 def test_products_with_weights_in_8_bits_are_near_those_of_the_numbers_they_stand_for(rows: int) -> None:
     ops = CudaOps(quantization="fp8")
     x, residual, norm = random(rows, 1024), random(rows, 3072), RMSWeights(random(1024), 1e-6)
-    stored = ops.quantize(StoredTensor.of_floats(random(3072, 1024, scale=0.02)))
+    stored = ops.quantize(StoredTensor.of_floats(random(3072, 1024, scale=0.02)), WeightUse.LINEAR)
     kept = ops.find_format(stored)
     assert kept is not None
     linear = kept.make_linear([stored], None)
@@ -186,7 +186,8 @@ def test_products_with_weights_in_8_bits_are_near_those_of_the_numbers_they_stan
     fused = ops.fuse(linear)
     assert fused is not None
     assert_near(fused(x, norm, residual), expected, limit)
-    mlp = ops.make_gated_mlp(linear, kept.make_linear([ops.quantize(StoredTensor.of_floats(random(512, 1536)))], None))
+    down = ops.quantize(StoredTensor.of_floats(random(512, 1536)), WeightUse.LINEAR)
+    mlp = ops.make_gated_mlp(linear, kept.make_linear([down], None))
     assert mlp(x).shape == (rows, 512) and mlp(x).isfinite().all()
 
 

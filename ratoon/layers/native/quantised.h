@@ -33,3 +33,10 @@ void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int
 // down(silu(gate(x)) · up(x)). `between` has room for 3 · inner floats a row, `scratch` for the larger of both inputs.
 void ratoon_quantised_gated_mlp(const quantised_weight *gate_up, const quantised_weight *down, const float *x, int64_t ldx,
                                 int64_t rows, void *scratch, float *between, float *y);
+
+// Of blocks of 32 floats, one after the other: the scales and, for 4 bits, the offsets that lose least. 8 bits have none.
+void ratoon_fit_scales(const float *x, int64_t blocks, int32_t bits, float *scales, float *offsets);
+
+// The codes that come nearest, with these scales and offsets, in GGUF's order: 32 bytes of -127…127 (8 bits), or 16 bytes with
+// code i in the low half of byte i and code 16 + i in the high one (4 bits, 0…15).
+void ratoon_encode(const float *x, int64_t blocks, int32_t bits, const float *scales, const float *offsets, uint8_t *codes);

@@ -6,7 +6,9 @@ import torch
 from ratoon.core.errors import ConfigError
 from ratoon.execution.devices import use_device
 from ratoon.execution.worker import choose_ops, describe_weights
+from ratoon.layers.native import has_quantised_kernels
 from ratoon.layers.native_ops import native_ops_reasons
+from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import StoredTensor
 
 
@@ -30,12 +32,21 @@ def test_operations_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> 
         choose_ops(cuda, torch.bfloat16, batch_invariant=True, quantization="fp8")
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_floats_are_kept_in_fewer_bits_beside_float32_on_a_cpu(quantization: str) -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match=rf"quantization: {quantization} is not there .* torch.bfloat16 on cpu"):
+        choose_ops(cpu, torch.bfloat16, quantization=quantization)
+    if has_quantised_kernels():
+        assert choose_ops(cpu, torch.float32, quantization=quantization).bits == int(quantization[-1])
+
+
 def test_weights_in_8_bits_are_counted_as_such() -> None:
     pytest.importorskip("triton")
     from ratoon.layers.cuda_ops import CudaOps
 
     ops = CudaOps(quantization="fp8")
-    stored = ops.quantize(StoredTensor.of_floats(torch.randn(64, 32)))
+    stored = ops.quantize(StoredTensor.of_floats(torch.randn(64, 32)), WeightUse.LINEAR)
     found = ops.find_format(stored)
     assert found is not None
     found.make_linear([stored, stored], None)

@@ -1,0 +1,42 @@
+"""Models of floats whose weights are kept in 8 and 4 bits, against their own floats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ratoon.layers.native import has_quantised_kernels
+from ratoon.layers.native_ops import NativeOps
+from ratoon.layers.ops import Ops
+from ratoon.models.build import build_model
+from tests.golden import tiny_models
+from tests.golden.dense_step import dense_logits
+from tests.golden.tiny_models import TinyModel, random_token_ids
+
+pytestmark = pytest.mark.skipif(
+    not has_quantised_kernels(), reason="no kernels for this processor; `make setup` builds them"
+)
+
+FAMILIES = [
+    tiny_models.tiny_llama,
+    tiny_models.tiny_mistral,
+    tiny_models.tiny_qwen2,
+    tiny_models.tiny_qwen3,
+    tiny_models.tiny_gpt2,
+]
+
+
+def all_logits(tiny: TinyModel, ops: Ops, tokens: list[int]) -> torch.Tensor:
+    model = build_model(tiny.config, tiny.source, ops, torch.device("cpu"), torch.float32)
+    return dense_logits(model, tokens)
+
+
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("bits", "allowed"), [(8, 0.05), (4, 0.4)])
+def test_logits_are_near_those_of_the_floats(make, bits: int, allowed: float) -> None:
+    tiny, tokens = make(), random_token_ids(40, seed=1)
+    ops = NativeOps(bits=bits)
+    found, expected = all_logits(tiny, ops, tokens), tiny.oracle_logits(tokens)
+    assert (found - expected).norm() < allowed * expected.norm()
+    assert not torch.equal(found, all_logits(tiny, NativeOps(), tokens))
+    assert {one["format"] for one in ops.kept_formats()} == ({"Q8_0"} if bits == 8 else {"Q4_1", "Q8_0"})
