@@ -11,6 +11,7 @@ fails prints its error, and the others go on. What is measured is in compare_par
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -264,8 +265,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--from-logs", type=Path, nargs="+", metavar="LOG", help="measure nothing: read earlier runs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one round: does it work at all?")
     args = parser.parse_args()
-    args.engines = args.engines.split(",") if args.engines else default_engines(args.vllm_path)
-    verify_names(parser, "--engines", args.engines, ENGINES)
+    args.engines = find_engines(parser, args)
     args.variants = verify_names(parser, "--variants", args.variants.split(","), VARIANTS)
     args.only = verify_names(parser, "--only", args.only.split(","), [STARTUP, *WORKLOADS])
     args.shapes = [find_shape(parser, name) for name in args.models.split(",")]
@@ -275,10 +275,17 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def default_engines(vllm_path: Path | None) -> list[str]:
-    import importlib.util
-
-    return [*ENGINES] if vllm_path is not None or importlib.util.find_spec("vllm") is not None else [OURS]
+def find_engines(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """Those asked for, or those that are there."""
+    is_there = importlib.util.find_spec("vllm") is not None
+    if args.vllm_path is not None:
+        is_there = (args.vllm_path / "vllm" / "__init__.py").is_file()
+        if not is_there:
+            parser.error(f"--vllm-path: {args.vllm_path} has no vllm/__init__.py")
+    names = args.engines.split(",") if args.engines else [*ENGINES] if is_there else [OURS]
+    if "vllm" in names and not is_there:
+        parser.error("--engines: vllm is not installed here; give the folder that has it by --vllm-path")
+    return verify_names(parser, "--engines", names, ENGINES)
 
 
 def find_shape(parser: argparse.ArgumentParser, name: str) -> Path:

@@ -4,7 +4,8 @@
     python3 bench/gpu/compare_http.py --vllm-path /tmp/vllm --rates 1,8,32,inf --json http.json --plot http.png
 
 The load comes from `ratoon bench serve`. Each rate of each server is printed at once as a line `RESULT {json}`: time to
-first token and time between tokens, 50th and 99th percentile, and output tokens a second.
+first token and time between tokens, 50th and 99th percentile, and output tokens a second. Before the first rate, a
+server answers a burst that is not counted, in which engines compile and capture what their steps need.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,11 +25,10 @@ from typing import Any
 
 from compare import (
     CACHE_FOLDER,
-    ENGINES,
     MODELS,
     VARIANTS,
-    default_engines,
     engine_settings,
+    find_engines,
     find_shape,
     gpu_name,
     module_path,
@@ -38,12 +39,12 @@ from compare_parts.servers import Server
 from comparison import align
 from cpu_peers import OURS, format_number
 from peers.process import EngineFailedError
-from program import verify_names
 
 RATES = (1.0, 8.0, 32.0, math.inf)
 LOAD_SECONDS = 15.0  # how long requests arrive, at a rate
-MAX_REQUESTS = 512
+FEWEST_REQUESTS, MOST_REQUESTS = 8, 512
 SATURATING = 256  # requests that are sent at once
+WARMUP_SEED = 1000  # rates have their own: no prompt of the warm-up comes again
 MAX_MODEL_LEN = 4096
 OUR_BUDGET = {"max_num_batched_tokens": 8192}  # of tokens in a step: what vLLM's server chooses on a large GPU
 
@@ -67,6 +68,14 @@ class Load:
     @property
     def rate_text(self) -> str:
         return "all at once" if self.rate is None else f"{self.rate:g} a second"
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        return self.ttft_p50, self.ttft_p99, self.itl_p50, self.itl_p99
+
+
+class LoadFailedError(EngineFailedError):
+    """A load gave no figures; another one may."""
 
 
 class HttpComparison:
@@ -92,32 +101,51 @@ class HttpComparison:
         if engine == OURS:
             settings |= OUR_BUDGET | args.settings
         log = args.work_folder / "logs" / f"http-{shape.name}-{engine}.log"
-        seconds = min(args.start_seconds, self._deadline - time.monotonic())
+        seconds = min(args.start_seconds, self._seconds_left())
         print(f"# start {shape.name} {engine} {json.dumps(settings)}", flush=True)
+        begin = time.monotonic()
         with Server(engine, model, settings, module_path(engine, args.vllm_path), log, seconds) as server:
+            print(f"# healthy after {time.monotonic() - begin:.1f} s", flush=True)
+            if args.warmup:
+                begin = time.monotonic()
+                self._send(server, args.warmup, math.inf, WARMUP_SEED)
+                print(f"# warmed up by {args.warmup} requests in {time.monotonic() - begin:.1f} s", flush=True)
             for index, rate in enumerate(args.rates):
-                left = self._deadline - time.monotonic()
-                if left <= 0:
-                    raise EngineFailedError("the time limit is over")
+                requests = args.requests or num_requests(rate, args.load_seconds)
                 try:
-                    self._measure_rate(server, shape.name, rate, index, left)
-                except (EngineFailedError, subprocess.TimeoutExpired) as error:
+                    summary = self._send(server, requests, rate, index)
+                except LoadFailedError as error:
                     self._fail(shape.name, engine, f"at {rate:g} requests a second: {error}")
+                else:
+                    self._add(summarize(summary, shape.name, args.variant, engine, rate))
 
-    def _measure_rate(self, server: Server, model: str, rate: float, index: int, limit: float) -> None:
+    def _send(self, server: Server, requests: int, rate: float, seed: int) -> dict[str, Any]:
+        """A load from a process of its own → its summary."""
         args = self.args
-        requests = args.requests or num_requests(rate)
+        left = self._seconds_left()
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "load.json"
             command = [sys.executable, "-m", "ratoon", "bench", "serve", "--url", server.url, "--json", str(out)]
-            command += ["--num-requests", str(requests), "--request-rate", str(rate), "--seed", str(index)]
+            command += ["--num-requests", str(requests), "--request-rate", str(rate), "--seed", str(seed)]
             command += ["--input-len", args.input_len, "--output-len", args.output_len]
             environment = {**os.environ, "PYTHONPATH": module_path(OURS, None)}
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit, check=False)
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, env=environment, timeout=left, check=False
+                )
+            except subprocess.TimeoutExpired:
+                raise EngineFailedError(f"the time limit ended {requests} requests, {rate:g} a second") from None
             if not out.exists():
-                raise EngineFailedError(f"the load generator failed: {done.stderr[-1500:]}")
+                raise LoadFailedError(f"the load generator failed: {done.stderr[-1500:]}")
             (result,) = json.loads(out.read_text(encoding="utf-8"))["rounds"]
-        self._add(summarize(result["summary"], model, args.variant, server.engine, rate))
+        summary: dict[str, Any] = result["summary"]
+        return summary
+
+    def _seconds_left(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise EngineFailedError("the time limit is over")
+        return left
 
     def _add(self, load: Load) -> None:
         self.loads.append(load)
@@ -128,8 +156,10 @@ class HttpComparison:
         print(ERROR_MARK + json.dumps(self.errors[-1]), flush=True)
 
 
-def num_requests(rate: float) -> int:
-    return SATURATING if math.isinf(rate) else min(MAX_REQUESTS, max(8, math.ceil(rate * LOAD_SECONDS)))
+def num_requests(rate: float, seconds: float) -> int:
+    if math.isinf(rate):
+        return SATURATING
+    return min(MOST_REQUESTS, max(FEWEST_REQUESTS, math.ceil(rate * seconds)))
 
 
 def summarize(summary: dict[str, Any], model: str, variant: str, engine: str, rate: float) -> Load:
@@ -148,12 +178,28 @@ def summarize(summary: dict[str, Any], model: str, variant: str, engine: str, ra
 
 
 def format_table(loads: list[Load]) -> str:
+    """Below the two servers at a rate, a line with their ratios: above 1, Ratoon is the faster one."""
     rows = [["model", "load", "engine", "TTFT p50", "p99", "ITL p50", "p99 (ms)", "output tok/s", "failed"]]
+    together: dict[tuple[str, float], list[Load]] = {}
     for load in sorted(loads, key=lambda one: (one.model, one.rate or math.inf, one.engine != OURS)):
-        times = (load.ttft_p50, load.ttft_p99, load.itl_p50, load.itl_p99, load.output_tokens_per_second)
-        failed = f"{load.failed} of {load.requests}"
-        rows.append([load.model, load.rate_text, load.engine, *map(format_number, times), failed])
+        together.setdefault((load.model, load.rate or math.inf), []).append(load)
+    for group in together.values():
+        for load in group:
+            figures = map(format_number, (*load.times, load.output_tokens_per_second))
+            rows.append([load.model, load.rate_text, load.engine, *figures, f"{load.failed} of {load.requests}"])
+        if len(group) == 2:
+            rows.append(["", "", "ratio", *map(format_ratio, ratios(*group)), ""])
     return align(rows)
+
+
+def ratios(ours: Load, theirs: Load) -> list[float]:
+    """NaN where one of them has no figure."""
+    pairs = [*zip(theirs.times, ours.times), (ours.output_tokens_per_second, theirs.output_tokens_per_second)]
+    return [above / below if below else math.nan for above, below in pairs]
+
+
+def format_ratio(ratio: float) -> str:
+    return "" if math.isnan(ratio) else f"{format_number(ratio)}×"
 
 
 def draw(path: Path, title: str, loads: list[Load]) -> None:
@@ -188,7 +234,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(MODELS), help="shapes, or folders with config.json (%(default)s)")
     parser.add_argument("--variant", default="bf16", choices=VARIANTS)
     parser.add_argument("--rates", default=",".join(f"{rate:g}" for rate in RATES), help="default %(default)s")
-    parser.add_argument("--requests", type=int, metavar="N", help="at each rate (default: 15 seconds of them)")
+    parser.add_argument("--requests", type=int, metavar="N", help="at each rate (default: by --load-seconds)")
+    parser.add_argument(
+        "--load-seconds",
+        type=float,
+        default=LOAD_SECONDS,
+        metavar="S",
+        help=f"of arrivals at a rate, {FEWEST_REQUESTS} to {MOST_REQUESTS} requests (default %(default)g)",
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=SATURATING, metavar="N", help="requests before, at once (default %(default)s)"
+    )
     parser.add_argument("--input-len", default="100-1024", metavar="N", help="tokens in (default %(default)s)")
     parser.add_argument("--output-len", default="100-400", metavar="N", help="tokens out (default %(default)s)")
     parser.add_argument("--vllm-path", type=Path, metavar="DIR", help="a folder with vLLM and what it needs, unpacked")
@@ -200,8 +256,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw it (needs matplotlib)")
     args = parser.parse_args()
-    args.engines = args.engines.split(",") if args.engines else default_engines(args.vllm_path)
-    verify_names(parser, "--engines", args.engines, ENGINES)
+    args.engines = find_engines(parser, args)
     args.shapes = [find_shape(parser, name) for name in args.models.split(",")]
     args.rates = [float(rate) for rate in args.rates.split(",")]
     args.work_folder = args.work_folder.resolve()
@@ -210,12 +265,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are ended
     comparison = HttpComparison(args)
     try:
         comparison.measure()
     except KeyboardInterrupt:
         print("interrupted: these are the figures so far", file=sys.stderr)
-    print(f"\n{gpu_name()}\n\n{format_table(comparison.loads)}")
+    print(f"\n{gpu_name()}\nRatios: above 1, Ratoon is the faster one.\n\n{format_table(comparison.loads)}")
+    for failure in comparison.errors:
+        print(f"failed: {failure['model']} {failure['engine']}: {failure['error'].strip().splitlines()[-1][:300]}")
     if args.json:
         result = {"gpu": gpu_name(), "loads": [asdict(load) for load in comparison.loads], "errors": comparison.errors}
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

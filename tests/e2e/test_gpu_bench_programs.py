@@ -52,6 +52,18 @@ class BeamSearchParams:
     def __init__(self, beam_width, max_tokens, ignore_eos):
         self.beam_width, self.max_tokens = beam_width, max_tokens
 """
+FAKE_VLLM_COMMAND = """
+import sys
+
+from ratoon.cli import main
+
+command, model, *options = sys.argv[1:]
+given = dict(zip(options[::2], options[1::2]))
+assert command == "serve" and given["--load-format"] == "dummy" and given["--dtype"] == "bfloat16", sys.argv
+sys.argv = ["ratoon", "serve", model, "--host", given["--host"], "--port", given["--port"], "--load-format", "dummy"]
+sys.argv += ["--device", "cpu", "--dtype", "float32", "--num-blocks", "200", "--max-model-len", "64"]
+sys.exit(main())
+"""
 ON_THE_CPU = {"device": "cpu", "dtype": "float32", "num_blocks": 200, "max_num_seqs": 32, "num_threads": 1}
 
 
@@ -111,10 +123,24 @@ ALL_BUT_LONG_BEAMS = "startup,decode1,decode32,prefill,continue,continue-leased,
 @pytest.mark.slow
 def test_servers_are_measured_at_several_rates(shape: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    options = ("--engines", "ratoon", "--rates", "20,inf", "--requests", "4", "--input-len", "8", "--output-len", "6")
-    run_program("compare_http.py", shape, tmp_path, {"max_model_len": 64}, *options)
+    command = write_fake_vllm(tmp_path / "site") / "vllm" / "entrypoints" / "cli" / "main.py"
+    command.parent.mkdir(parents=True)
+    command.write_text(FAKE_VLLM_COMMAND)
+    options = ("--rates", "20,inf", "--requests", "4", "--warmup", "3", "--input-len", "8", "--output-len", "6")
+    vllm = ("--vllm-path", str(tmp_path / "site"))
+    shown = run_program("compare_http.py", shape, tmp_path, {"max_model_len": 64}, *options, *vllm)
     result = json.loads((tmp_path / "out.json").read_text())
     assert not result["errors"]
-    assert [(load["rate"], load["requests"], load["failed"]) for load in result["loads"]] == [(20, 4, 0), (None, 4, 0)]
+    assert [(load["engine"], load["rate"], load["requests"], load["failed"]) for load in result["loads"]] == [
+        (engine, rate, 4, 0) for engine in ("ratoon", "vllm") for rate in (20, None)
+    ]
     assert all(0 < load["ttft_p50"] <= load["ttft_p99"] for load in result["loads"])
+    assert shown.count("# warmed up by 3 requests") == 2 and shown.count("×") == 10
     assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_a_folder_without_vllm_is_refused(tmp_path: Path) -> None:
+    for program in ("compare.py", "compare_http.py"):
+        command = [sys.executable, f"bench/gpu/{program}", "--vllm-path", str(tmp_path)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 2 and "has no vllm/__init__.py" in done.stderr

@@ -19,6 +19,7 @@ from peers.process import EngineFailedError
 
 POLL_SECONDS = 0.25
 END_SECONDS = 20.0
+SHOWN_LINES = 40  # of the log of a server that did not start: the cause may be that of one of its processes
 COMMANDS = {
     "ratoon": ["-m", "ratoon", "serve"],
     "vllm": ["-m", "vllm.entrypoints.cli.main", "serve"],
@@ -51,7 +52,7 @@ class Server:
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.__exit__()
-                tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+                tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:])
                 raise EngineFailedError(f"the server of {self.engine} did not start; its log ends with:\n{tail}")
             time.sleep(POLL_SECONDS)
         return self
