@@ -142,7 +142,7 @@ class _Table:
 
 
 def attention(compilation: Compilation) -> None:
-    triton_backend.num_multiprocessors = lambda device: NUM_SMS  # type: ignore[assignment]
+    triton_backend.num_multiprocessors = lambda device: NUM_SMS  # type: ignore[attr-defined]
     triton_backend.can_launch_dependently = lambda: compilation.capability >= 90  # type: ignore[assignment]
     compilation.part = "attention: 0.6B, decode of 32"
     attend(16, 8, [1] * 32, 1024, has_norm=True)
@@ -157,7 +157,7 @@ def attention(compilation: Compilation) -> None:
     compilation.part = "attention: 8B, prefill"
     attend(32, 8, [4096], 8192, tiles=triton_plan.choose_tiles(128, BF16, None))
     if compilation.capability == 90:
-        triton_backend.has_wgmma = lambda: True  # type: ignore[assignment]
+        triton_backend.has_wgmma = lambda: True  # type: ignore[attr-defined]
         compilation.part = "attention: 8B, prefill on Hopper"
         attend(32, 8, [4096], 8192)
         compilation.part = "attention: heads of 80, prefill on Hopper, window"

@@ -32,12 +32,12 @@ from ratoon.attention.triton_plan import (
     choose_store_tile,
     choose_tiles,
     limit_splits,
-    num_multiprocessors,
     power_of_two,
 )
-from ratoon.attention.triton_prefill import Prefill, has_wgmma, serves, widen
+from ratoon.attention.triton_prefill import Prefill, serves, widen
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
+from ratoon.layers.gpu import has_wgmma, num_multiprocessors
 
 Tensor = torch.Tensor
 

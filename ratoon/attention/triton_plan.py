@@ -5,7 +5,6 @@ known of the requests (TritonMetadata). Arithmetic alone: triton_launch.py launc
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import numpy as np
 import torch
@@ -212,15 +211,6 @@ class Operands:
     def num_rows(self) -> int:
         """Of all tokens and heads."""
         return self.q.shape[0] * self.layer.num_heads
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    if device.type == "meta" and torch.cuda.is_available():  # kernels are compiled for the current device
-        device = torch.device("cuda")
-    if device.type != "cuda":  # the interpreter
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def power_of_two(number: int) -> int:

@@ -7,7 +7,6 @@ attention_kernel of triton_kernels.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,18 +27,6 @@ _MIN_BLOCK_SIZE = 8  # keys: rows of a swizzled box
 _MIN_QUERIES = 64  # per key that is widened from 8 bits: below, the copy takes longer than it saves
 _MAX_WIDENED_BYTES = 2**30
 _MAX_DESCRIPTORS = 1024
-_CAPABILITY = (9, 0)  # wgmma is Hopper's alone
-_TRITON = "3.6."
-
-
-@cache
-def has_wgmma() -> bool:
-    """Whether the kernel can run: on this GPU, and with a Triton whose Gluon, which is experimental, is known here."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != _CAPABILITY:
-        return False
-    import triton  # may be absent where there is no GPU
-
-    return triton.__version__.startswith(_TRITON)
 
 
 @dataclass(frozen=True, slots=True)

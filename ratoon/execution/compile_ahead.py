@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ratoon.attention.triton_plan import num_multiprocessors
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.execution.devices import use_device
 from ratoon.execution.graphs import MAX_TOKENS, Captured, GraphKey, graph_sizes
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.layers.gpu import num_multiprocessors
 from ratoon.layers.sampling import Mode
 from ratoon.layers.triton.compilation import ForkedCompiler, compile_launches
 from ratoon.models.build import META

@@ -11,9 +11,10 @@ import torch
 from ratoon.attention import triton_prefill
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
+from ratoon.layers.gpu import has_wgmma
 from tests.cuda.test_attention import LLAMA, QWEN, TOLERANCES, Step, error_of, replace_cache
 
-pytestmark = pytest.mark.skipif(not triton_prefill.has_wgmma(), reason="needs a Hopper GPU")
+pytestmark = pytest.mark.skipif(not has_wgmma(), reason="needs a Hopper GPU")
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 # Cached and new tokens: a tile that ends with a block, one that does not, several tiles, and short ones between them

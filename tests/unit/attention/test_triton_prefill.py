@@ -11,6 +11,7 @@ import torch
 from ratoon.attention import triton_prefill
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.attention.triton_prefill import find_long_pages, serves, widen
+from ratoon.layers import gpu
 from ratoon.layers.attention import AttentionLayer
 
 LAYER = AttentionLayer(0, 8, 2, 64, 0.125)
@@ -80,4 +81,4 @@ def test_the_kernel_is_for_one_generation_of_gpus_and_one_version_of_an_experime
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(triton, "__version__", triton_version)
-    assert triton_prefill.has_wgmma.__wrapped__() is expected
+    assert gpu.has_wgmma.__wrapped__() is expected
