@@ -179,10 +179,13 @@ class CudaOps(TorchOps):
     def quantize(self, stored: StoredTensor, use: WeightUse) -> StoredTensor:
         if self.quantization is None or use is not WeightUse.LINEAR or not fp8.can_quantize(stored.shape):
             return stored
+        if stored.format == fp8.FORMAT:
+            return stored
         return fp8.quantize_weight(stored.floats())
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
-        return self._fp8_rows if stored.format == fp8.FORMAT else None
+        fits = stored.format == fp8.FORMAT and self.quantization == "fp8" and fp8.can_quantize(stored.shape)
+        return self._fp8_rows if fits else None
 
     def kept_formats(self) -> list[dict[str, Any]]:
         rows = self._fp8_rows

@@ -26,12 +26,16 @@ def quantize_weight(weight: Tensor) -> StoredTensor:
     """A weight [out, in] of floats as 8-bit numbers with a scale for each output."""
     wide = weight.float()
     scales = wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=SMALLEST_SCALE)  # [out]
-    data = (wide / scales[:, None]).clamp_(-LARGEST, LARGEST).to(DTYPE)
+    return stored_rows((wide / scales[:, None]).clamp_(-LARGEST, LARGEST).to(DTYPE), scales)
+
+
+def stored_rows(data: Tensor, scales: Tensor) -> StoredTensor:
+    """8-bit numbers [out, in] with their scales [out] float32."""
 
     def decode(data: Tensor) -> Tensor:
         return data.float() * scales[:, None].to(data.device)
 
-    return StoredTensor(tuple(weight.shape), FORMAT, data, decode, extras={"scales": scales})
+    return StoredTensor(tuple(data.shape), FORMAT, data, decode, extras={"scales": scales})
 
 
 def join(parts: list[Tensor]) -> Tensor:

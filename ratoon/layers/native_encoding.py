@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ratoon.layers.native import library
-from ratoon.layers.native_formats import BLOCK, GroupedFormat
+from ratoon.layers.native_formats import BLOCK, BLOCK_READERS
 from ratoon.layers.stored import StoredTensor
 
 Tensor = torch.Tensor
@@ -22,7 +22,7 @@ def can_encode(stored: StoredTensor) -> bool:
     return stored.decode is None and len(stored.shape) == 2 and stored.shape[1] % BLOCK == 0
 
 
-def encode(weight: Tensor, kept: GroupedFormat, bits: int) -> StoredTensor:
+def encode(weight: Tensor, bits: int) -> StoredTensor:
     """A weight [out, in] in GGUF's blocks. Numbers that halves can't scale (infinite, NaN) give unusable scales, and so
     unusable results, as they would in floats."""
     kernels = library()
@@ -42,8 +42,8 @@ def encode(weight: Tensor, kept: GroupedFormat, bits: int) -> StoredTensor:
         rounded[1].data_ptr() if offsets is not None else None, codes.data_ptr(),
     )  # fmt: skip
     data = torch.cat([part[..., None].view(torch.uint8) for part in halves] + [codes], -1)
-    return StoredTensor(tuple(weight.shape), FORMATS[bits], data, partial(_decode, kept))
+    return StoredTensor(tuple(weight.shape), FORMATS[bits], data, partial(_decode, FORMATS[bits]))
 
 
-def _decode(kept: GroupedFormat, blocks: Tensor) -> Tensor:
-    return kept.read(blocks).floats().flatten()
+def _decode(name: str, blocks: Tensor) -> Tensor:
+    return BLOCK_READERS[name](blocks).floats().flatten()

@@ -1,4 +1,5 @@
-"""Weights that stay in the bits of their file: GGUF's blocks, repacked once for the kernels of native/quantised.c.
+"""Weights that stay in the bits of their file: GGUF's blocks, and the codes of GPTQ, AWQ and compressed-tensors
+(grouped.py), repacked once for the kernels of native/quantised.c.
 
 A format gives codes in groups with a scale, and an offset where it has one; packing lays them out as quantised.h says.
 Q4_0, Q4_1 and Q4_K keep 4 bits; formats of 5, 6 and 8 bits are held as bytes. Scales are halves: those of the file, or,
@@ -10,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from ratoon.layers import grouped
 from ratoon.layers.native import QuantisedWeight, kernel_set_name, library
 from ratoon.layers.ops import Product
 from ratoon.layers.stored import StoredTensor
@@ -129,22 +132,28 @@ class QuantisedGatedMLP:
         return y
 
 
-class GroupedFormat:
-    """One of GGUF's formats, kept in its own bits, and what is kept of it."""
+class KeptFormat:
+    """A format that is kept in its own bits, and what is kept of it."""
 
-    def __init__(self, name: str, read: Callable[[Tensor], Groups]) -> None:
+    def __init__(self, name: str, read: Callable[[Sequence[StoredTensor]], Groups]) -> None:
         self.name = name
-        self.read = read  # [rows, blocks of a row, bytes of a block] → groups
+        self._read = read  # parts, one above the other
         self.num_weights = 0
         self.num_bytes = 0
         self.bits = 0  # of a packed code
 
     def make_linear(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> Product:
-        blocks = parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts])
-        return QuantisedLinear(self.pack(blocks, bias))
+        """Parts whose inputs are in different orders are products of their own."""
+        order = parts[0].extras.get("order")
+        if any(not _same_order(order, part.extras.get("order")) for part in parts[1:]):
+            biases = [None] * len(parts) if bias is None else bias.split([part.shape[0] for part in parts])
+            products = [self.make_linear([part], own) for part, own in zip(parts, biases, strict=True)]
+            return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
+        multiply = QuantisedLinear(self._pack(parts, bias))
+        return multiply if order is None else lambda x: multiply(torch.index_select(x, 1, order))
 
-    def pack(self, blocks: Tensor, bias: Tensor | None = None) -> PackedWeight:
-        packed = PackedWeight(self.read(blocks), bias)
+    def _pack(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> PackedWeight:
+        packed = PackedWeight(self._read(parts), bias)
         self.num_weights += packed.out_features * packed.in_features
         self.num_bytes += packed.num_bytes
         self.bits = packed.bits
@@ -165,12 +174,15 @@ class KeptFormats:
     """The formats of one model's weights."""
 
     def __init__(self) -> None:
-        self.by_name = {name: GroupedFormat(name, read) for name, read in _READERS.items()}
+        self.by_name = {name: KeptFormat(name, partial(_read_blocks, read)) for name, read in BLOCK_READERS.items()}
+        self.by_name |= {name: KeptFormat(name, _read_codes) for name in grouped.FORMATS.values()}
 
-    def find(self, stored: StoredTensor) -> GroupedFormat | None:
+    def find(self, stored: StoredTensor) -> KeptFormat | None:
         """The format that keeps this weight as it is stored. None: there is none, or its shape does not allow it."""
         if stored.decode is None or stored.transposed or len(stored.shape) != 2 or stored.shape[1] % BLOCK:
             return None
+        if "scales" in stored.extras and stored.shape[1] // stored.extras["scales"].shape[1] % BLOCK:
+            return None  # groups shorter than a block
         return self.by_name.get(stored.format)
 
     def facts(self) -> list[dict[str, Any]]:
@@ -211,6 +223,30 @@ def _multiplier(groups: Groups) -> float:
     if not (0 < largest < math.inf):
         return 1.0
     return 2.0 ** (math.frexp(largest)[1] - LARGEST_EXPONENT)
+
+
+def _read_blocks(read: Callable[[Tensor], Groups], parts: Sequence[StoredTensor]) -> Groups:
+    """Of GGUF's blocks."""
+    return read(parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts]))
+
+
+def _read_codes(parts: Sequence[StoredTensor]) -> Groups:
+    """Of grouped tensors, one above the other. A zero point that is not in the middle becomes an offset."""
+    codes = torch.cat([part.data for part in parts])
+    per_block = [part.shape[1] // BLOCK // part.extras["scales"].shape[1] for part in parts]
+    scales, zeros = (
+        torch.cat([part.extras[name].repeat_interleave(n, dim=1) for part, n in zip(parts, per_block, strict=True)])
+        for name in ("scales", "zeros")
+    )
+    scales = scales if scales.dtype == torch.float16 else scales.float()
+    is_bytes = codes.shape[-1] == BLOCK
+    if (zeros == (128 if is_bytes else 8)).all():
+        return Groups(codes, scales)
+    return Groups(codes, scales.float(), ((128 if is_bytes else 0) - zeros) * scales.float())
+
+
+def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _read_q4_0(blocks: Tensor) -> Groups:
@@ -286,7 +322,8 @@ def _halves(columns: Tensor) -> Tensor:
     return columns.contiguous().view(torch.float16)
 
 
-_READERS = {
+# [rows, blocks of a row, bytes of a block] → groups
+BLOCK_READERS: dict[str, Callable[[Tensor], Groups]] = {
     "Q4_0": _read_q4_0,
     "Q4_1": _read_q4_1,
     "Q5_0": _read_q5_0,

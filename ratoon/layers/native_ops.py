@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ratoon.layers.native import has_quantised_kernels, library
-from ratoon.layers.native_encoding import FORMATS, can_encode, encode
+from ratoon.layers.native_encoding import can_encode, encode
 from ratoon.layers.native_formats import KeptFormats, QuantisedGatedMLP, QuantisedLinear
 from ratoon.layers.ops import FusedProduct, Product, WeightFormat, WeightUse
 from ratoon.layers.stored import StoredTensor
@@ -95,7 +95,7 @@ class NativeOps:
         if self.bits is None or self.formats is None or use is WeightUse.OTHER or not can_encode(stored):
             return stored
         bits = max(self.bits, 8) if use is WeightUse.VOCABULARY else self.bits
-        return encode(stored.data, self.formats.by_name[FORMATS[bits]], bits)
+        return encode(stored.data, bits)
 
     def kept_formats(self) -> list[dict[str, Any]]:
         return [] if self.formats is None else self.formats.facts()

@@ -13,7 +13,7 @@ from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
 from ratoon.core.errors import ModelError
 from ratoon.models import hf_encoder_config
 from ratoon.models.config_fields import ConfigFields
-from ratoon.models.damage import reading, shorten, show
+from ratoon.models.damage import reading, show
 
 MOST = {
     "vocab_size": 2**24,
@@ -42,9 +42,6 @@ def parse_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """`source` is for messages: the file or folder that the config came from."""
     architecture = _architecture(raw, source)
     fields = ConfigFields(raw, source)
-    if raw.get("quantization_config"):
-        method = fields.below("quantization_config").text("quant_method", "an unknown method")
-        raise ModelError(source, f"is quantised with {shorten(method)}", "use the original safetensors or a GGUF file")
     with reading(source, "a config.json as transformers writes it"):
         config = _PARSERS[architecture](fields, architecture)
     _check_sizes(config, source)

@@ -24,6 +24,7 @@ from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.hf_encoder_config import with_generation_config
 from ratoon.models.hub import HUB_ID, download
 from ratoon.models.overrides import verify_overrides, with_overrides
+from ratoon.models.packed_source import PackedSource, read_scheme
 from ratoon.models.safetensors_source import SafetensorsSource
 from ratoon.models.tokenizer import (
     DEFAULT_TEMPLATE,
@@ -149,13 +150,18 @@ def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
     raw_config = with_overrides(read_json(folder / "config.json"), overrides)
     tensors: list[SafetensorsSource] = []  # opened at most once, and early only if the config has no dtype
 
-    def open_tensors() -> SafetensorsSource:
+    def open_files() -> SafetensorsSource:
         if not tensors:
             tensors.append(SafetensorsSource(folder))
         return tensors[0]
 
+    scheme = read_scheme(raw_config, str(folder))
+
+    def open_tensors() -> TensorSource:
+        return open_files() if scheme is None else PackedSource(open_files(), scheme)
+
     if not (raw_config.get("dtype") or raw_config.get("torch_dtype")):
-        raw_config["dtype"] = open_tensors().most_common_dtype()
+        raw_config["dtype"] = open_files().most_common_dtype()
     generation_path = folder / "generation_config.json"
     raw_generation = read_json(generation_path)
     config = parse_hf_config(raw_config, str(folder))

@@ -46,7 +46,6 @@ def parse(config: dict[str, Any], **changes: Any) -> ModelConfig:
         ({"rope_scaling": {"rope_type": "linear"}}, r"config field rope_scaling.factor is missing"),
         ({"rope_scaling": "linear"}, r"config field rope_scaling is 'linear'; expected an object"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, r"rope_parameters differs between kinds"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"is quantised with gptq; use the original safetensors"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_would_be_right(changes: dict[str, Any], message: str) -> None:

@@ -1,0 +1,249 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors as a TensorSource: in place of the parts of a linear layer (codes,
+scales, zero points) one tensor `weight`, in the form of layers/grouped.py. Other tensors are passed on.
+
+What a checkpoint holds is in `quantization_config` of its config.json. Codes have 4 or 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ratoon.core.errors import ModelError
+from ratoon.layers.stored import StoredTensor, TensorSlice
+from ratoon.models.config_fields import ConfigFields
+from ratoon.models.damage import shorten
+
+if TYPE_CHECKING:
+    import torch
+
+    from ratoon.layers.weights import Destination, TensorSource
+
+GPTQ, AWQ, COMPRESSED = "gptq", "awq", "compressed-tensors"
+BITS = (4, 8)
+COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+OTHERWISE = "the original safetensors, a GGUF file, or GPTQ, AWQ or compressed-tensors with 4 or 8 bits"
+# The parts of a layer beside its codes; those that only quantise activations or caches are not read.
+PARTS = {
+    GPTQ: ("qzeros", "scales", "g_idx"),
+    AWQ: ("qzeros", "scales"),
+    COMPRESSED: (
+        "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "input_zero_point",
+        "output_scale", "output_zero_point", "k_scale", "v_scale",
+    ),
+}  # fmt: skip
+CODES = {GPTQ: "qweight", AWQ: "qweight", COMPRESSED: "weight_packed"}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of 8, of each four bits of a word
+
+
+class Scheme(NamedTuple):
+    """How the linear layers of a checkpoint are stored."""
+
+    method: str
+    bits: int
+    zeros_less_one: bool = False  # GPTQ's first format stores zero points less one
+
+
+def read_scheme(raw_config: Mapping[str, Any], source: str) -> Scheme | None:
+    """None for a checkpoint of floats. `source` is for messages."""
+    if not raw_config.get("quantization_config"):
+        return None
+    fields = ConfigFields(raw_config, source).below("quantization_config")
+    method = fields.text("quant_method", "an unknown method")
+    if method == COMPRESSED:
+        return Scheme(method, _bits_of_groups(fields, source))
+    if method not in (GPTQ, AWQ):
+        raise ModelError(source, f"is quantised with {shorten(method)}", OTHERWISE)
+    bits = fields.count("bits", 4)
+    version = fields.text("version", "gemm").lower()
+    if bits not in BITS or (method == AWQ and (bits != 4 or version != "gemm")):
+        raise ModelError(source, f"is quantised with {method}, {bits} bits, version {shorten(version)}", OTHERWISE)
+    first_format = fields.text("checkpoint_format", GPTQ) == GPTQ
+    return Scheme(method, bits, zeros_less_one=method == GPTQ and first_format)
+
+
+def _bits_of_groups(fields: ConfigFields, source: str) -> int:
+    """Of compressed-tensors: the same for all groups of layers."""
+    stored = fields.text("format", "pack-quantized")
+    groups = fields.raw.get("config_groups")
+    found = set()
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            found.add(weights.get("num_bits"))
+    if stored in COMPRESSED_FORMATS:
+        for bits in BITS:
+            if found == {bits}:
+                return bits
+    shown = " and ".join(sorted(map(str, found))) or "an unknown number of"
+    raise ModelError(source, f"is quantised with {COMPRESSED}, {shorten(stored)}, {shown} bits", OTHERWISE)
+
+
+class PackedSource:
+    """Implements TensorSource."""
+
+    def __init__(self, source: TensorSource, scheme: Scheme) -> None:
+        self.name = source.name
+        self._source = source
+        self._scheme = scheme
+        self._layers = _find_layers(source.shapes(), scheme)
+        self._shapes = self._find_shapes()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
+        layer = name.removesuffix("weight")
+        if layer not in self._layers or layer == name:
+            return self._source.read(name, part, destination)
+        return _take_part(self._read_layer(layer), part)
+
+    def _find_shapes(self) -> dict[str, tuple[int, ...]]:
+        parts = {layer + part for layer in self._layers for part in PARTS[self._scheme.method]}
+        hidden = parts | {layer + CODES[self._scheme.method] for layer in self._layers}
+        shapes = {name: shape for name, shape in self._source.shapes().items() if name not in hidden}
+        for layer in self._layers:
+            shapes[layer + "weight"] = self._shape_of(layer)
+        return shapes
+
+    def _shape_of(self, layer: str) -> tuple[int, ...]:
+        method, per_word = self._scheme.method, 32 // self._scheme.bits
+        shapes = self._source.shapes()
+        codes = shapes.get(layer + CODES[method])
+        if codes is None:  # of compressed-tensors, not packed
+            return shapes[layer + "weight"]
+        if len(codes) != 2:
+            raise ModelError(self.name, f"{layer + CODES[method]!r} has shape {codes}", "two dimensions")
+        if method == GPTQ:
+            return codes[1], codes[0] * per_word
+        if method == AWQ:
+            return codes[1] * per_word, codes[0]
+        return codes[0], codes[1] * per_word
+
+    def _read_layer(self, layer: str) -> StoredTensor:
+        shape = self._shapes[layer + "weight"]
+        try:
+            if self._scheme.method == COMPRESSED:
+                return self._read_compressed(layer, shape)
+            return self._read_gptq_or_awq(layer, shape)
+        except (RuntimeError, ValueError, KeyError) as error:
+            problem = f"the parts of {layer.removesuffix('.')!r} do not fit together: {shorten(str(error))}"
+            raise ModelError(self.name, problem, "a checkpoint as its quantiser wrote it") from error
+
+    def _read_gptq_or_awq(self, layer: str, shape: tuple[int, ...]) -> StoredTensor:
+        scheme, words, zeros = self._scheme, self._needed(layer, "qweight"), self._needed(layer, "qzeros")
+        if scheme.method == GPTQ:
+            codes, zeros = _unpack(words.t(), scheme.bits), _unpack(zeros, scheme.bits)
+        else:
+            codes, zeros = _unpack_awq(words).t(), _unpack_awq(zeros)
+        if scheme.zeros_less_one:
+            zeros = (zeros + 1) & (2**scheme.bits - 1)
+        scales = self._needed(layer, "scales")
+        return _make_grouped(codes.view(shape), scales.t(), zeros.t(), scheme.bits, self._part(layer, "g_idx"))
+
+    def _read_compressed(self, layer: str, shape: tuple[int, ...]) -> StoredTensor:
+        import torch
+
+        bits, middle = self._scheme.bits, 2 ** (self._scheme.bits - 1)
+        scales, zeros = self._needed(layer, "weight_scale"), self._part(layer, "weight_zero_point")
+        scales = scales.view(-1, 1) if scales.dim() < 2 else scales
+        words = self._part(layer, "weight_packed")
+        if words is not None:
+            codes = _unpack(words, bits)
+        else:
+            plain = self._needed(layer, "weight")
+            if plain.is_floating_point():
+                return _make_fp8(plain, scales.expand(shape[0], -1))
+            codes, middle = plain.view(torch.uint8) ^ 128, 128
+        if zeros is not None and zeros.dtype == torch.int32:  # packed along the outputs
+            zeros = _unpack(zeros.t(), bits).t()[: shape[0]]
+        elif zeros is not None:
+            zeros = zeros.view(-1, 1) if zeros.dim() < 2 else zeros
+            zeros = zeros.int() + middle
+        else:
+            zeros = torch.tensor([[middle]])
+        scales = scales.expand(shape[0], -1)
+        order = self._part(layer, "weight_g_idx")
+        return _make_grouped(codes, scales, zeros.expand_as(scales), bits, order)
+
+    def _needed(self, layer: str, name: str) -> torch.Tensor:
+        part = self._part(layer, name)
+        if part is None:
+            raise ModelError(self.name, f"lacks {layer + name!r}", "a checkpoint as its quantiser wrote it")
+        return part
+
+    def _part(self, layer: str, name: str) -> torch.Tensor | None:
+        return self._source.read(layer + name).data if layer + name in self._source.shapes() else None
+
+
+def _find_layers(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> set[str]:
+    """The prefixes of the layers that are stored in codes, with a dot at their end."""
+    layers = {name.removesuffix(CODES[scheme.method]) for name in shapes if name.endswith("." + CODES[scheme.method])}
+    if scheme.method == COMPRESSED:
+        scale = "weight_scale"
+        layers |= {name.removesuffix(scale) for name in shapes if name.endswith("." + scale)}
+    return layers
+
+
+def _take_part(stored: StoredTensor, part: TensorSlice | None) -> StoredTensor:
+    """Rows stay in codes; a rank that needs some of the inputs has floats."""
+    from ratoon.layers.grouped import FORMATS, take_rows
+
+    if part is None:
+        return stored
+    if part.dim == 0 and stored.format in FORMATS.values():
+        return take_rows(stored, part.start, part.stop)
+    return StoredTensor.of_floats(stored.floats(), part)
+
+
+def _make_grouped(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, group_of: torch.Tensor | None
+) -> StoredTensor:
+    """`group_of` [in]: the group of each input, where groups are not runs of inputs; they are brought together then."""
+    import torch
+
+    from ratoon.layers.grouped import BLOCK, grouped_tensor
+
+    num_inputs, num_groups = codes.shape[1], scales.shape[1]
+    if num_inputs % num_groups or scales.shape != zeros.shape or len(scales) != len(codes):
+        raise ValueError(f"codes {tuple(codes.shape)}, scales {tuple(scales.shape)}, zeros {tuple(zeros.shape)}")
+    order = None
+    if group_of is not None and group_of.numel():
+        runs = torch.arange(num_inputs) // (num_inputs // num_groups)
+        if not torch.equal(group_of.long(), runs):
+            order = torch.argsort(group_of, stable=True)
+            if not torch.equal(group_of.long()[order], runs):
+                raise ValueError("groups of different sizes")
+            codes = codes[:, order]
+    if num_inputs % BLOCK == 0:
+        return grouped_tensor(codes.contiguous(), scales, zeros.float(), bits, order)
+    wide = codes.float().unflatten(1, (num_groups, -1))
+    numbers = ((wide - zeros.float()[..., None]) * scales.float()[..., None]).flatten(1)
+    return StoredTensor.of_floats(numbers if order is None else numbers[:, torch.argsort(order)])
+
+
+def _make_fp8(weight: torch.Tensor, scales: torch.Tensor) -> StoredTensor:
+    """Of numbers with a scale for each output."""
+    from ratoon.layers import fp8
+
+    if scales.shape[1] != 1:
+        raise ValueError(f"fp8 weights with scales {tuple(scales.shape)}")
+    return fp8.stored_rows(weight, scales[:, 0].float().contiguous())
+
+
+def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """[n, m] int32 → [n, m · 32 / bits] codes, the lowest bits of a word first."""
+    import torch
+
+    codes = words.contiguous().view(torch.uint8)
+    return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    """The same for 4 bits, in AWQ's order."""
+    import torch
+
+    eights = _unpack(words, 4).unflatten(-1, (-1, 8))
+    codes = torch.empty_like(eights)
+    codes[..., list(AWQ_ORDER)] = eights
+    return codes.flatten(-2)
