@@ -18,13 +18,16 @@ import torch
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
 from ratoon.attention.triton_plan import (
     CHUNK,
+    LONGEST,
     MAX_PARTS,
     MAX_SHARED_REQUESTS,
     MAX_TILES,
     PROGRAMS_PER_SM,
+    SHARED,
     SHORT_ROWS,
     Cascade,
     Operands,
+    Prefix,
     Tiles,
     TritonMetadata,
     choose_decode_stages,
@@ -32,7 +35,6 @@ from ratoon.attention.triton_plan import (
     choose_store_tile,
     choose_tiles,
     limit_splits,
-    power_of_two,
 )
 from ratoon.attention.triton_prefill import Prefill, serves, widen
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
@@ -221,11 +223,7 @@ class TritonAttentionBackend(AttentionBackend):
         )
         # An upper bound: see _find_request
         num_tiles = q.shape[0] * operands.group // tiles.block_m + operands.metadata.num_requests
-        self._launches.attend(
-            operands, (num_tiles, layer.num_kv_heads, 1), tiles, (shortest, 2**31 - 1), (operands.out,) * 4, 1,
-            CAUSAL=layer.causal, TILES=0, REQUESTS_PAD=0, SPLIT=False, PREFIX_TILE=0,
-            KEEP_PARTS=False,
-        )  # fmt: skip
+        self._launches.attend(operands, (num_tiles, layer.num_kv_heads, 1), tiles, (shortest, LONGEST))
 
     def _attend_on_hopper(self, operands: Operands, shortest: int) -> bool:
         """As _attend_long, where the kernel of triton_prefill.py can do it; returns whether it did."""
@@ -248,30 +246,27 @@ class TritonAttentionBackend(AttentionBackend):
         """Requests of up to `longest` query tokens. Their keys are split among programs."""
         layer, q, group, metadata = operands.layer, operands.q, operands.group, operands.metadata
         is_shared = not self._batch_invariant and longest > 1 and metadata.num_requests <= MAX_SHARED_REQUESTS
-        rows = group if is_shared and metadata.query_lens is None else longest * group
+        # Where lengths are not known, or programs find their work by themselves, a tile is that of one token.
+        rows = group if is_shared or metadata.query_lens is None else longest * group
         tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, rows, self._batch_invariant)
         tiles_each = -(-longest * group // tiles.block_m)
         num_tiles = min(tiles_each * metadata.num_requests, q.shape[0] * -(-group // tiles.block_m))
         num_splits = self._splits_of(operands, 1 if is_shared else num_tiles, tiles.block_n)
         num_splits = limit_splits(num_splits, operands.num_rows, self._batch_invariant)
-        if num_splits == 1 or num_tiles * layer.num_kv_heads > MAX_TILES:
-            grid = (tiles_each * metadata.num_requests, layer.num_kv_heads, 1)
-            self._launches.attend(
-                operands, grid, tiles, (1, longest), (operands.out,) * 4, 1, CAUSAL=layer.causal, TILES=tiles_each,
-                REQUESTS_PAD=0, SPLIT=False, PREFIX_TILE=0, KEEP_PARTS=False,
-            )  # fmt: skip
+        if num_tiles * layer.num_kv_heads > MAX_TILES:
+            num_splits = 1
+        grid = (tiles_each * metadata.num_requests, layer.num_kv_heads, num_splits)
+        if num_splits == 1 and (self._batch_invariant or metadata.num_requests > MAX_SHARED_REQUESTS):
+            self._launches.attend(operands, grid, tiles, (1, longest), tiles_each=tiles_each)
             return
-        parts = self._scratch.take(operands.num_rows * num_splits, layer.head_dim, q.device)
-        splits_pad = 1 if self._batch_invariant else 1 << (num_splits - 1).bit_length()
-        grid, requests_pad = (tiles_each * metadata.num_requests, layer.num_kv_heads, num_splits), 0
-        if is_shared:
-            requests_pad = power_of_two(metadata.num_requests)
+        if is_shared and num_splits > 1:
             num_places = num_tiles + -(-PROGRAMS_PER_SM * num_multiprocessors(q.device) // layer.num_kv_heads)
-            grid = (num_places, layer.num_kv_heads, 1)
+            grid, tiles_each = (num_places, layer.num_kv_heads, 1), SHARED
+        num_parts = operands.num_rows * num_splits if num_splits > 1 else 1
+        parts = self._scratch.take(num_parts, layer.head_dim, q.device)
         self._launches.attend(
-            operands, grid, tiles, (1, longest), parts, num_splits, CAUSAL=layer.causal, TILES=tiles_each,
-            REQUESTS_PAD=requests_pad, SPLIT=True, splits_pad=splits_pad, PREFIX_TILE=0, KEEP_PARTS=False,
-        )  # fmt: skip
+            operands, grid, tiles, (1, longest), tiles_each=tiles_each, num_splits=num_splits, parts=parts
+        )
 
     def _attend_cascade(self, operands: Operands, longest: int, cascade: Cascade) -> None:
         """As _attend_short, but all rows of a run attend to its prefix together, then each request to its own keys."""
@@ -294,15 +289,13 @@ class TritonAttentionBackend(AttentionBackend):
         parts = self._scratch.take(operands.num_rows * num_slots, layer.head_dim, q.device)
         self._launches.attend(
             replace(operands, metadata=cascade.runs_of(metadata)),
-            (num_prefix_tiles, layer.num_kv_heads, prefix_splits), prefix_tiles, (1, 2**31 - 1), parts, prefix_splits,
-            (0, num_slots), CAUSAL=False, TILES=0, REQUESTS_PAD=0, SPLIT=True, PREFIX_TILE=0,
-            KEEP_PARTS=True,
+            (num_prefix_tiles, layer.num_kv_heads, prefix_splits), prefix_tiles, (1, LONGEST),
+            num_splits=prefix_splits, parts=parts, keep_slots=num_slots,
         )  # fmt: skip
         self._launches.attend(
-            operands, (num_tiles, layer.num_kv_heads, suffix_splits), tiles, (1, longest), parts, suffix_splits,
-            (prefix_splits, num_slots), cascade.begins, CAUSAL=layer.causal, TILES=tiles_each, REQUESTS_PAD=0,
-            SPLIT=suffix_splits > 1, splits_pad=1 << (num_slots - 1).bit_length(), PREFIX_TILE=prefix_tiles.block_n,
-            KEEP_PARTS=False,
+            operands, (num_tiles, layer.num_kv_heads, suffix_splits), tiles, (1, longest), tiles_each=tiles_each,
+            num_splits=suffix_splits, parts=parts,
+            prefix=Prefix(cascade.begins, prefix_tiles.block_n, prefix_splits, num_slots),
         )  # fmt: skip
 
     def _splits_of(self, operands: Operands, num_tiles: int, block_n: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.attention.triton_decode import decode_kernel
 from ratoon.attention.triton_kernels import attention_kernel
-from ratoon.attention.triton_plan import MAX_TILES, Operands, Tiles, power_of_two
+from ratoon.attention.triton_plan import MAX_SHARED_REQUESTS, MAX_TILES, Operands, Prefix, Tiles, power_of_two
 from ratoon.attention.triton_store import store_kernel
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 from ratoon.layers.triton.launch import launch
@@ -21,6 +21,7 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 LOG2_E = 1.4426950408889634
 _MERGED_ELEMENTS = 8192  # that a program merges at a time
+_SPLITS_PAD = 16  # parts of a row among them. Always so many: each number would be another kernel.
 
 
 class Scratch:
@@ -128,15 +129,14 @@ class Launches:
         """Transform, store and attend, for requests of one token."""
         layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
         head = HeadArguments.of(transform, layer.head_dim, q, inputs.slot_mapping)
-        splits_pad = 1 << (num_splits - 1).bit_length()
         table = inputs.block_table_device
         launch(
             decode_kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_splits),
             q, k, v, operands.out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
             inputs.slot_mapping, *head.tensors, *parts, *head.epsilons, layer.scale * LOG2_E, q.stride(0), k.stride(0),
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
-            num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=splits_pad,
-            MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, operands.group), LOADED=self._early_loads,
+            num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=_SPLITS_PAD,
+            MERGE_ROWS=rows_merged_at_once(_SPLITS_PAD, operands.dim, operands.group), LOADED=self._early_loads,
             **head.constants, **self._constants(operands, tiles),
         )  # fmt: skip
 
@@ -146,28 +146,32 @@ class Launches:
         grid: tuple[int, int, int],
         tiles: Tiles,
         query_lens: tuple[int, int],
-        parts: Parts,
-        num_splits: int,
-        slots: tuple[int, int] | None = None,
-        begins: Tensor | None = None,
         *,
-        splits_pad: int = 1,
-        **constants: Any,
+        tiles_each: int = 0,
+        num_splits: int = 1,
+        parts: Parts | None = None,
+        prefix: Prefix | None = None,
+        keep_slots: int = 0,
     ) -> None:
-        """Attend to what is stored. `slots`: how many parts earlier launches left at most, and how many a row has.
-        `begins`: the first key of each request."""
+        """Attend to what is stored, for requests of so many query tokens. `tiles_each`: of a request, see
+        attention_kernel. `parts`: where those of splits are kept; None: there is one split. `prefix`: what an earlier
+        launch attended to. `keep_slots` > 0: this is that launch, and a row has so many slots."""
         layer, q, out, pages = operands.layer, operands.q, operands.out, operands.pages
         inputs, bias = operands.metadata.inputs, layer.bias
         table = inputs.block_table_device
+        begins, *numbers = prefix or (inputs.seq_lens_device, 0, 0, keep_slots or num_splits)
+        merges = parts is not None and not keep_slots and not self._chunk
+        splits_pad = 1 if self._chunk else _SPLITS_PAD  # folded one after the other
         launch(
             attention_kernel, grid,
             q, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out if bias is None else bias,
-            *parts, inputs.seq_lens_device if begins is None else begins, layer.scale * LOG2_E, q.stride(0),
-            q.stride(1), pages.stride(0), table.stride(0), operands.metadata.num_requests, *query_lens,
-            layer.window or 0, 0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share,
-            *(slots or (0, num_splits)), HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop, CHUNK=self._chunk,
-            SPLITS_PAD=splits_pad, MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, tiles.block_m),
-            **constants, **self._constants(operands, tiles),
+            *(parts or (out,) * 4), begins, layer.scale * LOG2_E, q.stride(0), q.stride(1), pages.stride(0),
+            table.stride(0), operands.metadata.num_requests, *query_lens, layer.window or 0,
+            0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share, tiles_each, *numbers,
+            CAUSAL=layer.causal and not keep_slots, HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop,
+            REQUESTS_PAD=MAX_SHARED_REQUESTS if merges else 0, SPLIT=parts is not None, CHUNK=self._chunk,
+            MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, tiles.block_m), SPLITS_PAD=splits_pad,
+            KEEP_PARTS=keep_slots > 0, **self._constants(operands, tiles),
         )  # fmt: skip
 
     def _constants(self, operands: Operands, tiles: Tiles) -> dict[str, Any]:

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratoon.attention import triton_backend, triton_plan
+from ratoon.attention import triton_backend, triton_launch, triton_plan
 from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
 from ratoon.attention.select import select_backend
 from ratoon.attention.shared_prefix import group_prefixes
@@ -96,6 +96,11 @@ def test_a_mixed_batch_equals_the_definition(
 def test_keys_of_a_short_request_are_split_and_merged(window: int | None) -> None:
     batch = Batch([130, 60, 0], [1, 3, 1], replace(GROUPED, window=window), 16, device=DEVICE)
     assert_as_defined(batch, TritonAttentionBackend(num_splits=3))
+
+
+def test_more_splits_are_merged_than_are_loaded_at_once() -> None:
+    batch = Batch([640], [2], replace(GROUPED, head_dim=8), 16, device=DEVICE)
+    assert_as_defined(batch, TritonAttentionBackend(num_splits=19))
 
 
 @pytest.mark.parametrize("bias", [None, BIAS.to(DEVICE)], ids=["plain", "bias"])
@@ -373,6 +378,40 @@ def test_outgrown_scratch_stays_allocated_for_captured_graphs() -> None:
     large = scratch.take(2**15, 16, device)
     assert large[0].numel() >= 2**15 * 16 and large[3] is small[3]
     assert scratch._outgrown[0][0] is small[0]
+
+
+def kinds_of_launches(
+    monkeypatch: pytest.MonkeyPatch, query_lens: list[int], seq_len: int, is_padded: bool = True
+) -> set[tuple[Any, ...]]:
+    """The kernels of a step with the constants that they are compiled for, as on a GPU with 132 multiprocessors."""
+    layer, kinds = AttentionLayer(0, 32, 8, 128, 128**-0.5), set()
+    starts = np.cumsum([0, *query_lens]).astype(np.int32)
+    lengths = np.full(len(query_lens), seq_len, np.int32)
+    table = np.zeros((len(query_lens), -(-seq_len // 16)), np.int32)
+    inputs = CommonAttentionMetadata(
+        starts, lengths, table, *(torch.from_numpy(x) for x in (starts, lengths, table)),
+        torch.zeros(starts[-1], dtype=torch.int64), 16, max(query_lens), seq_len, is_padded=is_padded,
+    )  # fmt: skip
+    q, k, v = torch.zeros(int(starts[-1]), 48, 128, dtype=torch.bfloat16).split([32, 8, 8], 1)
+    pages = torch.zeros(2, 2, 8, 16, 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(triton_backend, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(
+        triton_launch,
+        "launch",
+        lambda kernel, grid, *args, **constants: kinds.add((kernel.fn.__name__, *sorted(constants.items()))),
+    )
+    backend = TritonAttentionBackend(cascade=False)
+    backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs))
+    return kinds
+
+
+def test_steps_of_other_sizes_need_no_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled for a second or more, while a request waits."""
+    short = [kinds_of_launches(monkeypatch, lens, 9216) for lens in ([5, 1], [17] + [1] * 7, [64], [8] * 8 + [1] * 40)]
+    beside = kinds_of_launches(monkeypatch, [12, 12, 3], 100, is_padded=False)
+    assert len(set().union(*short, beside)) == 2, "one that stores, one that attends"
+    decodes = [kinds_of_launches(monkeypatch, [1] * batch, length) for batch in (1, 2, 4, 8) for length in (64, 9216)]
+    assert len(set().union(*decodes)) <= 2, "one that splits keys, one that does not"
 
 
 # ---- prefixes that requests share ----
