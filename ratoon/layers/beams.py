@@ -109,7 +109,9 @@ def best_keys_of_searches(
     if edit is not None:
         edit(logits)
         maxima = top.group_maxima(logits)
-    bounds = _uploaded([[search.start for search in searches], [search.stop for search in searches]], logits.device)
+    starts, stops = [search.start for search in searches], [search.stop for search in searches]
+    odd = [0] * (len(searches) % 2)  # the second row begins at 16 bytes, as kernels expect of all tensors
+    bounds = _uploaded([starts + odd, stops + odd], logits.device)[:, : len(searches)]
     max_rows = max(search.stop - search.start for search in searches)
     num_wanted = max(search.num_candidates for search in searches)
     return top.best_keys(logits, normalizers, scores, maxima, bounds, max_rows, num_wanted)

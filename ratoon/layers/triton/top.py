@@ -25,7 +25,8 @@ GROUP = 256  # columns in a group
 GROUPS_AT_ONCE = 16  # that one program reads
 SEGMENT = 1024  # keys that one program (one warp) orders, or more where more of them are wanted
 MERGED = 4096  # the same of lists of keys
-MAX_SORTED = 512  # keys that one program sorts
+WIDTHS = (8, 64)  # of lists of keys; wider ones are powers of two
+FEWEST_SORTED, MAX_SORTED = 64, 512  # keys that one program sorts
 _INF = tl.constexpr(float("inf"))
 _MISSING = tl.constexpr(-(2**63))  # the key of no number: comes last
 _UNSOUND = tl.constexpr(2**63 - 1)  # the key of a row of NaN or infinite logits: comes first
@@ -45,7 +46,8 @@ def normalizers_and_maxima(logits: Tensor) -> tuple[Normalizers, Tensor]:
     of a row with a NaN, or without a finite number, are not finite."""
     num_rows = len(logits)
     maxima, parts, num_parts = _reduced(logits)
-    found = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
+    # Tensors of their own: kernels are compiled for aligned ones.
+    found = [torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(2)]
     launch(
         _merge_parts, (num_rows,), *parts, *found, num_parts, triton.next_power_of_2(num_parts), **_early(logits),
         num_warps=1,
@@ -67,17 +69,20 @@ def _reduced(
     num_groups = triton.cdiv(num_columns, GROUP)
     num_parts = triton.cdiv(num_groups, GROUPS_AT_ONCE)
     maxima = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
-    parts = torch.empty(2, num_rows, num_parts, dtype=torch.float32, device=logits.device) if with_sums else maxima[:2]
+    parts = [maxima, maxima]  # not written
+    if with_sums:
+        shape = (num_rows, num_parts)
+        parts = [torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(2)]
     larger = maxima  # not written
     if token_ids is not None:
         larger = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     launch(
         _reduce_groups, (num_parts, num_rows),
-        logits, logits.stride(0), num_columns, maxima, parts[0], parts[-1], num_groups, num_parts,
+        logits, logits.stride(0), num_columns, maxima, *parts, num_groups, num_parts,
         larger if token_ids is None else token_ids, larger, with_sums, token_ids is not None, GROUPS_AT_ONCE, GROUP,
         num_warps=4,
     )  # fmt: skip
-    return maxima, (parts[0], parts[-1], *([] if token_ids is None else [larger])), num_parts
+    return maxima, (*parts, *([] if token_ids is None else [larger])), num_parts
 
 
 def _early(x: Tensor) -> dict[str, Any]:
@@ -102,7 +107,8 @@ def best_keys(
 
 
 def _width(num_wanted: int) -> int:
-    return max(triton.next_power_of_2(num_wanted), 8)
+    """Of lists of keys: one of a few, because kernels are compiled for each."""
+    return next((width for width in WIDTHS if width >= num_wanted), triton.next_power_of_2(num_wanted))
 
 
 def _key_lists(
@@ -150,7 +156,7 @@ def _best_of(keys: Tensor, width: int) -> Tensor:
     """[S, N] → [S, 2 · width]: the largest, and others."""
     while keys.shape[1] > 2 * width:
         num_searches, num_keys = keys.shape
-        segment = min(max(MERGED, 4 * width), triton.next_power_of_2(num_keys))
+        segment = max(MERGED, 4 * width)
         num_segments = triton.cdiv(num_keys, segment)
         best = torch.empty(num_searches, num_segments * 2 * width, dtype=torch.int64, device=keys.device)
         launch(
@@ -175,7 +181,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Ten
     the given token's rank [R]. Of equals the lower id comes first. One pass over the logits, whatever is asked for."""
     num_rows, num_columns = logits.shape
     maxima, parts, num_parts = _reduced(logits, token_ids)
-    keys, num_keys = maxima, 0  # not read
+    keys, num_keys = token_ids, FEWEST_SORTED  # not read
     if num_top:
         # By the logits themselves: log-probabilities of different logits may be equal.
         width = _width(num_top)
@@ -317,7 +323,7 @@ def _rank_groups(
     _store_largest(best + (search * num_lists + list_of_search) * (2 * WIDTH), keys, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def _rank_tokens(
     logits, row_stride, num_columns, peaks, log_sums, scores, starts, stops, best_groups, best, num_groups,
     num_segments, IS_SCORED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
@@ -350,7 +356,7 @@ def _rank_tokens(
     _store_largest(best + (search * num_segments + segment) * (2 * WIDTH), keys, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def _rank_keys(keys, best, num_keys, num_segments, SEGMENT: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
     if DEPENDENT:
         wait_for_kernel_before()
@@ -360,7 +366,7 @@ def _rank_keys(keys, best, num_keys, num_segments, SEGMENT: tl.constexpr, WIDTH:
     _store_largest(best + (search * num_segments + segment) * (2 * WIDTH), found, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def _list_logprobs(
     logits, row_stride, num_columns, token_ids, peaks, sums, larger, num_parts, keys, num_keys, ids, logprobs, ranks,
     num_top, PARTS: tl.constexpr, KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -378,7 +384,7 @@ def _list_logprobs(
     parts = tl.arange(0, PARTS)
     num_larger = tl.sum(tl.load(larger + row * num_parts + parts, mask=parts < num_parts, other=0), 0)
     tl.store(ranks + row, (num_larger + 1).to(tl.int64))
-    if KEYS > 0:
+    if num_top > 0:
         places = tl.arange(0, KEYS)
         found = tl.load(keys + row * num_keys + places, mask=places < num_keys, other=_MISSING)
         found = tl.sort(found, descending=True)
