@@ -156,16 +156,14 @@ class ThreadedExecutor:
             return StepInFlight(self, self._enqueue(self._run_step, plan))
         return StepOnLentThread(self, plan, surroundings)
 
-    def run_here(self, plan: SchedulerOutput, surroundings: AbstractContextManager[object]) -> Future[StepOutput]:
+    def run_here(self, plan: SchedulerOutput, surroundings: AbstractContextManager[object]) -> Launched:
         """Waking the thread of the steps, on another core with cold caches, would take longer than most launches."""
-        launched: Future[StepOutput] = Future()
         self._count_submitted()
         with self._turn, surroundings:
             try:
-                launched.set_result(self._run_queued(self._run_step, plan))
+                return Launched(self._run_queued(self._run_step, plan))
             except Exception as error:
-                launched.set_exception(error)
-        return launched
+                return Launched(error)
 
     def _enqueue(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
         self._count_submitted()
@@ -240,10 +238,24 @@ class ThreadedExecutor:
         self._thread.shutdown()
 
 
+class Launched:
+    """A future of what has been done on this thread."""
+
+    __slots__ = ("_outcome",)
+
+    def __init__(self, outcome: StepOutput | Exception) -> None:
+        self._outcome = outcome
+
+    def result(self) -> StepOutput:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
 class StepInFlight:
     """The handle of a step on the thread of a ThreadedExecutor."""
 
-    def __init__(self, executor: ThreadedExecutor, launched: Future[StepOutput]) -> None:
+    def __init__(self, executor: ThreadedExecutor, launched: Future[StepOutput] | Launched) -> None:
         self._executor = executor
         self._launched = launched
 

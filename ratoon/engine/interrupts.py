@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import signal
+import _signal  # type: ignore[import-not-found]  # `signal` looks for the names of numbers at each call, for 10 µs
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
+SIGINT: int = _signal.SIGINT
 
-@contextmanager
-def interrupts_held_back() -> Iterator[None]:
+
+class interrupts_held_back:
     """Ctrl-C inside the block is raised at its end. A second one is raised at once: the block may hang.
 
-    Does nothing on other threads than the main one, or if the program has its own handler.
+    Does nothing on other threads than the main one, or if the program has its own handler. A class, not a generator:
+    it is entered once a step.
     """
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    if not on_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    count = 0
 
-    def note(signal_number: int, frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
-        if count > 1:
+    __slots__ = ("_count", "_holds")
+
+    def __enter__(self) -> None:
+        self._count = 0
+        self._holds = (
+            threading.current_thread() is threading.main_thread()
+            and _signal.getsignal(SIGINT) is _signal.default_int_handler
+        )
+        if self._holds:
+            _signal.signal(SIGINT, self._note)
+
+    def __exit__(self, *error: object) -> None:
+        if self._holds:
+            _signal.signal(SIGINT, _signal.default_int_handler)
+            if self._count and error[0] is None:
+                raise KeyboardInterrupt
+
+    def _note(self, signal_number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
             raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if count:
-        raise KeyboardInterrupt

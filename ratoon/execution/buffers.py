@@ -34,6 +34,7 @@ class HostCopy:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
         self._copy = self._memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
         self._copy.copy_(tensor, non_blocking=True)
+        self._array = self._copy.numpy()  # now: later the device may have to wait for the host
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._copied = torch.cuda.Event()
@@ -50,7 +51,7 @@ class HostCopy:
 
     def to_numpy(self) -> np.ndarray:
         """What arrived; `wait` first, or for something later on the stream."""
-        return self._copy.numpy().copy()
+        return self._array.copy()
 
 
 class StepBuffer:

@@ -178,7 +178,7 @@ class DeviceInputs:
         `read_requests` [N]: which of its requests get the tokens that are sampled from them, by `numbers`, [N] each.
         `beams`: the scores of the rows that are read, and the searches that these belong to."""
         rows, num_reqs = self.rows, len(batch_rows)
-        cu_num_tokens = np.cumsum(num_scheduled)
+        cu_num_tokens = num_scheduled.cumsum()
         packed = self._packed
         packed.turn()
         host = packed.host

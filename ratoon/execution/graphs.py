@@ -122,6 +122,7 @@ class GraphTokens:
     def __init__(self, sampled: Tensor) -> None:
         self._sampled = sampled  # [R] int32; -1: none
         self._copy: HostCopy | None = None
+        self._tokens: np.ndarray | None = None  # once they are there
 
     def start_copy(self) -> None:
         self._copy = HostCopy(self._sampled)  # the next step overwrites it
@@ -135,8 +136,10 @@ class GraphTokens:
         return np.flatnonzero(self.to_numpy() < 0).tolist()
 
     def to_numpy(self) -> np.ndarray:
-        assert self._copy is not None
-        return self._copy.to_numpy().astype(np.int64)
+        if self._tokens is None:
+            assert self._copy is not None
+            self._tokens = self._copy.to_numpy()
+        return self._tokens
 
     def logprobs_lists(self) -> dict[int, LogprobsLists]:
         return {}

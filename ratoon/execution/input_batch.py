@@ -65,9 +65,9 @@ class InputBatch:
             raise ValueError(f"no row left for branch {new.req_id!r}: all {len(self.params)} are taken")
         row = self._free_rows.pop()
         self.row_of[new.req_id] = row
-        count = len(new.token_ids)
-        self.token_ids[row, :count] = new.token_ids
-        self.note_tokens(row, 0, count)
+        count, start = len(new.token_ids), new.num_computed_tokens
+        self.token_ids[row, start:count] = new.token_ids[start:]  # those before are not read
+        self.note_tokens(row, start, count - start)
         self.num_tokens[row] = count
         self.num_prompt[row] = new.num_prompt_tokens
         self.num_computed[row] = new.num_computed_tokens

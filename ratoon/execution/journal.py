@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+FEW_RUNS = 4  # that are joined one by one in less time
 NO_CELLS = np.zeros(0, np.int64)
 
 
@@ -32,6 +33,10 @@ class Journal:
         """The cells [N] that were noted, which are forgotten."""
         if not self._starts:  # most decode steps
             return NO_CELLS
+        if len(self._starts) <= FEW_RUNS:
+            runs = zip(self._starts, self._counts)
+            self._starts, self._counts = [], []
+            return np.concatenate([np.arange(start, start + count) for start, count in runs])
         starts, self._starts = np.array(self._starts, np.int64), []
         counts, self._counts = np.array(self._counts, np.int64), []
         ends = counts.cumsum()

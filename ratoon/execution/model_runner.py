@@ -27,7 +27,7 @@ from ratoon.execution.journal import Journal
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.pooling import PoolingBranches
-from ratoon.execution.prompt_logprobs import PromptLogprobsReader
+from ratoon.execution.prompt_logprobs import PromptLogprobsReader, wants_prompt_logprobs
 from ratoon.execution.readers import (
     ExecutedPass,
     LogitsPass,
@@ -161,54 +161,58 @@ class ModelRunner:
             num_reqs = padded_reqs(len(rows), num_padding, size, self.input_batch.max_model_len)
             if num_reqs is None:
                 return None
-        if is_decode and len(plan.sampled_req_ids) == len(rows) and not plan.fanout:
-            ids, requests = list(plan.num_scheduled_tokens), np.arange(len(rows))
-            sampled = self._sample_padded(ids, requests, rows, num_scheduled, GraphKey(size, None, None))
-            if sampled is not None:
-                return sampled
-        layout = StepLayout.of(plan, np.cumsum(num_scheduled))
-        readers = self._readers(plan, layout)
-        if not all(isinstance(reader, NextTokenReader) for reader in readers):
+
+        def num_read(wanted: list[int]) -> int | None:
+            every = is_decode and wanted == list(range(len(rows)))
+            return None if every else padded_read(len(wanted), size)
+
+        ends = num_scheduled.cumsum()
+        all_sampled = is_decode and len(plan.sampled_req_ids) == len(rows)  # which then are no prompts
+        if not all_sampled and wants_prompt_logprobs(plan, self.input_batch):
             return None
-        wanted = rows_of(readers)
-        every = is_decode and wanted == list(range(len(rows)))
-        key = GraphKey(size, num_reqs, None if every else padded_read(len(wanted), size))
         if plan.sampled_req_ids and not (plan.fanout or plan.beam_steps):
-            place_of = {req_id: place for place, req_id in enumerate(plan.num_scheduled_tokens)}
-            requests = np.array([place_of[req_id] for req_id in plan.sampled_req_ids])
-            sampled = self._sample_padded(list(plan.sampled_req_ids), requests, rows, num_scheduled, key)
+            count = None if all_sampled else padded_read(len(plan.sampled_req_ids), size)
+            sampled = self._sample_padded(plan, rows, num_scheduled, ends, GraphKey(size, num_reqs, count))
             if sampled is not None:
                 return sampled
-        read_rows = np.array(wanted, np.int64)
+        layout = StepLayout.of(plan, ends)
         if plan.beam_steps and not plan.sampled_req_ids:
             reader = CandidatesReader(plan.beam_steps, layout, self.beam_rows)
             beams = reader.plain_searches(self.device)
             if beams is not None:
                 _, searches = beams
-                inputs.send(rows, num_scheduled, read_rows=read_rows, beams=beams)
-                keys = graphs.run(key._replace(searches=SearchShape.of(searches)))
+                key = GraphKey(size, num_reqs, num_read(reader.rows), None, SearchShape.of(searches))
+                inputs.send(rows, num_scheduled, read_rows=np.array(reader.rows, np.int64), beams=beams)
+                keys = graphs.run(key)
                 assert keys is not None
                 return KeysPass(keys[: len(searches)], searches, self.model.config.vocab_size, reader)
-        inputs.send(rows, num_scheduled, read_rows=read_rows)
+        readers = self._readers(plan, layout)
+        wanted = rows_of(readers)
+        key = GraphKey(size, num_reqs, num_read(wanted))
+        inputs.send(rows, num_scheduled, read_rows=np.array(wanted, np.int64))
         logits = graphs.run(key)
         assert logits is not None
         return LogitsPass(logits[: len(wanted)], cast("list[NextTokenReader]", readers))
 
     def _sample_padded(
-        self, ids: list[str], requests: np.ndarray, rows: np.ndarray, num_scheduled: np.ndarray, key: GraphKey
+        self, plan: SchedulerOutput, rows: np.ndarray, num_scheduled: np.ndarray, ends: np.ndarray, key: GraphKey
     ) -> SampledPass | None:
-        """Run a small step that also chooses a token for each of these branches, whose places among its requests are
-        given. None: the rules of one ask for more than that, or it wants log-probabilities."""
+        """Run a small step that also chooses a token for each branch that is sampled. None: the rules of one ask for
+        more than that, or it wants log-probabilities."""
         from ratoon.execution.graphs import GraphTokens
 
         graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
         assert graphs is not None
-        own = rows[requests]
+        if key.num_read is None:  # all requests, in their own order
+            ids, requests, own, read_rows = list(plan.num_scheduled_tokens), np.arange(len(rows)), rows, None
+        else:
+            place_of = {req_id: place for place, req_id in enumerate(plan.num_scheduled_tokens)}
+            ids, requests = list(plan.sampled_req_ids), np.array([place_of[name] for name in plan.sampled_req_ids])
+            own, read_rows = rows[requests], ends[requests] - 1
         plain = self.sampler.plain_numbers(own, self.input_batch.seeds[own])
         if plain is None:
             return None
         numbers, mode = plain
-        read_rows = None if key.num_read is None else np.cumsum(num_scheduled)[requests] - 1
         inputs.send(rows, num_scheduled, read_rows=read_rows, read_requests=requests, numbers=numbers)
         graphs.run(key._replace(mode=mode))
         tokens = GraphTokens(inputs.sampled[: len(own)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,25 @@ class PromptSpan:
     num_logprobs: int
 
 
+def prompt_spans(plan: SchedulerOutput, branches: InputBatch) -> Iterator[PromptSpan]:
+    """Of all branches of a step."""
+    row_of, params_of = branches.row_of, branches.params
+    for req_id, num_scheduled in plan.num_scheduled_tokens.items():
+        row = row_of[req_id]
+        params = params_of[row]
+        if params is None or params.prompt_logprobs is None:
+            continue
+        start = int(branches.num_computed[row])
+        # The last prompt token has no next one in the prompt.
+        count = min(start + num_scheduled, int(branches.num_prompt[row]) - 1) - start
+        if count > 0:
+            yield PromptSpan(req_id, row, start, count, params.prompt_logprobs)
+
+
+def wants_prompt_logprobs(plan: SchedulerOutput, branches: InputBatch) -> bool:
+    return next(prompt_spans(plan, branches), None) is not None
+
+
 class PromptLogprobsReader:
     def __init__(
         self, plan: SchedulerOutput, layout: StepLayout, branches: InputBatch, compute_logits: ComputeLogits
@@ -38,18 +58,10 @@ class PromptLogprobsReader:
         self._spans: list[PromptSpan] = []
         self._branches = branches
         self._compute_logits = compute_logits
-        for req_id, num_scheduled in plan.num_scheduled_tokens.items():
-            row = branches.row_of[req_id]
-            params = branches.params[row]
-            if params is None or params.prompt_logprobs is None:
-                continue
-            start = int(branches.num_computed[row])
-            # The last prompt token has no next one in the prompt.
-            count = min(start + num_scheduled, int(branches.num_prompt[row]) - 1) - start
-            if count > 0:
-                first = layout.last_row[req_id] + 1 - num_scheduled
-                self._spans.append(PromptSpan(req_id, row, start, count, params.prompt_logprobs))
-                self.rows += range(first, first + count)
+        for span in prompt_spans(plan, branches):
+            first = layout.last_row[span.req_id] + 1 - plan.num_scheduled_tokens[span.req_id]
+            self._spans.append(span)
+            self.rows += range(first, first + span.count)
 
     def read(self, states: FinalStates, output: ModelRunnerOutput) -> Finish | None:
         parts = states.normed.split([span.count for span in self._spans])

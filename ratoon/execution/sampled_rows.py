@@ -150,6 +150,11 @@ def append_known(
 
 def put_tokens(sampled: Tokens, ids: list[str], output: ModelRunnerOutput) -> None:
     tokens, bad = sampled.to_numpy().tolist(), set(sampled.bad_rows)
+    if not bad:  # always, but for broken models
+        output.req_ids += ids
+        output.sampled_token_ids += [[token] for token in tokens]
+        output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items()}
+        return
     output.errors.update((ids[index], NO_TOKEN) for index in sorted(bad))
     good = [index for index in range(len(tokens)) if index not in bad]
     output.req_ids += [ids[index] for index in good]

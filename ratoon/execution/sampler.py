@@ -149,7 +149,7 @@ class Sampler:
     def plain_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
         """The arguments of `sampling.sample_plain` for these rows. None: they need more than it does."""
         needs = self.rows.needs[slots]
-        if (needs & (Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS)).any():
+        if int(np.bitwise_or.reduce(needs)) & (Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS):
             return None
         mode = _mode(needs)
         return ({} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)), mode

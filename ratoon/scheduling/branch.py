@@ -13,7 +13,7 @@ from hashlib import blake2b
 from ratoon.core.plan import BlockIds, NewRequestData
 from ratoon.core.readings import asks_for_states
 from ratoon.core.request import EngineCoreRequest, branch_id_of
-from ratoon.memory.hashing import ExtraKeys
+from ratoon.memory.hashing import NO_EXTRA_KEYS, ExtraKeys
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.task import Task
 
@@ -179,7 +179,7 @@ def extra_keys_of(request: EngineCoreRequest) -> ExtraKeys:
         keys.append(("salt", request.cache_salt))
     if request.encoder_input is not None:
         keys.append(("encoder", request.encoder_input.content_hash.hex()))
-    return ExtraKeys(keys)
+    return ExtraKeys(keys) if keys else NO_EXTRA_KEYS
 
 
 def branch_seed(seed: int | None, request_id: str, choice: int) -> int:
