@@ -33,14 +33,19 @@ def copy_blocks(source: Pages, target: Pages, blocks: Sequence[tuple[int, int]])
     """Copy each block (from, to) in all tensors, on the current stream. No block may be both copied and written to."""
     if not blocks:
         return
-    num_parts = triton.cdiv(source.max_words, WORDS_OF_PROGRAM)
-    tables = (source.table, target.table)
     if len(blocks) <= FEW_BLOCKS:
+        num_parts = triton.cdiv(source.max_words, WORDS_OF_PROGRAM)
+        tables = (source.table, target.table)
         for block, copy in blocks:
             launch(_copy_block, (len(source.tensors), num_parts), *tables, block, copy, NUM_WORDS=WORDS_OF_PROGRAM)
         return
-    pairs = to_device(np.array(blocks, np.int64), source.table.device)
-    launch(_copy_blocks, (len(source.tensors), num_parts, len(blocks)), *tables, pairs, NUM_WORDS=WORDS_OF_PROGRAM)
+    copy_listed_blocks(source, target, to_device(np.array(blocks, np.int32).reshape(-1), source.table.device))
+
+
+def copy_listed_blocks(source: Pages, target: Pages, pairs: Tensor) -> None:
+    """The same for numbers that are on the device: `pairs` [2N] int32."""
+    grid = (len(source.tensors), triton.cdiv(source.max_words, WORDS_OF_PROGRAM), len(pairs) // 2)
+    launch(_copy_blocks, grid, source.table, target.table, pairs, NUM_WORDS=WORDS_OF_PROGRAM)
 
 
 @triton.jit(do_not_specialize=["block", "copy"])

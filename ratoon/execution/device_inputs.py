@@ -6,7 +6,7 @@ tokens that were sampled are written to the rows on the device, so a step is lau
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from ratoon.layers.beams import SearchRows
 Tensor = torch.Tensor
 
 MAX_CELLS = 1 << 16  # of the rows that one copy brings; a step that writes more sends several
+MAX_COPIES = 1 << 11  # of blocks, whose numbers come with it
 MAX_MEMORY_CELLS = 2**31  # cells are numbered by int32
 # Of a request that is sampled in the same graph: the arguments of layers.sampling.sample_plain
 SAMPLING_NUMBERS = {
@@ -79,6 +80,8 @@ class DeviceRows:
 class DeviceInputs:
     """`max_padded`, `max_padded_reqs`: the most tokens and requests of a step that is padded."""
 
+    max_copies = MAX_COPIES
+
     def __init__(
         self,
         rows: InputBatch,
@@ -106,8 +109,8 @@ class DeviceInputs:
                 "beam_scores": (max_padded_reqs, torch.float32),
                 "search_starts": (max_padded_reqs, torch.int64),
                 "search_stops": (max_padded_reqs, torch.int64),
-                # Which cells of the rows to write, then their values
-                "cells": (2 * MAX_CELLS + 4, torch.int32),
+                # Which cells of the rows to write, then their values, then blocks to copy
+                "cells": (2 * (MAX_CELLS + 4 + MAX_COPIES), torch.int32),
             },
             device,
         )
@@ -127,6 +130,8 @@ class DeviceInputs:
         self.cross_tables = zeros(max_reqs, self._max_cross_blocks)
         self.sampled = zeros(max_padded_reqs)  # the token of each row that is read; -1: none could be chosen
         self._nothing_stored = zeros(0, dtype=torch.int64)
+        self._copies: Sequence[tuple[int, int]] = ()  # of blocks, with the next step
+        self._copy_blocks: Callable[[Tensor], None] | None = None
 
     def prepare(
         self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None = None
@@ -208,6 +213,13 @@ class DeviceInputs:
         writes_nothing = unwritten is not None and bool(unwritten.all())
         return PackedStep(batch_rows, num_scheduled, cu_num_tokens, writes_nothing)
 
+    def note_copies(
+        self, copies: Sequence[tuple[int, int]], copy_blocks: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Blocks (from, to), MAX_COPIES at most, to be copied before the next step computes anything: their numbers
+        travel with it, and `copy_blocks` gets them as [2N] int32."""
+        self._copies, self._copy_blocks = copies, copy_blocks
+
     def send_padding(self) -> None:
         """A step without requests: what is computed of it is padding alone."""
         nothing = np.zeros(0, np.int64)
@@ -221,12 +233,21 @@ class DeviceInputs:
         count = len(cells)
         start = -(-count // 4) * 4  # aligned like an array of its own
         packed = self._packed
-        packed.host["cells"][:count] = cells
-        packed.host["cells"][start : start + count] = self.rows.memory[cells]
-        packed.send("cells", start + count)
+        host = packed.host["cells"]
+        host[:count] = cells
+        host[start : start + count] = self.rows.memory[cells]
+        copies, self._copies = self._copies, ()
+        copies_start = 2 * start
+        end = copies_start + 2 * len(copies)
+        if copies:
+            host[copies_start:end] = np.array(copies, np.int32).reshape(-1)
+        packed.send("cells", end)
+        sent = packed.device["cells"]
         if count:
-            sent = packed.device["cells"]
             scatter(self.resident.memory, sent[:count], sent[start : start + count])
+        if copies:
+            assert self._copy_blocks is not None
+            self._copy_blocks(sent[copies_start:end])
 
     # ---- on the device: what a graph may hold ----
 

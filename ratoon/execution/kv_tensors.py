@@ -114,6 +114,24 @@ class KVTensors:
                 tensor[block].copy_(self._host_tensors[index][host_block], non_blocking=True)
             tensor.index_copy_(0, targets, content)
 
+    def copies_in_any_order(self, plan: SchedulerOutput) -> list[tuple[int, int]] | None:
+        """The blocks (from, to) that a plan copies, if it moves no others and `copy_listed` may copy them. None:
+        `move_blocks` does it."""
+        if self._pages is None or plan.swapped_out or plan.swapped_in:
+            return None
+        from ratoon.execution.block_kernels import FEW_BLOCKS
+
+        copies = [(copy.src, copy.dst) for copy in plan.block_copies]
+        is_free = {source for source, _ in copies}.isdisjoint(target for _, target in copies)
+        return copies if is_free and len(copies) > FEW_BLOCKS else None
+
+    def copy_listed(self, pairs: torch.Tensor) -> None:
+        """Copy blocks whose numbers (from, to) are on the device, [2N] int32."""
+        from ratoon.execution.block_kernels import copy_listed_blocks
+
+        assert self._pages is not None
+        copy_listed_blocks(self._pages, self._pages, pairs)
+
     def _move_by_kernel(self, plan: SchedulerOutput, pages: Pages) -> None:
         """The same on CUDA, without waiting. Copies can go before swaps in: no block is the target of both."""
         from ratoon.execution.block_kernels import copy_blocks

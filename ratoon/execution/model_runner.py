@@ -280,7 +280,7 @@ class ModelRunner:
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         """The order of core/plan.py: drop, move blocks, add, append."""
-        self.kv.move_blocks(plan)
+        self._move_blocks(plan)
         for req_id in (*plan.finished_req_ids, *plan.preempted_req_ids):
             row = self.input_batch.drop(req_id)
             if row is not None:
@@ -314,6 +314,18 @@ class ModelRunner:
         for step in plan.beam_steps:
             if step.num_tokens:
                 self.beam_rows.apply(step)
+
+    def _move_blocks(self, plan: SchedulerOutput) -> None:
+        """Copies on a device wait for the step's numbers, if nothing but the step follows."""
+        if self._resident is not None:
+            inputs = cast("DeviceInputs", self.inputs)
+            inputs.note_copies(())  # those of a step that failed
+            if plan.total_num_scheduled_tokens and plan.block_copies and not plan.encoder_steps:
+                copies = self.kv.copies_in_any_order(plan)
+                if copies is not None and len(copies) <= inputs.max_copies:
+                    inputs.note_copies(copies, self.kv.copy_listed)
+                    return
+        self.kv.move_blocks(plan)
 
     @torch.inference_mode()
     def sample_tokens(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:

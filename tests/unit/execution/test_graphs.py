@@ -17,13 +17,16 @@ pytest.importorskip("triton")
 from ratoon.core.config import ModelConfig
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
-from ratoon.core.plan import BeamStep
+from ratoon.core.plan import BeamStep, BlockCopy
 from ratoon.execution import beam_candidates, graphs
+from ratoon.execution.block_kernels import Pages
 from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes, max_prefill_tokens, padded_read, padded_reqs
 from ratoon.layers.beams import SearchShape
 from ratoon.layers.sampling import Mode
 from tests.triton_interpreter import repair_interpreter
 from tests.unit.execution.test_model_runner import (
+    BLOCK_SIZE,
+    CPU,
     LLAMA,
     NAN_TOKEN,
     OTHER,
@@ -364,6 +367,36 @@ def test_a_branch_whose_logits_are_nan_fails_alone_in_a_padded_step() -> None:
     assert keys[-1] == GraphKey(2, None, None, Mode.GREEDY)
     assert set(output.errors) == {"bad"} and output.req_ids == ["a"]
     assert token_of(output, "a") == oracle_greedy(LLAMA, PROMPT, 2)[1]
+
+
+@interpreted
+def test_copies_of_blocks_travel_with_the_numbers_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three branches go on from the prompt of a fourth, whose last block they copy; the step after copies nothing."""
+    results = []
+    moved: list[int] = []
+    for by_kernel in (False, True):
+        driver, keys = padded_driver()
+        kv = driver.runner.kv
+        if by_kernel:
+            kv._pages = Pages(kv._tensors, CPU)
+            monkeypatch.setattr(kv, "move_blocks", lambda plan: moved.append(len(plan.block_copies)))
+        driver.step(new=[driver.new("a", OTHER, 1)])
+        shared = [*range(1, 1 + len(OTHER) // BLOCK_SIZE)]
+        children, copies = [], []
+        for index, token in enumerate((3, 4, 5)):
+            own = 20 + 2 * index
+            child = driver.new(f"a#{index}", [*OTHER, token], 1, computed=len(OTHER))
+            child.block_ids = ([*shared, own, own + 1],)
+            children.append(child)
+            copies.append(BlockCopy(child.req_id, 0, len(shared), len(shared) + 1, own))
+        outputs = [driver.step(known={"a": len(OTHER)}, new=children, block_copies=copies)]
+        known = {"a": len(OTHER) + 1} | {child.req_id: len(OTHER) + 1 for child in children}
+        outputs.append(driver.step(known=known))
+        results.append([(output.req_ids, output.sampled_token_ids) for output in outputs])
+        assert moved == ([0, 0] if by_kernel else []) and keys[-1] == GraphKey(4, None, None, Mode.GREEDY)
+        assert len(OTHER) % BLOCK_SIZE, "the last block is shared"
+    assert results[0] == results[1]
+    assert results[0][0][1][:3] == [[oracle_greedy(LLAMA, [*OTHER, token], 1)[0]] for token in (3, 4, 5)]
 
 
 @interpreted
