@@ -84,7 +84,7 @@ def sample_plain(
         list_largest, (num_rows,),
         *row, *reduced, *wanted, *found, threshold, between, of_groups, num_groups, scratch(torch.int32, GROUP_ROOM),
         listed, listed_ids, GROUP, triton.next_power_of_2(triton.cdiv(num_groups, GROUPED)), GROUPED, WANTED,
-        GROUP_ROOM, NEARER_ROOM, LIST_ROOM, GROUPS_AT_ONCE, SAMPLED_GROUPS, **sizes, **early, num_warps=8, maxnreg=128,
+        GROUP_ROOM, NEARER_ROOM, LIST_ROOM, GROUPS_AT_ONCE, SAMPLED_GROUPS, **sizes, **early, num_warps=8,
     )  # fmt: skip
     launch(
         draw_from_list, (num_rows,),
