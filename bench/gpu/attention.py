@@ -178,10 +178,8 @@ def tiled(tiles: Tiles, num_splits: int | None = None, name: str = "", **options
     return Variant(name + splits, lambda: TritonAttentionBackend(tiles=tiles, num_splits=num_splits, **options))
 
 
-def fused(tiles: Tiles, early: bool = True) -> Variant:
-    return tiled(
-        tiles, name="one kernel, early loads, " if early else "one kernel, ", fused_store=True, early_loads=early
-    )
+def fused(tiles: Tiles) -> Variant:
+    return tiled(tiles, name="one kernel, ", fused_store=True)
 
 
 def apart(tiles: Tiles) -> Variant:
@@ -198,11 +196,11 @@ INVARIANT = Variant("batch invariant", lambda: TritonAttentionBackend(batch_inva
 def captured_plans() -> Iterator[Plan]:
     tiles = {stages: Tiles(16, 64, 4, stages, False) for stages in (2, 3, 4, 5)}
     for layer, length in ((LLAMA, 256), (QWEN, 256), (LLAMA, 1024)):
-        ways = [DEFAULT, apart(tiles[3]), fused(tiles[2]), fused(tiles[3]), fused(tiles[2], False)]
+        ways = [DEFAULT, apart(tiles[3]), fused(tiles[2]), fused(tiles[3])]
         yield Plan(captured(layer, 1, length), ways)
     yield Plan(captured(LLAMA, 1, 8192), [DEFAULT, fused(tiles[2]), fused(tiles[3]), fused(tiles[5])])
     for layer, length in ((LLAMA, 256), (QWEN, 256), (LLAMA, 1024)):
-        ways = [DEFAULT, apart(tiles[3]), apart(tiles[4]), fused(tiles[4]), fused(tiles[4], False)]
+        ways = [DEFAULT, apart(tiles[3]), apart(tiles[4]), fused(tiles[3]), fused(tiles[4])]
         yield Plan(captured(layer, 32, length), ways)
     for length in (256, 1024):
         ways = [DEFAULT, apart(tiles[3]), fused(tiles[3]), fused(tiles[4]), fused(tiles[5])]

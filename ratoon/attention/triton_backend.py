@@ -66,7 +66,6 @@ class TritonAttentionBackend(AttentionBackend):
         fused_store: bool | None = None,
         cascade: bool = True,
         dependent_launch: bool = True,
-        early_loads: bool = True,
     ) -> None:
         # triton may be absent, see `reasons_against`
         from ratoon.attention.triton_launch import Launches, Scratch
@@ -77,7 +76,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._fused_store = False if batch_invariant else fused_store
         self._cascade = cascade and not batch_invariant
         self._dependent = dependent_launch and can_launch_dependently()
-        self._launches = Launches(self._dependent, early_loads, CHUNK if batch_invariant else 0, min_share)
+        self._launches = Launches(self._dependent, CHUNK if batch_invariant else 0, min_share)
         self._scratch = Scratch()
         # Given tiles, and results with the same bits in any batch, are attention_kernel's alone.
         self._prefill = Prefill() if not batch_invariant and tiles is None and has_wgmma() else None

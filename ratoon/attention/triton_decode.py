@@ -8,78 +8,109 @@ device only, and under Triton's interpreter in tests.
 import triton
 import triton.language as tl
 
-from ratoon.attention.triton_kernels import attend_keys, load_pages, load_tile, split_of, store_result
+from ratoon.attention.triton_kernels import add_tile, load_pages, load_tile, split_of, store_result
 from ratoon.attention.triton_store import normed
 from ratoon.layers.triton.launch import wait_for_kernel_before
 
 
 @triton.jit
-def _load_angles(position, cos_sin_ptr, DIM_PAD: tl.constexpr, HALF: tl.constexpr):
-    """Of a position, for the elements of a head: their own factors, and those of the elements that are mixed in."""
-    dims = tl.arange(0, DIM_PAD)
-    angles = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + dims % HALF
-    cos = tl.load(angles, mask=dims < 2 * HALF, other=1.0)
-    sin = tl.load(angles + HALF, mask=dims < 2 * HALF, other=0.0)
-    return cos, tl.where(dims < HALF, -sin, sin)
-
-
-@triton.jit
-def _partners(DIM_PAD: tl.constexpr, HALF: tl.constexpr):
+def _partners(dims, HALF: tl.constexpr):
     """The elements of a head that a rotation mixes with its elements."""
-    dims = tl.arange(0, DIM_PAD)
     return tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
 
 
 @triton.jit
-def _load_weights(weight_ptr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr):
-    """Of a norm: those of the elements of a head, and those of their partners."""
-    in_dims = tl.arange(0, DIM_PAD) < HEAD_DIM
-    weights = tl.load(weight_ptr + tl.arange(0, DIM_PAD), mask=in_dims, other=0.0)
-    others = tl.load(weight_ptr + _partners(DIM_PAD, HALF), mask=in_dims, other=0.0)
-    return weights.to(tl.float32), others.to(tl.float32)
+def _load_factors(
+    position, cos_sin_ptr, weight_ptr, NUM: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
+):  # fmt: skip
+    """What the elements of NUM heads are multiplied with: the norm's weights, of them and of their partners, and the
+    cosine and sine of their rotation. Each [NUM, DIM_PAD], though heads have them in common: then nothing has to change
+    its place in registers."""
+    dims = tl.arange(0, NUM)[:, None] * 0 + tl.arange(0, DIM_PAD)[None, :]
+    weights = dims
+    cos, sin = dims, dims  # not used
+    if HAS_NORM:
+        weights = tl.load(weight_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
+    others = weights
+    if HAS_NORM and HAS_ROTARY:
+        others = tl.load(weight_ptr + _partners(dims, HALF), mask=dims < HEAD_DIM, other=0.0)
+    if HAS_ROTARY:
+        angles = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + dims % HALF
+        cos = tl.load(angles, mask=dims < 2 * HALF, other=1.0)
+        sin = tl.load(angles + HALF, mask=dims < 2 * HALF, other=0.0)
+        sin = tl.where(dims < HALF, -sin, sin)
+    return weights, others, cos, sin
 
 
 @triton.jit
 def _load_heads(
-    row_ptrs, in_rows, cos, sin, weights, other_weights, eps, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
+    head_ptr, stride, count, NUM: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr,
+    HAS_ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token in float32, after norm and rotation: as triton_store.py's, but with all elements of a head in
-    one tensor. Those that a rotation mixes in are loaded a second time, in their place."""
-    dims = tl.arange(0, DIM_PAD)
-    mask = in_rows[:, None] & (dims < HEAD_DIM)[None, :]
-    x = tl.load(row_ptrs[:, None] + dims[None, :], mask=mask, other=0.0)
+    """`count` heads of one token [NUM, DIM_PAD], and the partners of their elements in their places."""
+    heads, dims = tl.arange(0, NUM)[:, None], tl.arange(0, DIM_PAD)[None, :]
+    mask = (heads < count) & (dims < HEAD_DIM)
+    x = tl.load(head_ptr + heads * stride + dims, mask=mask, other=0.0)
     y = x
     if HAS_ROTARY:
-        y = tl.load(row_ptrs[:, None] + _partners(DIM_PAD, HALF)[None, :], mask=mask, other=0.0)
+        y = tl.load(head_ptr + heads * stride + _partners(dims, HALF), mask=mask, other=0.0)
+    return x, y
+
+
+@triton.jit
+def _transform(
+    x, y, weights, others, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr
+):  # fmt: skip
+    """Heads in float32, after norm and rotation: as triton_store.py's, but with all elements of a head in one tensor.
+    y: their partners."""
     if HAS_NORM:
         squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)
         x = normed(x, scale, weights)
         if HAS_ROTARY:
-            y = normed(y, scale, other_weights)
+            y = normed(y, scale, others)
     x = x.to(tl.float32)
     if HAS_ROTARY:
-        x = tl.fma(x, tl.broadcast_to(cos[None, :], x.shape), y.to(tl.float32) * sin[None, :])
+        x = tl.fma(x, cos, y.to(tl.float32) * sin)
     return x
 
 
 @triton.jit
 def _as_kept(x, dtype: tl.constexpr):
+    x = x.to(tl.float32)
     if dtype == tl.float8e4nv:  # it has no infinity: larger numbers become the largest
         x = tl.clamp(x, -448.0, 448.0)
     return x.to(dtype)
 
 
 @triton.jit
-def _add_key(acc, peak, total, q, key, value, scale, is_seen):
-    """One more key [1, DIM_PAD] and its value, if this program is the one that sees it."""
-    score = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
-    score = tl.where(is_seen, score, float("-inf"))
-    top = tl.maximum(peak, score)
-    shrink, weight = tl.exp2(peak - top), tl.exp2(score - top)
-    acc = acc * shrink[:, None] + weight[:, None] * value.to(tl.float32)
-    return acc, top, total * shrink + weight
+def _store_token(
+    key, value, slot, cache_ptr, kv_head, stride_block, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    cache_ptrs = cache_ptr + slot // BLOCK_SIZE * stride_block + kv_head * (BLOCK_SIZE * HEAD_DIM) + dims
+    cache_ptrs += slot % BLOCK_SIZE * HEAD_DIM
+    tl.store(cache_ptrs, key, mask=dims < HEAD_DIM)
+    tl.store(cache_ptrs + KV_HEADS * BLOCK_SIZE * HEAD_DIM, value, mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def _halves(x):
+    """The elements of rows with even and with odd places, for keys and values that are read in pairs."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _repeat(x, BLOCK_M: tl.constexpr):
+    """Heads [GROUP_PAD, …] one time after the other, to the rows of a tile."""
+    if len(x.shape) == 1:
+        x = tl.broadcast_to(x[None, :], [BLOCK_M // x.shape[0], x.shape[0]])
+        return tl.reshape(x, [BLOCK_M])
+    else:
+        x = tl.broadcast_to(x[None, :, :], [BLOCK_M // x.shape[0], x.shape[0], x.shape[1]])
+        return tl.reshape(x, [BLOCK_M, x.shape[2]])
 
 
 @triton.jit(do_not_specialize=["stride_table", "window", "num_splits", "min_share"])
@@ -88,14 +119,13 @@ def decode_kernel(
     cos_sin_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, q_eps, k_eps, scale, stride_q,
     stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block, stride_table, window, num_splits,
     min_share, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PAIRED: tl.constexpr, SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, LOADED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr, SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: requests, KV heads, splits. A request's earlier keys are divided among as many splits as have `min_share`
-    tiles of BLOCK_N keys; the first one adds the new key. LOADED: its first tile is loaded while kernels before this
-    one still run: none of a step writes keys of earlier tokens."""
+    tiles of BLOCK_N keys; the first one adds the new key."""
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(query_start_ptr + request)
     query_len = tl.load(query_start_ptr + request + 1) - token
@@ -110,50 +140,69 @@ def decode_kernel(
     if (query_len <= 0) | ((split > 0) & (split >= num_active)):
         return
     table_ptr += request.to(tl.int64) * stride_table
+    rows = tl.arange(0, BLOCK_M)
+    peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    q = tl.zeros([BLOCK_M, DIM_PAD], q_ptr.dtype.element_ty)
+    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    q_odd, acc_odd = q, total  # not used
+    if PAIRED:
+        q = tl.zeros([BLOCK_M, DIM_PAD // 2], tl.float16)
+        acc = tl.zeros([BLOCK_M, DIM_PAD // 2], tl.float32)
+        q_odd, acc_odd = q, acc
+    pages = load_pages(table_ptr, low, end, BLOCK_SIZE, BLOCK_N)
     position, slot = tl.load(positions_ptr + token), tl.load(slots_ptr + token).to(tl.int64)
-    token = token.to(tl.int64)
-    one, rows, dims = tl.arange(0, 1), tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
-    cos = dims.to(tl.float32)
-    sin, q_weights, q_others, k_weights, k_others = cos, cos, cos, cos, cos
-    if HAS_ROTARY:
-        cos, sin = _load_angles(position, cos_sin_ptr, DIM_PAD, HALF)
-    if HAS_Q_NORM:
-        q_weights, q_others = _load_weights(q_weight_ptr, HEAD_DIM, DIM_PAD, HALF)
-    if HAS_K_NORM:
-        k_weights, k_others = _load_weights(k_weight_ptr, HEAD_DIM, DIM_PAD, HALF)
-    k_tile, v_tile = cos, cos
-    if LOADED:
-        pages = load_pages(table_ptr, low, end, BLOCK_SIZE, BLOCK_N)
-        k_tile, v_tile = load_tile(
-            pages, low, begin, end, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_N,
-            PAIRED, True,
+    q_weights, q_others, q_cos, q_sin = _load_factors(
+        position, cos_sin_ptr, q_weight_ptr, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF, HAS_Q_NORM, HAS_ROTARY
+    )
+    k_weights, k_others, k_cos, k_sin = _load_factors(
+        position, cos_sin_ptr, k_weight_ptr, 1, HEAD_DIM, DIM_PAD, HALF, HAS_K_NORM, HAS_ROTARY
+    )
+    q_ptr += token.to(tl.int64) * stride_q + kv_head * GROUP * stride_q_head
+    k_ptr += token.to(tl.int64) * stride_k + kv_head * stride_k_head
+    v_ptr += token.to(tl.int64) * stride_v + kv_head * stride_v_head
+    # The loop waits for the kernel before this one, in its first turn: Triton begins to load the tiles of the first
+    # `num_stages` - 1 turns in front of the loop, so these are loaded while kernels before this one still run. They may
+    # be, because no kernel of a step writes keys of earlier tokens.
+    for start in range(low, tl.maximum(high, low + 1), BLOCK_N):
+        next_pages = load_pages(table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        k, v = load_tile(
+            pages, start, begin, end, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE,
+            BLOCK_N, PAIRED, True,
         )  # fmt: skip
-    if DEPENDENT:
-        wait_for_kernel_before()
-    q_ptrs = q_ptr + token * stride_q + (kv_head * GROUP + rows) * stride_q_head
-    q = _load_heads(
-        q_ptrs, rows < GROUP, cos, sin, q_weights, q_others, q_eps, HEAD_DIM, DIM_PAD, HALF, HAS_Q_NORM, HAS_ROTARY
-    ).to(q_ptr.dtype.element_ty)
-    key = _load_heads(
-        k_ptr + token * stride_k + kv_head * stride_k_head + one, one == 0, cos, sin, k_weights, k_others, k_eps,
-        HEAD_DIM, DIM_PAD, HALF, HAS_K_NORM, HAS_ROTARY,
-    )  # fmt: skip
-    value = _load_heads(
-        v_ptr + token * stride_v + kv_head * stride_v_head + one, one == 0, cos, sin, k_weights, k_others, k_eps,
-        HEAD_DIM, DIM_PAD, HALF, False, False,
-    )  # fmt: skip
-    key, value = _as_kept(key, cache_ptr.dtype.element_ty), _as_kept(value, cache_ptr.dtype.element_ty)
-    if split == 0:
-        cache_ptrs = cache_ptr + slot // BLOCK_SIZE * stride_block + kv_head * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
-        cache_ptrs += slot % BLOCK_SIZE * HEAD_DIM
-        tl.store(cache_ptrs, key, mask=(dims < HEAD_DIM)[None, :])
-        tl.store(cache_ptrs + KV_HEADS * BLOCK_SIZE * HEAD_DIM, value, mask=(dims < HEAD_DIM)[None, :])
-    acc, peak, total = attend_keys(
-        q, k_tile, v_tile, low, high, begin, end, 0, end, rows * 0 + end, rows, cache_ptr, table_ptr, out_ptr, kv_head,
-        scale, stride_block, window, 0, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, False, HAS_WINDOW,
-        False, PAIRED, False, LOADED,
-    )  # fmt: skip
-    acc, peak, total = _add_key(acc, peak, total, q, key, value, scale, split == 0)
+        if start == low:
+            if DEPENDENT:
+                wait_for_kernel_before()
+            # All loads stand before what is computed from them: they take as long as one.
+            q_x, q_y = _load_heads(q_ptr, stride_q_head, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
+            k_x, k_y = _load_heads(k_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
+            value, _ = _load_heads(v_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, False)
+            heads = _transform(q_x, q_y, q_weights, q_others, q_cos, q_sin, q_eps, HEAD_DIM, HAS_Q_NORM, HAS_ROTARY).to(
+                q_ptr.dtype.element_ty
+            )
+            key = _transform(k_x, k_y, k_weights, k_others, k_cos, k_sin, k_eps, HEAD_DIM, HAS_K_NORM, HAS_ROTARY)
+            key, value = _as_kept(key, cache_ptr.dtype.element_ty), _as_kept(value, cache_ptr.dtype.element_ty)
+            if split == 0:
+                _store_token(
+                    key, value, slot, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE
+                )
+            score = tl.sum(heads.to(tl.float32) * key.to(tl.float32), 1) * scale
+            peak = _repeat(tl.where(split == 0, score, float("-inf")), BLOCK_M)
+            total += tl.where(split == 0, 1.0, 0.0)
+            values = tl.where(split == 0, value.to(tl.float32), 0.0)
+            if PAIRED:
+                values, odd_values = _halves(values)
+                acc_odd = tl.broadcast_to(odd_values, acc_odd.shape)
+                heads, odd_heads = _halves(tl.clamp(heads.to(tl.float32), -65504.0, 65504.0).to(tl.float16))
+                q_odd = _repeat(odd_heads, BLOCK_M)
+            acc = tl.broadcast_to(values, acc.shape)
+            q = _repeat(heads, BLOCK_M)
+        acc, acc_odd, peak, total = add_tile(
+            acc, acc_odd, peak, total, k, v, q, q_odd, start, end, rows * 0 + end, rows, out_ptr, scale, window, 0,
+            BLOCK_N, False, HAS_WINDOW, False, PAIRED, True,
+        )  # fmt: skip
+        pages = next_pages
+    if PAIRED:
+        acc = tl.interleave(acc, acc_odd)
     store_result(
         acc, peak, total, token, 0, GROUP, kv_head, request, split, num_active, 0, num_splits, out_ptr, acc_ptr,
         peak_ptr, total_ptr, arrived_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M, SPLIT, MERGE_ROWS, SPLITS_PAD,

@@ -218,7 +218,7 @@ def load_tile(
 
 
 @triton.jit
-def _add_tile(
+def add_tile(
     acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, heads, bias_ptr, scale, window, reach,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -259,7 +259,7 @@ def _attend_tiles(
             pages, start, begin, end, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE,
             BLOCK_N, PAIRED, MASKED,
         )  # fmt: skip
-        acc, acc_odd, peak, total = _add_tile(
+        acc, acc_odd, peak, total = add_tile(
             acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, heads, bias_ptr, scale, window, reach,
             BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, MASKED,
         )  # fmt: skip
@@ -269,15 +269,13 @@ def _attend_tiles(
 
 @triton.jit
 def attend_keys(
-    q, k, v, low, high, begin, end, clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr, kv_head,
-    scale, stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
+    q, low, high, begin, end, clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr, kv_head, scale,
+    stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, CLEAR_LOOP: tl.constexpr,
-    LOADED: tl.constexpr,
 ):  # fmt: skip
     """Keys low to high → weighted sums [BLOCK_M, DIM_PAD], maxima, sums. CLEAR_LOOP: tiles that all rows see whole,
-    clear_begin to clear_end, have a loop without masks. LOADED: k and v are the first tile. PAIRED: products in
-    float16, which holds all numbers of fp8."""
+    clear_begin to clear_end, have a loop without masks. PAIRED: products in float16, which holds all numbers of fp8."""
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if PAIRED:
@@ -288,12 +286,6 @@ def attend_keys(
     else:
         acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
         q_odd, acc_odd = q, total  # not used
-    if LOADED:
-        acc, acc_odd, peak, total = _add_tile(
-            acc, acc_odd, peak, total, k, v, q, q_odd, low, end, positions, heads, bias_ptr, scale, window, reach,
-            BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True,
-        )  # fmt: skip
-        low += BLOCK_N
     pages = load_pages(table_ptr, low, end, BLOCK_SIZE, BLOCK_N)
     if CLEAR_LOOP:
         clear_low = tl.minimum(tl.maximum(low, tl.cdiv(clear_begin, BLOCK_N) * BLOCK_N), high)
@@ -335,17 +327,17 @@ def _attend_in_chunks(
         acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
         for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
             acc_next, peak_next, total_next = attend_keys(
-                q, q, q, tl.maximum(low, chunk * CHUNK), tl.minimum(high, chunk * CHUNK + CHUNK), begin, end,
+                q, tl.maximum(low, chunk * CHUNK), tl.minimum(high, chunk * CHUNK + CHUNK), begin, end,
                 clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr, kv_head, scale, stride_block,
                 window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS,
-                PAIRED, CLEAR_LOOP, False,
+                PAIRED, CLEAR_LOOP,
             )  # fmt: skip
             peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
     else:
         acc, peak, total = attend_keys(
-            q, q, q, low, high, begin, end, clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr,
+            q, low, high, begin, end, clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr,
             kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N,
-            CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP, False,
+            CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP,
         )  # fmt: skip
     return acc, peak, total
 

@@ -77,12 +77,10 @@ class HeadArguments(NamedTuple):
 
 
 class Launches:
-    """`dependent`: kernels start while those before them run. `early_loads`: decode_kernel loads before it waits.
-    `chunk`: keys of a split that is the same in any batch, or 0. `min_share`: tiles of keys that a split has at
-    least."""
+    """`dependent`: kernels start while those before them run. `chunk`: keys of a split that is the same in any batch,
+    or 0. `min_share`: tiles of keys that a split has at least."""
 
-    def __init__(self, dependent: bool, early_loads: bool, chunk: int, min_share: int) -> None:
-        self._early_loads = early_loads
+    def __init__(self, dependent: bool, chunk: int, min_share: int) -> None:
         self._chunk = chunk
         self._min_share = min_share
         self._options: dict[str, Any] = {"DEPENDENT": dependent}
@@ -136,7 +134,8 @@ class Launches:
             inputs.slot_mapping, *head.tensors, *parts, *head.epsilons, layer.scale * LOG2_E, q.stride(0), k.stride(0),
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
             num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=_SPLITS_PAD,
-            MERGE_ROWS=rows_merged_at_once(_SPLITS_PAD, operands.dim, operands.group), LOADED=self._early_loads,
+            MERGE_ROWS=rows_merged_at_once(_SPLITS_PAD, operands.dim, operands.group),
+            GROUP_PAD=1 << (operands.group - 1).bit_length(),
             **head.constants, **self._constants(operands, tiles),
         )  # fmt: skip
 

@@ -51,7 +51,7 @@ def _store_parts(
 @triton.jit
 def normed(x, scale, weight):
     """Rounded to the dtype of x before the weight, as TorchOps does."""
-    return ((x.to(tl.float32) * scale[:, None]).to(x.dtype).to(tl.float32) * weight[None, :]).to(x.dtype)
+    return ((x.to(tl.float32) * scale[:, None]).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
 
 
 @triton.jit

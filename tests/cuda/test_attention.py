@@ -210,10 +210,7 @@ def test_keys_and_values_in_fp8(layer: AttentionLayer) -> None:
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("layer", [LLAMA, QWEN, replace(QWEN, window=300)], ids=["llama", "qwen", "window"])
 @pytest.mark.parametrize("batch", [1, 40])
-@pytest.mark.parametrize("early_loads", [False, True])
-def test_one_kernel_does_what_store_and_attention_do(
-    layer: AttentionLayer, batch: int, kv_dtype: torch.dtype, early_loads: bool
-) -> None:
+def test_one_kernel_does_what_store_and_attention_do(layer: AttentionLayer, batch: int, kv_dtype: torch.dtype) -> None:
     lengths = [(97 * row) % 1500 for row in range(batch)]
     results = []
     for fused in (True, False):
@@ -236,13 +233,33 @@ def test_one_kernel_does_what_store_and_attention_do(
         rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1), ops.rotary
         positions = torch.from_numpy(step.lengths - 1).cuda().long()
         transform = HeadTransform(positions, rotary, *(norms if layer is not LLAMA else [None, None]))
-        backend = TritonAttentionBackend(fused_store=fused, early_loads=early_loads)
+        backend = TritonAttentionBackend(fused_store=fused)
         q, k, v = product.split([layer.num_heads, 8, 8], dim=1)
         metadata = backend.build_metadata(inputs)
         results.append((backend.forward(layer, q, k, v, (step.cache,), metadata, transform), step.cache[1:].float()))
     (out, cache), (expected, expected_cache) = results
     assert error_of(out, expected.double()) < 1e-2
     assert error_of(cache, expected_cache.double()) < 1e-4  # a few last bits of a norm
+
+
+def test_a_decode_step_loads_keys_before_it_waits() -> None:
+    """Triton begins to load in front of the loop, and the loop waits. Another version of it might not."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("only newer kernels wait")
+    from ratoon.layers.triton.compilation import launches_go_to
+
+    step, code = Step(LLAMA, [500] * 32, [1] * 32, torch.bfloat16), []
+
+    def compile_only(kernel: Any, run: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        code.append(run(kernel, *args, grid=(1,), warmup=True, **options).asm["ptx"])
+
+    with launches_go_to(compile_only):
+        backend = TritonAttentionBackend(fused_store=True)
+        metadata = backend.build_metadata(step.inputs())
+        backend.forward(LLAMA, step.q, step.q[:, :8], step.q[:, 8:16], (step.cache,), metadata)
+    (kernel,) = code
+    before, _, behind = kernel.partition("griddepcontrol.wait")
+    assert behind and before.count("cp.async.cg") > behind.count("cp.async.cg")
 
 
 @pytest.mark.parametrize("layer", [LLAMA, QWEN], ids=["llama", "qwen"])

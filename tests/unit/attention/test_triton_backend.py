@@ -295,10 +295,10 @@ class DecodeStep:
     ],
     ids=["norm", "window", "fp8", "plain"],
 )
-@pytest.mark.parametrize(("num_splits", "early_loads"), [(1, False), (3, True)])
+@pytest.mark.parametrize("num_splits", [1, 3])
 def test_one_kernel_does_what_store_and_attention_do(
     layer: AttentionLayer, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype,
-    num_splits: int, early_loads: bool, monkeypatch: pytest.MonkeyPatch,
+    num_splits: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     step = DecodeStep(layer, [1, 8, 9, 70], dtype, kv_dtype)
     transform = None
@@ -307,9 +307,7 @@ def test_one_kernel_does_what_store_and_attention_do(
     tiles = Tiles(16, 16, 4, 2, False)
     expected_out, expected_pages = step.run(TritonAttentionBackend(fused_store=False, tiles=tiles), transform)
     monkeypatch.setattr(TritonAttentionBackend, "_store", None)  # not called
-    out, pages = step.run(
-        TritonAttentionBackend(tiles=tiles, num_splits=num_splits, early_loads=early_loads), transform
-    )
+    out, pages = step.run(TritonAttentionBackend(tiles=tiles, num_splits=num_splits), transform)
     torch.testing.assert_close(pages, expected_pages, rtol=0, atol=1e-6, equal_nan=True)
     tolerance = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(out, expected_out, rtol=0, atol=tolerance)
