@@ -12,7 +12,7 @@ import msgspec
 
 from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model
 from ratoon.engine.core import EngineCore
-from ratoon.execution.cuda_driver import starting_driver
+from ratoon.execution.cuda_driver import end_compiler, starting_driver
 from ratoon.models.source import ModelSource
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
@@ -29,7 +29,10 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
     # Random weights need no files: a config alone is enough to size an engine.
     tensors = DummySource(collect_shapes(source.config)) if config.load_format == "dummy" else source.tensors
     config = fit_to_model(fit_to_device(config, gpu_bytes(config.device)), source.config)
-    executor = executor_class(config.executor)(config, source.config, tensors, timer)
+    try:
+        executor = executor_class(config.executor)(config, source.config, tensors, timer)
+    finally:
+        end_compiler()
     core = EngineCore(config, executor)
     logger.info("%s is ready: %s", source.name, describe(core))
     return core

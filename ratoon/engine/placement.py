@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ratoon.core.config import EngineConfig
+from ratoon.core.machine import usable_cores
 
 
 def place_engine(config: EngineConfig, index: int, num_engines: int) -> EngineConfig:
@@ -14,7 +15,6 @@ def place_engine(config: EngineConfig, index: int, num_engines: int) -> EngineCo
     import torch
 
     from ratoon.execution.kv_memory import KV_FRACTION
-    from ratoon.execution.worker import usable_cores
 
     if config.num_threads is None:
         config = config.with_(num_threads=max(1, usable_cores() // num_engines))

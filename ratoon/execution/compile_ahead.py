@@ -5,7 +5,6 @@ such steps, and what it launches is compiled (layers/triton/compilation.py). Imp
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,16 +21,13 @@ from ratoon.execution.graphs import MAX_TOKENS, Captured, GraphKey, graph_sizes
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.gpu import num_multiprocessors
 from ratoon.layers.sampling import Mode
-from ratoon.layers.triton.compilation import ForkedCompiler, compile_launches
-from ratoon.models.build import META
+from ratoon.layers.triton.compilation import compile_launches, send_launches
+from ratoon.layers.triton.compiler_process import CompilerProcess, Finish
 
 logger = logging.getLogger(__name__)
 
 # Tokens of prompts, which differ in kernels by ranges; that of long ones takes longest to compile.
 FIRST_PROMPTS = (128, 32, 16, 64)
-MIN_CORES = 4  # with fewer, processes for compiling are not worth their start
-MAX_PROCESSES = 16  # of each recorder
-MAX_WAITING = 64  # threads, each for one kernel
 
 
 class ShapesOnly(TorchFunctionMode):
@@ -57,8 +53,8 @@ class ShapesOnly(TorchFunctionMode):
 
 
 class CompileAhead:
-    """Compiles in other processes where there are enough cores, and in threads otherwise. What fails is compiled when
-    it is launched, or fails again there."""
+    """Compiles in another process if there is one, and in threads otherwise. What fails is compiled when it is
+    launched, or fails again there."""
 
     def __init__(
         self,
@@ -66,39 +62,48 @@ class CompileAhead:
         largest: SchedulerOutput,
         device: torch.device,
         num_cores: int,
+        process: CompilerProcess | None,
     ) -> None:
-        """`make_runner`: on the meta device. `largest`: the step that is measured."""
+        """`make_runner`: on the meta device. `largest`: the step that is measured. `process`: ends when all is done."""
         self._device = device
         self._num_cores = num_cores
-        first = partial(_without_memory, lambda: launch_first_steps(make_runner(), largest))
-        later = partial(_without_memory, lambda: launch_later_steps(make_runner()))
-        self._forked: ForkedCompiler | None = None
-        if num_cores >= MIN_CORES and hasattr(os, "fork"):
-            major, minor = torch.cuda.get_device_capability(device)
-            num_multiprocessors(META)  # kept: a forked process can't ask
-            self._forked = ForkedCompiler([first, later], 10 * major + minor, min(num_cores, MAX_PROCESSES))
-        self._thread = Thread(target=self._run, args=(first,), name="ratoon-compile-ahead", daemon=True)
+        self._process = process
+        self._first = partial(_without_memory, lambda: launch_first_steps(make_runner(), largest))
+        self._later = partial(_without_memory, lambda: launch_later_steps(make_runner()))
+        self._thread = Thread(target=self._run_first, name="ratoon-compile-ahead", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         """Until the kernels of the first steps are loaded."""
         self._thread.join()
 
-    def _run(self, make_launches: Callable[[], None]) -> None:
+    def _run_first(self) -> None:
         begin = time.perf_counter()
-        # Threads that wait for another process need no core.
-        num_threads = self._num_cores if self._forked is None else MAX_WAITING
+        later = Thread(target=self._run_later, name="ratoon-compile-later", daemon=True)
         try:
             use_device(self._device)
-            num_kernels = compile_launches(make_launches, num_threads, self._load, self._forked)
+            num_kernels = compile_launches(self._first, self._num_cores, self._load, self._process, later.start)
         except Exception as error:  # of a kernel, or of a layer that can't run without memory
             logger.info(
                 "kernels are compiled when they are first launched: %s",
                 error,
                 exc_info=logger.isEnabledFor(logging.DEBUG),
             )
+            if self._process is not None:
+                self._process.send(Finish())
             return
         logger.info("%d kernels were compiled ahead in %.1f s", num_kernels, time.perf_counter() - begin)
+
+    def _run_later(self) -> None:
+        """While the first ones are waited for."""
+        if self._process is None:
+            return
+        try:
+            use_device(self._device)
+            send_launches(self._later, self._process)
+        except Exception as error:
+            logger.debug("kernels of later steps are compiled when they are first launched: %s", error, exc_info=True)
+        self._process.send(Finish())
 
     def _load(self, kernel: Any) -> None:
         """Also make the function that launches it, and load it to the device."""

@@ -1,17 +1,38 @@
-"""Starts the CUDA driver and Triton while torch is imported: each takes some tenths of a second in which the
-interpreter is free. Importing this imports neither. What fails here is found, and said, when they are used."""
+"""Starts the CUDA driver, Triton and the process that compiles kernels while torch is imported: each takes some tenths
+of a second in which the interpreter is free. Importing this imports none of them. What fails here is found, and said,
+when they are used."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
+
+from ratoon.core.machine import usable_cores
+from ratoon.layers.triton.compiler_process import CompilerProcess, Modules
+
+logger = logging.getLogger(__name__)
 
 DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
 LIBRARY = "libcuda.so.1"
+
+MIN_CORES = 4  # with fewer, a process for compiling is not worth its start
+MAX_PROCESSES = 16  # of it, each compiles one kernel
+KERNEL_MODULES = (  # the ones that compile longest first; some import torch
+    "ratoon.attention.triton_prefill_kernels",
+    "ratoon.attention.triton_decode",
+    "ratoon.attention.triton_store",
+    "ratoon.execution.input_kernels",
+    "ratoon.layers.triton.panel",
+    "ratoon.layers.triton.gemv",
+    "ratoon.layers.triton.norms",
+    "ratoon.layers.triton.elementwise",
+    "ratoon.layers.triton.sampling",
+)
 
 
 @contextmanager
@@ -29,6 +50,7 @@ def starting_driver(device: str) -> Iterator[None]:
         yield
         return
     number = int(index or 0) if is_certain else None
+    start_compiler()
     thread = Thread(target=_start, args=(library, number, import_triton()), name="ratoon-cuda-driver", daemon=True)
     thread.start()
     try:
@@ -67,3 +89,36 @@ def _start(library: Any, number: int | None, hash_triton: Callable[[], Any] | No
     if hash_triton is not None:
         with suppress(OSError):
             hash_triton()
+
+
+# ---- the process that compiles kernels ----
+
+_starting = Lock()
+_started: list[CompilerProcess] = []
+
+
+def start_compiler() -> None:
+    with _starting:
+        if _started or usable_cores() < MIN_CORES:
+            return
+        try:
+            process = CompilerProcess(min(usable_cores(), MAX_PROCESSES))
+        except OSError as error:
+            logger.warning("kernels are compiled by this process: no other one can be started: %s", error)
+            return
+        process.send(Modules(KERNEL_MODULES))
+        _started.append(process)
+
+
+def take_compiler() -> CompilerProcess | None:
+    """The one that was started, or a new one; it belongs to the caller. None: there are too few cores for it."""
+    start_compiler()
+    with _starting:
+        return _started.pop() if _started else None
+
+
+def end_compiler() -> None:
+    """The one that was started and not taken."""
+    with _starting:
+        if _started:
+            _started.pop().close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import os
 import time
 import traceback
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import torch
 from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
 from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig, SwapCosts
+from ratoon.core.machine import usable_cores
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.devices import gpu_name, has_modes_of_its_own, resolve_device, resolve_dtype, use_device
@@ -136,6 +136,7 @@ class Worker:
         can_probe = device.type == "cuda" and model_config.causal and not model_config.encoder
         if can_probe:
             from ratoon.execution.compile_ahead import CompileAhead, capture_nothing
+            from ratoon.execution.cuda_driver import take_compiler
 
             largest = largest_step(config.scheduler, config.cache.block_size, len(geometry.groups), max_model_len)
             probe = probe_for(largest)
@@ -145,7 +146,7 @@ class Worker:
                 outline = outline_model(model_config, tensors, ops, dtype, max_model_len)
                 return make_runner(outline, without_memory, probe, META, capture_nothing)
 
-            kernels = CompileAhead(make_outline, largest, device, threads)
+            kernels = CompileAhead(make_outline, largest, device, threads, take_compiler())
         num_weights = sum(math.prod(shape) for shape in tensors.shapes().values())
         fitting = refusing_what_does_not_fit(tensors.name, num_weights, device, dtype)
         with timer.phase("load weights"), torch.inference_mode(), fitting:
@@ -363,10 +364,3 @@ def return_freed_memory() -> None:
     # torch's CPU allocator releases memory some time after it was freed, but only at the next allocation.
     time.sleep(ALLOCATOR_PATIENCE)
     torch.empty(2**26, dtype=torch.uint8)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on, which can be fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -25,6 +25,11 @@ import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ratoon.layers.triton.kernel_cache import use_kernel_cache
+from ratoon.layers.triton.kernel_keys import settle_key
+
+use_kernel_cache()
+
 INTERPRETED = triton.knobs.runtime.interpret  # launches nothing that could start early
 
 recordings: list[Any] = []  # while there is one, all launches go through Triton (compilation.py)
@@ -71,6 +76,7 @@ class Launcher:
     __slots__ = ("_by_types", "_constants", "_kernel")
 
     def __init__(self, kernel: Any, **constants: Any) -> None:
+        settle_key(kernel)
         self._kernel = kernel
         self._constants = constants
         self._by_types: dict[tuple[type, ...], Callable[..., Any]] = {}

@@ -179,6 +179,7 @@ def test_the_driver_is_started_while_torch_is_imported(
 
     monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: Library())
     monkeypatch.setattr(cuda_driver, "import_triton", lambda: lambda: made.append("Triton"))
+    monkeypatch.setattr(cuda_driver, "start_compiler", lambda: None)
     monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(DEVICE_VARIABLE, variable)
@@ -215,6 +216,7 @@ class Library:
 threads = set()
 sys.meta_path.insert(0, Slow())
 cuda_driver.load_library = Library
+cuda_driver.start_compiler = lambda: None
 with cuda_driver.starting_driver("cuda"):
     from triton.runtime.build import compile_module_from_src  # what torch may do
     import ratoon.layers.cuda_ops

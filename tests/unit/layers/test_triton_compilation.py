@@ -11,62 +11,79 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
 # In a process of its own: here kernels may be those of Triton's interpreter, which has nothing to compile.
-PROGRAM = """
-import json, os
-from contextlib import suppress
-import torch
+KERNELS = """
 import triton
 import triton.language as tl
-from triton import knobs
-from triton.runtime import driver
-from ratoon.layers.triton.compilation import AbsentDevice, ForkedCompiler, compile_launches, launches_go_to
-from ratoon.layers.triton.launch import launch
+
+FACTOR = tl.constexpr(2)
+
+@triton.jit
+def times(x):
+    return x * FACTOR
 
 @triton.jit
 def double(x, BLOCK: tl.constexpr):
     places = tl.arange(0, BLOCK)
-    tl.store(x + places, 2 * tl.load(x + places))
+    tl.store(x + places, times(tl.load(x + places)))
+
+@triton.jit
+def quadruple(x, BLOCK: tl.constexpr):
+    tl.store(x, times(times(tl.load(x))))
 
 @triton.jit
 def broken(x, BLOCK: tl.constexpr):
     tl.store(x, no_such_name)
+"""
+PROGRAM = """
+import json, threading
+import torch
+from triton import knobs
+from triton.runtime import driver
+from ratoon.layers.triton.compilation import AbsentDevice, compile_launches, send_launches
+from ratoon.layers.triton.compiler_process import CompilerProcess, Finish, Modules
+from ratoon.layers.triton.launch import launch
+import kernels
+
+def start(kernel, block):
+    launch(kernel, (1,), torch.empty(64, device="meta"), BLOCK=block)
 
 def first():
     for _ in range(2):  # the second one is the same kernel
-        launch(double, (1,), torch.empty(64, device="meta"), BLOCK=64)
+        start(kernels.double, 64)
 
 def second():
-    launch(double, (1,), torch.empty(64, device="meta"), BLOCK=32)
+    start(kernels.quadruple, 1)
+    start(kernels.double, 32)
 
 compiled, loaded = [], []
 knobs.compilation.listener = lambda *, src, cache_hit, **details: compiled.append(cache_hit)
 driver.set_active(AbsentDevice(90))
-forked = ForkedCompiler([first, second], 90, 2)
-number = compile_launches(first, 4, lambda kernel: loaded.append(kernel.name), forked)
-forked.wait_for("what is never compiled")  # until the first stage has ended
-with suppress(ChildProcessError):  # it was waited for
-    os.waitpid(forked._pid, 0)
-compile_launches(second, 4, lambda kernel: loaded.append(kernel.name), forked)
+process = CompilerProcess(2)
+process.send(Modules(("no_such_module", "kernels")))
+later = threading.Thread(target=send_launches, args=(second, process))
+number = compile_launches(first, 2, lambda kernel: loaded.append(kernel.name), process, later.start)
+later.join()
+process.send(Finish())
+process._process.wait()
+compile_launches(second, 2, lambda kernel: loaded.append(kernel.name))
 
-def fail():
-    launch(broken, (1,), torch.empty(64, device="meta"), BLOCK=64)
-
-failing = ForkedCompiler([fail], 90, 2)
+failing = CompilerProcess(2)
 try:
-    compile_launches(fail, 4, loaded.append, failing)
+    compile_launches(lambda: start(kernels.broken, 64), 2, loaded.append, failing)
     error = None
 except Exception as caught:
     error = type(caught).__name__
+failing.close()
 print(json.dumps([number, compiled, loaded, error]))
 """
 
 
 def test_kernels_are_compiled_once_by_other_processes_and_an_error_is_that_of_the_kernel(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"  # Triton reads the source of kernels from their file
+    program = tmp_path / "program.py"
     program.write_text(PROGRAM)
+    (tmp_path / "kernels.py").write_text(KERNELS)  # Triton reads their source, and the other process imports them
     done = subprocess.run(
         [sys.executable, str(program)],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")},
@@ -77,6 +94,6 @@ def test_kernels_are_compiled_once_by_other_processes_and_an_error_is_that_of_th
     assert done.returncode == 0, done.stderr
     number, found_in_cache, loaded, error = json.loads(done.stdout)
     assert number == 1
-    assert found_in_cache == [True, True]
-    assert loaded == ["double", "double"]
+    assert found_in_cache == [True, True, True]
+    assert loaded == ["double", "quadruple", "double"]
     assert error == "CompilationError"

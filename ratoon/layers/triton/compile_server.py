@@ -1,0 +1,217 @@
+"""The program that compiles kernels for another process (compiler_process.py), into Triton's cache on disk.
+
+Requests come on standard input; the digest of each is written to standard output when its compilation has ended, well
+or not. It has one thread, so each kernel can be compiled in a fork of it, which has what was imported and hashed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITFunction
+
+from ratoon.layers.triton.compiler_process import LENGTH, Finish, Modules, Request
+from ratoon.layers.triton.kernel_cache import KernelCache, use_kernel_cache
+from ratoon.layers.triton.kernel_keys import launcher_digest, settle_key
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+SECONDS_FOR_ONE = 60.0
+_POLL = 1.0  # seconds
+
+
+def main() -> None:
+    requests, report = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):  # compilers may print
+        os.dup2(nothing, number)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    KernelCache.falls_back = False  # the other process would not look there
+    use_kernel_cache()
+    CompileServer(requests, report, max_processes=int(sys.argv[2])).run()
+
+
+class CompileServer:
+    def __init__(self, requests: int, report: int, max_processes: int) -> None:
+        self._requests = requests
+        self._report = report
+        self._max_processes = max_processes
+        self._parent = os.getppid()
+        self._buffer = b""
+        self._urgent: deque[tuple[str, Callable[[], Any]]] = deque()
+        self._later: deque[tuple[str, Callable[[], Any]]] = deque()
+        self._running: dict[int, tuple[str, float]] = {}  # by process: digest, when it is killed
+        self._modules: deque[str] = deque()
+        self._seen: set[str] = set()
+        self._is_finishing = False
+        self._last_sign = 0.0
+        self._woken, waking = os.pipe()
+        os.set_blocking(waking, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(waking)
+
+    def run(self) -> None:
+        gc.disable()  # it would write to memory that is shared with forked processes
+        triton_key()  # kept
+        while not self._is_finishing or self._urgent or self._later or self._running:
+            self._start_some()
+            has_chore = bool(self._modules) and not self._urgent
+            readable, _, _ = select.select([self._requests, self._woken], [], [], 0.0 if has_chore else _POLL)
+            if self._woken in readable:
+                os.read(self._woken, 4096)
+            if self._requests in readable:
+                self._receive()
+            elif has_chore:
+                self._prepare(self._modules.popleft())
+            self._reap()
+            self._give_sign()
+            if os.getppid() != self._parent:
+                end_group()
+
+    def _receive(self) -> None:
+        data = os.read(self._requests, 2**16)
+        if not data:  # the other process has ended
+            end_group()
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                break
+            message = self._buffer[LENGTH.size : end]
+            self._buffer = self._buffer[end:]
+            self._accept(pickle.loads(message))
+
+    def _accept(self, message: Request | Modules | Finish) -> None:
+        if isinstance(message, Modules):
+            self._modules += message.names
+        elif isinstance(message, Finish):
+            self._is_finishing = True
+        elif message.digest not in self._seen:
+            self._seen.add(message.digest)
+            try:
+                self._queue(message)
+            except Exception:  # the kernel is not there, or can't be hashed; the other process will say so
+                self._tell(message.digest)
+                self._tell(launcher_digest(message.module, message.name, message.signature, message.constants) or "")
+
+    def _queue(self, request: Request) -> None:
+        source = source_of(request)
+        target = GPUTarget("cuda", request.capability, 32)
+        waiting = self._urgent if request.is_urgent else self._later
+
+        def compile_kernel() -> Any:
+            return triton.compile(source, target=target, options=request.options)
+
+        launcher = launcher_digest(request.module, request.name, request.signature, request.constants)
+        if launcher is None:
+            waiting.append((request.digest, lambda: make_launcher(source, compile_kernel().metadata)))
+            return
+        waiting.append((request.digest, compile_kernel))
+        if launcher not in self._seen:
+            self._seen.add(launcher)
+            waiting.append((launcher, lambda: make_launcher(source, PLAIN)))
+
+    def _start_some(self) -> None:
+        while self._urgent and len(self._running) < self._max_processes:
+            self._start(*self._urgent.popleft(), is_urgent=True)
+        if self._later and not self._running:  # no more than one: nothing waits for them
+            self._start(*self._later.popleft(), is_urgent=False)
+
+    def _start(self, digest: str, work: Callable[[], Any], is_urgent: bool) -> None:
+        try:
+            pid = os.fork()
+        except OSError:  # no memory, or too many processes
+            self._tell(digest)
+            return
+        if pid == 0:
+            status = 1
+            try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                with suppress(OSError, AttributeError):
+                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                if not is_urgent:
+                    os.nice(10)
+                work()
+                status = 0
+            finally:
+                os._exit(status)
+        self._running[pid] = digest, time.monotonic() + SECONDS_FOR_ONE
+
+    def _reap(self) -> None:
+        now = time.monotonic()
+        for pid, (digest, deadline) in list(self._running.items()):
+            if now > deadline:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self._running[pid]
+                self._tell(digest)
+
+    def _prepare(self, module: str) -> None:
+        with suppress(Exception):
+            for value in list(vars(importlib.import_module(module)).values()):
+                if isinstance(value, JITFunction):
+                    settle_key(value)
+
+    def _tell(self, digest: str) -> None:
+        try:
+            os.write(self._report, f"{digest}\n".encode())
+        except OSError:  # the other process has ended
+            end_group()
+        self._last_sign = time.monotonic()
+
+    def _give_sign(self) -> None:
+        if time.monotonic() - self._last_sign >= _POLL:
+            self._tell("")
+
+
+def end_group() -> None:
+    """End this process and those that it started, and their compilers."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def source_of(request: Request) -> Any:
+    kernel: Any = importlib.import_module(request.module)
+    for part in request.name.split("."):
+        kernel = getattr(kernel, part)
+    settle_key(kernel)
+    source_class = GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource
+    return source_class(kernel, request.signature, request.constants, request.attrs)
+
+
+# What a launcher reads of a kernel's metadata, without its effect on the C function
+PLAIN = SimpleNamespace(
+    global_scratch_size=0,
+    global_scratch_align=1,
+    profile_scratch_size=0,
+    profile_scratch_align=1,
+    launch_cooperative_grid=False,
+    launch_pdl=False,
+)
+
+
+def make_launcher(source: Any, metadata: Any) -> None:
+    """Have Triton compile the C function that launches a kernel, which it keeps in its cache too. The C compiler takes
+    as long as Triton."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    CudaLauncher(source, metadata)
