@@ -42,7 +42,8 @@ from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
 from ratoon.layers.triton import elementwise, gemv, matmul, norms, penalties, quantize, sampling, top
-from ratoon.layers.triton.compilation import AbsentDevice, Launch, launches_go_to
+from ratoon.layers.triton.compilation import Launch, launches_go_to
+from ratoon.layers.triton.kernel_requests import AbsentDevice
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ratoon.attention.triton_kernels import add_tile, load_pages, load_tile, split_of, store_result
 from ratoon.attention.triton_store import normed
-from ratoon.layers.triton.launch import wait_for_kernel_before
+from ratoon.layers.triton.dependent import wait_for_kernel_before
 
 
 @triton.jit

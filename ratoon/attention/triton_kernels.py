@@ -11,7 +11,7 @@ includes log2(e).
 import triton
 import triton.language as tl
 
-from ratoon.layers.triton.launch import INTERPRETED, wait_for_kernel_before
+from ratoon.layers.triton.dependent import INTERPRETED, wait_for_kernel_before
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 

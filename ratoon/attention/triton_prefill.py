@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ratoon.attention.early_kernels import BLOCK_M, prefill_box, prefill_constants
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 Tensor = torch.Tensor
 
 LOG2_E = 1.4426950408889634
-BLOCK_M, BLOCK_N, STAGES = 128, 128, 2
-_PANEL = 64  # columns that are copied at once: 128 bytes
 _HEAD_DIMS = range(64, 129, 8)  # rows of pages are multiples of 16 bytes
 _DTYPES = (torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
@@ -91,7 +90,8 @@ class Prefill:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from ratoon.attention import triton_prefill_kernels
-        from ratoon.layers.triton.launch import launch, launch_options
+        from ratoon.layers.triton.dependent import launch_options
+        from ratoon.layers.triton.launch import launch
 
         self._kernel: Any = triton_prefill_kernels.prefill_kernel
         self._layout = triton_prefill_kernels.TILE_LAYOUT.value
@@ -122,10 +122,10 @@ class Prefill:
             self._kernel, (min(num_places, num_programs),),
             q, out, self._describe(pages, num_lines, layer.head_dim, block_size), table, inputs.query_start_loc_device,
             inputs.seq_lens_device, layer.scale * LOG2_E, q.stride(0), q.stride(1), lines_each, table.stride(0),
-            num_places, num_requests, shortest, layer.window or 0, HEAD_DIM=layer.head_dim,
-            DIM=-(-layer.head_dim // _PANEL) * _PANEL, GROUP=group, KV_HEADS=layer.num_kv_heads, BLOCK_SIZE=block_size,
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=STAGES, CAUSAL=layer.causal, HAS_WINDOW=layer.window is not None,
-            num_warps=4, **self._launch_options(dependent),
+            num_places, num_requests, shortest, layer.window or 0,
+            **prefill_constants(
+                layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size, layer.causal, layer.window is not None
+            ), **self._launch_options(dependent),
         )  # fmt: skip
 
     def _describe(self, pages: Tensor, num_lines: int, head_dim: int, block_size: int) -> Any:
@@ -135,7 +135,7 @@ class Prefill:
         if found is None:
             if len(self._descriptors) >= _MAX_DESCRIPTORS:
                 self._descriptors.clear()
-            box = [min(block_size, BLOCK_N), _PANEL]
+            box = prefill_box(block_size)
             found = self._descriptor(_Memory(*key[:2]), [num_lines, head_dim], [head_dim, 1], box, self._layout)
             self._descriptors[key] = found
         return found

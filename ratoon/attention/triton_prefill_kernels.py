@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from ratoon.attention.triton_kernels import _find_request, _visible_keys
-from ratoon.layers.triton.launch import wait_for_kernel_before
+from ratoon.layers.triton.dependent import wait_for_kernel_before
 
 FIELDS = gl.constexpr(12)  # of a Tile
 PANEL = gl.constexpr(64)  # columns of a swizzled row of 128 bytes

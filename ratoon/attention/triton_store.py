@@ -6,7 +6,7 @@ Imported on a CUDA device only, and under Triton's interpreter in tests.
 import triton
 import triton.language as tl
 
-from ratoon.layers.triton.launch import wait_for_kernel_before
+from ratoon.layers.triton.dependent import wait_for_kernel_before
 
 
 @triton.jit

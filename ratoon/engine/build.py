@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ratoon.attention.early_kernels import expected_launches
 from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model
 from ratoon.engine.core import EngineCore
 from ratoon.execution.cuda_driver import end_compiler, starting_driver
@@ -21,7 +22,8 @@ logger = get_logger(__name__)
 
 
 def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -> EngineCore:
-    with timer.phase("import torch"), starting_driver(config.device), no_garbage_collection():
+    launches = expected_launches(config, source.config)
+    with timer.phase("import torch"), starting_driver(config.device, launches), no_garbage_collection():
         from ratoon.distributed.executor import executor_class
         from ratoon.execution.devices import gpu_bytes
         from ratoon.models.build import collect_shapes

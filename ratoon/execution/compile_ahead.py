@@ -19,7 +19,6 @@ from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.execution.devices import use_device
 from ratoon.execution.graphs import MAX_TOKENS, Captured, GraphKey, graph_sizes
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.layers.gpu import num_multiprocessors
 from ratoon.layers.sampling import Mode
 from ratoon.layers.triton.compilation import compile_launches, send_launches
 from ratoon.layers.triton.compiler_process import CompilerProcess, Finish

@@ -7,18 +7,20 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock, Thread
 from typing import Any
 
 from ratoon.core.machine import usable_cores
-from ratoon.layers.triton.compiler_process import CompilerProcess, Modules
+from ratoon.layers.triton.compiler_process import CompilerProcess, Launch, Modules
 
 logger = logging.getLogger(__name__)
 
 DEVICE_VARIABLE = "RATOON_DEVICE"  # overrides what the device "auto" means (CUDA if available)
 LIBRARY = "libcuda.so.1"
+
+MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
 
 MIN_CORES = 4  # with fewer, a process for compiling is not worth its start
 MAX_PROCESSES = 16  # of it, each compiles one kernel
@@ -36,8 +38,9 @@ KERNEL_MODULES = (  # the ones that compile longest first; some import torch
 
 
 @contextmanager
-def starting_driver(device: str) -> Iterator[None]:
+def starting_driver(device: str, launches: Sequence[Launch] = ()) -> Iterator[None]:
     """While torch is imported. `device`: the setting; if it is not CUDA, or there is no driver, nothing is started.
+    `launches`: that are expected, and compiled from here on if they are for this GPU.
 
     Triton's packages import each other in circles, so two threads that import it at the same time would see half of it:
     this thread imports all of it before the other one starts, which imports nothing that is not there."""
@@ -50,8 +53,9 @@ def starting_driver(device: str) -> Iterator[None]:
         yield
         return
     number = int(index or 0) if is_certain else None
-    start_compiler()
-    thread = Thread(target=_start, args=(library, number, import_triton()), name="ratoon-cuda-driver", daemon=True)
+    process = start_compiler()
+    args = (library, number, process, launches, import_triton())
+    thread = Thread(target=_start, args=args, name="ratoon-cuda-driver", daemon=True)
     thread.start()
     try:
         yield
@@ -78,17 +82,33 @@ def import_triton() -> Callable[[], Any] | None:
     return None
 
 
-def _start(library: Any, number: int | None, hash_triton: Callable[[], Any] | None) -> None:
-    """`number`: of the device whose context is made too, the one that torch will use."""
+def _start(
+    library: Any,
+    number: int | None,
+    process: CompilerProcess | None,
+    launches: Sequence[Launch],
+    hash_triton: Callable[[], Any] | None,
+) -> None:
+    """`number`: of the device whose context is made too, the one that torch will use. None: that is not certain."""
     with suppress(AttributeError):
-        if library.cuInit(0) != 0:
-            return
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        if number is not None and library.cuDeviceGet(ctypes.byref(device), number) == 0:
+        if library.cuInit(0) != 0 or library.cuDeviceGet(ctypes.byref(device), number or 0) != 0:
+            return
+        capability = 10 * read_attribute(library, device, MAJOR) + read_attribute(library, device, MINOR)
+        for launch in launches:
+            if process is not None and launch.capability == capability:
+                process.send(launch)
+        if number is not None:
             library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     if hash_triton is not None:
         with suppress(OSError):
             hash_triton()
+
+
+def read_attribute(library: Any, device: ctypes.c_int, number: int) -> int:
+    value = ctypes.c_int()
+    library.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+    return value.value
 
 
 # ---- the process that compiles kernels ----
@@ -97,21 +117,22 @@ _starting = Lock()
 _started: list[CompilerProcess] = []
 
 
-def start_compiler() -> None:
+def start_compiler() -> CompilerProcess | None:
+    """None: there are too few cores for it, or it can't be started."""
     with _starting:
-        if _started or usable_cores() < MIN_CORES:
-            return
-        try:
-            process = CompilerProcess(min(usable_cores(), MAX_PROCESSES))
-        except OSError as error:
-            logger.warning("kernels are compiled by this process: no other one can be started: %s", error)
-            return
-        process.send(Modules(KERNEL_MODULES))
-        _started.append(process)
+        if not _started and usable_cores() >= MIN_CORES:
+            try:
+                process = CompilerProcess(min(usable_cores(), MAX_PROCESSES))
+            except OSError as error:
+                logger.warning("kernels are compiled by this process: no other one can be started: %s", error)
+                return None
+            process.send(Modules(KERNEL_MODULES))
+            _started.append(process)
+        return _started[-1] if _started else None
 
 
 def take_compiler() -> CompilerProcess | None:
-    """The one that was started, or a new one; it belongs to the caller. None: there are too few cores for it."""
+    """The one that was started, or a new one; it belongs to the caller."""
     start_compiler()
     with _starting:
         return _started.pop() if _started else None

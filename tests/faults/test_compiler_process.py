@@ -149,7 +149,8 @@ import json, logging, sys
 import torch
 from triton import knobs
 from triton.runtime import driver
-from ratoon.layers.triton.compilation import AbsentDevice, compile_launches
+from ratoon.layers.triton.compilation import compile_launches
+from ratoon.layers.triton.kernel_requests import AbsentDevice
 from ratoon.layers.triton.compiler_process import CompilerProcess
 from ratoon.layers.triton.launch import launch
 import kernels

@@ -7,7 +7,6 @@ launches there will be is not known here: the functions that make them are calle
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,12 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from ratoon.layers.triton.compiler_process import CompilerProcess, Request
-from ratoon.layers.triton.kernel_keys import digest_of, launcher_digest, settle_key
+from ratoon.layers.triton.compiler_process import CompilerProcess
+from ratoon.layers.triton.kernel_requests import digest_of, digests_of, request_of_compilation, settle_key
 from ratoon.layers.triton.launch import recordings
 
 Launch = Callable[..., Any]  # of a kernel, its arguments and options
@@ -86,7 +84,7 @@ class Compiler(triton.AsyncCompileMode):
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], Any]) -> Any:
         request = None
         if key not in self.future_kernels and self._process is not None and not is_cached(key):
-            request = request_of(key, compile_fn, is_urgent=True)
+            request = request_of_compilation(key, compile_fn, is_urgent=True)
             self._process.send(request)
 
         def compile_and_load() -> Any:
@@ -130,7 +128,7 @@ class Sender(triton.AsyncCompileMode):
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], Any]) -> None:
         if key not in self._seen and not is_cached(key):
-            self._process.send(request_of(key, compile_fn, is_urgent=False))
+            self._process.send(request_of_compilation(key, compile_fn, is_urgent=False))
         self._seen.add(key)
 
 
@@ -138,36 +136,3 @@ def send_launches(make_launches: MakeLaunches, process: CompilerProcess) -> None
     """Have every kernel that `make_launches` launches compiled into the cache, without waiting for it."""
     with Sender(process), launches_go_to(_compile_only):
         make_launches()
-
-
-def request_of(key: str, compile_fn: Callable[[], Any], is_urgent: bool) -> Request:
-    """`compile_fn`: Triton's function, which compiles a kernel for the types and constants of a launch."""
-    given = inspect.getclosurevars(compile_fn).nonlocals
-    source, target, options = given["src"], given["target"], given["options"]
-    function = source.fn.fn
-    return Request(
-        digest_of(key), function.__module__, function.__qualname__, target.arch,
-        source.signature, source.constants, source.attrs, options.__dict__, is_urgent,
-    )  # fmt: skip
-
-
-def digests_of(request: Request) -> list[str]:
-    """What is told when it is compiled: of the kernel, and of its launcher where that is compiled by itself."""
-    launcher = launcher_digest(request.module, request.name, request.signature, request.constants)
-    return [request.digest] if launcher is None else [request.digest, launcher]
-
-
-class AbsentDevice:
-    """What Triton asks of a driver before it compiles, for a GPU that this process does not use."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0

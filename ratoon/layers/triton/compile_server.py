@@ -22,14 +22,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import triton
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.cache import triton_key
+from triton.runtime.cache import get_cache_key, triton_key
 from triton.runtime.jit import JITFunction
 
-from ratoon.layers.triton.compiler_process import LENGTH, Finish, Modules, Request
+from ratoon.layers.triton.compiler_process import LENGTH, Finish, Launch, Modules, Request
 from ratoon.layers.triton.kernel_cache import KernelCache, use_kernel_cache
-from ratoon.layers.triton.kernel_keys import launcher_digest, settle_key
+from ratoon.layers.triton.kernel_requests import digests_of, launcher_digest, request_of, settle_key
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 SECONDS_FOR_ONE = 60.0
@@ -97,18 +100,21 @@ class CompileServer:
             self._buffer = self._buffer[end:]
             self._accept(pickle.loads(message))
 
-    def _accept(self, message: Request | Modules | Finish) -> None:
+    def _accept(self, message: Request | Launch | Modules | Finish) -> None:
         if isinstance(message, Modules):
             self._modules += message.names
         elif isinstance(message, Finish):
             self._is_finishing = True
+        elif isinstance(message, Launch):
+            with suppress(Exception):  # it will be asked for again, or was not right
+                self._accept(request_for(message))
         elif message.digest not in self._seen:
             self._seen.add(message.digest)
             try:
                 self._queue(message)
             except Exception:  # the kernel is not there, or can't be hashed; the other process will say so
-                self._tell(message.digest)
-                self._tell(launcher_digest(message.module, message.name, message.signature, message.constants) or "")
+                for digest in digests_of(message):
+                    self._tell(digest)
 
     def _queue(self, request: Request) -> None:
         source = source_of(request)
@@ -194,8 +200,30 @@ def source_of(request: Request) -> Any:
     for part in request.name.split("."):
         kernel = getattr(kernel, part)
     settle_key(kernel)
-    source_class = GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource
-    return source_class(kernel, request.signature, request.constants, request.attrs)
+    return source_class(kernel)(kernel, request.signature, request.constants, request.attrs)
+
+
+def request_for(launch: Launch) -> Request:
+    """As Triton makes it of a launch with tensors, for which it would import torch."""
+    function = getattr(importlib.import_module(launch.module), launch.function)
+    kernel, types, named = function(**launch.arguments)
+    names = kernel.arg_names
+    signature = dict.fromkeys(names, "constexpr") | {name: kind for name, (kind, _) in zip(names, types)}
+    constants = {(names.index(name),): value for name, value in named.items() if name in names}
+    attrs = {(place,): [["tt.divisibility", 16]] for place, (_, is_multiple) in enumerate(types) if is_multiple}
+    target = GPUTarget("cuda", launch.capability, 32)
+    backend = make_backend(target)
+    given = {name: value for name, value in named.items() if name not in names}
+    given |= {"debug": knobs.runtime.debug, "instrumentation_mode": knobs.compilation.instrumentation_mode}
+    options = backend.parse_options(given)
+    settle_key(kernel)
+    source = source_class(kernel)(kernel, signature, constants, attrs)
+    key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    return request_of(key, source, target, options, is_urgent=True)
+
+
+def source_class(kernel: JITFunction[Any]) -> Any:
+    return GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource
 
 
 # What a launcher reads of a kernel's metadata, without its effect on the C function

@@ -49,6 +49,17 @@ class Request(NamedTuple):
     is_urgent: bool
 
 
+class Launch(NamedTuple):
+    """A launch that is expected. `function` of `module` is called with `arguments`. It returns the kernel, for each
+    argument that is no constant Triton's name of its type and whether it is a multiple of 16, and by name constants and
+    options."""
+
+    module: str
+    function: str
+    arguments: dict[str, Any]
+    capability: int
+
+
 class Modules(NamedTuple):
     """To be imported while there is nothing else to do."""
 
@@ -86,7 +97,7 @@ class CompilerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: Request | Modules | Finish) -> None:
+    def send(self, message: Request | Launch | Modules | Finish) -> None:
         """Never waits."""
         if isinstance(message, Finish):
             self._finishing = True

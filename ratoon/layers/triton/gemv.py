@@ -16,8 +16,9 @@ import triton.language as tl
 
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import Tile
+from ratoon.layers.triton.dependent import launch_options, start_kernel_behind, wait_for_kernel_before
 from ratoon.layers.triton.elementwise import activate
-from ratoon.layers.triton.launch import launch, launch_options, start_kernel_behind, wait_for_kernel_before
+from ratoon.layers.triton.launch import launch
 
 Tensor = torch.Tensor
 

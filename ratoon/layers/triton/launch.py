@@ -9,10 +9,6 @@ Later launches of the same kind call the compiled kernel's launcher directly. Ru
   (numbers of tokens, requests, splits) therefore stands in the kernel's `do_not_specialize`: other integers are kept by
   value, and each new value costs one slow launch.
 - `Launcher(kernel, **constants)` holds the constants; a caller that can keep one saves their lookup.
-
-Also here: programmatic dependent launch. A kernel starts while the one before it still runs, and waits before it reads
-what that one writes. Every program of such a kernel must wait, also one that has nothing to do: the kernels after it
-rely on that.
 """
 
 from __future__ import annotations
@@ -23,14 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ratoon.layers.triton.dependent import INTERPRETED
 from ratoon.layers.triton.kernel_cache import use_kernel_cache
-from ratoon.layers.triton.kernel_keys import settle_key
+from ratoon.layers.triton.kernel_requests import settle_key
 
 use_kernel_cache()
-
-INTERPRETED = triton.knobs.runtime.interpret  # launches nothing that could start early
 
 recordings: list[Any] = []  # while there is one, all launches go through Triton (compilation.py)
 
@@ -38,25 +32,6 @@ MAX_KINDS = 4096  # of launches that a launcher keeps
 _ALIGNMENT = 16  # bytes, of the pointers that Triton compiles for
 _INT32_BITS = 31
 _ARGUMENTS_FORMAT = "iiiKKppOOOOOO"  # of the launchers known here: what they take before the kernel's own arguments
-
-
-def launch_options(dependent: bool) -> dict[str, Any]:
-    """Keywords of a launch: the kernel's own DEPENDENT, and Triton's."""
-    return {"DEPENDENT": True, "launch_pdl": True} if dependent and not INTERPRETED else {"DEPENDENT": False}
-
-
-@triton.jit
-def start_kernel_behind():
-    """It starts when all programs of this kernel have called this, and waits in turn. The earlier, the more of it is
-    done by the time this kernel has ended."""
-    gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_kernel_before():
-    """What it wrote is visible after this, and so is what the kernels before that wrote: it waited too."""
-    gdc_launch_dependents()
-    gdc_wait()
 
 
 # ---- launches ----

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ratoon.layers.triton.launch import Launcher, launch, launch_options, wait_for_kernel_before
+from ratoon.layers.triton.dependent import launch_options, wait_for_kernel_before
+from ratoon.layers.triton.launch import Launcher, launch
 
 Tensor = torch.Tensor
 

@@ -25,7 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import PANEL_STEP_BYTES, Panel
-from ratoon.layers.triton.launch import launch, launch_options
+from ratoon.layers.triton.dependent import launch_options
+from ratoon.layers.triton.launch import launch
 
 Tensor = torch.Tensor
 

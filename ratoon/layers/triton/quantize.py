@@ -9,8 +9,9 @@ import triton.language as tl
 
 from ratoon.layers.fp8 import DTYPE, LARGEST, SMALLEST_SCALE
 from ratoon.layers.ops import RMSWeights
+from ratoon.layers.triton.dependent import launch_options, wait_for_kernel_before
 from ratoon.layers.triton.elementwise import activate
-from ratoon.layers.triton.launch import launch, launch_options, wait_for_kernel_before
+from ratoon.layers.triton.launch import launch
 from ratoon.layers.triton.norms import warps_of
 
 Tensor = torch.Tensor

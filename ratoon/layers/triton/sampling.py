@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ratoon.layers.triton.launch import launch, launch_options, wait_for_kernel_before
+from ratoon.layers.triton.dependent import launch_options, wait_for_kernel_before
+from ratoon.layers.triton.launch import launch
 from ratoon.layers.triton.sampling_filters import draw_from_list, draw_others, list_largest, list_near
 from ratoon.layers.triton.sampling_parts import INF, bits_of, choose_unfiltered, is_finite, load_divisor, load_logits
 

@@ -4,7 +4,7 @@ those near its threshold. sampling.py launches them."""
 import triton
 import triton.language as tl
 
-from ratoon.layers.triton.launch import wait_for_kernel_before
+from ratoon.layers.triton.dependent import wait_for_kernel_before
 from ratoon.layers.triton.sampling_parts import (
     INF,
     LARGEST_INT,

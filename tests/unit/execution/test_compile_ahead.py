@@ -85,3 +85,72 @@ def test_the_kernels_of_the_first_steps_are_found_without_a_gpu_and_without_memo
     compilers = [name for name in imported if name.startswith(("torch._dynamo", "sympy"))]
     # Seconds of a start. What quantises weights does import it.
     assert not compilers or quantization == "fp8", "torch's own compiler was imported"
+
+
+# What a prompt launches on a Hopper GPU, and what is expected before torch is imported
+GUESS = """
+import sys
+from ratoon.attention.early_kernels import expected_launches
+from ratoon.core.config import EngineConfig
+from ratoon.layers.triton.compile_server import request_for
+from ratoon.models.source import resolve_model
+
+configs = [resolve_model(path).config for path in sys.argv[1:]]
+engine = EngineConfig(model="", dtype="bfloat16")
+guesses = [[request_for(launch) for launch in expected_launches(engine, config)] for config in configs]
+assert "torch" not in sys.modules
+
+import torch
+import triton
+from triton.runtime import driver
+from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.core.config import SchedulerConfig
+from ratoon.core.kv import KVCacheConfig
+from ratoon.execution.compile_ahead import ShapesOnly, _launch_prompts, capture_nothing
+from ratoon.execution.geometry import geometry_of
+from ratoon.execution.model_runner import ModelRunner
+from ratoon.layers.cuda_ops import CudaOps
+from ratoon.layers.triton.compilation import launches_go_to
+from ratoon.layers.triton.kernel_requests import AbsentDevice, digest_of
+from ratoon.models.build import META, collect_shapes, declare_model, outline_model
+from ratoon.models.dummy_source import DummySource
+
+class Recorder(triton.AsyncCompileMode):
+    def submit(self, key, compile_fn, finalize_fn):
+        digests.add(digest_of(key))
+
+for module in [module for name, module in sys.modules.items() if name.startswith("ratoon.attention.triton")]:
+    for name, value in (("has_wgmma", True), ("can_launch_dependently", True), ("num_multiprocessors", 132)):
+        if hasattr(module, name):
+            setattr(module, name, lambda *args, value=value: value)
+
+driver.set_active(AbsentDevice(90))
+
+def compile_prefill(kernel, run, args, options):
+    if kernel.fn.__name__ == "prefill_kernel":
+        run(kernel, *args, grid=(1,), warmup=True, **options)
+
+for config, guess in zip(configs, guesses, strict=True):
+    geometry = geometry_of(declare_model(config, 512), "torch", 16, torch.device("cpu"), torch.bfloat16, None, False)
+    digests = set()
+    with Recorder(None), torch.inference_mode(), ShapesOnly(), launches_go_to(compile_prefill):
+        model = outline_model(config, DummySource(collect_shapes(config)), CudaOps(), torch.bfloat16, 512)
+        runner = ModelRunner(
+            model, [TritonAttentionBackend()], KVCacheConfig(33, 16, geometry.groups),
+            dtype=torch.bfloat16, device=META,
+            max_model_len=512, max_num_reqs=8, max_num_tokens=512, inputs_on_device=True, capture=capture_nothing,
+        )
+        _launch_prompts(runner, (128,))
+    assert digests and digests == {request.digest for request in guess}
+"""
+
+
+def test_the_kernel_of_long_prompts_is_known_before_torch_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GUESS, *map(str, sorted(MODEL.parent.iterdir()))],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr

@@ -6,6 +6,8 @@ import dataclasses
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.execution import cuda_driver, devices
 from ratoon.execution.cuda_driver import DEVICE_VARIABLE, starting_driver
 from ratoon.execution.devices import resolve_device, resolve_dtype
+from ratoon.layers.triton.compiler_process import Launch
 from tests.golden.tiny_models import tiny_llama
 
 CUDA = torch.device("cuda")
@@ -151,9 +154,9 @@ def test_a_thread_with_modes_of_its_own_is_told_from_a_new_one():
 @pytest.mark.parametrize(
     ("setting", "variable", "calls"),
     [
-        ("cuda", None, ["cuInit", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain", "Triton"]),
-        ("cuda:3", "cpu", ["cuInit", "cuDeviceGet 3", "cuDevicePrimaryCtxRetain", "Triton"]),
-        ("auto", None, ["cuInit", "Triton"]),  # the installed torch may be one for CPUs
+        ("cuda", None, ["cuInit", "cuDeviceGet 0", "kernel", "cuDevicePrimaryCtxRetain", "Triton"]),
+        ("cuda:3", "cpu", ["cuInit", "cuDeviceGet 3", "kernel", "cuDevicePrimaryCtxRetain", "Triton"]),
+        ("auto", None, ["cuInit", "cuDeviceGet 0", "kernel", "Triton"]),  # the installed torch may be one for CPUs
         ("auto", "cpu", []),
         ("cpu", None, []),
         ("cuda:x", None, []),
@@ -173,17 +176,23 @@ def test_the_driver_is_started_while_torch_is_imported(
             made.append(f"cuDeviceGet {number}")
             return 0
 
+        def cuDeviceGetAttribute(self, value: Any, number: int, device: object) -> int:
+            value._obj.value = {cuda_driver.MAJOR: 8, cuda_driver.MINOR: 9}[number]
+            return 0
+
         def cuDevicePrimaryCtxRetain(self, context: object, device: object) -> int:
             made.append("cuDevicePrimaryCtxRetain")
             return 0
 
     monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: Library())
     monkeypatch.setattr(cuda_driver, "import_triton", lambda: lambda: made.append("Triton"))
-    monkeypatch.setattr(cuda_driver, "start_compiler", lambda: None)
+    process = SimpleNamespace(send=lambda launch: made.append(launch.function))
+    monkeypatch.setattr(cuda_driver, "start_compiler", lambda: process)
+    launches = [Launch("module", "kernel", {}, 89), Launch("module", "of another GPU", {}, 90)]
     monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(DEVICE_VARIABLE, variable)
-    with starting_driver(setting):
+    with starting_driver(setting, launches):
         pass
     assert made == calls
 

@@ -41,7 +41,8 @@ import json, threading
 import torch
 from triton import knobs
 from triton.runtime import driver
-from ratoon.layers.triton.compilation import AbsentDevice, compile_launches, send_launches
+from ratoon.layers.triton.compilation import compile_launches, send_launches
+from ratoon.layers.triton.kernel_requests import AbsentDevice
 from ratoon.layers.triton.compiler_process import CompilerProcess, Finish, Modules
 from ratoon.layers.triton.launch import launch
 import kernels

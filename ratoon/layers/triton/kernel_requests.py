@@ -1,12 +1,17 @@
-"""Names under which Triton's cache has kernels. They must not depend on the process or on the order of launches."""
+"""Kernels as Triton's compiler takes them, and the names under which its cache has them, which must not depend on the
+process or on the order of launches. Imports no torch."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITCallable
+
+from ratoon.layers.triton.compiler_process import Request
 
 
 def digest_of(key: str) -> str:
@@ -49,3 +54,39 @@ def _functions_used(function: JITCallable) -> Iterator[JITCallable]:
             yield value
         elif getattr(value, "__triton_aggregate__", False):
             yield from (attr for attr in value.hash_attrs if isinstance(attr, JITCallable))
+
+
+def request_of_compilation(key: str, compile_fn: Callable[[], Any], is_urgent: bool) -> Request:
+    """`compile_fn`: Triton's function, which compiles a kernel for the types and constants of a launch."""
+    given = inspect.getclosurevars(compile_fn).nonlocals
+    return request_of(key, given["src"], given["target"], given["options"], is_urgent)
+
+
+def request_of(key: str, source: Any, target: GPUTarget, options: Any, is_urgent: bool) -> Request:
+    function = source.fn.fn
+    return Request(
+        digest_of(key), function.__module__, function.__qualname__, target.arch,
+        source.signature, source.constants, source.attrs, options.__dict__, is_urgent,
+    )  # fmt: skip
+
+
+def digests_of(request: Request) -> list[str]:
+    """What is told when it is compiled: of the kernel, and of its launcher where that is compiled by itself."""
+    launcher = launcher_digest(request.module, request.name, request.signature, request.constants)
+    return [request.digest] if launcher is None else [request.digest, launcher]
+
+
+class AbsentDevice:
+    """What Triton asks of a driver before it compiles, for a GPU that this process does not use."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
