@@ -12,9 +12,11 @@ from ratoon.core.errors import ConfigError
 from ratoon.layers.product_choices import Panel, ProductKey, Tile, read_choices
 from ratoon.layers.product_measurement import Measured
 
+MODEL = Path(__file__).parents[3] / "bench" / "gpu" / "models" / "qwen3-0.6b"
+
 
 def options(**given: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"model": "smollm2-135m", "device": "cuda", "dtype": "auto", "json": False, **given})
+    return argparse.Namespace(**{"model": str(MODEL), "device": "cuda", "dtype": "auto", "json": False, **given})
 
 
 def test_a_device_without_a_choice_is_refused() -> None:
@@ -48,4 +50,4 @@ def test_what_was_measured_is_added_to_what_was_kept(
     assert first["file"] == second["file"] and "NVIDIA-H200" in first["file"]
     kept = read_choices(Path(first["file"])).measured
     assert len(kept) == len(first["products"]) + len(second["products"]) > 50
-    assert kept["linear 576x576 bfloat16 1"] == Panel(16, 8, 1, 1)
+    assert kept["linear 1024x2048 bfloat16 1"] == Panel(16, 8, 1, 1)
