@@ -145,3 +145,24 @@ class AttentionBackend(ABC):
             transform.apply(q, k)
         self.store(layer, k, v, kv_cache, metadata)
         return self.attend(layer, q, kv_cache, metadata)
+
+    def forward_rows(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: Any,
+        transform: HeadTransform | None,
+        rows: torch.Tensor,
+        metadata_of_rows: Any,
+    ) -> torch.Tensor:
+        """As `forward` of a causal layer, but attend with these `rows` [R] only: → [R, heads · head_dim].
+        `metadata_of_rows`: that of a step in which each of them is a request of one token."""
+        if transform is not None:
+            transform.apply(q, k)
+        self.store(layer, k, v, kv_cache, metadata)
+        if not rows.shape[0]:
+            return q.new_empty(0, layer.num_heads * layer.head_dim)
+        return self.attend(layer, q[rows], kv_cache, metadata_of_rows)

@@ -143,6 +143,30 @@ class TritonAttentionBackend(AttentionBackend):
             self._attend(operands)
         return operands.out
 
+    def forward_rows(
+        self,
+        layer: AttentionLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: LayerCache,
+        metadata: TritonMetadata,
+        transform: HeadTransform | None,
+        rows: Tensor,
+        metadata_of_rows: TritonMetadata,
+    ) -> Tensor:
+        """A decode step of the rows behind the store of all. It stores theirs again, with the same bits."""
+        queries = q[rows]  # before the store transforms them in place
+        self._store(layer, q, k, v, kv_cache, metadata, transform)
+        if not rows.shape[0]:
+            return q.new_empty(0, layer.num_heads * layer.head_dim)
+        # Selected behind the store, by torch's kernels, which end after it: decode_kernel loads the keys of earlier
+        # tokens, here just stored, before it waits for the kernel ahead.
+        own = queries, k[rows], v[rows]
+        return self.forward(
+            layer, *own, kv_cache, metadata_of_rows, None if transform is None else transform.of_rows(rows)
+        )
+
     def attend(
         self,
         layer: AttentionLayer | CrossAttentionLayer,

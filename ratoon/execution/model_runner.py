@@ -43,7 +43,7 @@ from ratoon.execution.sampled_rows import SampledPass, SampledRowsReader
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
-from ratoon.execution.step_inputs import InputPreparation, StepInputs
+from ratoon.execution.step_inputs import InputPreparation, ReadRows, StepInputs
 from ratoon.layers.beams import SearchShape
 from ratoon.models.base import LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderDecoderLM
@@ -231,7 +231,10 @@ class ModelRunner:
         num_layers = None
         if inputs.writes_nothing and not rows:  # nothing needs the layers after the last one that is observed
             num_layers = max((observer.num_layers_read for observer in observers), default=0)
-        step = PagedStep(self.kv, metadata, cross)
+        read = None
+        if wanted is not None and cross is None and self.model.config.causal:
+            read = ReadRows.of(rows, inputs)
+        step = PagedStep(self.kv, metadata, cross, read)
         states = self.model.forward(inputs.input_ids, inputs.positions, step, wanted, observers, num_layers)
         return ExecutedPass(states, readers)
 

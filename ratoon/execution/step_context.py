@@ -8,6 +8,7 @@ import torch
 
 from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.step_inputs import ReadRows
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 
@@ -16,20 +17,37 @@ Tensor = torch.Tensor
 
 class PagedStep:
     """One forward pass of a decoder over the paged cache. `metadata`: of each KV group; `cross`: of its
-    cross-attention."""
+    cross-attention. `read`: the rows that are read, where the last layer attends with these only."""
 
-    __slots__ = ("_cross", "_kv", "_metadata")
+    __slots__ = ("_cross", "_kv", "_metadata", "_read", "_rows")
     adapters: AdapterRows | None = None
 
-    def __init__(self, kv: KVTensors, metadata: list[Any], cross: Any = None) -> None:
+    def __init__(
+        self,
+        kv: KVTensors,
+        metadata: list[Any],
+        cross: Any = None,
+        read: ReadRows | None = None,
+        rows: Tensor | None = None,
+    ) -> None:
         self._kv = kv
         self._metadata = metadata
         self._cross = cross
+        self._read = read
+        self._rows = rows  # those of `read`, in the pass of the last layer
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
         index, kv = layer.index, self._kv
         group = kv.group_of_layer[index]
-        return kv.backends[group].forward(layer, q, k, v, kv.of_layer[index], self._metadata[group], transform)
+        backend, cache, metadata = kv.backends[group], kv.of_layer[index], self._metadata[group]
+        if self._read is None or self._rows is None:
+            return backend.forward(layer, q, k, v, cache, metadata, transform)
+        # Made here, where the layers before are launched: a device is busy with them meanwhile.
+        alone = backend.build_metadata(self._read.as_requests(group, self._rows)) if self._read.rows else None
+        return backend.forward_rows(layer, q, k, v, cache, metadata, transform, self._rows, alone)
+
+    def reading(self, rows: Tensor) -> PagedStep | None:
+        return None if self._read is None else PagedStep(self._kv, self._metadata, self._cross, self._read, rows)
 
     def attend_across(self, layer: CrossAttentionLayer, q: Tensor) -> Tensor:
         return self._kv.cross_backend.attend(layer, q, self._kv.of_cross_layer[layer.index], self._cross)
@@ -56,6 +74,9 @@ class EncoderPass:
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
         return self._backend.forward(layer, q, k, v, self._scratch, self._metadata, transform)
+
+    def reading(self, rows: Tensor) -> None:
+        """An encoder's rows are all read."""
 
     def attend_across(self, layer: CrossAttentionLayer, q: Tensor) -> Tensor:
         raise RuntimeError("an encoder attends to nothing but its own input")

@@ -15,6 +15,7 @@ import torch
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.kv import NULL_BLOCK
 from ratoon.execution.buffers import StepBuffer
+from ratoon.execution.cells import all_to_device
 from ratoon.execution.input_batch import InputBatch
 
 
@@ -28,6 +29,43 @@ class StepInputs:
     cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
     writes_nothing: bool  # no token's keys and values are kept
     cross: CommonAttentionMetadata | None = None  # for cross-attention, whose sequences are encoder inputs
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """The rows of a step that are read: a few, in any order."""
+
+    rows: list[int]
+    groups: list[CommonAttentionMetadata]  # of the whole step
+
+    @classmethod
+    def of(cls, rows: list[int], inputs: StepInputs) -> ReadRows | None:
+        """None: it costs no more to attend with all rows. With one row of each prompt or less, it does; more rows would
+        read the keys of their request once for each."""
+        num_reqs = len(inputs.cu_num_tokens)
+        return cls(rows, inputs.groups) if len(rows) <= num_reqs < inputs.cu_num_tokens[-1] else None
+
+    def as_requests(self, group: int, rows: torch.Tensor) -> CommonAttentionMetadata:
+        """A step in which each row is a request of one token, behind all tokens before it. `rows`: on the device."""
+        step = self.groups[group]
+        places = np.array(self.rows, np.int64)
+        requests = np.searchsorted(step.query_start_loc, places, side="right") - 1
+        seq_lens = (step.seq_lens[requests] - (step.query_start_loc[requests + 1] - 1 - places)).astype(np.int32)
+        starts = np.arange(len(places) + 1, dtype=np.int32)
+        device = step.seq_lens_device.device
+        starts_device, seq_lens_device, requests_device = all_to_device([starts, seq_lens, requests], device)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=seq_lens,
+            block_table=step.block_table[requests],
+            query_start_loc_device=starts_device,
+            seq_lens_device=seq_lens_device,
+            block_table_device=step.block_table_device[requests_device],
+            slot_mapping=step.slot_mapping[rows],
+            block_size=step.block_size,
+            max_query_len=1,
+            max_seq_len=int(seq_lens.max()),
+        )
 
 
 class InputPreparation:

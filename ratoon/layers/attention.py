@@ -35,6 +35,10 @@ class HeadTransform:
         if self.rotary is not None:
             self.rotary(q, k, self.positions)
 
+    def of_rows(self, rows: torch.Tensor) -> HeadTransform:
+        """The same for these rows [R] alone."""
+        return HeadTransform(self.positions[rows], self.rotary, self.q_norm, self.k_norm)
+
 
 class StepContext(Protocol):
     """The interface of one forward pass, of a decoder or an encoder, for its layers."""
@@ -54,6 +58,11 @@ class StepContext(Protocol):
     ) -> torch.Tensor:
         """Transform q [T, heads, head_dim] and k [T, kv_heads, head_dim], which may change in place; store k and v;
         attend with q; returns [T, heads · head_dim]."""
+        ...
+
+    def reading(self, rows: torch.Tensor) -> StepContext | None:
+        """The same pass for the last layer, of which only these `rows` [R] are read: its `attend` stores k and v of all
+        rows, attends with those of `rows`, and returns [R, heads · head_dim]. None: it attends with all."""
         ...
 
     def attend_across(self, layer: CrossAttentionLayer, q: torch.Tensor) -> torch.Tensor:

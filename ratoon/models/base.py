@@ -133,11 +133,13 @@ class LanguageModel:
     def _finish(
         self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext, rows: Tensor | None
     ) -> FinalStates:
-        """The last layer and the final norm. The layer's second half is computed only for rows that are read."""
+        """The last layer and the final norm. The layer's second half is computed only for rows that are read, and where
+        the step can do it, its attention too."""
         last, adapters = self.layers[-1], step.adapters
-        attended = last.attend(stream, update, positions, step)
+        reading = None if rows is None else step.reading(rows)
+        attended = last.attend(stream, update, positions, reading or step)
         if rows is not None:
-            attended, stream = attended[rows], stream[rows]
+            attended, stream = attended if reading else attended[rows], stream[rows]
             adapters = None if adapters is None else adapters.select(rows)
         return end_of_stream(self.final_norm, last.finish(attended, stream, adapters), stream)
 

@@ -13,6 +13,7 @@ import torch
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.attention.torch_reference import to_fp8
 from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.execution.step_inputs import ReadRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.rotary import Rotary
@@ -260,6 +261,36 @@ def test_a_decode_step_loads_keys_before_it_waits() -> None:
     (kernel,) = code
     before, _, behind = kernel.partition("griddepcontrol.wait")
     assert behind and before.count("cp.async.cg") > behind.count("cp.async.cg")
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("scheduled", [[8192], [500] * 40, [700, 1, 1, 300]], ids=["one", "many", "mixed"])
+def test_rows_that_attend_alone_read_what_was_just_stored(scheduled: list[int], kv_dtype: torch.dtype) -> None:
+    """They are a decode step, which loads earlier keys while the kernel before it still runs."""
+    step = Step(QWEN, [0] * len(scheduled), scheduled, torch.bfloat16, kv_dtype=kv_dtype)
+    rows = (np.cumsum(scheduled) - 1).tolist()
+    owner = np.repeat(np.arange(len(scheduled)), scheduled)
+    places = np.concatenate([np.arange(count) for count in scheduled])
+    slots = step.tables[owner, places // 16].astype(np.int64) * 16 + places % 16
+    inputs = replace(step.inputs(), slot_mapping=torch.from_numpy(slots).cuda())
+    product = torch.randn(sum(scheduled), 32, 128, device="cuda").bfloat16()
+    rotary = object.__new__(Rotary)
+    angles = torch.arange(9000, device="cuda")[:, None] * torch.rand(64, device="cuda")
+    rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1), TorchOps().rotary
+    transform = HeadTransform(torch.from_numpy(places).cuda(), rotary, None, None)
+    backend = TritonAttentionBackend()
+    metadata, rows_device = backend.build_metadata(inputs), torch.tensor(rows, device="cuda")
+    alone = backend.build_metadata(ReadRows(rows, [inputs]).as_requests(0, rows_device))
+
+    def split() -> tuple[Tensor, Tensor, Tensor]:
+        return product.clone().split([16, 8, 8], dim=1)
+
+    expected = backend.forward(QWEN, *split(), (step.cache,), metadata, transform)[rows_device].double()
+    for _ in range(10):
+        step.cache.view(torch.uint8).fill_(0xFF)  # NaN
+        q, k, v = split()
+        out = backend.forward_rows(QWEN, q, k, v, (step.cache,), metadata, transform, rows_device, alone)
+        assert error_of(out, expected) < 1e-2
 
 
 @pytest.mark.parametrize("layer", [LLAMA, QWEN], ids=["llama", "qwen"])

@@ -48,6 +48,9 @@ class DensePass:
             attended.append(attend(queries, keys, values, layer.scale, _score_bias(layer, len(queries), len(keys))))
         return torch.cat(attended)
 
+    def reading(self, rows: Tensor) -> None:
+        """Rows that are read are selected behind attention."""
+
     def attend_across(self, layer: CrossAttentionLayer, q: Tensor) -> Tensor:
         assert q.shape[1:] == (layer.num_heads, layer.head_dim)
         parts = zip(self.memory.of_encoder, q.split(self.lengths), strict=True)

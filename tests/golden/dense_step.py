@@ -39,6 +39,9 @@ class DenseStep:
         scores = scores.masked_fill(~visible, float("-inf"))
         return torch.einsum("hts,shd->thd", scores.softmax(dim=-1), values).flatten(1)  # [T, heads · head_dim]
 
+    def reading(self, rows: Tensor) -> None:
+        """Rows that are read are selected behind attention."""
+
 
 def _grown(stored: Tensor | None, new: Tensor) -> Tensor:
     return new.clone() if stored is None else torch.cat([stored, new])

@@ -11,6 +11,7 @@ from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import FullAttentionSpec
+from ratoon.execution.step_inputs import ReadRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 needs_kernels = pytest.mark.skipif(
@@ -56,12 +57,7 @@ class Batch:
     def run(self, backend, chunks=1, apart=False):
         """History in one step, then the scheduled tokens in `chunks` steps; rows of sequence i in out[i]. `apart`: the
         pages of the layer are parts of wider rows."""
-        spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, "float32")
-        # What was never written must not be read, and what lies between the pages is of other layers
-        cache = tuple(
-            self.filled(self.num_blocks, 3, *shape)[:, 1] if apart else self.filled(self.num_blocks, *shape)
-            for shape in backend.page_shapes(spec)
-        )  # fmt: skip
+        cache = self.cache_of(backend, apart)
         self.step(backend, cache, [0] * len(self.computed), self.computed)
         outputs = [[] for _ in self.computed]
         for chunk in range(chunks):
@@ -71,6 +67,27 @@ class Batch:
             for index, rows in enumerate(self.step(backend, cache, begin, counts)):
                 outputs[index].append(rows)
         return [torch.cat(rows) for rows in outputs]
+
+    def run_rows(self, backend, rows, transform=None):
+        """History, then all scheduled tokens, of which only these rows attend: what they get, and the cache."""
+        cache, layer = self.cache_of(backend), self.layer
+        self.step(backend, cache, [0] * len(self.computed), self.computed)
+        inputs = self.inputs(self.computed, self.scheduled)
+        parts = [sequence[start:] for sequence, start in zip(self.sequences, self.computed, strict=True)]
+        q, k, v = torch.cat(parts).to(self.device).split([layer.num_heads, *[layer.num_kv_heads] * 2], dim=1)
+        places = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        alone = backend.build_metadata(ReadRows(rows, [inputs]).as_requests(0, places)) if rows else None
+        step = backend.build_metadata(inputs)
+        out = backend.forward_rows(layer, q, k, v, cache, step, transform, places, alone)
+        return out.cpu(), cache
+
+    def cache_of(self, backend, apart=False):
+        spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, "float32")
+        # What was never written must not be read, and what lies between the pages is of other layers
+        return tuple(
+            self.filled(self.num_blocks, 3, *shape)[:, 1] if apart else self.filled(self.num_blocks, *shape)
+            for shape in backend.page_shapes(spec)
+        )
 
     def filled(self, *shape):
         return torch.full(shape, float("nan"), device=self.device, dtype=self.dtype)
@@ -154,6 +171,28 @@ def test_on_the_cpu_a_row_is_the_same_to_the_bit_in_any_batch_and_any_chunk(laye
         alone = Batch([batch.computed[index]], [batch.scheduled[index]], layer, 16, seed=99)
         alone.sequences = [batch.sequences[index]]
         assert torch.equal(alone.run(CpuAttentionBackend())[0], together[index])
+
+
+READ = [129, 0, 130, 171, 131, 237, 237, 64]  # of MIXED, in any order, a row twice
+
+
+@pytest.mark.parametrize("layer", [*SHAPES, *BIASED], ids=str)
+@pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
+def test_rows_that_attend_alone_get_what_they_get_among_all(backend, layer):
+    batch = Batch(*MIXED, layer, 16)
+    expected = torch.cat(batch.run(backend()))[READ]
+    got, _ = batch.run_rows(backend(), READ)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.0 if backend is CpuAttentionBackend else 2e-6)
+
+
+@pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
+@pytest.mark.parametrize("rows", [[], [129]], ids=["no row", "one row"])
+def test_keys_and_values_are_stored_of_all_rows_whichever_attend(backend, rows):
+    batch = Batch(*MIXED, SHAPES[0], 16)
+    (expected,) = batch.run_rows(backend(), list(range(238)))[1]
+    got, (cache,) = batch.run_rows(backend(), rows)
+    assert got.shape == (len(rows), 9 * 64)
+    torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])

@@ -313,6 +313,20 @@ def test_one_kernel_does_what_store_and_attention_do(
     torch.testing.assert_close(out, expected_out, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(("fused", "read"), [(True, [34, 3, 39]), (False, [34, 35, 39, 39])])
+@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
+def test_rows_that_attend_alone_get_what_they_get_among_all(fused: bool, read: list[int], has_norm: bool) -> None:
+    """Behind the store of all rows, those that are read are a decode step."""
+    batch = Batch(*MIXED, GROUPED, 16, device=DEVICE)
+    transform = make_transform(16, 16, True, 40, torch.float32) if has_norm else None
+    expected, expected_pages = batch.run_rows(TorchReferenceBackend(), list(range(40)), transform)
+    got, pages = batch.run_rows(TritonAttentionBackend(fused_store=fused), read, transform)
+    torch.testing.assert_close(got, expected[read], rtol=0, atol=2e-6)
+    torch.testing.assert_close(pages[0].transpose(2, 3)[1:], expected_pages[0][1:], rtol=0, atol=2e-6, equal_nan=True)
+    _, stored = batch.run_rows(TritonAttentionBackend(), [], transform)
+    torch.testing.assert_close(stored[0], pages[0], rtol=0, atol=2e-6, equal_nan=True)
+
+
 def test_splits_of_few_keys_are_left_to_one_program() -> None:
     """A captured step has programs for long sequences too."""
     batch = Batch([70, 3], [1, 1], GROUPED, 16, device=DEVICE)

@@ -21,7 +21,7 @@ from ratoon.core.plan import BlockCopy, CachedRequestData, NewRequestData, Sched
 from ratoon.execution import prompt_logprobs
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.execution.step_inputs import InputPreparation
+from ratoon.execution.step_inputs import InputPreparation, ReadRows
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model
@@ -260,6 +260,53 @@ def test_only_the_rows_that_the_plan_names_are_sampled() -> None:
     rows = driver.runner.input_batch
     assert rows.num_tokens[rows.row_of["half"]] == len(PROMPT)
     assert driver.runner.num_computed_tokens == 41
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiny", [LLAMA, TWO_GROUPS], ids=["one group", "two groups"])
+def test_the_last_layer_attends_with_the_rows_that_are_read_and_stores_those_of_all(
+    tiny: TinyModel, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt, a branch that decodes and a part of another prompt; with all rows, results are the same."""
+    results, counts = [], []
+    for alone in (True, False):
+        driver = Driver(tiny, backend)
+        of_rows = ReadRows.of
+        with monkeypatch.context() as patch:
+            patch.setattr(ReadRows, "of", of_rows if alone else lambda rows, inputs: None)
+            for attention in driver.runner.kv.backends:
+                patch.setattr(
+                    attention,
+                    "attend",
+                    lambda layer, q, *rest, f=attention.attend: counts.append(len(q)) or f(layer, q, *rest),
+                )
+            driver.step(new=[driver.new("a", PROMPT, 1, params=WITH_LOGPROBS)])
+            output = driver.step(
+                new=[driver.new("b", OTHER, 4, params=WITH_LOGPROBS), driver.new("half", PROMPT, 6)],
+                known={"a": len(PROMPT)}, counts={"half": 20}, sampled=["b", "a"],
+            )  # fmt: skip
+            results.append([*output.logprobs.values()])
+            output = driver.step(known={"half": 20}, counts={"half": 17})  # reads what the part has stored
+            results[-1].append(token_of(output, "half"))
+        if alone:
+            num_layers = tiny.config.num_layers
+            assert counts == [*[37] * (num_layers - 1), 1, *[42] * (num_layers - 1), 2, *[17] * (num_layers - 1), 1]
+    ours, theirs = results
+    assert ours[-1] == theirs[-1] == oracle_greedy(tiny, PROMPT, 1)[0]
+    for one, other in zip(ours[:-1], theirs[:-1], strict=True):
+        assert_same_logprobs(one, other, exactly=backend == "native")
+
+
+def test_where_most_rows_are_read_the_last_layer_attends_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    (attention,) = driver.runner.kv.backends
+    counts: list[int] = []
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda layer, q, *rest: counts.append(len(q)) or attend(layer, q, *rest))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    output = driver.step(new=[driver.new("a", PROMPT, 1, params=params)])
+    assert set(counts) == {len(PROMPT)}
+    assert len(output.prompt_logprobs["a"].rows.token_ids) == len(PROMPT) - 1
 
 
 def test_a_plan_whose_step_raised_leaves_the_runner_usable() -> None:

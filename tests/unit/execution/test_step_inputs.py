@@ -6,7 +6,7 @@ import torch
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
 from ratoon.execution.input_batch import InputBatch
-from ratoon.execution.step_inputs import InputPreparation
+from ratoon.execution.step_inputs import InputPreparation, ReadRows
 
 SCHEDULED = [1, 1, 93, 75, 30]
 COMPUTED = [54, 145, 0, 0, 0]
@@ -71,3 +71,24 @@ def test_rows_in_another_order_than_the_batch_are_gathered_by_index():
     assert step.positions.tolist() == concatenated(range(30), 54)
     assert step.groups[0].slot_mapping.tolist() == concatenated(range(416, 446), 70)
     assert step.groups[0].block_table[:, :4].tolist() == [[26, 27, 0, 0], [1, 2, 3, 4]]
+
+
+def test_rows_that_are_read_are_requests_of_one_token_behind_all_tokens_before_them():
+    _, step = prepared()
+    rows = [199, 0, 94, 50, 1, 94]  # in any order; the fourth is inside a prompt, the last one is read twice
+    alone = ReadRows(rows, step.groups).as_requests(0, torch.tensor(rows))
+    assert alone.seq_lens.tolist() == alone.seq_lens_device.tolist() == [30, 55, 93, 49, 146, 93]
+    assert alone.query_start_loc.tolist() == alone.query_start_loc_device.tolist() == list(range(7))
+    assert alone.slot_mapping.tolist() == [445, 70, 332, 288, 225, 332]
+    assert alone.block_table[:, 0].tolist() == alone.block_table_device[:, 0].tolist() == [26, 1, 15, 15, 5, 15]
+    assert (alone.max_query_len, alone.max_seq_len) == (1, 146)
+
+
+def test_rows_are_read_alone_while_they_are_no_more_than_requests():
+    _, step = prepared()
+    assert ReadRows.of([199, 94], step) is not None
+    assert ReadRows.of([], step) is not None  # their keys and values are stored, and that is all
+    assert ReadRows.of(list(range(2, 8)), step) is None
+    rows, _ = prepared()
+    inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8, device=torch.device("cpu"))
+    assert ReadRows.of([1], inputs.prepare(np.array([0, 1]), np.array([1, 1]))) is None  # no prompt
