@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 DIGEST_BYTES = 32
+EMPTY = blake2b(digest_size=DIGEST_BYTES)
 # A fixed start of every chain, so that hashes are the same in every process and on every replica.
 ROOT_DIGEST = blake2b(b"ratoon kv block chain, version 1", digest_size=DIGEST_BYTES).digest()
 
@@ -80,7 +81,9 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 def hash_block(parent: bytes, token_bytes: bytes, extra_keys: bytes = NO_EXTRA_KEYS.encoded) -> bytes:
     """The hash of a full block, given its parent's."""
-    return blake2b(parent + extra_keys + token_bytes, digest_size=DIGEST_BYTES).digest()
+    digest = EMPTY.copy()  # a fifth less time than to make one with its options
+    digest.update(parent + extra_keys + token_bytes)
+    return digest.digest()
 
 
 def hash_encoder_input(extra_keys: bytes, content_hash: bytes) -> bytes:
