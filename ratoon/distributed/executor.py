@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from threading import Condition, Lock
 from typing import Any, Protocol, TypeVar
@@ -31,6 +31,11 @@ MAX_SECONDS_BETWEEN_CALLS = 0.05  # for what a caller that has its results is ke
 
 class StepHandle(Protocol):
     """A step in flight: running, or queued behind earlier ones."""
+
+    def launch(self) -> None:
+        """Wait until it is launched. What the caller does next runs beside it, where a device executes it. Never
+        raises: `result` does."""
+        ...
 
     def result(self) -> ModelRunnerOutput:
         """Wait for its end. Raises what the step raised, or StepSkippedError; DeviceLostError if no further step can
@@ -259,6 +264,10 @@ class StepInFlight:
         self._executor = executor
         self._launched = launched
 
+    def launch(self) -> None:
+        if isinstance(self._launched, Future):
+            wait([self._launched])
+
     def result(self) -> ModelRunnerOutput:
         output = self._launched.result()
         if isinstance(output, ModelRunnerOutput):
@@ -281,10 +290,14 @@ class StepOnLentThread:
         self._surroundings = surroundings
         self._step: StepInFlight | None = None
 
-    def result(self) -> ModelRunnerOutput:
+    def launch(self) -> None:
         if self._step is None:  # also where Ctrl-C broke into the launch: then the step is skipped
             launched = self._executor.run_here(self._plan, self._surroundings)
             self._step = StepInFlight(self._executor, launched)
+
+    def result(self) -> ModelRunnerOutput:
+        self.launch()
+        assert self._step is not None
         return self._step.result()
 
 

@@ -148,6 +148,9 @@ class EngineCore:
     def _finish_oldest(self) -> list[EngineCoreOutput]:
         plan, handle = self._in_flight[0]
         try:
+            if self.scheduler.has_work_beside_step:
+                handle.launch()
+                self.scheduler.work_beside_step()
             result = handle.result()
         except DeviceLostError:  # no request can be isolated: what runs this core has to be started again
             raise

@@ -23,6 +23,8 @@ from ratoon.memory.transfers import Transfers
 TablePlace = tuple[int, int]  # KV group, index into its table
 GroupBlocks = tuple[list[Block], ...]  # one list of table entries for each KV group
 
+MANY_BLOCKS = 32  # full blocks of one allocation from which on they are added to the prefix cache later
+
 
 class KVCacheManager:
     """The block tables of all sequences over one pool. A table entry is a reference; the null block marks an entry
@@ -45,6 +47,7 @@ class KVCacheManager:
         self.pool = BlockPool(kv_config.num_blocks, enable_caching, len(kv_config.all_groups))
         self.prefix_cache_stats = PrefixCacheStats()
         self._given_back: list[Block] = []
+        self._unregistered: tuple[TokenSequence, int] | None = None  # whose full blocks are added later, and how many
         self._hasher = BlockHasher(self.block_size)
         self._host = HostPool(kv_config.num_host_blocks)
         self._transfers = Transfers(self.pool, self._host)
@@ -104,10 +107,11 @@ class KVCacheManager:
         Full blocks only, and at least one token is left to compute, whose state is sampled from. Nothing is changed;
         allocate_slots takes the references.
         """
+        self.register_blocks()
         limit = (branch.num_tokens - 1) // self.block_size
         if max_tokens is not None:
             limit = min(limit, max_tokens // self.block_size)
-        if not self.enable_caching or limit <= 0:
+        if not self.enable_caching or limit <= 0 or not self._begins_in_cache(branch):
             return tuple([] for _ in self.rules), 0
         self._hasher.extend(branch.block_hashes, branch.token_ids, limit, branch.extra_keys)
         # A hit must hold for every group. A shorter limit can change what a window group finds, so repeat until no
@@ -121,12 +125,35 @@ class KVCacheManager:
             if all(len(hit) == limit for hit in hits):
                 return tuple(hits), limit * self.block_size
 
+    def _begins_in_cache(self, branch: TokenSequence) -> bool:
+        """Whether its first block is cached. Without that only windows have hits, and of a new prompt no further block
+        need be hashed before its step is launched."""
+        self._hasher.extend(branch.block_hashes, branch.token_ids, 1, branch.extra_keys)
+        first = branch.block_hashes[0]
+        return all(
+            rule.gives_back or self.pool.get_cached_block(first, group) is not None
+            for group, rule in enumerate(self.rules)
+        )
+
+    @property
+    def has_unregistered_blocks(self) -> bool:
+        return self._unregistered is not None
+
+    def register_blocks(self) -> None:
+        """Add to the prefix cache what the last allocation left for later. To be called while a step runs; before the
+        manager does anything that depends on it, it does so itself."""
+        if self._unregistered is not None:
+            branch, num_full_blocks = self._unregistered
+            self._unregistered = None
+            self._register_full_blocks(branch, num_full_blocks)
+
     def count_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
         self.prefix_cache_stats.queries += num_tokens
         self.prefix_cache_stats.hits += num_hit_tokens
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks and their statistics. Refused (False) while any block is in use."""
+        self.register_blocks()
         if not self.pool.reset_prefix_cache():
             return False
         self.prefix_cache_stats = PrefixCacheStats()
@@ -150,6 +177,8 @@ class KVCacheManager:
 
         A written block that is shared or in the prefix cache is first replaced by a copy (copy-on-write).
         """
+        if self._unregistered is not None and self._unregistered[0] is not branch:
+            self.register_blocks()
         block_size = self.block_size
         num_computed = branch.num_computed_tokens + num_new_computed_tokens
         num_total = num_computed + num_new_tokens
@@ -188,7 +217,10 @@ class KVCacheManager:
         appended = tuple([self._append_blocks(table, num_missing) for table in tables])
         branch.write_limit = (num_held + num_missing) * block_size
         num_known = num_total if num_total < branch.num_tokens else branch.num_tokens  # a pending token has no hash
-        if num_known // block_size > branch.num_registered_blocks:
+        num_unregistered = num_known // block_size - branch.num_registered_blocks
+        if num_unregistered >= MANY_BLOCKS and not self._returning:  # those could be given back before
+            self._unregistered = branch, num_known // block_size
+        elif num_unregistered > 0:
             self._register_full_blocks(branch, num_known // block_size)
         return appended
 
@@ -202,6 +234,7 @@ class KVCacheManager:
             raise ValueError(
                 f"{num_tokens} tokens asked for, {parent.branch_id} has computed {parent.num_computed_tokens}"
             )
+        self.register_blocks()
         num_blocks = -(-num_tokens // self.block_size)
         if not self._holds(parent, num_tokens):
             raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were freed")
@@ -225,6 +258,7 @@ class KVCacheManager:
         self._free_tables(branch, trusted)
 
     def _free_tables(self, branch: TokenSequence, trusted: bool = True) -> None:
+        self.register_blocks()
         num_valid = branch.num_computed_tokens // self.block_size if trusted else 0
         self._register_full_blocks(branch, num_valid)
         for table in branch.block_tables:
@@ -240,6 +274,7 @@ class KVCacheManager:
 
     def roll_back(self, branch: TokenSequence, num_tokens: int) -> None:
         """Discard the last `num_tokens` computed tokens: blocks that hold nothing else are freed."""
+        self.register_blocks()
         branch.num_computed_tokens -= num_tokens
         num_kept = -(-branch.num_computed_tokens // self.block_size)
         num_full = branch.num_computed_tokens // self.block_size
@@ -263,11 +298,13 @@ class KVCacheManager:
 
     def uncache(self, blocks: Iterable[Block]) -> None:
         """Remove these blocks from the prefix cache. Sequences that hold them keep them."""
+        self.register_blocks()
         for block in blocks:
             self.pool.uncache(block)
 
     def detach(self, branch: TokenSequence) -> TokenSequence:
         """Move what an ended sequence holds to a new, read-only sequence. The branch holds nothing afterwards."""
+        self.register_blocks()
         self._swap.forget(branch)  # a swapped-out one has no device blocks to keep
         self._register_full_blocks(branch, branch.num_computed_tokens // self.block_size)
         kept = TokenSequence(branch.branch_id, branch.token_ids, branch.extra_keys)
@@ -340,6 +377,7 @@ class KVCacheManager:
         `num_tail_tokens` computed. False: not enough host memory, or its cross table is not written or not valid, and
         nothing changed. Not for a sequence with prefix cache hits of the current step, which may not be written before
         it."""
+        self.register_blocks()
         if not self._swap.save(branch, tails, num_tail_tokens):
             return False
         self.cross_tables.release(branch)
@@ -354,6 +392,7 @@ class KVCacheManager:
     def num_tokens_to_recompute(self, branch: TokenSequence) -> int:
         """Computed tokens that are lost if a sequence is freed: without those that others hold too, in blocks that the
         prefix cache finds."""
+        self.register_blocks()
         num_shared = 0
         if self.enable_caching:
             for entries in zip(*branch.block_tables):
@@ -410,6 +449,7 @@ class KVCacheManager:
 
     def check(self, branches: Iterable[TokenSequence]) -> None:
         """Raise AssertionError unless references are exactly the table entries of `branches`, and the pool is sound."""
+        self.register_blocks()
         branches = list(branches)
         self.pool.check()
         self._swap.check(branches)

@@ -138,6 +138,7 @@ class BeamTails:
     def as_sequence(self, kept: KeptTail, branch_id: str, token_ids: list[int]) -> TokenSequence:
         """A kept tail and the trunk before it as a sequence of its own, which takes over what was kept."""
         trunk = self._trunk
+        self._kv_cache.register_blocks()
         sequence = TokenSequence(branch_id, token_ids, trunk.extra_keys)
         heads = [table[: self._first_column] for table in trunk.block_tables]
         self._touch(heads)

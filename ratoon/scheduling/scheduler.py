@@ -199,6 +199,14 @@ class Scheduler:
         request runs alone until it gets a result."""
         return not self.state.in_flight or not (self.state.wants_drain or self.state.quarantined)
 
+    @property
+    def has_work_beside_step(self) -> bool:
+        return self.kv_cache.has_unregistered_blocks
+
+    def work_beside_step(self) -> None:
+        """What planning has left undone, because it can be done while the step runs."""
+        self.kv_cache.register_blocks()
+
     def step_done(self, plan: SchedulerOutput, now: float | None = None) -> None:
         """A plan was executed at time `now` (default: the last known time): its keys and values are written.
         `update_from_output` passes what it sampled; requests may be aborted in between."""

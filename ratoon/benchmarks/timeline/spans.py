@@ -95,6 +95,9 @@ class TimedHandle:
         self._handle = handle
         self._recorder = recorder
 
+    def launch(self) -> None:
+        self._handle.launch()
+
     def result(self) -> Any:
         begin = self._recorder.now()
         try:

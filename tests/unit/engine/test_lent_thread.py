@@ -12,6 +12,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import FinishReason
 from ratoon.distributed import executor as module
 from ratoon.engine.core import MAX_REQUESTS_OF_LENT_THREAD
+from ratoon.memory import kv_cache_manager
 from tests.unit.engine.test_engine_core import (
     FakeExecutor,
     ends_of,
@@ -138,3 +139,26 @@ def test_a_second_interrupt_leaves_an_engine_that_goes_on() -> None:
             core.step()
         outputs = run(core)
         assert tokens_of(outputs["a"]) == tokens_of(outputs["b"]) == [6, 7, 8]
+
+
+def test_blocks_of_a_long_prompt_are_hashed_between_launch_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_manager, "MANY_BLOCKS", 2)
+    with make_core(num_blocks=99) as (core, executor):
+        lent = Lent(executor)
+        unregistered: list[bool] = []
+        note = executor.before_everything
+
+        def note_more(plan: SchedulerOutput) -> None:
+            note(plan)
+            unregistered.append(core.scheduler.has_work_beside_step)
+
+        executor.before_everything = note_more
+        work = core.scheduler.work_beside_step
+        monkeypatch.setattr(
+            core.scheduler, "work_beside_step", lambda: unregistered.append(len(lent.by_step) == 1) or work()
+        )
+        core.add_request(request("a", 40, max_tokens=1))
+        core.step()
+        assert unregistered == [True, True]  # while it is launched, and then it was
+        assert not core.scheduler.has_work_beside_step
+        core.scheduler.check()

@@ -5,7 +5,7 @@ import pytest
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from ratoon.core.plan import BlockCopy
 from ratoon.memory.hashing import ExtraKeys, MediaSpan
-from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.kv_cache_manager import MANY_BLOCKS, KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 
 FULL = FullAttentionSpec(4, 1, 8, "float16")
@@ -443,3 +443,67 @@ def test_the_self_check_counts_references_over_all_tables() -> None:
     with pytest.raises(AssertionError, match="block 1: 2 references, 1 table entries"):
         manager.check([parent])
     manager.check([parent, child])
+
+
+# ---- blocks of long prompts, which are added to the prefix cache later ----
+
+
+LONG = list(range(4 * MANY_BLOCKS + 3))
+
+
+def planned(manager: KVCacheManager, branch_id: str, tokens: list[int]) -> TokenSequence:
+    branch = TokenSequence(branch_id, tokens.copy())
+    compute(manager, branch, len(tokens), use_cache=True)
+    return branch
+
+
+def test_the_blocks_of_a_long_prompt_are_hashed_after_its_step_is_planned() -> None:
+    manager = manager_of(200)
+    branch = planned(manager, "a", LONG)
+    assert manager.has_unregistered_blocks and len(branch.block_hashes) == 1
+    manager.register_blocks()
+    assert not manager.has_unregistered_blocks
+    assert (branch.num_registered_blocks, len(branch.block_hashes)) == (MANY_BLOCKS, MANY_BLOCKS)
+    manager.check([branch])
+
+
+def test_a_request_of_the_same_step_finds_them_all_the_same() -> None:
+    manager = manager_of(200)
+    first, second = planned(manager, "a", LONG), planned(manager, "b", [*LONG, 7])
+    assert manager.block_ids(first)[0][:MANY_BLOCKS] == manager.block_ids(second)[0][:MANY_BLOCKS]
+    manager.check([first, second])
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_sequence_that_ends_before_is_cached_if_it_was_computed(trusted: bool) -> None:
+    manager = manager_of(200)
+    branch = planned(manager, "a", LONG)
+    manager.free(branch, trusted)
+    assert not manager.has_unregistered_blocks
+    hit = manager.get_computed_blocks(TokenSequence("b", LONG))[1]
+    assert hit == (4 * MANY_BLOCKS if trusted else 0)
+
+
+def test_forks_and_the_next_token_take_them_along() -> None:
+    manager = manager_of(200)
+    branch = planned(manager, "a", LONG)
+    append(branch, 7, 8)
+    compute(manager, branch, 1)  # planned ahead, before the first step has run
+    assert manager.has_unregistered_blocks
+    child = TokenSequence("b", LONG)
+    manager.fork(branch, child, len(LONG))
+    assert child.num_registered_blocks == MANY_BLOCKS
+    manager.check([branch, child])
+
+
+def test_what_a_failed_step_should_have_written_is_not_found() -> None:
+    manager = manager_of(200)
+    branch = planned(manager, "a", LONG)
+    manager.uncache(branch.block_tables[0])
+    assert manager.get_computed_blocks(TokenSequence("b", LONG))[1] == 0
+
+
+def test_with_a_window_the_blocks_of_a_prompt_are_cached_at_once() -> None:
+    manager = manager_of(200, window_of(8))
+    planned(manager, "a", LONG)
+    assert not manager.has_unregistered_blocks
