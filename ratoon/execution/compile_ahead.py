@@ -9,24 +9,34 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
+from ratoon.execution.block_kernels import FEW_BLOCKS, Pages, copy_blocks
 from ratoon.execution.devices import use_device
 from ratoon.execution.graphs import MAX_TOKENS, Captured, GraphKey, graph_sizes
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.layers.sampling import Mode
+from ratoon.layers.beams import SearchShape
+from ratoon.layers.sampling import Mode, token_logprobs
 from ratoon.layers.triton.compilation import compile_launches, send_launches
 from ratoon.layers.triton.compiler_process import CompilerProcess, Finish
+
+if TYPE_CHECKING:
+    from ratoon.execution.device_inputs import DeviceInputs
 
 logger = logging.getLogger(__name__)
 
 # Tokens of prompts, which differ in kernels by ranges; that of long ones takes longest to compile.
 FIRST_PROMPTS = (128, 32, 16, 64)
+FEW_ROWS = 128  # up to which all sizes of steps are launched
+MANY_ROWS = (256, 1024)
+NUM_BEAMS = 32
+NUMS_LOGPROBS = (5, 20)  # alternatives: narrow and wide lists
+NUM_SHARING, SHARED_TOKENS = 32, 1024  # requests, and the prefix that they share
 
 
 class ShapesOnly(TorchFunctionMode):
@@ -125,9 +135,15 @@ def launch_first_steps(runner: ModelRunner, largest: SchedulerOutput) -> None:
 
 
 def launch_later_steps(runner: ModelRunner) -> None:
-    sizes = graph_sizes(MAX_TOKENS)
-    _launch_decodes(runner, sizes, (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED))
-    _launch_prompts(runner, sizes)
+    """What other requests may need, the likeliest first: more of them at once, continuations and beams, then the other
+    ways to choose tokens. Kernels differ from size to size while a step has few rows."""
+    sizes = [size for size in graph_sizes(MAX_TOKENS) if size <= FEW_ROWS]
+    _launch_decodes(runner, (32, *sizes, *MANY_ROWS), (Mode.GREEDY,))
+    _launch_prompts(runner, [size for size in sizes if size > 1])
+    _launch_beams(runner)
+    _launch_decodes(runner, (1,), (Mode.RANDOM, Mode.FILTERED))
+    _launch_logprobs(runner)
+    _launch_shared_prefix(runner)
 
 
 def _launch_decodes(runner: ModelRunner, nums_seqs: Sequence[int], modes: Sequence[Mode]) -> None:
@@ -135,7 +151,13 @@ def _launch_decodes(runner: ModelRunner, nums_seqs: Sequence[int], modes: Sequen
     sizes = [runner.graphs.size_for(num_seqs) for num_seqs in nums_seqs]
     for size in dict.fromkeys(size for size in sizes if size is not None):
         for mode in modes:
-            runner.graphs.run(GraphKey(size, None, None, mode))
+            _launch_padded(runner, GraphKey(size, None, None, mode))
+
+
+def _launch_padded(runner: ModelRunner, key: GraphKey) -> None:
+    assert runner.graphs is not None
+    runner.graphs.clear()  # a step that it has seen would be captured
+    runner.graphs.run(key)
 
 
 def _launch_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
@@ -143,21 +165,60 @@ def _launch_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
     rows = runner.input_batch
     for length in lengths:
         if length < rows.max_model_len and runner.graphs.size_for(length) is not None:
-            plan = prompt_step(length, len(rows.block_tables))
-            runner.execute_model(plan)  # tokens are sampled in it; they can't be read
-            _end_all(runner, plan)
+            _launch_step(runner, step_of([(0, length)], len(rows.block_tables), rows.block_size))
 
 
-def _end_all(runner: ModelRunner, plan: SchedulerOutput) -> None:
+def _launch_step(runner: ModelRunner, plan: SchedulerOutput) -> None:
+    assert runner.graphs is not None
+    runner.graphs.clear()
+    runner.execute_model(plan)  # tokens are sampled in it if it is padded; they can't be read
     runner.execute_model(SchedulerOutput(finished_req_ids=list(plan.num_scheduled_tokens)))
 
 
-def prompt_step(length: int, num_groups: int) -> SchedulerOutput:
-    """One prompt, and its first token, in the null block."""
-    blocks: tuple[list[int], ...] = ([0],) * num_groups
-    new = NewRequestData("first", [0] * length, length, SamplingParams(temperature=0.0), 0, blocks, 0)
-    plan = SchedulerOutput(scheduled_new_reqs=[new], sampled_req_ids=["first"], total_num_scheduled_tokens=length)
-    plan.num_scheduled_tokens["first"] = length
+def _launch_beams(runner: ModelRunner) -> None:
+    """A step of a search, and the copies of blocks when beams part."""
+    assert runner.graphs is not None
+    size = runner.graphs.size_for(NUM_BEAMS, has_beams=True)
+    if size is not None:
+        _launch_padded(runner, GraphKey(size, None, None, None, SearchShape(1, NUM_BEAMS, 2 * NUM_BEAMS)))
+    pages = Pages([torch.empty(4, 1, dtype=torch.int64, device=runner.device)], runner.device)
+    for num_copies in (1, FEW_BLOCKS + 1):
+        copy_blocks(pages, pages, [(0, 1)] * num_copies)
+
+
+def _launch_logprobs(runner: ModelRunner) -> None:
+    assert runner.graphs is not None
+    runner.graphs.clear()
+    logits = runner.graphs.run(GraphKey(1, None, None))
+    assert logits is not None
+    token_ids = torch.empty(1, dtype=torch.int64, device=runner.device)
+    for num_top in NUMS_LOGPROBS:
+        token_logprobs(logits, token_ids, num_top)
+
+
+def _launch_shared_prefix(runner: ModelRunner) -> None:
+    """Requests that share a prefix beside a prompt, in a step that is too large to be padded."""
+    assert runner.graphs is not None
+    rows, inputs = runner.input_batch, cast("DeviceInputs", runner.inputs)
+    num_sharing = min(NUM_SHARING, len(rows.token_ids) - 1)
+    longest = rows.max_model_len - 1
+    length = min(inputs.input_ids.shape[0] - num_sharing, longest)
+    if length > 0 and runner.graphs.size_for(length + num_sharing, is_decode=False) is None:
+        requests = [(min(SHARED_TOKENS, longest - 1), 1)] * num_sharing + [(0, length)]
+        _launch_step(runner, step_of(requests, len(rows.block_tables), rows.block_size))
+
+
+def step_of(requests: Sequence[tuple[int, int]], num_groups: int, block_size: int) -> SchedulerOutput:
+    """Requests of so many computed and new tokens, all in one block, and the next token of each."""
+    plan = SchedulerOutput()
+    for index, (num_computed, length) in enumerate(requests):
+        total, name = num_computed + length, f"request {index}"
+        blocks: tuple[list[int], ...] = ([1] * -(-total // block_size),) * num_groups
+        params = SamplingParams(temperature=0.0)
+        plan.scheduled_new_reqs.append(NewRequestData(name, [0] * total, total, params, 0, blocks, num_computed))
+        plan.num_scheduled_tokens[name] = length
+        plan.sampled_req_ids.append(name)
+        plan.total_num_scheduled_tokens += length
     return plan
 
 
