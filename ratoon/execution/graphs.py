@@ -180,6 +180,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # what it would free belongs to other streams
+        torch.cuda.current_blas_handle()  # of this thread, which can't be made during a capture
         try:
             # Other threads may use the device meanwhile, to take results for example.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")

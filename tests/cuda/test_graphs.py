@@ -4,6 +4,7 @@ the CPU; nothing waits for the device."""
 from __future__ import annotations
 
 import time
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -183,3 +184,21 @@ def test_graphs_are_made_anew_after_sleep() -> None:
             assert made.stats.num_graphs == 0
             core.wake_up()
     assert results[0] == results[1]
+
+
+def test_a_thread_that_has_multiplied_nothing_can_capture_a_product() -> None:
+    """Steps may run on the caller's thread, and are captured by another one when there is nothing to do."""
+    captured: list[Any] = []
+    x, w = torch.randn(128, 256, device="cuda"), torch.randn(64, 256, device="cuda")
+    expected = torch.nn.functional.linear(x, w)
+
+    def capture() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            captured.append(graphs.CudaCapture()(lambda: torch.nn.functional.linear(x, w)))
+            captured.append(captured[0].replay())
+            torch.cuda.synchronize()
+
+    thread = Thread(target=capture)
+    thread.start()
+    thread.join()
+    assert torch.equal(captured[1], expected)

@@ -445,3 +445,19 @@ def test_the_prompt_of_a_search_is_padded_like_any_other(monkeypatch: pytest.Mon
     first = BeamStep("s", num_candidates=3, scores=[0.0])
     driver.step(new=[driver.new("s", OTHER, 1)], sampled=[], beam_steps=[first])
     assert [key.size for key in keys] == [24]
+
+
+def test_a_thread_has_its_own_handle_for_products_before_it_captures_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, **options: Any) -> None:
+            calls.append("begin")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+    monkeypatch.setattr(graphs.torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(graphs.torch.cuda, "current_blas_handle", lambda: calls.append("handle"))
+    graphs.CudaGraph(lambda: None, pool=None)
+    assert calls == ["handle", "begin", "end"]
