@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.encoder import EncoderInput, features_for_encoder, tokens_for_encoder
@@ -29,6 +32,8 @@ class PromptProcessor:
         self._model_config = model_config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        token_id = Annotated[int, msgspec.Meta(ge=0, lt=model_config.vocab_size)]
+        self._fine: Any = msgspec.defstruct("TokenIds", [("token_ids", list[token_id])])
 
     def process(self, prompt: Prompt, num_places: int) -> ModelInput:
         """The decoder's tokens leave this many places of the model's length free."""
@@ -176,10 +181,9 @@ class PromptProcessor:
     def _verify_token_ids(self, token_ids: Sequence[int], field: str) -> list[int]:
         vocab_size = self._model_config.vocab_size
         # Most prompts are fine, so the whole list is judged at C speed; only a bad one is searched for its bad entry.
-        if set(map(type, token_ids)) <= {int} and (
-            not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
-        ):
-            return list(token_ids)
+        with suppress(msgspec.ValidationError):
+            judged: list[int] = msgspec.convert({"token_ids": token_ids}, self._fine).token_ids
+            return judged
         checked = []
         for index, token in enumerate(token_ids):
             try:

@@ -206,9 +206,10 @@ class DeviceInputs:
         if beams is not None:
             scores, searches = beams
             host["beam_scores"][: len(scores)] = scores
-            for name, places in zip(("search_starts", "search_stops"), np.array(searches)[:, :2].T):
-                host[name][: len(searches)] = places
-                host[name][len(searches) :] = 0  # padding has no rows
+            num_searches = len(searches)
+            host["search_starts"][:num_searches] = [search.start for search in searches]
+            host["search_stops"][:num_searches] = [search.stop for search in searches]
+            host["search_starts"][num_searches:] = host["search_stops"][num_searches:] = 0  # padding has no rows
         self._send_cells(rows.journal.take())
         writes_nothing = unwritten is not None and bool(unwritten.all())
         return PackedStep(batch_rows, num_scheduled, cu_num_tokens, writes_nothing)
