@@ -59,7 +59,9 @@ class CompileServer:
         self._buffer = b""
         self._urgent: deque[tuple[str, Callable[[], Any]]] = deque()
         self._later: deque[tuple[str, Callable[[], Any]]] = deque()
-        self._running: dict[int, tuple[str, float]] = {}  # by process: digest, when it is killed
+        # By process: digest, when it is killed, whether it is urgent
+        self._running: dict[int, tuple[str, float, bool]] = {}
+        self._num_urgent = 0  # of those
         self._modules: deque[str] = deque()
         self._seen: set[str] = set()
         self._is_finishing = False
@@ -136,7 +138,8 @@ class CompileServer:
     def _start_some(self) -> None:
         while self._urgent and len(self._running) < self._max_processes:
             self._start(*self._urgent.popleft(), is_urgent=True)
-        if self._later and not self._running:  # no more than one: nothing waits for them
+        # Nothing waits for the others: few at a time, and none beside urgent ones.
+        while self._later and not self._num_urgent and len(self._running) < max(1, self._max_processes // 4):
             self._start(*self._later.popleft(), is_urgent=False)
 
     def _start(self, digest: str, work: Callable[[], Any], is_urgent: bool) -> None:
@@ -158,16 +161,18 @@ class CompileServer:
                 status = 0
             finally:
                 os._exit(status)
-        self._running[pid] = digest, time.monotonic() + SECONDS_FOR_ONE
+        self._num_urgent += is_urgent
+        self._running[pid] = digest, time.monotonic() + SECONDS_FOR_ONE, is_urgent
 
     def _reap(self) -> None:
         now = time.monotonic()
-        for pid, (digest, deadline) in list(self._running.items()):
+        for pid, (digest, deadline, is_urgent) in list(self._running.items()):
             if now > deadline:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self._running[pid]
+                self._num_urgent -= is_urgent
                 self._tell(digest)
 
     def _prepare(self, module: str) -> None:
