@@ -86,6 +86,12 @@ class CompileAhead:
         """Until the kernels of the first steps are loaded."""
         self._thread.join()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the kernels of later steps are in the cache as well, and are not to be compiled when they are
+        launched."""
+        return self._process is not None and self._process.has_finished
+
     def _run_first(self) -> None:
         begin = time.perf_counter()
         later = Thread(target=self._run_later, name="ratoon-compile-later", daemon=True)

@@ -47,6 +47,7 @@ from ratoon.models.build import META, build_model, declare_model, outline_model,
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
+    from ratoon.execution.compile_ahead import CompileAhead
     from ratoon.execution.graphs import Capture
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Worker:
     ) -> None:
         self._device = device = resolve_device(config.device)
         self._stream: torch.cuda.Stream | None = None  # of all steps
+        self._kernels: CompileAhead | None = None
         use_device(device)
         dtype = resolve_dtype(config.dtype, device, model_config)
         max_model_len = resolve_max_model_len(config.max_model_len, model_config)
@@ -146,7 +148,7 @@ class Worker:
                 outline = outline_model(model_config, tensors, ops, dtype, max_model_len)
                 return make_runner(outline, without_memory, probe, META, capture_nothing)
 
-            kernels = CompileAhead(make_outline, largest, device, threads, take_compiler())
+            self._kernels = kernels = CompileAhead(make_outline, largest, device, threads, take_compiler())
         num_weights = sum(math.prod(shape) for shape in tensors.shapes().values())
         fitting = refusing_what_does_not_fit(tensors.name, num_weights, device, dtype)
         with timer.phase("load weights"), torch.inference_mode(), fitting:
@@ -222,7 +224,12 @@ class Worker:
     @property
     def has_idle_work(self) -> bool:
         graphs = self.runner.graphs
-        return graphs is not None and (graphs.can_capture_next or graphs.can_run_ahead)
+        return graphs is not None and (graphs.can_capture_next or (graphs.can_run_ahead and self._has_kernels))
+
+    @property
+    def _has_kernels(self) -> bool:
+        """Whether a step can run in advance without compiling, for which a request that comes meanwhile would wait."""
+        return self._kernels is not None and self._kernels.has_ended
 
     @property
     def has_work_of_steps(self) -> bool:

@@ -21,6 +21,7 @@ from ratoon.engine.core import EngineCore
 from ratoon.execution import graphs
 from ratoon.execution.graphs import GraphKey
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.execution.worker import Worker
 from ratoon.layers.sampling import Mode
 from ratoon.observe.startup import StartupTimer
 from tests.golden import tiny_models
@@ -139,7 +140,9 @@ def test_a_capture_that_fails_costs_no_request(monkeypatch: pytest.MonkeyPatch) 
     assert found == expected
 
 
-def test_steps_that_ran_once_are_captured_when_there_is_nothing_to_do() -> None:
+def test_steps_that_ran_once_are_captured_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of short continuations once their kernels are compiled."""
+    monkeypatch.setattr(Worker, "_has_kernels", True)
     core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
     core.executor.works_when_idle = True
     made = runner_of(core).graphs

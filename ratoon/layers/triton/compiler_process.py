@@ -97,6 +97,11 @@ class CompilerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether it was told to finish, and has ended."""
+        return self._finishing and self._has_ended
+
     def send(self, message: Request | Launch | Modules | Finish) -> None:
         """Never waits."""
         if isinstance(message, Finish):

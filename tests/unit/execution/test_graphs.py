@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +22,7 @@ from ratoon.core.plan import BeamStep, BlockCopy
 from ratoon.execution import beam_candidates, graphs
 from ratoon.execution.block_kernels import Pages
 from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes, max_prefill_tokens, padded_read, padded_reqs
+from ratoon.execution.worker import Worker
 from ratoon.layers.beams import SearchShape
 from ratoon.layers.sampling import Mode
 from tests.triton_interpreter import repair_interpreter
@@ -161,6 +163,19 @@ def test_a_step_that_can_not_be_run_ahead_costs_no_request() -> None:
         assert made.can_run_ahead and not made.run_ahead()
     assert not made.can_run_ahead
     made.run(KEY)
+
+
+def test_nothing_runs_ahead_before_its_kernels_are_compiled() -> None:
+    """A request that came meanwhile would wait for that."""
+    worker = Worker.__new__(Worker)
+    worker.runner = cast("Any", SimpleNamespace(graphs=SimpleNamespace(can_capture_next=False, can_run_ahead=True)))
+    for kernels, expected in (
+        (None, False),
+        (SimpleNamespace(has_ended=False), False),
+        (SimpleNamespace(has_ended=True), True),
+    ):
+        worker._kernels = cast("Any", kernels)
+        assert worker.has_idle_work == expected and not worker.has_work_of_steps
 
 
 def test_nothing_is_captured_in_advance_once_captures_fail() -> None:
