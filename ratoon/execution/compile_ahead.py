@@ -21,9 +21,10 @@ from ratoon.execution.devices import use_device
 from ratoon.execution.graphs import MAX_TOKENS, Captured, GraphKey, graph_sizes
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.beams import SearchShape
-from ratoon.layers.sampling import Mode, token_logprobs
+from ratoon.layers.sampling import Mode, sample_plain, token_logprobs
 from ratoon.layers.triton.compilation import compile_launches, send_launches
 from ratoon.layers.triton.compiler_process import CompilerProcess, Finish
+from ratoon.layers.triton.penalties import apply_penalties, count_tokens
 
 if TYPE_CHECKING:
     from ratoon.execution.device_inputs import DeviceInputs
@@ -150,6 +151,7 @@ def launch_later_steps(runner: ModelRunner) -> None:
     _launch_decodes(runner, (1,), (Mode.RANDOM, Mode.FILTERED))
     _launch_logprobs(runner)
     _launch_shared_prefix(runner)
+    _launch_edits(runner)
 
 
 def _launch_decodes(runner: ModelRunner, nums_seqs: Sequence[int], modes: Sequence[Mode]) -> None:
@@ -200,6 +202,21 @@ def _launch_logprobs(runner: ModelRunner) -> None:
     token_ids = torch.empty(1, dtype=torch.int64, device=runner.device)
     for num_top in NUMS_LOGPROBS:
         token_logprobs(logits, token_ids, num_top)
+
+
+def _launch_edits(runner: ModelRunner) -> None:
+    """Penalties, and the choice from logits that rules have changed, which are float32."""
+    device, vocab_size = runner.device, runner.model.config.vocab_size
+    logits, occurred = (
+        torch.empty(1, vocab_size, dtype=dtype, device=device) for dtype in (torch.float32, torch.int16)
+    )
+    places = torch.empty(1, dtype=torch.int64, device=device)
+    apply_penalties(logits, places, places, torch.empty(1, 3, device=device), occurred)
+    count_tokens(occurred, places, places, places)
+    of_rows = [torch.empty(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64, torch.float64)]
+    temperature, top_k, top_p = of_rows
+    for mode in Mode:
+        sample_plain(logits, temperature, top_k, top_p, min_p=temperature, uniforms=top_p, mode=mode)
 
 
 def _launch_shared_prefix(runner: ModelRunner) -> None:

@@ -31,7 +31,7 @@ from ratoon.execution.kv_memory import largest_step, num_blocks_of
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.beams import SearchRows, SearchShape, best_keys_of_searches
 from ratoon.layers.cuda_ops import CudaOps
-from ratoon.layers.sampling import Mode, token_logprobs
+from ratoon.layers.sampling import Mode, sample_plain, token_logprobs
 from ratoon.layers.triton.compilation import launches_go_to
 from ratoon.layers.triton.kernel_requests import AbsentDevice
 from ratoon.models.build import META, collect_shapes, declare_model, outline_model
@@ -107,6 +107,12 @@ with torch.inference_mode(), ShapesOnly(), kernels, launches_go_to(kernels.recor
         logits = torch.empty(rows, config.vocab_size, dtype=torch.bfloat16, device=META)
         for num_top in (0, 1, 5, 16, 20):
             token_logprobs(logits, torch.empty(rows, dtype=torch.int64, device=META), num_top)
+    kernels.stage = "rules"
+    for rows in (1, 3):
+        logits = torch.empty(rows, config.vocab_size, device=META)  # changed by rules: float32
+        numbers = [torch.empty(rows, dtype=dtype, device=META) for dtype in (torch.float32, torch.int64, torch.float64)]
+        for mode in Mode:
+            sample_plain(logits, *numbers, numbers[0], numbers[2], mode)
 print(json.dumps(kernels.names))
 """
 MODEL = Path(__file__).parents[3] / "bench" / "gpu" / "models" / "qwen3-0.6b"
