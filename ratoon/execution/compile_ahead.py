@@ -95,10 +95,9 @@ class CompileAhead:
 
     def _run_first(self) -> None:
         begin = time.perf_counter()
-        later = Thread(target=self._run_later, name="ratoon-compile-later", daemon=True)
         try:
             use_device(self._device)
-            num_kernels = compile_launches(self._first, self._num_cores, self._load, self._process, later.start)
+            num_kernels = compile_launches(self._first, self._num_cores, self._load, self._process, self._go_on)
         except Exception as error:  # of a kernel, or of a layer that can't run without memory
             logger.info(
                 "kernels are compiled when they are first launched: %s",
@@ -110,16 +109,21 @@ class CompileAhead:
             return
         logger.info("%d kernels were compiled ahead in %.1f s", num_kernels, time.perf_counter() - begin)
 
-    def _run_later(self) -> None:
-        """While the first ones are waited for."""
-        if self._process is None:
-            return
+    def _go_on(self, num_missing: int) -> None:
+        """`num_missing`: of the kernels of the first steps, that the cache does not have. While they are waited for,
+        find those of later steps; if there are none, a start before this one did so."""
+        if self._process is not None and num_missing:
+            Thread(target=self._send_later, args=(self._process,), name="ratoon-compile-later", daemon=True).start()
+        elif self._process is not None:
+            self._process.send(Finish())
+
+    def _send_later(self, process: CompilerProcess) -> None:
         try:
             use_device(self._device)
-            send_launches(self._later, self._process)
+            send_launches(self._later, process)
         except Exception as error:
             logger.debug("kernels of later steps are compiled when they are first launched: %s", error, exc_info=True)
-        self._process.send(Finish())
+        process.send(Finish())
 
     def _load(self, kernel: Any) -> None:
         """Also make the function that launches it, and load it to the device."""
@@ -133,12 +137,15 @@ def _without_memory(launch: Callable[[], None]) -> None:
 
 
 def launch_first_steps(runner: ModelRunner, largest: SchedulerOutput) -> None:
-    """What the first requests need: the step that is measured, a prompt, decoding. `runner` is on the meta device, has
-    run nothing, and pads steps."""
+    """What the first requests need: a prompt, decoding, the step that is measured, and what runs when there is nothing
+    to do. `runner` is on the meta device, has run nothing, and pads steps."""
+    assert runner.graphs is not None
     _launch_prompts(runner, FIRST_PROMPTS)
     _launch_decodes(runner, (1,), (Mode.GREEDY, Mode.RANDOM))
     runner.execute_model(largest)
     runner.sample_tokens()
+    while runner.graphs.run_ahead():
+        pass
 
 
 def launch_later_steps(runner: ModelRunner) -> None:

@@ -24,7 +24,7 @@ MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
 
 MIN_CORES = 4  # with fewer, a process for compiling is not worth its start
 MAX_PROCESSES = 16  # of it, each compiles one kernel
-KERNEL_MODULES = (  # the ones that compile longest first; some import torch
+KERNEL_MODULES = (  # the ones that compile longest first
     "ratoon.attention.triton_prefill_kernels",
     "ratoon.attention.triton_decode",
     "ratoon.attention.triton_store",

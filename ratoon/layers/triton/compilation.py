@@ -80,12 +80,14 @@ class Compiler(triton.AsyncCompileMode):
         self._load = load
         self._cores = threading.Semaphore(num_cores)
         self._process = process
+        self.num_missing = 0  # in the cache, and asked for
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], Any]) -> Any:
         request = None
         if key not in self.future_kernels and self._process is not None and not is_cached(key):
             request = request_of_compilation(key, compile_fn, is_urgent=True)
             self._process.send(request)
+            self.num_missing += 1
 
         def compile_and_load() -> Any:
             if request is not None:
@@ -105,16 +107,17 @@ def compile_launches(
     num_cores: int,
     load: Callable[[Any], Any],
     process: CompilerProcess | None = None,
-    when_recorded: Callable[[], Any] = lambda: None,
+    when_recorded: Callable[[int], Any] = lambda num_missing: None,
 ) -> int:
     """Compile every kernel that `make_launches` launches. Returns how many there are, once all are compiled and `load`
-    was called for each. Raises the first error. `when_recorded`: called when all are known."""
+    was called for each. Raises the first error. `when_recorded`: called when all are known, with the number of those
+    that `process` was asked for because they were not in the cache."""
     with ThreadPoolExecutor(num_cores if process is None else MAX_WAITING, "ratoon-compile") as pool:
         compiler = Compiler(pool, load, num_cores, process)
         with compiler:
             with launches_go_to(_compile_only):
                 make_launches()
-            when_recorded()
+            when_recorded(compiler.num_missing)
         return len(compiler.raw_futures)
 
 

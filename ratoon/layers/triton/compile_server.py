@@ -2,12 +2,16 @@
 
 Requests come on standard input; the digest of each is written to standard output when its compilation has ended, well
 or not. It has one thread, so each kernel can be compiled in a fork of it, which has what was imported and hashed here.
+
+torch is not imported: that takes seconds, and those of the process that waits here as well where both read and compile
+the same files. The modules that kernels are in get a stand-in for it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import heapq
 import importlib
 import os
 import pickle
@@ -18,8 +22,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton import knobs
@@ -32,10 +38,11 @@ from triton.runtime.jit import JITFunction
 
 from ratoon.layers.triton.compiler_process import LENGTH, Finish, Launch, Modules, Request
 from ratoon.layers.triton.kernel_cache import KernelCache, use_kernel_cache
-from ratoon.layers.triton.kernel_requests import digests_of, launcher_digest, request_of, settle_key
+from ratoon.layers.triton.kernel_requests import all_functions, digests_of, launcher_digest, request_of, settle_key
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 SECONDS_FOR_ONE = 60.0
+EFFORT_OF_LAUNCHER = 2000  # as of a kernel with so many characters of source
 _POLL = 1.0  # seconds
 
 
@@ -47,7 +54,50 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     KernelCache.falls_back = False  # the other process would not look there
     use_kernel_cache()
+    sys.meta_path.insert(0, StandInFinder())
     CompileServer(requests, report, max_processes=int(sys.argv[2])).run()
+
+
+class Task(NamedTuple):
+    """In the order of effort: all are done when the last one is."""
+
+    negative_effort: int
+    digest: str
+    work: Callable[[], Any]
+
+
+class StandIn:
+    """In place of torch and all that is in it. What modules do with it when they are imported has no effect on their
+    kernels: aliases of types, and functions that are not called here."""
+
+    __path__: tuple[str, ...] = ()  # as of a package
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return StandIn()
+
+    def __or__(self, other: object) -> Any:
+        return self
+
+    __ror__ = __or__
+
+
+class StandInFinder(MetaPathFinder, Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torch" else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return StandIn()
+
+    def exec_module(self, module: Any) -> None:
+        pass
 
 
 class CompileServer:
@@ -57,8 +107,8 @@ class CompileServer:
         self._max_processes = max_processes
         self._parent = os.getppid()
         self._buffer = b""
-        self._urgent: deque[tuple[str, Callable[[], Any]]] = deque()
-        self._later: deque[tuple[str, Callable[[], Any]]] = deque()
+        self._urgent: list[Task] = []  # a heap: those that take longest first
+        self._later: deque[Task] = deque()  # in the order of their requests
         # By process: digest, when it is killed, whether it is urgent
         self._running: dict[int, tuple[str, float, bool]] = {}
         self._num_urgent = 0  # of those
@@ -121,32 +171,38 @@ class CompileServer:
     def _queue(self, request: Request) -> None:
         source = source_of(request)
         target = GPUTarget("cuda", request.capability, 32)
-        waiting = self._urgent if request.is_urgent else self._later
+        effort = effort_of(source.fn)
+
+        def add(digest: str, effort: int, work: Callable[[], Any]) -> None:
+            if request.is_urgent:
+                heapq.heappush(self._urgent, Task(-effort, digest, work))
+            else:
+                self._later.append(Task(-effort, digest, work))
 
         def compile_kernel() -> Any:
             return triton.compile(source, target=target, options=request.options)
 
         launcher = launcher_digest(request.module, request.name, request.signature, request.constants)
         if launcher is None:
-            waiting.append((request.digest, lambda: make_launcher(source, compile_kernel().metadata)))
+            add(request.digest, effort, lambda: make_launcher(source, compile_kernel().metadata))
             return
-        waiting.append((request.digest, compile_kernel))
+        add(request.digest, effort, compile_kernel)
         if launcher not in self._seen:
             self._seen.add(launcher)
-            waiting.append((launcher, lambda: make_launcher(source, PLAIN)))
+            add(launcher, EFFORT_OF_LAUNCHER, lambda: make_launcher(source, PLAIN))
 
     def _start_some(self) -> None:
         while self._urgent and len(self._running) < self._max_processes:
-            self._start(*self._urgent.popleft(), is_urgent=True)
+            self._start(heapq.heappop(self._urgent), is_urgent=True)
         # Nothing waits for the others: few at a time, and none beside urgent ones.
         while self._later and not self._num_urgent and len(self._running) < max(1, self._max_processes // 4):
-            self._start(*self._later.popleft(), is_urgent=False)
+            self._start(self._later.popleft(), is_urgent=False)
 
-    def _start(self, digest: str, work: Callable[[], Any], is_urgent: bool) -> None:
+    def _start(self, task: Task, is_urgent: bool) -> None:
         try:
             pid = os.fork()
         except OSError:  # no memory, or too many processes
-            self._tell(digest)
+            self._tell(task.digest)
             return
         if pid == 0:
             status = 1
@@ -157,12 +213,12 @@ class CompileServer:
                     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 if not is_urgent:
                     os.nice(10)
-                work()
+                task.work()
                 status = 0
             finally:
                 os._exit(status)
         self._num_urgent += is_urgent
-        self._running[pid] = digest, time.monotonic() + SECONDS_FOR_ONE, is_urgent
+        self._running[pid] = task.digest, time.monotonic() + SECONDS_FOR_ONE, is_urgent
 
     def _reap(self) -> None:
         now = time.monotonic()
@@ -225,6 +281,11 @@ def request_for(launch: Launch) -> Request:
     source = source_class(kernel)(kernel, signature, constants, attrs)
     key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     return request_of(key, source, target, options, is_urgent=True)
+
+
+def effort_of(kernel: JITFunction[Any]) -> int:
+    """Characters of source of the kernel and of all functions that it calls: the time to compile grows with it."""
+    return sum(len(function.src) for function in all_functions(kernel))
 
 
 def source_class(kernel: JITFunction[Any]) -> Any:

@@ -32,18 +32,25 @@ def settle_key(function: Any) -> None:
     Triton takes the globals that a function uses into the hash of its callers only if that one was hashed before, by an
     earlier kernel. The same kernel would have another name in another process, and be compiled again.
     """
-    if not isinstance(function, JITCallable) or function.hash is not None:
-        return
-    _settle(function, set())
+    if isinstance(function, JITCallable) and function.hash is None:
+        for called in all_functions(function):
+            called.cache_key  # noqa: B018 (made on access)
 
 
-def _settle(function: JITCallable, seen: set[int]) -> None:
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    for called in _functions_used(function):
-        _settle(called, seen)
-    function.cache_key  # noqa: B018 (made on access)
+def all_functions(function: JITCallable) -> list[JITCallable]:
+    """The function and those that it calls, each after those that it calls itself."""
+    found: dict[int, JITCallable] = {}
+    seen: set[int] = set()
+
+    def visit(function: JITCallable) -> None:
+        if id(function) not in seen:
+            seen.add(id(function))
+            for called in _functions_used(function):
+                visit(called)
+            found[id(function)] = function
+
+    visit(function)
+    return list(found.values())
 
 
 def _functions_used(function: JITCallable) -> Iterator[JITCallable]:

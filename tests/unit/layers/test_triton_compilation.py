@@ -14,10 +14,20 @@ pytest.importorskip("triton")
 
 # In a process of its own: here kernels may be those of Triton's interpreter, which has nothing to compile.
 KERNELS = """
+import sys
+import torch
+import torch.nn.functional as functional
 import triton
 import triton.language as tl
 
 FACTOR = tl.constexpr(2)
+OptionalTensor = torch.Tensor | None
+DTYPES = {torch.bfloat16: 2}
+assert hasattr(torch, "__version__") != ("ratoon.layers.triton.compile_server" in sys.modules)
+
+@torch.no_grad()
+def host_function(x: OptionalTensor):
+    return functional.silu(x)
 
 @triton.jit
 def times(x):
@@ -64,7 +74,8 @@ driver.set_active(AbsentDevice(90))
 process = CompilerProcess(2)
 process.send(Modules(("no_such_module", "kernels")))
 later = threading.Thread(target=send_launches, args=(second, process))
-number = compile_launches(first, 2, lambda kernel: loaded.append(kernel.name), process, later.start)
+go_on = lambda num_missing: num_missing == 1 and later.start()
+number = compile_launches(first, 2, lambda kernel: loaded.append(kernel.name), process, go_on)
 later.join()
 process.send(Finish())
 process._process.wait()
@@ -98,3 +109,20 @@ def test_kernels_are_compiled_once_by_other_processes_and_an_error_is_that_of_th
     assert found_in_cache == [True, True, True]
     assert loaded == ["double", "quadruple", "double"]
     assert error == "CompilationError"
+
+
+STAND_IN = """
+import importlib, sys
+from ratoon.execution.cuda_driver import KERNEL_MODULES
+from ratoon.layers.triton.compile_server import StandIn, StandInFinder
+
+sys.meta_path.insert(0, StandInFinder())
+for name in KERNEL_MODULES:
+    importlib.import_module(name)
+assert type(sys.modules["torch"]) is StandIn
+"""
+
+
+def test_modules_of_kernels_need_no_torch_to_be_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", STAND_IN], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
