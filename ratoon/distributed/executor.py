@@ -26,7 +26,7 @@ from ratoon.observe.startup import StartupTimer
 Result = TypeVar("Result")
 
 IDLE_SECONDS = 0.2  # without work, after which a thread of steps begins what can be done in advance
-MAX_SECONDS_BETWEEN_CALLS = 0.05  # for what a caller that has its results is kept waiting
+MAX_SECONDS_BETWEEN_CALLS = 0.02  # for what a caller that has its results is kept waiting: two or three captures
 
 
 class StepHandle(Protocol):
