@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -28,6 +30,7 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
         from ratoon.execution.devices import gpu_bytes
         from ratoon.models.build import collect_shapes
         from ratoon.models.dummy_source import DummySource
+    note_missing_bytecode(sys.modules["torch"])
     # Random weights need no files: a config alone is enough to size an engine.
     tensors = DummySource(collect_shapes(source.config)) if config.load_format == "dummy" else source.tensors
     config = fit_to_model(fit_to_device(config, gpu_bytes(config.device)), source.config)
@@ -50,6 +53,19 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def note_missing_bytecode(package: ModuleType) -> None:
+    """Some installers leave it out, and Python may be told not to write it: then every start compiles the source."""
+    spec = package.__spec__
+    if spec is not None and spec.origin and spec.cached and not os.path.exists(spec.cached):
+        folder = os.path.dirname(spec.origin)
+        logger.info(
+            "%s has no bytecode: its source is compiled at each start, for seconds. Once is enough: "
+            "python -m compileall -q %s",
+            spec.name,
+            folder,
+        )
 
 
 def describe(core: EngineCore) -> dict[str, Any]:
