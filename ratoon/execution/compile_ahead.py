@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from ratoon.execution.graphs import MAX_TOKENS, Captured, GraphKey, graph_sizes
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.beams import SearchShape
 from ratoon.layers.sampling import Mode, sample_plain, token_logprobs
-from ratoon.layers.triton.compilation import compile_launches, send_launches
+from ratoon.layers.triton.compilation import compile_launches, is_marked, mark_of, send_launches
 from ratoon.layers.triton.compiler_process import CompilerProcess, Finish
 from ratoon.layers.triton.penalties import apply_penalties, count_tokens
 
@@ -80,8 +80,13 @@ class CompileAhead:
         self._process = process
         self._first = partial(_without_memory, lambda: launch_first_steps(make_runner(), largest))
         self._later = partial(_without_memory, lambda: launch_later_steps(make_runner()))
+        self._is_recorded = Event()
         self._thread = Thread(target=self._run_first, name="ratoon-compile-ahead", daemon=True)
         self._thread.start()
+
+    def wait_until_recorded(self) -> None:
+        """Until the kernels of the first steps are known. Then the interpreter is free."""
+        self._is_recorded.wait()
 
     def wait(self) -> None:
         """Until the kernels of the first steps are loaded."""
@@ -107,23 +112,31 @@ class CompileAhead:
             if self._process is not None:
                 self._process.send(Finish())
             return
+        finally:
+            self._is_recorded.set()
         logger.info("%d kernels were compiled ahead in %.1f s", num_kernels, time.perf_counter() - begin)
 
-    def _go_on(self, num_missing: int) -> None:
-        """`num_missing`: of the kernels of the first steps, that the cache does not have. While they are waited for,
-        find those of later steps; if there are none, a start before this one did so."""
-        if self._process is not None and num_missing:
-            Thread(target=self._send_later, args=(self._process,), name="ratoon-compile-later", daemon=True).start()
-        elif self._process is not None:
+    def _go_on(self, keys: Sequence[str]) -> None:
+        """`keys`: of the kernels of the first steps. While they are waited for, find those of later steps, unless a
+        start before this one had all of them compiled."""
+        self._is_recorded.set()
+        if self._process is None:
+            return
+        mark = mark_of(keys)
+        if is_marked(mark):
             self._process.send(Finish())
+        else:
+            Thread(
+                target=self._send_later, args=(self._process, mark), name="ratoon-compile-later", daemon=True
+            ).start()
 
-    def _send_later(self, process: CompilerProcess) -> None:
+    def _send_later(self, process: CompilerProcess, mark: str) -> None:
         try:
             use_device(self._device)
             send_launches(self._later, process)
         except Exception as error:
             logger.debug("kernels of later steps are compiled when they are first launched: %s", error, exc_info=True)
-        process.send(Finish())
+        process.send(Finish(mark))
 
     def _load(self, kernel: Any) -> None:
         """Also make the function that launches it, and load it to the device."""
@@ -137,15 +150,12 @@ def _without_memory(launch: Callable[[], None]) -> None:
 
 
 def launch_first_steps(runner: ModelRunner, largest: SchedulerOutput) -> None:
-    """What the first requests need: a prompt, decoding, the step that is measured, and what runs when there is nothing
-    to do. `runner` is on the meta device, has run nothing, and pads steps."""
-    assert runner.graphs is not None
+    """What the first requests need: a prompt, decoding, the step that is measured. `runner` is on the meta device, has
+    run nothing, and pads steps."""
     _launch_prompts(runner, FIRST_PROMPTS)
     _launch_decodes(runner, (1,), (Mode.GREEDY, Mode.RANDOM))
     runner.execute_model(largest)
     runner.sample_tokens()
-    while runner.graphs.run_ahead():
-        pass
 
 
 def launch_later_steps(runner: ModelRunner) -> None:

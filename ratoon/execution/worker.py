@@ -59,6 +59,9 @@ OLDEST_WITH_FP8 = (8, 9)
 # None: the dtype of the model
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
+# Bytes. Smaller ones are loaded before the kernels are compiled; both need the interpreter, so they come second.
+SMALL_WEIGHTS = 4 * 2**30
+
 ALLOCATOR_PATIENCE = 0.3  # seconds
 
 
@@ -150,6 +153,9 @@ class Worker:
 
             self._kernels = kernels = CompileAhead(make_outline, largest, device, threads, take_compiler())
         num_weights = sum(math.prod(shape) for shape in tensors.shapes().values())
+        if can_probe and num_weights * dtype.itemsize < SMALL_WEIGHTS:
+            with timer.phase("find kernels"):
+                kernels.wait_until_recorded()
         fitting = refusing_what_does_not_fit(tensors.name, num_weights, device, dtype)
         with timer.phase("load weights"), torch.inference_mode(), fitting:
             model = self._build_model()

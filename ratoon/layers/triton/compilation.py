@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +18,10 @@ import triton
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from ratoon.layers.triton.compiler_process import CompilerProcess
+from ratoon.layers.triton.compiler_process import MARK, CompilerProcess
 from ratoon.layers.triton.kernel_requests import digest_of, digests_of, request_of_compilation, settle_key
 from ratoon.layers.triton.launch import recordings
+from ratoon.version import __version__
 
 Launch = Callable[..., Any]  # of a kernel, its arguments and options
 MakeLaunches = Callable[[], None]
@@ -69,6 +70,19 @@ def is_cached(key: str) -> bool:
         return False
 
 
+def mark_of(keys: Sequence[str]) -> str:
+    """The name of a mark in Triton's cache, which says that all kernels that belong to these are in it as well."""
+    return digest_of("\n".join([__version__, *sorted(keys)]))
+
+
+def is_marked(mark: str) -> bool:
+    try:
+        cache: Any = get_cache_manager(mark)
+        return bool(cache.has_file(MARK))
+    except (OSError, AttributeError):
+        return False
+
+
 class Compiler(triton.AsyncCompileMode):
     """While it is entered, kernels are compiled by threads, and loaded. `process`: compiles them into the cache. What
     it does not deliver is compiled here, `num_cores` at a time."""
@@ -80,14 +94,12 @@ class Compiler(triton.AsyncCompileMode):
         self._load = load
         self._cores = threading.Semaphore(num_cores)
         self._process = process
-        self.num_missing = 0  # in the cache, and asked for
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], Any]) -> Any:
         request = None
         if key not in self.future_kernels and self._process is not None and not is_cached(key):
             request = request_of_compilation(key, compile_fn, is_urgent=True)
             self._process.send(request)
-            self.num_missing += 1
 
         def compile_and_load() -> Any:
             if request is not None:
@@ -107,17 +119,16 @@ def compile_launches(
     num_cores: int,
     load: Callable[[Any], Any],
     process: CompilerProcess | None = None,
-    when_recorded: Callable[[int], Any] = lambda num_missing: None,
+    when_recorded: Callable[[Sequence[str]], Any] = lambda keys: None,
 ) -> int:
     """Compile every kernel that `make_launches` launches. Returns how many there are, once all are compiled and `load`
-    was called for each. Raises the first error. `when_recorded`: called when all are known, with the number of those
-    that `process` was asked for because they were not in the cache."""
+    was called for each. Raises the first error. `when_recorded`: called with their keys when all are known."""
     with ThreadPoolExecutor(num_cores if process is None else MAX_WAITING, "ratoon-compile") as pool:
         compiler = Compiler(pool, load, num_cores, process)
         with compiler:
             with launches_go_to(_compile_only):
                 make_launches()
-            when_recorded(compiler.num_missing)
+            when_recorded(list(compiler.future_kernels))
         return len(compiler.raw_futures)
 
 

@@ -33,10 +33,10 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.cache import get_cache_key, triton_key
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction
 
-from ratoon.layers.triton.compiler_process import LENGTH, Finish, Launch, Modules, Request
+from ratoon.layers.triton.compiler_process import LENGTH, MARK, Finish, Launch, Modules, Request
 from ratoon.layers.triton.kernel_cache import KernelCache, use_kernel_cache
 from ratoon.layers.triton.kernel_requests import all_functions, digests_of, launcher_digest, request_of, settle_key
 
@@ -115,6 +115,7 @@ class CompileServer:
         self._modules: deque[str] = deque()
         self._seen: set[str] = set()
         self._is_finishing = False
+        self._mark: str | None = None
         self._last_sign = 0.0
         self._woken, waking = os.pipe()
         os.set_blocking(waking, False)
@@ -138,6 +139,9 @@ class CompileServer:
             self._give_sign()
             if os.getppid() != self._parent:
                 end_group()
+        if self._mark is not None:
+            with suppress(OSError):
+                get_cache_manager(self._mark).put("", MARK)
 
     def _receive(self) -> None:
         data = os.read(self._requests, 2**16)
@@ -157,6 +161,7 @@ class CompileServer:
             self._modules += message.names
         elif isinstance(message, Finish):
             self._is_finishing = True
+            self._mark = message.mark
         elif isinstance(message, Launch):
             with suppress(Exception):  # it will be asked for again, or was not right
                 self._accept(request_for(message))

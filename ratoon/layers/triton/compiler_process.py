@@ -31,6 +31,7 @@ from ratoon.layers.triton.compile_server import main
 main()
 """
 SECONDS_OF_SILENCE = 30.0  # after which it is taken to hang. It gives a sign every second, but not while it imports
+MARK = "complete"
 _POLL = 0.5  # seconds
 LENGTH = struct.Struct("<I")  # of a message, in front of it
 
@@ -67,7 +68,9 @@ class Modules(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """End when everything is compiled."""
+    """End when everything is compiled. `mark`: a folder of Triton's cache that gets a file MARK then."""
+
+    mark: str | None = None
 
 
 class CompilerProcess:

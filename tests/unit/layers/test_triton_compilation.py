@@ -51,7 +51,7 @@ import json, threading
 import torch
 from triton import knobs
 from triton.runtime import driver
-from ratoon.layers.triton.compilation import compile_launches, send_launches
+from ratoon.layers.triton.compilation import compile_launches, is_marked, mark_of, send_launches
 from ratoon.layers.triton.kernel_requests import AbsentDevice
 from ratoon.layers.triton.compiler_process import CompilerProcess, Finish, Modules
 from ratoon.layers.triton.launch import launch
@@ -74,11 +74,17 @@ driver.set_active(AbsentDevice(90))
 process = CompilerProcess(2)
 process.send(Modules(("no_such_module", "kernels")))
 later = threading.Thread(target=send_launches, args=(second, process))
-go_on = lambda num_missing: num_missing == 1 and later.start()
+def go_on(keys):
+    global mark
+    mark = mark_of(keys)
+    assert not is_marked(mark)
+    later.start()
+
 number = compile_launches(first, 2, lambda kernel: loaded.append(kernel.name), process, go_on)
 later.join()
-process.send(Finish())
+process.send(Finish(mark))
 process._process.wait()
+assert is_marked(mark)
 compile_launches(second, 2, lambda kernel: loaded.append(kernel.name))
 
 failing = CompilerProcess(2)
