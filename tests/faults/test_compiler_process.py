@@ -99,11 +99,12 @@ def test_a_constant_that_cannot_be_sent_is_not_waited_for(start: Callable[[str],
     process.wait_for("digest")
 
 
+@pytest.mark.parametrize(("name", "value"), [("executable", "/no/such/python"), ("executable", ""), ("frozen", True)])
 def test_kernels_are_compiled_here_if_there_can_be_no_other_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: object
 ) -> None:
     monkeypatch.setattr(cuda_driver, "usable_cores", lambda: cuda_driver.MIN_CORES)
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    monkeypatch.setattr(sys, name, value, raising=False)
     with caplog.at_level(logging.WARNING):
         assert cuda_driver.take_compiler() is None
     assert "no other one can be started" in caplog.text

@@ -78,6 +78,8 @@ class CompilerProcess:
 
     def __init__(self, max_processes: int, command: Sequence[str] = ()) -> None:
         """`command`: the program to run, for tests. Raises OSError if it can't be started."""
+        if not sys.executable or getattr(sys, "frozen", False):  # a program that would start itself again
+            raise OSError("there is no Python interpreter but in this program")
         arguments = [sys.executable, "-c", PROGRAM, json.dumps([os.path.abspath(path) for path in sys.path])]
         self._process = subprocess.Popen(
             command or [*arguments, str(max_processes)],
