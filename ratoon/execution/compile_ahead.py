@@ -150,10 +150,10 @@ def _without_memory(launch: Callable[[], None]) -> None:
 
 
 def launch_first_steps(runner: ModelRunner, largest: SchedulerOutput) -> None:
-    """What the first requests need: a prompt, decoding, the step that is measured. `runner` is on the meta device, has
-    run nothing, and pads steps."""
-    _launch_prompts(runner, FIRST_PROMPTS)
+    """What the first requests need: decoding, whose attention takes longest to compile but for that of long prompts,
+    a prompt, the step that is measured. `runner` is on the meta device, has run nothing, and pads steps."""
     _launch_decodes(runner, (1,), (Mode.GREEDY, Mode.RANDOM))
+    _launch_prompts(runner, FIRST_PROMPTS)
     runner.execute_model(largest)
     runner.sample_tokens()
 
