@@ -10,8 +10,10 @@ import wave
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
+import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -23,6 +25,7 @@ from ratoon.models.tokenizer import Tokenizer
 from ratoon.transcription.vocabulary import SpeechVocabulary, find_vocabulary
 from tests.unit.engine.fakes import model_config
 
+needs_av = pytest.mark.skipif(find_spec("av") is None, reason="PyAV is not installed")
 RATE = 16_000
 NUM_MEL_BINS = 80
 SPECIAL = [

@@ -18,7 +18,7 @@ from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.params import SamplingParams
 from tests.unit.engine.fakes import model_config
 from tests.unit.transcription.engines import SpeechClient, speech_source
-from tests.unit.transcription.speech import ENGLISH, PREVIOUS, RATE, START, TRANSCRIBE, tone, wav
+from tests.unit.transcription.speech import ENGLISH, PREVIOUS, RATE, START, TRANSCRIBE, needs_av, tone, wav
 
 TONE = wav(tone(1))
 
@@ -85,6 +85,7 @@ def test_several_recordings_run_together_and_come_back_in_order(llm, client):
     assert llm.transcribe([]) == []
 
 
+@needs_av
 def test_one_that_fails_does_not_disturb_the_others(llm, client):
     found = llm.transcribe([b"", TONE, b"nonsense"])
     assert [one.text for one in found] == ["", "Hello.", ""]
@@ -191,6 +192,7 @@ def test_the_command_prints_the_text(client, recording, capsys):
     assert capsys.readouterr().out == "Hello.\n"
 
 
+@needs_av
 def test_several_recordings_are_printed_with_their_names(client, recording, tmp_path, capsys):
     other = tmp_path / "other.wav"
     other.write_bytes(wav(tone(2, 8000), 8000))
@@ -223,6 +225,7 @@ def test_a_recording_may_come_from_standard_input(client, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("Hello.\n\n")
 
 
+@needs_av
 def test_a_recording_that_can_not_be_read_is_named(client, recording, tmp_path, capsys):
     broken = tmp_path / "broken.mp3"
     broken.write_bytes(b"nonsense")

@@ -30,6 +30,7 @@ from tests.unit.transcription.speech import (
     FakeEngine,
     Say,
     english_vocabulary,
+    needs_av,
     tokens_of,
     tone,
     vocabulary,
@@ -345,6 +346,7 @@ async def test_what_nobody_follows_any_more_is_taken_back():
         assert engine.running == 0
 
 
+@needs_av
 @on_event_loop
 async def test_a_recording_is_decoded_and_heard():
     engine = FakeEngine(["<0.00> beep<1.00>"])
