@@ -1,7 +1,8 @@
 """Input preparation on the device: the rows of InputBatch lie there, and kernels make a step's inputs from them.
 
-A step brings one small copy: the cells of the rows that the host has written, and a few numbers for each request. The
-tokens that were sampled are written to the rows on the device, so a step is launched before the host knows them.
+A step brings the cells of the rows that the host has written, a few numbers for each request, and those of blocks to
+copy: one kernel reads them from the host's memory. The tokens that were sampled are written to the rows on the device,
+so a step is launched before the host knows them.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.errors import ConfigError
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.input_batch import InputBatch
-from ratoon.execution.input_kernels import append_tokens, prepare, scatter
+from ratoon.execution.input_kernels import append_tokens, prepare, receive, scatter
 from ratoon.execution.packed import PackedBuffer
 from ratoon.execution.step_inputs import StepInputs
 from ratoon.layers.beams import SearchRows
 
 Tensor = torch.Tensor
 
-MAX_CELLS = 1 << 16  # of the rows that one copy brings; a step that writes more sends several
-MAX_COPIES = 1 << 11  # of blocks, whose numbers come with it
+MAX_CELLS = 1 << 16  # of the rows that come with a step's numbers; others are sent before
+MAX_COPIES = 1 << 11  # of blocks, whose numbers come with them
 MAX_MEMORY_CELLS = 2**31  # cells are numbered by int32
 # Of a request that is sampled in the same graph: the arguments of layers.sampling.sample_plain
 SAMPLING_NUMBERS = {
@@ -48,6 +49,11 @@ class PackedStep:
     @property
     def num_tokens(self) -> int:
         return int(self.cu_num_tokens[-1])
+
+
+def _aligned(num_words: int) -> int:
+    """To 16 bytes, for faster loads."""
+    return -(-num_words // 4) * 4
 
 
 class DeviceRows:
@@ -109,8 +115,8 @@ class DeviceInputs:
                 "beam_scores": (max_padded_reqs, torch.float32),
                 "search_starts": (max_padded_reqs, torch.int64),
                 "search_stops": (max_padded_reqs, torch.int64),
-                # Which cells of the rows to write, then their values, then blocks to copy
-                "cells": (2 * (MAX_CELLS + 4 + MAX_COPIES), torch.int32),
+                # Which blocks to copy, then which cells of the rows to write, then their values
+                "last": (2 * (MAX_COPIES + MAX_CELLS + 4), torch.int32),
             },
             device,
         )
@@ -231,24 +237,25 @@ class DeviceInputs:
         while len(cells) > MAX_CELLS:
             self.resident.write(cells[:MAX_CELLS])
             cells = cells[MAX_CELLS:]
-        count = len(cells)
-        start = -(-count // 4) * 4  # aligned like an array of its own
-        packed = self._packed
-        host = packed.host["cells"]
-        host[:count] = cells
-        host[start : start + count] = self.rows.memory[cells]
+        packed, count = self._packed, len(cells)
+        last = packed.host["last"]
         copies, self._copies = self._copies, ()
-        copies_start = 2 * start
-        end = copies_start + 2 * len(copies)
+        num_copied = 2 * len(copies)
         if copies:
-            host[copies_start:end] = np.array(copies, np.int32).reshape(-1)
-        packed.send("cells", end)
-        sent = packed.device["cells"]
-        if count:
-            scatter(self.resident.memory, sent[:count], sent[start : start + count])
+            last[:num_copied] = np.array(copies, np.int32).reshape(-1)
+        cells_start = _aligned(num_copied)
+        values_start = cells_start + _aligned(count)
+        last[cells_start : cells_start + count] = cells
+        last[values_start : values_start + count] = self.rows.memory[cells]
+        first = packed.start_of("last")
+        receive(
+            packed.host_words, packed.device_words, first + num_copied,
+            self.resident.memory, first + cells_start, first + values_start, count,
+        )  # fmt: skip
+        packed.note_read()
         if copies:
             assert self._copy_blocks is not None
-            self._copy_blocks(sent[copies_start:end])
+            self._copy_blocks(packed.device["last"][:num_copied])
 
     # ---- on the device: what a graph may hold ----
 

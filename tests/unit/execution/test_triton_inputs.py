@@ -17,6 +17,7 @@ from ratoon.core.plan import BlockCopy, NewRequestData
 from ratoon.execution import device_inputs
 from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
 from ratoon.execution.input_batch import InputBatch
+from ratoon.execution.input_kernels import receive
 from ratoon.execution.journal import Journal
 from ratoon.execution.step_inputs import InputPreparation, StepInputs
 from tests.unit.execution.test_step_inputs import BLOCKS, COMPUTED, MAX_MODEL_LEN, SCHEDULED, concatenated
@@ -61,6 +62,24 @@ def test_the_worked_example_on_the_device() -> None:
     assert group.query_start_loc_device.tolist() == [0, 1, 2, 95, 170, 200]
     assert group.seq_lens_device.tolist() == [55, 146, 93, 75, 30]
     assert group.block_table_device[1, :10].tolist() == list(range(5, 15))
+
+
+@pytest.mark.parametrize(("num_words", "num_cells"), [(7, 0), (0, 3), (513, 5), (5, 1025), (512, 512)])
+def test_words_and_cells_are_read_where_the_host_wrote_them(num_words: int, num_cells: int) -> None:
+    generator = np.random.default_rng(0)
+    values_start = num_words + num_cells
+    host = torch.zeros(values_start + num_cells, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")
+    cells = generator.permutation(2000)[:num_cells]
+    host.numpy()[:num_words] = generator.integers(1, 1000, num_words)
+    host.numpy()[num_words:values_start] = cells
+    host.numpy()[values_start:] = generator.integers(1, 1000, num_cells)
+    device = torch.full((num_words + 9,), -7, dtype=torch.int32, device=DEVICE)
+    memory = torch.full((2000,), -7, dtype=torch.int32, device=DEVICE)
+    receive(host, device, num_words, memory, num_words, values_start, num_cells)
+    assert device.tolist() == [*host[:num_words].tolist(), *[-7] * 9]
+    expected = np.full(2000, -7, np.int32)
+    expected[cells] = host[values_start:].numpy()
+    assert memory.tolist() == expected.tolist()
 
 
 def equal_inputs(ours: StepInputs, theirs: StepInputs) -> None:
