@@ -63,7 +63,7 @@ EXPECTED = {
     "_prepare",
     "_reduce_chunks",
     "_rms_norm_kernel",
-    "_scatter",
+    "_receive",
     "attention_kernel",
     "store_kernel",
 }
