@@ -215,5 +215,5 @@ def _join(parts: list[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0].contiguous()
     if parts[0].device.type == "meta":  # torch.cat of meta tensors imports torch's compiler, which takes two seconds
-        return torch.empty(sum(map(len, parts)), *parts[0].shape[1:], device="meta")
+        return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     return torch.cat(parts)

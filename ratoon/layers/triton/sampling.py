@@ -109,8 +109,9 @@ def sample_plain(
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The same where all rows are greedy."""
-    numbers = logits.new_empty(0, dtype=torch.float32)  # not read
-    return sample_plain(logits, *(numbers,) * 5, draws=False, filters=False)
+    # Not read; of the types for which the kernels are compiled
+    numbers, uniforms = (logits.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    return sample_plain(logits, *(numbers,) * 4, uniforms, draws=False, filters=False)
 
 
 @triton.jit(do_not_specialize=["num_groups"])

@@ -31,7 +31,7 @@ from ratoon.execution.kv_memory import largest_step, num_blocks_of
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.beams import SearchRows, SearchShape, best_keys_of_searches
 from ratoon.layers.cuda_ops import CudaOps
-from ratoon.layers.sampling import Mode, sample_plain, token_logprobs
+from ratoon.layers.sampling import Mode, greedy, sample_plain, token_logprobs
 from ratoon.layers.triton.compilation import launches_go_to
 from ratoon.layers.triton.kernel_requests import AbsentDevice
 from ratoon.models.build import META, collect_shapes, declare_model, outline_model
@@ -60,6 +60,8 @@ class Kernels(triton.AsyncCompileMode):
 
     def record(self, kernel, launch, args, options):
         self.name = kernel.fn.__name__
+        weights = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 2 and len(arg) == 6144]
+        assert all(weight.dtype == torch.bfloat16 for weight in weights), "of parts that are joined"
         launch(kernel, *args, grid=(1,), warmup=True, **options)
 
 
@@ -101,6 +103,8 @@ with torch.inference_mode(), ShapesOnly(), kernels, launches_go_to(kernels.recor
         scores = torch.empty(rows * searches, device=META)
         parts = [SearchRows(rows * place, rows * (place + 1), 64) for place in range(searches)]
         best_keys_of_searches(logits, scores, parts)
+    kernels.stage = "greedy"
+    greedy(torch.empty(3, config.vocab_size, dtype=torch.bfloat16, device=META))
     run("sampling", (1, None, None, Mode.FILTERED), (32, None, None, Mode.FILTERED), (16, 8, 1, Mode.FILTERED))
     kernels.stage = "logprobs"
     for rows in (1, 3, 32):
