@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,3 +30,43 @@ def test_kernels_are_compiled_before_the_first_request(caplog: pytest.LogCapture
         assert "compile kernels" in llm.startup_timer.as_dict()
         (output,) = llm.generate([[7] * 16], params, progress=False)
         assert len(output.outputs[0].token_ids) == 3
+
+
+# In a process of its own: in this one the kernels of other tests are loaded.
+LATER = """
+import json, sys, time
+from triton import knobs
+from ratoon import LLM, BeamSearchParams, SamplingParams
+from ratoon.execution.worker import Worker
+
+workers, make = [], Worker.__init__
+Worker.__init__ = lambda self, *args: (make(self, *args), workers.append(self))[0]
+settings = {"load_format": "dummy", "skip_tokenizer": True, "device": "cuda", "max_model_len": 2048}
+with LLM(sys.argv[1], **settings) as llm:
+    short = {"max_tokens": 3, "ignore_eos": True, "detokenize": False}
+    llm.generate([[7] * 700], SamplingParams(temperature=0.0, **short), progress=False)
+    end = time.monotonic() + 120
+    while not workers[0]._kernels.has_ended and time.monotonic() < end:
+        time.sleep(0.1)
+    compiled = []
+    knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or compiled.append(src.fn.__name__)
+    llm.generate([[7] * 705], SamplingParams(temperature=0.0, **short), progress=False)
+    llm.generate([[7] * 50] * 32, SamplingParams(temperature=0.8, top_k=20, top_p=0.9, **short), progress=False)
+    llm.generate([[7] * 50], SamplingParams(temperature=0.0, logprobs=5, **short), progress=False)
+    llm.generate([[7] * 50], SamplingParams(temperature=0.7, frequency_penalty=0.5, **short), progress=False)
+    for num_searches in (1, 32):
+        llm.beam_search([[7] * 700] * num_searches, BeamSearchParams(beam_width=32, n=32, **short), progress=False)
+    print(json.dumps(compiled))
+"""
+
+
+def test_a_first_request_of_another_kind_finds_its_kernels_compiled(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LATER, str(MODEL)],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
