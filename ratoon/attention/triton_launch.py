@@ -135,7 +135,7 @@ class Launches:
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
             num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=_SPLITS_PAD,
             MERGE_ROWS=rows_merged_at_once(_SPLITS_PAD, operands.dim, operands.group),
-            GROUP_PAD=1 << (operands.group - 1).bit_length(),
+            GROUP_PAD=max(2, 1 << (operands.group - 1).bit_length()),  # one head would take more registers
             **head.constants, **self._constants(operands, tiles),
         )  # fmt: skip
 
