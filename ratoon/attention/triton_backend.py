@@ -1,5 +1,5 @@
-"""The CUDA backend: kernels in Triton (triton_kernels.py, triton_decode.py, triton_store.py) for any mixture of
-prefill, decode and continuations.
+"""The CUDA backend: kernels in Triton (triton_kernels.py, triton_decode.py, triton_balanced.py, triton_store.py) for
+any mixture of prefill, decode and continuations.
 
 Here: what it supports, and which launches (triton_launch.py) a step has, by what triton_plan.py computes. A step needs
 no host synchronisation, and every launch depends only on tensors on the device and on upper bounds, so it can be
@@ -15,7 +15,9 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
+from ratoon.attention import triton_balanced
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.attention.triton_balanced import Balance, BalancedDecode
 from ratoon.attention.triton_plan import (
     CHUNK,
     LONGEST,
@@ -66,6 +68,7 @@ class TritonAttentionBackend(AttentionBackend):
         fused_store: bool | None = None,
         cascade: bool = True,
         dependent_launch: bool = True,
+        balance: Balance | bool = True,
     ) -> None:
         # triton may be absent, see `reasons_against`
         from ratoon.attention.triton_launch import Launches, Scratch
@@ -80,6 +83,11 @@ class TritonAttentionBackend(AttentionBackend):
         self._scratch = Scratch()
         # Given tiles, and results with the same bits in any batch, are attention_kernel's alone.
         self._prefill = Prefill() if not batch_invariant and tiles is None and has_wgmma() else None
+        self._balanced: BalancedDecode | None = None
+        self._always_balanced = isinstance(balance, Balance)
+        is_chosen = balance and tiles is None and num_splits is None and not batch_invariant
+        if is_chosen and (self._always_balanced or has_wgmma()):
+            self._balanced = BalancedDecode(balance if isinstance(balance, Balance) else None)
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -267,6 +275,8 @@ class TritonAttentionBackend(AttentionBackend):
 
     def _attend_short(self, operands: Operands, longest: int) -> None:
         """Requests of up to `longest` query tokens. Their keys are split among programs."""
+        if longest == 1 and self._attend_balanced(operands):
+            return
         layer, q, group, metadata = operands.layer, operands.q, operands.group, operands.metadata
         is_shared = not self._batch_invariant and longest > 1 and metadata.num_requests <= MAX_SHARED_REQUESTS
         # Where lengths are not known, or programs find their work by themselves, a tile is that of one token.
@@ -290,6 +300,24 @@ class TritonAttentionBackend(AttentionBackend):
         self._launches.attend(
             operands, grid, tiles, (1, longest), tiles_each=tiles_each, num_splits=num_splits, parts=parts
         )
+
+    def _attend_balanced(self, operands: Operands) -> bool:
+        """Requests of one token, where the kernel of triton_balanced.py can do it; returns whether it did."""
+        layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
+        num_sms = num_multiprocessors(q.device)
+        is_many = operands.metadata.num_requests * layer.num_kv_heads > triton_balanced.MAX_TILES_PER_SM * num_sms
+        if self._balanced is None or (is_many and not self._always_balanced):
+            return False
+        balance = self._balanced.balance(pages.dtype)
+        if not triton_balanced.serves(layer, q.dtype, pages, inputs.block_size, balance.block_n):
+            return False
+        num_programs = balance.programs_per_sm * num_sms
+        plans, key = operands.metadata.balanced, (layer.num_kv_heads, balance.block_n, layer.window, num_programs)
+        if key not in plans:
+            plans[key] = self._balanced.plan(inputs, *key, self._dependent)
+        parts = self._scratch.take(2 * num_programs * operands.group, layer.head_dim, q.device)
+        self._balanced.attend(layer, q, operands.out, pages, inputs, plans[key], parts, num_programs, self._dependent)
+        return True
 
     def _attend_cascade(self, operands: Operands, longest: int, cascade: Cascade) -> None:
         """As _attend_short, but all rows of a run attend to its prefix together, then each request to its own keys."""

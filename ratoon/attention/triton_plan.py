@@ -180,6 +180,8 @@ class TritonMetadata:
     plans: dict[int, LaunchPlan]  # by query heads per KV head
     cascades: dict[tuple[int, bool], Cascade | None]  # by the longest short request, and whether layers are causal
     long_pages: dict[int, LongPages | None] = field(default_factory=dict)  # by the shortest long request
+    # How keys are divided evenly: by KV heads, keys of a tile, window, programs
+    balanced: dict[tuple[int, int, int | None, int], Tensor] = field(default_factory=dict)
 
     def plan(self, group: int) -> LaunchPlan:
         if group not in self.plans:

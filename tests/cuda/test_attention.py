@@ -371,6 +371,42 @@ def test_a_captured_step_follows_the_numbers_on_the_device() -> None:
         assert error_of(out, step.exact()) < 1e-2
 
 
+UNEVEN = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 9000, *np.random.default_rng(0).integers(1, 700, 60).tolist()]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [LLAMA, QWEN, replace(QWEN, window=300), AttentionLayer(0, 16, 1, 64, 0.125), AttentionLayer(0, 6, 3, 32, 0.2)],
+    ids=["llama", "qwen", "window", "one KV head", "3 KV heads"],
+)
+def test_many_requests_of_one_token_and_any_length(layer: AttentionLayer, kv_dtype: torch.dtype) -> None:
+    """Their keys are divided evenly among programs, which cuts requests anywhere."""
+    step = Step(layer, [length - 1 for length in UNEVEN], [1] * len(UNEVEN), torch.bfloat16, kv_dtype=kv_dtype)
+    backend = TritonAttentionBackend()
+    assert error_of(step.run(backend), step.exact()) < TOLERANCES[torch.bfloat16]
+    # Parts and counters are left as they were found.
+    assert error_of(step.run(backend), step.exact()) < TOLERANCES[torch.bfloat16]
+
+
+def test_many_requests_of_a_captured_step_get_other_lengths() -> None:
+    step = Step(QWEN, [length - 1 for length in UNEVEN], [1] * len(UNEVEN), torch.bfloat16)
+    backend, inputs = TritonAttentionBackend(), replace(step.inputs(), is_padded=True)
+    graph = torch.cuda.CUDAGraph()
+    backend.attend(QWEN, step.q, (step.cache,), backend.build_metadata(inputs))  # compiles
+    with torch.cuda.graph(graph):
+        metadata = backend.build_metadata(inputs)
+        outs = [backend.attend(QWEN, step.q, (step.cache,), metadata) for _ in range(3)]
+    for seed in range(3):
+        lengths = np.minimum(step.lengths, np.random.default_rng(seed).integers(1, 9000, len(step.lengths)))
+        inputs.seq_lens_device.copy_(torch.from_numpy(lengths.astype(np.int32)))
+        graph.replay()
+        shorter = object.__new__(Step)
+        shorter.__dict__ |= step.__dict__ | {"lengths": lengths}
+        for out in outs:
+            assert error_of(out, shorter.exact()) < TOLERANCES[torch.bfloat16]
+
+
 @pytest.mark.parametrize("num_tokens", [1, 37, 1000])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (128, None), (80, 32), (64, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,0 +1,134 @@
+"""Many requests of one token, whose keys are divided evenly among programs: on a GPU where there is one, otherwise
+under Triton's interpreter on the CPU (tests/conftest.py).
+
+Sizes are small because the interpreter is slow; tests/cuda has real ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.attention.triton_balanced import Balance, serves
+from ratoon.layers.attention import AttentionLayer
+from tests.triton_interpreter import repair_interpreter
+from tests.unit.attention.test_backends import BIAS
+
+Tensor = torch.Tensor
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GROUPED = AttentionLayer(0, 4, 2, 16, 0.25)
+
+repair_interpreter()
+
+
+def make_inputs(lengths: list[int], query_lens: list[int], block_size: int, is_padded: bool) -> CommonAttentionMetadata:
+    """Blocks in any order; the null block stands for those that a table has no more."""
+    counts = [-(-length // block_size) for length in lengths]
+    blocks = iter((np.random.default_rng(0).permutation(sum(counts)) + 1).tolist())
+    tables = np.zeros((len(lengths), max(counts) + 2), np.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = [next(blocks) for _ in range(count)]
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    seq_lens = np.array(lengths, np.int32)
+    return CommonAttentionMetadata(
+        starts, seq_lens, tables, torch.from_numpy(starts).to(DEVICE), torch.from_numpy(seq_lens).to(DEVICE),
+        torch.from_numpy(tables).to(DEVICE), torch.zeros(0, dtype=torch.int64, device=DEVICE), block_size,
+        max(query_lens), max(lengths), is_padded=is_padded,
+    )  # fmt: skip
+
+
+def exact(layer: AttentionLayer, q: Tensor, pages: Tensor, inputs: CommonAttentionMetadata) -> Tensor:
+    """Requests of one token, in float64; rows of others are zeros."""
+    out = torch.zeros(q.shape[0], layer.num_heads, layer.head_dim, dtype=torch.float64)
+    for row, length in enumerate(inputs.seq_lens.tolist()):
+        token, behind = inputs.query_start_loc[row : row + 2].tolist()
+        if behind - token != 1:
+            continue
+        first = 0 if layer.window is None else max(0, length - layer.window)
+        blocks = torch.from_numpy(inputs.block_table[row, : -(-length // inputs.block_size)]).long()
+        kept = pages.cpu().to(torch.float64)[blocks].permute(1, 0, 3, 2, 4).flatten(1, 2)  # [2, keys, kv_heads, D]
+        keys, values = kept[:, first:length].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=2)
+        scores = torch.einsum("hd,khd->hk", q[token].cpu().double(), keys) * layer.scale
+        out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+    return out.flatten(1)
+
+
+def assert_exact(
+    layer: AttentionLayer,
+    lengths: list[int],
+    balance: Balance,
+    query_lens: list[int] | None = None,
+    block_size: int = 16,
+    kv_dtype: torch.dtype = torch.float16,
+    is_padded: bool = False,
+) -> None:
+    torch.manual_seed(0)
+    inputs = make_inputs(lengths, query_lens or [1] * len(lengths), block_size, is_padded)
+    num_tokens = int(inputs.query_start_loc[-1])
+    q = torch.randn(num_tokens, layer.num_heads, layer.head_dim).half().to(DEVICE)
+    shape = (int(inputs.block_table.max()) + 1, 2, layer.num_kv_heads, block_size, layer.head_dim)
+    pages = torch.randn(shape).to(kv_dtype)
+    pages[0] = float("nan")
+    for row, length in enumerate(lengths):  # what was not written, or is before a window, must not count
+        begin = 0 if layer.window is None else max(0, length - layer.window)
+        for key in (
+            *range(begin // block_size * block_size, begin),
+            *range(length, -(-length // block_size) * block_size),
+        ):
+            pages[int(inputs.block_table[row, key // block_size]), :, :, key % block_size] = float("nan")
+    backend = TritonAttentionBackend(balance=balance, cascade=False)
+    out = backend.attend(layer, q, (pages.to(DEVICE),), backend.build_metadata(inputs))
+    is_one = np.repeat(np.diff(inputs.query_start_loc) == 1, np.diff(inputs.query_start_loc))
+    expected = exact(layer, q, pages, inputs)
+    torch.testing.assert_close(out.cpu().double()[is_one], expected[is_one], rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("block_n", [16, 32])
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [
+        ([131, 61, 1, 2, 18, 32], None),
+        ([32, 33, 34, 64, 65, 5], 20),  # windows that begin inside a tile and at its borders
+        ([300, 4, 4], None),  # one that is cut among most programs
+        ([1], None),  # fewer tiles than programs
+    ],
+    ids=["mixed", "window", "one long", "one key"],
+)
+def test_requests_that_are_cut_anywhere_are_exact(lengths: list[int], window: int | None, block_n: int) -> None:
+    assert_exact(replace(GROUPED, window=window), lengths, Balance(block_n, 3, 1))
+
+
+def test_requests_of_other_lengths_and_padding_have_no_tiles() -> None:
+    """Requests without tokens stand at the end and between others."""
+    assert_exact(GROUPED, [20, 40, 1, 33, 1, 1], Balance(16, 3, 1), [0, 1, 1, 1, 0, 0], is_padded=True)
+    assert_exact(GROUPED, [40, 35, 20], Balance(16, 3, 1), [1, 35, 1])
+
+
+def test_pages_may_be_larger_than_tiles() -> None:
+    assert_exact(replace(GROUPED, num_heads=2, num_kv_heads=1), [70, 64, 3], Balance(16, 3, 1), block_size=32)
+
+
+@pytest.mark.parametrize("block_n", [16, 32])
+def test_keys_and_values_in_fp8(block_n: int) -> None:
+    layer = replace(GROUPED, num_heads=3, num_kv_heads=1)
+    assert_exact(layer, [50, 64, 3], Balance(block_n, 3, 1), kv_dtype=torch.float8_e4m3fn)
+
+
+def test_what_the_kernel_serves() -> None:
+    pages = torch.zeros(3, 2, 2, 16, 64, dtype=torch.bfloat16)
+    layer = AttentionLayer(0, 4, 2, 64, 0.125)
+    assert serves(layer, torch.bfloat16, pages, 16, 16)
+    assert serves(layer, torch.bfloat16, pages.to(torch.float8_e4m3fn), 16, 32)
+    assert not serves(layer, torch.float32, pages.float(), 16, 16)
+    assert not serves(replace(layer, head_dim=80), torch.bfloat16, pages, 16, 16)
+    assert not serves(replace(layer, causal=False), torch.bfloat16, pages, 16, 16)
+    assert not serves(replace(layer, bias=BIAS), torch.bfloat16, pages, 16, 16)
+    assert not serves(replace(layer, num_heads=64), torch.bfloat16, pages, 16, 16)  # 32 for a KV head
+    assert not serves(layer, torch.bfloat16, pages, 24, 16)
