@@ -1,7 +1,7 @@
 """Attention over pages: times of the Triton kernels against floors, for several tiles and splits.
 
     python3 bench/gpu/attention.py             # everything: about a minute, kernels are compiled by several processes
-    python3 bench/gpu/attention.py decode      # a part: decode, graph, fp8, prefill, mixed, shared, store, bits
+    python3 bench/gpu/attention.py decode      # a part: decode, uneven, graph, fp8, prefill, mixed, shared, store, bits
 
 Each figure is a line `RESULT {json}`; the table at the end has the best variant of each case, and the one that the
 backend chooses by itself ("default"). Steps run as CUDA graphs over several caches, more than the L2 cache holds.
@@ -24,6 +24,7 @@ import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.attention.triton_balanced import Balance
 from ratoon.attention.triton_plan import Tiles
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.norm import HeadRMSNorm
@@ -33,6 +34,7 @@ from ratoon.layers.torch_ops import TorchOps
 READ = 4.39e12  # bytes a second
 PRODUCTS = 790e12  # operations a second
 ROTATED_BYTES = 256 * 2**20
+MIN_LAYERS = 8  # what a step does once is spread over them
 BLOCK_SIZE = 16
 FP8 = torch.float8_e4m3fn
 BOUND = 9216  # of lengths in captured steps
@@ -52,6 +54,10 @@ DECODE_TILES = [
     Tiles(16, 128, 8, 2, False),
     Tiles(16, 128, 8, 3, False),
 ]
+BALANCES = {
+    torch.bfloat16: [Balance(16, 4, 7), Balance(32, 3, 6), Balance(16, 5, 6)],
+    FP8: [Balance(32, 3, 8), Balance(16, 4, 9), Balance(32, 4, 7)],
+}
 PREFILL_TILES = [
     Tiles(128, 64, 8, 2, True),
     Tiles(128, 64, 8, 3, True),
@@ -84,15 +90,19 @@ class Case:
     def num_tokens(self) -> int:
         return sum(self.queries) + self.padding
 
-    def floor(self) -> float:
-        """Seconds: keys and values read once (a shared prefix once for all that share it), or products."""
+    def moved(self) -> int:
+        """Bytes: keys and values once (a shared prefix once for all that share it), queries and outputs."""
         layer = self.layer
         lengths = sum(q + c for q, c in zip(self.queries, self.cached, strict=True))
         lengths -= self.shared * (len(self.queries) - len(self.queries) // self.per_search)
-        pairs = sum(q * c + q * (q + 1) / 2 for q, c in zip(self.queries, self.cached, strict=True))
         kept = 2 * lengths * layer.num_kv_heads * layer.head_dim * self.kv_dtype.itemsize
-        moved = kept + 4 * self.num_tokens * layer.num_heads * layer.head_dim
-        return max(moved / READ, 4 * pairs * layer.num_heads * layer.head_dim / PRODUCTS)
+        return kept + 4 * self.num_tokens * layer.num_heads * layer.head_dim
+
+    def floor(self) -> float:
+        """Seconds: what is moved, or products."""
+        layer = self.layer
+        pairs = sum(q * c + q * (q + 1) / 2 for q, c in zip(self.queries, self.cached, strict=True))
+        return max(self.moved() / READ, 4 * pairs * layer.num_heads * layer.head_dim / PRODUCTS)
 
     def tables(self) -> np.ndarray:
         lengths = [q + c for q, c in zip(self.queries, self.cached, strict=True)]
@@ -155,6 +165,13 @@ def captured(layer: AttentionLayer, batch: int, length: int, kv_dtype: torch.dty
     return replace(decode(layer, batch, length), name=name, bound=BOUND, kv_dtype=kv_dtype)
 
 
+def uneven(layer: AttentionLayer, batch: int, kv_dtype: torch.dtype = torch.bfloat16) -> Case:
+    kept = "fp8: " if kv_dtype == FP8 else ""
+    lengths = np.random.default_rng(1).integers(100, 2048, batch).tolist()
+    name = f"{kept}captured {batch} × 100–2,048, {layer.num_heads}/8 heads"
+    return Case(name, layer, [1] * batch, lengths, bound=BOUND, kv_dtype=kv_dtype)
+
+
 def continuation(layer: AttentionLayer) -> Case:
     name = f"captured, 17 behind 688, padded to 24, {layer.num_heads}/8 heads"
     return Case(name, layer, [17], [688], stores=True, bound=BOUND, padding=7)
@@ -186,7 +203,13 @@ def apart(tiles: Tiles) -> Variant:
     return tiled(tiles, name="two kernels, ", fused_store=False)
 
 
+def balanced(balance: Balance) -> Variant:
+    name = f"balanced, {balance.block_n} keys, {balance.num_stages} stages, {balance.programs_per_sm} programs"
+    return Variant(name, lambda: TritonAttentionBackend(balance=balance))
+
+
 DEFAULT = Variant("default", TritonAttentionBackend)
+IN_ORDER = Variant("a request a program", lambda: TritonAttentionBackend(balance=False))
 SEPARATE = Variant("separate store", lambda: TritonAttentionBackend(fused_store=False))
 APART = Variant("each reads the prefix", lambda: TritonAttentionBackend(cascade=False))
 NOT_DEPENDENT = Variant("no dependent launch", lambda: TritonAttentionBackend(dependent_launch=False))
@@ -222,10 +245,11 @@ def plans(parts: set[str]) -> Iterator[Plan]:
             yield Plan(decode(LLAMA, batch, length), [DEFAULT, INVARIANT])
         for batch, length in ((1, 256), (1, 1024), (32, 256), (32, 1024), (256, 1024)):
             yield Plan(decode(QWEN, batch, length), [DEFAULT, SEPARATE, NOT_DEPENDENT])
-        lengths = np.random.default_rng(1).integers(100, 2048, 256).tolist()
-        uneven = Case("decode 256 × 100–2,048, 32/8 heads", LLAMA, [1] * 256, lengths)
-        yield Plan(uneven, [DEFAULT, *(tiled(Tiles(16, 64, 4, 3, False), count) for count in (1, 2, 4))])
         yield Plan(Case("5 tokens behind 700, 32/8 heads", LLAMA, [5], [700]))
+    if "uneven" in parts:
+        for kv_dtype in (torch.bfloat16, FP8):
+            for layer, batch in ((QWEN, 36), (QWEN, 64), (QWEN, 128), (QWEN, 256), (LLAMA, 128), (LLAMA, 256)):
+                yield Plan(uneven(layer, batch, kv_dtype), [DEFAULT, IN_ORDER, *map(balanced, BALANCES[kv_dtype])])
     if "graph" in parts:
         yield from captured_plans()
     if "fp8" in parts:
@@ -264,6 +288,7 @@ class Run:
         self.heads = self.product.split(heads, dim=1)
         self.original = self.product.clone()  # heads may be rotated in place
         self.transform = case.transform() if case.stores else None
+        self.num_layers = max(MIN_LAYERS, len(self.caches))
 
     def attend(self, backend: TritonAttentionBackend, metadata: Any, cache: torch.Tensor) -> torch.Tensor:
         if self.case.stores:
@@ -277,9 +302,10 @@ class Run:
         return out[: sum(self.case.queries)].float()
 
     def attend_all(self, backend: TritonAttentionBackend) -> None:
+        """As many layers of a step as `num_layers`."""
         metadata = backend.build_metadata(self.inputs)
-        for cache in self.caches:
-            self.attend(backend, metadata, cache)
+        for index in range(self.num_layers):
+            self.attend(backend, metadata, self.caches[index % len(self.caches)])
 
 
 def time_graph(work: Callable[[], None], count: int) -> float:
@@ -310,12 +336,13 @@ def run_plan(plan: Plan) -> dict[str, float]:
         try:
             backend = variant.make()
             error = float((run.attend_once(backend) - expected).norm() / expected.norm())
-            seconds = time_graph(lambda b=backend: run.attend_all(b), len(run.caches))
+            seconds = time_graph(lambda b=backend: run.attend_all(b), run.num_layers)
         except Exception as failure:
             print(f"{case.name}: {variant.name}: {type(failure).__name__}: {str(failure)[:200]}")
             continue
         times[variant.name] = seconds
-        report(case.name, variant.name, seconds, case.floor(), error=round(error, 5))
+        rate = round(case.moved() / seconds / 1e12, 2)
+        report(case.name, variant.name, seconds, case.floor(), tb_s=rate, error=round(error, 5))
     return times
 
 
@@ -398,7 +425,7 @@ def main() -> None:
     if arguments[:1] == ["--compile"]:
         compile_share(int(arguments[1]), set(arguments[2:]))
         os._exit(0)
-    parts = set(arguments) or {"decode", "graph", "prefill", "mixed", "shared", "fp8", "store", "bits"}
+    parts = set(arguments) or {"decode", "uneven", "graph", "prefill", "mixed", "shared", "fp8", "store", "bits"}
     compile_in_processes(parts)
     rows = [(plan.case, run_plan(plan)) for plan in plans(parts)]
     if "store" in parts:

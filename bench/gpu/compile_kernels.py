@@ -159,6 +159,10 @@ def attention(compilation: Compilation) -> None:
     attend(32, 8, [4096], 8192, tiles=triton_plan.choose_tiles(128, BF16, None))
     if compilation.capability == 90:
         triton_backend.has_wgmma = lambda: True  # type: ignore[attr-defined]
+        compilation.part = "attention: 8B, decode of 64 on Hopper"
+        attend(32, 8, [1] * 64, 1024)
+        compilation.part = "attention: 8B, decode of 64 on Hopper, keys and values in fp8"
+        attend(32, 8, [1] * 64, 1024, kv_dtype=torch.float8_e4m3fn)
         compilation.part = "attention: 8B, prefill on Hopper"
         attend(32, 8, [4096], 8192)
         compilation.part = "attention: heads of 80, prefill on Hopper, window"
