@@ -4,7 +4,11 @@ tests/conftest.py)."""
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from triton import knobs
+
+# Where there is a GPU, kernels run on it, and take no tensors of the CPU.
+interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="needs Triton's interpreter")
 
 
 def repair_interpreter() -> None:

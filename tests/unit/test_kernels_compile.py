@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 @pytest.mark.parametrize("part", ["attention", "products", "choices", "inputs"])
 def test_kernels_compile_for_a_hopper_gpu_and_need_no_stack(part):
     program = REPOSITORY / "bench" / "gpu" / "compile_kernels.py"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])  # packages may be there alone
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, str(program), part], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     kernels = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines()]

@@ -20,7 +20,7 @@ from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import select_backend
 from ratoon.core.errors import ConfigError
 from ratoon.layers.attention import AttentionLayer
-from tests.triton_interpreter import repair_interpreter
+from tests.triton_interpreter import interpreted, repair_interpreter
 from tests.unit.attention.test_backends import Batch
 
 Tensor = torch.Tensor
@@ -98,6 +98,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@interpreted
 @pytest.mark.parametrize("layer", [LAYER, replace(LAYER, num_heads=4, num_kv_heads=4), replace(LAYER, causal=False)])
 def test_prompts_with_and_without_cached_tokens_are_attended_to_by_definition(layer: AttentionLayer) -> None:
     computed, scheduled = MIXED if layer.causal else ([0, 0, 0], [3, 70, 66])
@@ -108,6 +109,7 @@ def test_prompts_with_and_without_cached_tokens_are_attended_to_by_definition(la
     assert wrapper.num_plans == wrapper.num_runs >= 1
 
 
+@interpreted
 @pytest.mark.parametrize("min_scores", [0, 2**23])
 def test_prompts_apart_from_each_other_and_short_ones_are_left_to_triton(
     min_scores: int, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +129,7 @@ def test_prompts_are_found_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find_prompts(inputs, np.array([1, 70, 65]), 33) is None
 
 
+@interpreted
 def test_steps_without_prompts_and_padded_steps_are_left_to_triton() -> None:
     batch = Batch([40, 33], [1, 4], LAYER, 16)
     backend = FlashInferBackend()
