@@ -47,10 +47,10 @@ def _verify_cuda(name: str, device: torch.device) -> None:
     if not torch.cuda.is_available():
         problem, expected = why_no_cuda()
         raise ConfigError("device", f"{name!r} was asked for, but {problem}", expected)
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        raise ConfigError(
-            "device", f"there is no {name!r}", f"this machine has {torch.cuda.device_count()} CUDA devices"
-        )
+    last = torch.cuda.device_count() - 1
+    if device.index is not None and device.index > last:
+        there = "cuda:0" if last == 0 else f"cuda:0 to cuda:{last}"
+        raise ConfigError("device", f"there is no {name!r}", f"this machine has {there}")
     known = torch.cuda.get_arch_list()
     if known and not _runs_on(known, torch.cuda.get_device_capability(device)):
         problem = f"this build of torch has no kernels for {gpu_name(device)}, only for {', '.join(known)}"

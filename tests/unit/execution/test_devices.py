@@ -87,10 +87,12 @@ def test_a_gpu_that_can_not_be_used_is_refused_with_the_reason(
         assert resolve_device("auto").type == "cpu"
 
 
-def test_a_number_beyond_the_last_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "there"), [(1, "cuda:0"), (4, "cuda:0 to cuda:3")])
+def test_a_number_beyond_the_last_device_is_refused(count: int, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (9, 0))
-    with pytest.raises(ConfigError, match="this machine has 1 CUDA devices"):
-        resolve_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=rf"there is no 'cuda:{count}'; this machine has {there}$"):
+        resolve_device(f"cuda:{count}")
 
 
 @pytest.mark.parametrize(
