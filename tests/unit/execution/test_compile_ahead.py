@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 # In a process of its own: here kernels may be those of Triton's interpreter, which are launched in another way.
 PROGRAM = """
-import json, sys
+import gc, json, sys
 import torch
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.config import SchedulerConfig
@@ -23,7 +23,7 @@ from ratoon.execution.compile_ahead import ShapesOnly, capture_nothing, launch_f
 from ratoon.execution.geometry import geometry_of
 from ratoon.execution.kv_memory import largest_step, num_blocks_of
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.layers.cuda_ops import CudaOps
+from ratoon.layers.cuda_ops import CudaLinear, CudaOps
 from ratoon.layers.triton.compilation import launches_go_to
 from ratoon.models.build import META, collect_shapes, declare_model, outline_model
 from ratoon.models.dummy_source import DummySource
@@ -39,6 +39,7 @@ modules = set(sys.modules)
 record = lambda kernel, launch, args, options: names.append(kernel.fn.__name__)
 with torch.inference_mode(), ShapesOnly(), launches_go_to(record):
     model = outline_model(config, tensors, CudaOps(quantization=quantization), torch.bfloat16, 64)
+    weights = {linear.weight.dtype for linear in gc.get_objects() if isinstance(linear, CudaLinear)}
     runner = ModelRunner(
         model,
         [TritonAttentionBackend()],
@@ -52,7 +53,7 @@ with torch.inference_mode(), ShapesOnly(), launches_go_to(record):
         capture=capture_nothing,
     )
     launch_first_steps(runner, largest)
-print(json.dumps([sorted(set(names)), sorted(set(sys.modules) - modules)]))
+print(json.dumps([sorted(set(names)), sorted(set(sys.modules) - modules), sorted(map(str, weights))]))
 """
 MODEL = Path(__file__).parents[3] / "bench" / "gpu" / "models" / "qwen3-0.6b"
 EXPECTED = {
@@ -79,9 +80,13 @@ def test_the_kernels_of_the_first_steps_are_found_without_a_gpu_and_without_memo
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    names, imported = json.loads(done.stdout)
+    names, imported, dtypes = json.loads(done.stdout)
     expected = EXPECTED - {"_activation_kernel"} | {"_quantize_kernel"} if quantization == "fp8" else EXPECTED
     assert set(names) >= expected
+    # Which kernel multiplies by a weight depends on it. The head is not quantised.
+    assert (
+        dtypes == ["torch.bfloat16", "torch.float8_e4m3fn"] if quantization == "fp8" else dtypes == ["torch.bfloat16"]
+    )
     compilers = [name for name in imported if name.startswith(("torch._dynamo", "sympy"))]
     # Seconds of a start. What quantises weights does import it.
     assert not compilers or quantization == "fp8", "torch's own compiler was imported"
