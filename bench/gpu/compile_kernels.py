@@ -36,7 +36,7 @@ from ratoon.execution.block_kernels import Pages, copy_blocks
 from ratoon.execution.device_inputs import DeviceInputs
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.journal import Journal
-from ratoon.layers import fp8
+from ratoon.layers import cuda_ops, fp8
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear
 from ratoon.layers.ops import RMSWeights
@@ -196,6 +196,8 @@ def products(compilation: Compilation) -> None:
             matmul.matmul(between.expand(rows, -1), down, None, invariant_choice(*down.shape))
         if model == "0.6B":  # the other's weights are too large for panels
             panels(compilation, model, gate_up, down, norm)
+        elif compilation.capability == 90:
+            streams(compilation, model, gate_up, down)
         compilation.part = f"norms and activations: {model}"
         rows = torch.zeros(32, hidden, dtype=BF16)
         norms.rms_norm(rows, norm.weight, norm.eps, rows.clone())
@@ -212,6 +214,22 @@ def panels(compilation: Compilation, model: str, gate_up: Tensor, down: Tensor, 
         mlp.gate(x, norm)
         compilation.part = f"products: {model}, down, {rows} rows"
         linear.fused(between, None, x)
+
+
+def streams(compilation: Compilation, model: str, gate_up: Tensor, down: Tensor) -> None:
+    cuda_ops.num_multiprocessors = lambda device: NUM_SMS  # type: ignore[attr-defined]
+    found = ProductChoices(has_wgmma=True)
+    for dtype, scales in ((BF16, None), (fp8.DTYPE, torch.ones(len(gate_up)))):
+        first, second = gate_up.to(dtype), down.to(dtype)
+        for rows in (2, 32, 64):
+            between, x = torch.zeros(rows, down.shape[1], dtype=BF16), torch.zeros(rows, len(down), dtype=BF16)
+            linear = CudaLinear(second, None, found.of("linear", second), dependent=True, scales=scales)
+            gate = CudaLinear(first, None, (), dependent=True, scales=scales)
+            bits = f"{rows} rows, {8 * dtype.itemsize} bits"
+            compilation.part = f"products: {model}, gate and up, {bits}"
+            CudaGatedMLP(gate, linear, found.of("gated", first)).gate(x)
+            compilation.part = f"products: {model}, down, {bits}"
+            linear.fused(between, None, x)
 
 
 def choices(compilation: Compilation) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 
 from ratoon.layers.cuda_ops import CudaLinear, CudaOps
+from ratoon.layers.gpu import has_wgmma
 from ratoon.layers.ops import Ops, RMSWeights
 from ratoon.layers.product_choices import MAX_PANEL_ROWS, ProductKey, Split, Tile, default_choice, invariant_choice
 from ratoon.layers.product_measurement import time_graph
@@ -97,7 +98,7 @@ def bench_products() -> None:
                 found[str(tuple(tile))] = time_products([partial(gemv, x, weight, None, tile) for weight in weights])
             default = None
             if rows <= MAX_PANEL_ROWS:
-                default = default_choice(ProductKey("linear", outputs, inputs, "bfloat16", rows))
+                default = default_choice(ProductKey("linear", outputs, inputs, "bfloat16", rows), has_wgmma())
                 linears = [CudaLinear(weight, None, (), default, dependent=True) for weight in weights]
                 found["default, early"] = time_products([partial(linear, x) for linear in linears])
             times = {form: round(micros, 2) for form, micros in found.items()}

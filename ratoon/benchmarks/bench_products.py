@@ -27,6 +27,9 @@ def add_parser(kinds: Subparsers) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
     parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cuda:N (default cuda)")
     parser.add_argument("--dtype", default="auto", metavar="NAME", help="of the weights (default: that of the model)")
+    parser.add_argument(
+        "--quantization", choices=["none", "fp8"], default="none", help="of the weights (default: none)"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -34,6 +37,8 @@ def add_parser(kinds: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ratoon.execution.devices import resolve_device, resolve_dtype
+    from ratoon.layers import fp8
+    from ratoon.layers.gpu import has_wgmma
     from ratoon.layers.product_choices import choices_file, dtype_name, read_choices, write_choices
     from ratoon.layers.product_measurement import GraphTimer, as_choices, keys_of, measure_products
     from ratoon.models.build import collect_products
@@ -43,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
     if device.type != "cuda":
         raise ConfigError("--device", f"{args.device!r} has no choice of kernels", "a CUDA device")
     config = resolve_model(args.model).config
-    dtype = dtype_name(resolve_dtype(args.dtype, device, config))
+    dtype = dtype_name(fp8.DTYPE if args.quantization == "fp8" else resolve_dtype(args.dtype, device, config))
     keys = [key for product in collect_products(config) for key in keys_of(*product, dtype)]
     measured: list[Measured] = []
-    for one in measure_products(keys, GraphTimer(device)):
+    for one in measure_products(keys, GraphTimer(device), has_wgmma()):
         measured.append(one)
         if not args.json:
             print(format_row(one), flush=True)

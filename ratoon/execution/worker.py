@@ -310,9 +310,11 @@ def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool,
             logger.warning("weights are multiplied in float32: the kernels here can't multiply by quantised ones")
         return NativeOps(keep, bits)
     from ratoon.layers.cuda_ops import CudaOps  # imports triton
+    from ratoon.layers.gpu import has_wgmma
     from ratoon.layers.product_choices import choices_file, read_choices
 
     choices = read_choices(choices_file(device))
+    choices.has_wgmma = has_wgmma()
     logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
     early = torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH
     kept = quantization if quantization == "fp8" else None

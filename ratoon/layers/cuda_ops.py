@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional
 
 from ratoon.layers import fp8
+from ratoon.layers.gpu import has_wgmma
 from ratoon.layers.ops import FusedProduct, Product, RMSWeights, WeightFormat, WeightUse
-from ratoon.layers.product_choices import PANEL_OUTPUTS, Choice, Panel, ProductChoices, Tile, invariant_choice
+from ratoon.layers.product_choices import PANEL_OUTPUTS, Choice, Panel, ProductChoices, Stream, Tile, invariant_choice
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton import elementwise, norms
@@ -25,7 +26,8 @@ from ratoon.layers.triton.quantize import quantize_rows
 
 Tensor = torch.Tensor
 
-FEW_ROWS = (Tile, Panel)  # kernels that take their neighbours in
+ALIGNMENT = 16  # bytes, of weights that kernels copy in boxes
+FEW_ROWS = (Tile, Panel, Stream)  # kernels that take their neighbours in
 
 
 class CudaLinear:
@@ -44,6 +46,8 @@ class CudaLinear:
     ) -> None:
         """`choices`: by number of rows; `beyond`: for more rows. `scales` [out]: of a weight in 8 bits."""
         self.weight = weight.contiguous()
+        if self.weight.data_ptr() % ALIGNMENT:
+            self.weight = self.weight.clone()
         self.bias = bias
         self.choices = choices
         self.beyond = beyond
@@ -74,9 +78,16 @@ class CudaLinear:
         return residual.addmm_(x, self.weight.t())
 
     def multiply_few(
-        self, x: Tensor, choice: Tile | Panel, norm: RMSWeights | None, residual: Tensor | None, is_gate: bool = False
+        self,
+        x: Tensor,
+        choice: Tile | Panel | Stream,
+        norm: RMSWeights | None,
+        residual: Tensor | None,
+        is_gate: bool = False,
     ) -> Tensor:
         """One kernel, as far as it can. `is_gate`: with silu of the first half of the outputs times the second."""
+        if isinstance(choice, Stream):
+            return self.multiply_by_stream(x, choice, norm, residual, is_gate)
         can_norm = choice.splits == 1 if isinstance(choice, Panel) else x.shape[1] <= MAX_NORM_WIDTH
         if norm is not None and not can_norm:
             x, norm = norms.rms_norm(x, *norm, dependent=self.dependent), None
@@ -89,6 +100,22 @@ class CudaLinear:
             x, self.weight, self.bias, choice,
             scales=self.scales, norm=norm, gated="silu" if is_gate else None, residual=residual,
             dependent=self.dependent,
+        )  # fmt: skip
+
+    def multiply_by_stream(
+        self, x: Tensor, choice: Stream, norm: RMSWeights | None, residual: Tensor | None, is_gate: bool
+    ) -> Tensor:
+        """A kernel for the norm, and for the input in 8 bits where the weight is; then the product."""
+        from ratoon.layers.triton.stream import stream_product  # for Hopper alone
+
+        row_scales = None
+        if self.scales is not None:
+            x, row_scales = quantize_rows(x, norm, False, self.dependent)
+        elif norm is not None:
+            x = norms.rms_norm(x, *norm, dependent=self.dependent)
+        return stream_product(
+            x, self.weight, self.bias, choice, self.arrivals,
+            scales=self.scales, row_scales=row_scales, gated=is_gate, residual=residual, dependent=self.dependent,
         )  # fmt: skip
 
     def multiply_8_bits(
@@ -170,7 +197,7 @@ class CudaOps(TorchOps):
         `batch_invariant`: a row's products have the same bits in any batch, as norms have anyway. `quantization`:
         "fp8" keeps the weights of linear layers in 8 bits; a step's activations are bfloat16."""
         assert quantization in (None, "fp8") and not (quantization and batch_invariant)
-        self.choices = choices or ProductChoices()
+        self.choices = choices or ProductChoices(has_wgmma=has_wgmma())
         self.dependent_launch = dependent_launch
         self.batch_invariant = batch_invariant
         self.quantization = quantization
@@ -191,7 +218,7 @@ class CudaOps(TorchOps):
         rows = self._fp8_rows
         if not rows.num_weights:
             return []
-        product = "8-bit weights; with more than a few rows 8-bit activations"
+        product = "8-bit weights; 8-bit activations but for few rows with small weights"
         return [{"format": "fp8", "num_weights": rows.num_weights, "num_bytes": rows.num_bytes, "product": product}]
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:

@@ -25,7 +25,12 @@ MAX_PANEL_ROWS = 64  # of triton/panel.py
 PANEL_OUTPUTS = 16  # a multiple of this for each warp
 PANEL_STEP_BYTES = 64  # of a weight's row: multiplied by a warp at a time
 MAX_PANEL_NUMBERS = 7 * 2**20  # of a weight, which a GPU's registers hold at once
-PANEL_DTYPES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes of a number
+PANEL_DTYPES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes of a number; also those of triton/stream.py
+STREAM_ROW_BYTES = 16  # a multiple of this: the length of a weight's row
+MIN_STREAM_STEPS = 8  # of a program
+MAX_16_BIT_STREAM_ROWS = 32  # with more the library's products are as fast
+NUM_SMS = 132  # multiprocessors of an H200
+SHARED_BYTES = 226_000  # of each of them, less a little for each of two programs
 ROW_COUNTS = (0, 1, 2, 3, 4, 8, 16, 32, 64)  # that choices are made for; others have that of the next larger one
 KINDS = ("linear", "gated")  # "gated": with the gate's activation in the same kernel
 
@@ -48,6 +53,17 @@ class Panel(NamedTuple):
     splits: int
 
 
+class Stream(NamedTuple):
+    """What one program of triton/stream.py multiplies at a time: `outputs`, by a step of `step_bytes` of each weight's
+    row. `stages` steps are on their way. `splits` programs share the sums."""
+
+    outputs: int
+    step_bytes: int
+    stages: int
+    num_warps: int
+    splits: int
+
+
 class Split(NamedTuple):
     """A tile of triton/matmul.py: what one program computes, and how often the sum over inputs is cut."""
 
@@ -59,7 +75,7 @@ class Split(NamedTuple):
     num_stages: int
 
 
-Choice = Tile | Panel | Split | None  # None: the library's product
+Choice = Tile | Panel | Stream | Split | None  # None: the library's product
 
 
 class ProductKey(NamedTuple):
@@ -76,9 +92,10 @@ class ProductKey(NamedTuple):
 class ProductChoices:
     """The kernel for each number of rows."""
 
-    def __init__(self, measured: Mapping[str, Choice] | None = None) -> None:
-        """`measured`: by str(ProductKey)."""
+    def __init__(self, measured: Mapping[str, Choice] | None = None, has_wgmma: bool = False) -> None:
+        """`measured`: by str(ProductKey). `has_wgmma`: kernels for Hopper can run."""
         self.measured = dict(measured or {})
+        self.has_wgmma = has_wgmma
 
     def __str__(self) -> str:
         return f"{len(self.measured)} shapes as measured" if self.measured else "all shapes as by default"
@@ -90,19 +107,23 @@ class ProductChoices:
         choices: list[Choice] = []
         for rows in ROW_COUNTS:
             key = ProductKey(kind, outputs, inputs, dtype_name(weight.dtype), rows)
-            choice = self.measured[str(key)] if str(key) in self.measured else default_choice(key)
+            choice = self.measured[str(key)] if str(key) in self.measured else default_choice(key, self.has_wgmma)
             choices += [choice] * (rows + 1 - len(choices))
         return choices
 
 
-def default_choice(key: ProductKey) -> Choice:
+def default_choice(key: ProductKey, has_wgmma: bool = False) -> Choice:
     """What was fastest on an H200. Small weights: panels, for all numbers of rows that they can. Large ones: for one
-    row small tiles, larger ones where a row of the weight is long; from two rows on the library's product."""
+    row small tiles, larger ones where a row of the weight is long; from two rows on streams, which in 8 bits take one
+    row too, or the library's product where these can't run or are no faster."""
     if panels := panels_of(key):
         return panels[0]
+    is_fp8 = key.dtype.startswith("float8")
+    if has_wgmma and (is_fp8 or 1 < key.rows <= MAX_16_BIT_STREAM_ROWS) and (streams := streams_of(key)):
+        return streams[0]
     if key.rows != 1:
         return None
-    if key.dtype.startswith("float8"):
+    if is_fp8:
         return Tile(1 if key.outputs <= 4096 else 2, 2048, 4)
     return Tile(2 if key.inputs <= 1024 else 1 if key.inputs < 4096 else 4, 1024, 4)
 
@@ -129,6 +150,32 @@ def panels_of(key: ProductKey) -> list[Panel]:
         for panel in found
         if outputs * panel.outputs * key.inputs <= room * panel.k_warps * panel.out_warps * panel.splits
     ]
+
+
+def streams_of(key: ProductKey) -> list[Stream]:
+    """As panels_of, on Hopper GPUs, for weights that are too large for panels."""
+    if key.dtype not in PANEL_DTYPES or not 0 < key.rows <= MAX_PANEL_ROWS:
+        return []
+    if key.outputs * key.inputs <= MAX_PANEL_NUMBERS or key.inputs * PANEL_DTYPES[key.dtype] % STREAM_ROW_BYTES:
+        return []
+    is_gated, is_fp8 = key.kind == "gated", key.dtype.startswith("float8")
+    weight_rows = 128 if is_gated else 64  # of a tile, which has 64 outputs
+    tiles = -(-key.outputs // weight_rows)
+    if not is_fp8 and tiles > 2 * NUM_SMS:  # not all at once
+        return []
+    row_bytes = key.inputs * PANEL_DTYPES[key.dtype]
+    rows = max(8, 1 << (key.rows - 1).bit_length())
+
+    def stream(per_sm: int, step_bytes: int, num_bytes: int) -> Stream:
+        stages = num_bytes // (step_bytes * (weight_rows + rows))
+        most_splits = max(1, row_bytes // step_bytes // MIN_STREAM_STEPS)
+        return Stream(64, step_bytes, stages, 4, max(1, min(per_sm * NUM_SMS // tiles, most_splits)))
+
+    found = [
+        stream(1, 256, SHARED_BYTES if is_gated else SHARED_BYTES * 2 // 3),
+        stream(2, 128 if is_gated else 256, SHARED_BYTES // 2),
+    ]
+    return found[::-1] if is_fp8 else found
 
 
 def invariant_choice(outputs: int, inputs: int) -> Split:
@@ -189,6 +236,7 @@ def _parse_choice(numbers: Any) -> Choice:
     kind, limits = {  # powers of two where the limit is one
         3: (Tile, (16, 8192, 16)),
         4: (Panel, (64, 16, 4, 15)),
+        5: (Stream, (256, 512, 15, 8, 15)),
         6: (Split, (128, 256, 256, 16, 16, 9)),
     }[len(numbers)]
     for number, limit in zip(numbers, limits, strict=True):
@@ -197,4 +245,8 @@ def _parse_choice(numbers: Any) -> Choice:
     choice = kind(*numbers)
     if isinstance(choice, Panel) and choice.outputs < PANEL_OUTPUTS * choice.out_warps:
         raise ValueError(f"{numbers!r} has more warps than outputs for them")
+    if isinstance(choice, Stream) and (choice.num_warps < 4 or choice.outputs < 16 * choice.num_warps):
+        raise ValueError(f"{numbers!r} has no group of warps, or more than outputs for them")
+    if isinstance(choice, Stream) and choice.step_bytes < 128:
+        raise ValueError(f"{numbers!r} has steps of less than 128 bytes")
     return choice

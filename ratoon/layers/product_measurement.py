@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ratoon.layers import fp8
 from ratoon.layers.product_choices import (
     MAX_ROWS,
     ROW_COUNTS,
@@ -21,7 +22,9 @@ from ratoon.layers.product_choices import (
     ProductKey,
     Split,
     Tile,
+    dtype_name,
     panels_of,
+    streams_of,
 )
 
 CACHE_BYTES = 150e6  # more than the L2 cache of any GPU
@@ -41,11 +44,11 @@ class Measured(NamedTuple):
 Timer = Callable[[ProductKey, Choice], float]
 
 
-def measure_products(keys: Iterable[ProductKey], timer: Timer) -> Iterator[Measured]:
-    """The fastest for each key, one after the other."""
+def measure_products(keys: Iterable[ProductKey], timer: Timer, has_wgmma: bool = False) -> Iterator[Measured]:
+    """The fastest for each key, one after the other. `has_wgmma`: kernels for Hopper can run."""
     for key in keys:
         library = timer(key, None)
-        times = {choice: timer(key, choice) for choice in candidates(key)}
+        times = {choice: timer(key, choice) for choice in candidates(key, has_wgmma)}
         best = min(times, key=times.__getitem__, default=None)
         if best is None or times[best] > library * NEEDED_GAIN:
             yield Measured(key, library, None, library)
@@ -61,11 +64,14 @@ def keys_of(kind: str, outputs: int, inputs: int, dtype: str) -> list[ProductKey
     return [ProductKey(kind, outputs, inputs, dtype, rows) for rows in ROW_COUNTS if rows]
 
 
-def candidates(key: ProductKey) -> list[Choice]:
-    found: list[Choice] = list(panels_of(key))
+def candidates(key: ProductKey, has_wgmma: bool = False) -> list[Choice]:
+    found: list[Choice] = [*panels_of(key), *(streams_of(key) if has_wgmma else [])]
     if key.rows == 1:
         found += [Tile(1, 1024, 4), Tile(2, 1024, 4), Tile(4, 1024, 4), Tile(1, 2048, 8)]
-    if key.rows > MAX_ROWS and key.kind == "linear" and key.outputs <= 8192:  # with more outputs no sum has to be cut
+    is_whole = key.dtype != dtype_name(fp8.DTYPE)
+    if (
+        is_whole and key.rows > MAX_ROWS and key.kind == "linear" and key.outputs <= 8192
+    ):  # with more outputs no sum has to be cut
         found += [Split(max(16, key.rows), 64, 128, splits, 4, 4) for splits in (4, 8) if key.inputs >= 128 * splits]
     return found
 
@@ -83,11 +89,12 @@ class GraphTimer:
         from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear  # imports triton
 
         dtype = getattr(torch, key.dtype)
+        scales = torch.ones(key.outputs, device=self._device) if dtype == fp8.DTYPE else None
         dependent = torch.cuda.get_device_capability(self._device) >= OLDEST_WITH_DEPENDENT_LAUNCH  # as engines do
-        x = self._random((key.rows, key.inputs), dtype)
+        x = self._random((key.rows, key.inputs), torch.bfloat16 if scales is not None else dtype)
         calls: list[Callable[[torch.Tensor], torch.Tensor]] = []
         for weight in self._weights_of(key, dtype):
-            linear = CudaLinear(weight, None, (), choice, dependent)
+            linear = CudaLinear(weight, None, (), choice, dependent, scales)
             if key.kind == "gated":  # with the activation, which is apart where the choice is the library's
                 calls.append(partial(CudaGatedMLP.gate, CudaGatedMLP(linear, linear, [choice] * (key.rows + 1))))
             else:
@@ -109,7 +116,7 @@ class GraphTimer:
         return self._weights
 
     def _random(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, device=self._device, dtype=dtype).mul_(0.02)
+        return torch.randn(shape, device=self._device, dtype=torch.bfloat16).mul_(0.02).to(dtype)
 
 
 def time_graph(work: Callable[[], object]) -> float:

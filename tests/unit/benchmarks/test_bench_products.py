@@ -16,7 +16,9 @@ MODEL = Path(__file__).parents[3] / "bench" / "gpu" / "models" / "qwen3-0.6b"
 
 
 def options(**given: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"model": str(MODEL), "device": "cuda", "dtype": "auto", "json": False, **given})
+    return argparse.Namespace(
+        **{"model": str(MODEL), "device": "cuda", "dtype": "auto", "quantization": "none", "json": False, **given}
+    )
 
 
 def test_a_device_without_a_choice_is_refused() -> None:
@@ -48,6 +50,9 @@ def test_what_was_measured_is_added_to_what_was_kept(
     bench_products.run(options(json=True, dtype="float32"))
     second = json.loads(capsys.readouterr().out)
     assert first["file"] == second["file"] and "NVIDIA-H200" in first["file"]
+    bench_products.run(options(json=True, quantization="fp8"))
+    third = json.loads(capsys.readouterr().out)
     kept = read_choices(Path(first["file"])).measured
-    assert len(kept) == len(first["products"]) + len(second["products"]) > 50
+    assert len(kept) == sum(len(one["products"]) for one in (first, second, third)) > 75
     assert kept["linear 1024x2048 bfloat16 1"] == Panel(16, 8, 1, 1)
+    assert kept["linear 1024x2048 float8_e4m3fn 1"] == Panel(16, 8, 1, 1)

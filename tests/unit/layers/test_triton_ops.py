@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 
 from ratoon.layers import fp8
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.cuda_ops import CudaOps
+from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import (
     MAX_ROWS,
@@ -23,13 +24,15 @@ from ratoon.layers.product_choices import (
     ProductChoices,
     ProductKey,
     Split,
+    Stream,
     Tile,
     default_choice,
     panels_of,
     read_choices,
+    streams_of,
     write_choices,
 )
-from ratoon.layers.product_measurement import as_choices, keys_of, measure_products
+from ratoon.layers.product_measurement import as_choices, candidates, keys_of, measure_products
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
 from ratoon.layers.triton.matmul import matmul
@@ -283,6 +286,29 @@ def test_products_of_few_rows_with_weights_in_8_bits_are_those_of_the_numbers_th
     torch.testing.assert_close(gated, expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_a_stream_gets_normed_rows_in_the_bits_of_its_weight(monkeypatch: pytest.MonkeyPatch, in_8_bits: bool) -> None:
+    """The kernel itself needs a GPU (tests/cuda/test_stream.py)."""
+    given: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def multiply(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        given.append((x, options))
+        return random(3, 16)
+
+    monkeypatch.setattr("ratoon.layers.triton.stream.stream_product", multiply)
+    x, norm, stored = random(3, 48), RMSWeights(random(48, seed=3), 1e-5), fp8.quantize_weight(random(32, 48, seed=1))
+    scales = stored.extras["scales"] if in_8_bits else None
+    linear = CudaLinear(stored.data if in_8_bits else stored.floats(), None, (), scales=scales)
+    CudaGatedMLP(linear, linear, [Stream(64, 128, 4, 4, 1)] * 4).gate(x, norm)
+    ((rows, options),) = given
+    assert options["gated"] and options["scales"] is scales
+    if in_8_bits:
+        assert rows.dtype == torch.float8_e4m3fn
+        rows = rows.float() * options["row_scales"]
+    tolerance = {"rtol": 0.6, "atol": 0.1} if in_8_bits else {"rtol": 1e-5, "atol": 1e-5}  # as the interpreter rounds
+    torch.testing.assert_close(rows, reference.rms_norm(x, *norm), **tolerance)
+
+
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_rows_in_8_bits_use_the_whole_range_and_are_near_what_they_were(with_norm: bool) -> None:
     x, norm = strided(5, 37, torch.float32) * 100, RMSWeights(random(37, seed=1), 1e-5)
@@ -378,6 +404,40 @@ def test_the_default_choice_depends_on_the_key_alone_and_zero_rows_have_no_kerne
     assert ProductChoices().of("linear", weight)[1] == default_choice(key)
 
 
+def test_large_weights_stream_on_gpus_that_can() -> None:
+    key = ProductKey("linear", 4096, 14336, "bfloat16", 32)
+    assert isinstance(default_choice(key, has_wgmma=True), Stream)
+    assert default_choice(key, has_wgmma=False) is None
+    assert isinstance(default_choice(key._replace(rows=1), has_wgmma=True), Tile)
+    assert isinstance(default_choice(key._replace(rows=1, dtype="float8_e4m3fn"), has_wgmma=True), Stream)
+    assert isinstance(default_choice(key._replace(rows=64, dtype="float8_e4m3fn"), has_wgmma=True), Stream)
+    assert default_choice(key._replace(rows=64), has_wgmma=True) is None  # the library's is as fast
+    assert default_choice(key._replace(outputs=128256), has_wgmma=True) is None
+    assert default_choice(key._replace(dtype="float32"), has_wgmma=True) is None
+    assert default_choice(key._replace(inputs=14337), has_wgmma=True) is None  # rows that can't be copied in boxes
+    assert isinstance(default_choice(key._replace(inputs=1024), has_wgmma=True), Panel)
+    weight = torch.empty(4096, 14336, dtype=torch.bfloat16, device="meta")
+    assert ProductChoices(has_wgmma=True).of("linear", weight)[32] == default_choice(key, has_wgmma=True)
+    assert any(isinstance(choice, Stream) for choice in candidates(key, has_wgmma=True))
+    assert not any(isinstance(choice, Stream) for choice in candidates(key))
+
+
+@pytest.mark.parametrize("kind", ["linear", "gated"])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_streams_fit_into_shared_memory_and_survive_a_file(kind: str, rows: int, dtype: str, tmp_path: Path) -> None:
+    key = ProductKey(kind, 28672 if kind == "gated" else 4096, 4096, dtype, rows)
+    streams = streams_of(key)
+    assert streams and len(set(streams)) == len(streams)
+    for stream in streams:
+        weight_rows = stream.outputs * (2 if kind == "gated" else 1)
+        stages = stream.stages * stream.step_bytes * (weight_rows + max(8, rows))
+        assert stream.stages >= 2 and stages + 2048 <= 232448
+        assert stream.outputs % (16 * stream.num_warps) == 0 and stream.num_warps % 4 == 0
+        write_choices(tmp_path / "choices.json", ProductChoices({str(key): stream}))
+        assert read_choices(tmp_path / "choices.json").measured == {str(key): stream}
+
+
 @pytest.mark.parametrize("kind", ["linear", "gated"])
 @pytest.mark.parametrize("rows", [1, 16, 32, 64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -416,6 +476,10 @@ def test_measured_choices_replace_the_defaults_and_survive_a_file(tmp_path: Path
 GARBAGE = ["", "{", "null", "[]", '{"format": 1}', '{"format": 2, "products": {}}', '{"format": 1, "products": [1]}']
 GARBAGE += [
     json.dumps({"format": 1, "products": {"a": tile}}) for tile in (5, [1, 2], [3, 16, 4], ["1", 16, 4], [16, 8, 2, 1])
+]
+GARBAGE += [
+    json.dumps({"format": 1, "products": {"a": tile}})
+    for tile in ([128, 64, 4, 4, 1], [32, 128, 4, 4, 1], [64, 128, 4, 8, 1], [128, 128, 16, 4, 1], [128, 128, 4, 2, 1])
 ]
 
 
