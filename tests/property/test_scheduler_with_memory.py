@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 
 from ratoon.core.plan import SchedulerOutput
+from ratoon.memory import kv_cache_manager
 from tests.property.drive import Drive
 from tests.property.loads import Load, loads
 from tests.property.results import check_results
+
+
+@pytest.fixture(autouse=True, scope="module")
+def late_registration() -> Iterator[None]:
+    """The blocks of the short prompts here are registered after their step is planned, as those of long ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_cache_manager, "MANY_BLOCKS", 2)
+        yield
 
 
 class RecordingDrive(Drive):
