@@ -29,6 +29,7 @@ KERNEL_MODULES = (  # the ones that compile longest first
     "ratoon.attention.triton_decode",
     "ratoon.attention.triton_store",
     "ratoon.execution.input_kernels",
+    "ratoon.layers.triton.stream",
     "ratoon.layers.triton.panel",
     "ratoon.layers.triton.gemv",
     "ratoon.layers.triton.norms",

@@ -129,4 +129,4 @@ def test_the_default_choices_of_real_shapes_run(kind: str, shape: tuple[int, int
             found, product = CudaGatedMLP(linear, linear, linear.choices).gate(x), functional.silu(gate) * up
         else:
             found = linear(x)
-        assert_near(found, product, 1e-2 if scales is None else 6e-2)
+        assert_near(found, product, 1e-2 if scales is None else 8e-2)
