@@ -132,3 +132,32 @@ assert type(sys.modules["torch"]) is StandIn
 def test_modules_of_kernels_need_no_torch_to_be_imported() -> None:
     done = subprocess.run([sys.executable, "-c", STAND_IN], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+KEYS = """
+import importlib, sys
+from ratoon.layers.triton.kernel_requests import settle_key
+
+def key_of(names):
+    sys.modules.pop("kernels", None)
+    kernels = importlib.import_module("kernels")
+    for name in names:
+        settle_key(getattr(kernels, name))
+        key = getattr(kernels, name).cache_key
+    return key
+
+assert key_of(["double"]) == key_of(["quadruple", "double"])
+"""
+
+
+def test_the_name_of_a_kernel_does_not_depend_on_those_that_were_launched_before(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text(KERNELS)
+    (tmp_path / "program.py").write_text(KEYS)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
