@@ -25,7 +25,6 @@ from ratoon.attention.triton_plan import (
     MAX_SHARED_REQUESTS,
     MAX_TILES,
     PROGRAMS_PER_SM,
-    SHARED,
     SHORT_ROWS,
     Cascade,
     Operands,
@@ -279,8 +278,7 @@ class TritonAttentionBackend(AttentionBackend):
             return
         layer, q, group, metadata = operands.layer, operands.q, operands.group, operands.metadata
         is_shared = not self._batch_invariant and longest > 1 and metadata.num_requests <= MAX_SHARED_REQUESTS
-        # Where lengths are not known, or programs find their work by themselves, a tile is that of one token.
-        rows = group if is_shared or metadata.query_lens is None else longest * group
+        rows = group if is_shared and metadata.query_lens is None else longest * group
         tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, rows, self._batch_invariant)
         tiles_each = -(-longest * group // tiles.block_m)
         num_tiles = min(tiles_each * metadata.num_requests, q.shape[0] * -(-group // tiles.block_m))
@@ -289,17 +287,17 @@ class TritonAttentionBackend(AttentionBackend):
         if num_tiles * layer.num_kv_heads > MAX_TILES:
             num_splits = 1
         grid = (tiles_each * metadata.num_requests, layer.num_kv_heads, num_splits)
-        if num_splits == 1 and (self._batch_invariant or metadata.num_requests > MAX_SHARED_REQUESTS):
+        if num_splits == 1:
             self._launches.attend(operands, grid, tiles, (1, longest), tiles_each=tiles_each)
             return
-        if is_shared and num_splits > 1:
+        if is_shared:
             num_places = num_tiles + -(-PROGRAMS_PER_SM * num_multiprocessors(q.device) // layer.num_kv_heads)
-            grid, tiles_each = (num_places, layer.num_kv_heads, 1), SHARED
-        num_parts = operands.num_rows * num_splits if num_splits > 1 else 1
-        parts = self._scratch.take(num_parts, layer.head_dim, q.device)
+            grid = (num_places, layer.num_kv_heads, 1)
+        parts = self._scratch.take(operands.num_rows * num_splits, layer.head_dim, q.device)
         self._launches.attend(
-            operands, grid, tiles, (1, longest), tiles_each=tiles_each, num_splits=num_splits, parts=parts
-        )
+            operands, grid, tiles, (1, longest), tiles_each=tiles_each, is_shared=is_shared, num_splits=num_splits,
+            parts=parts,
+        )  # fmt: skip
 
     def _attend_balanced(self, operands: Operands) -> bool:
         """Requests of one token, where the kernel of triton_balanced.py can do it; returns whether it did."""

@@ -356,12 +356,12 @@ def _load_part(
 
 @triton.jit
 def _load_parts(
-    places, first, in_rows, num_active, acc_ptr, peak_ptr, total_ptr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    places, in_rows, num_active, acc_ptr, peak_ptr, total_ptr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """SPLITS_PAD partial results of each row from `first` on, combined."""
+    """The partial results of each row, combined."""
     dims = tl.arange(0, DIM_PAD)
-    splits = first + tl.arange(0, SPLITS_PAD)
+    splits = tl.arange(0, SPLITS_PAD)
     places = places[:, None] + splits[None, :]  # [rows, splits]
     there = in_rows[:, None] & (splits < num_active)[None, :]
     acc = tl.load(
@@ -380,26 +380,24 @@ def _merge_rows(
     rows, in_rows, num_active, num_slots, acc_ptr, peak_ptr, total_ptr, out_ptr, HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """The output of rows (token · heads + head) from their partial results, which lie side by side. SPLITS_PAD of them
-    are loaded at once; IN_ORDER: folded one after the other, as a program does that attends to all keys itself."""
+    """The output of rows (token · heads + head) from their partial results, SPLITS_PAD at most, which lie side by side.
+    IN_ORDER: folded one after the other, as a program does that attends to all keys itself."""
     dims = tl.arange(0, DIM_PAD)
     in_dims = dims < HEAD_DIM
     places = rows.to(tl.int64) * num_slots
-    peak = tl.full(rows.shape, float("-inf"), tl.float32)
-    total = tl.zeros(rows.shape, tl.float32)
-    acc = tl.zeros([rows.shape[0], DIM_PAD], tl.float32)
     if IN_ORDER:
+        peak = tl.full(rows.shape, float("-inf"), tl.float32)
+        total = tl.zeros(rows.shape, tl.float32)
+        acc = tl.zeros([rows.shape[0], DIM_PAD], tl.float32)
         for split in range(num_active):
             peak_next, total_next, acc_next = _load_part(
                 places + split, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, DIM_PAD
             )
             peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
     else:
-        for first in range(0, num_active, SPLITS_PAD):
-            peak_next, total_next, acc_next = _load_parts(
-                places, first, in_rows, num_active, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, DIM_PAD, SPLITS_PAD
-            )
-            peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
+        _, total, acc = _load_parts(
+            places, in_rows, num_active, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, DIM_PAD, SPLITS_PAD
+        )
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_dims[None, :])
@@ -470,57 +468,61 @@ def store_result(
 @triton.jit
 def _find_work(
     query_start_ptr, seq_lens_ptr, num_requests, shortest, longest, num_splits, min_share, tiles_each,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REQUESTS_PAD: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, REQUESTS_PAD: tl.constexpr,
 ):  # fmt: skip
     """→ the request of this program, its tile, the tile's split, how many tiles of keys a split has at least, and the
     number under which the tile's programs are counted. The request is `num_requests` for a program without work."""
     place, split = tl.program_id(0), tl.program_id(2)
-    request, tile = place // tl.maximum(tiles_each, 1), place % tl.maximum(tiles_each, 1)
-    if tiles_each == 0:
-        place = tl.num_programs(0) - 1 - place  # later rows see more keys: they begin first
-        request = _find_request(query_start_ptr, place, num_requests, GROUP, BLOCK_M)
-        tile = place - (tl.load(query_start_ptr + request) * GROUP // BLOCK_M + request)
-    if REQUESTS_PAD > 0 and tiles_each < 0:
+    if TILES == "shared":
         request, tile, split, min_share, place = find_share(
             query_start_ptr, seq_lens_ptr, num_requests, shortest, longest, num_splits, min_share, GROUP, BLOCK_M,
             BLOCK_N, REQUESTS_PAD,
         )  # fmt: skip
+    elif TILES == "each":
+        request, tile = place // tiles_each, place % tiles_each
+    else:
+        place = tl.num_programs(0) - 1 - place  # later rows see more keys: they begin first
+        request = _find_request(query_start_ptr, place, num_requests, GROUP, BLOCK_M)
+        tile = place - (tl.load(query_start_ptr + request) * GROUP // BLOCK_M + request)
     return request, tile, split, min_share, place
 
 
 @triton.jit(
     do_not_specialize=[
         "stride_table", "num_requests", "shortest", "longest", "window", "reach", "num_splits", "min_share",
-        "tiles_each", "prefix_tile", "prefix_splits", "num_slots",
+        "tiles_each", "prefix_splits", "num_slots",
     ]
 )  # fmt: skip
 def attention_kernel(
     q_ptr, out_ptr, cache_ptr, table_ptr, query_start_ptr, seq_lens_ptr, bias_ptr, acc_ptr, peak_ptr, total_ptr,
     arrived_ptr, begins_ptr, scale, stride_q_token, stride_q_head, stride_block, stride_table, num_requests, shortest,
-    longest, window, reach, num_splits, min_share, tiles_each, prefix_tile, prefix_splits, num_slots,
+    longest, window, reach, num_splits, min_share, tiles_each, prefix_splits, num_slots,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, CLEAR_LOOP: tl.constexpr,
-    REQUESTS_PAD: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, KEEP_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILES: tl.constexpr, REQUESTS_PAD: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, PREFIX_TILE: tl.constexpr, KEEP_PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows, KV heads, splits. Only requests with shortest … longest query tokens take part.
 
-    `tiles_each`: of a request; 0: as many as it needs, found by search; -1 (with REQUESTS_PAD): tiles and splits are
-    found by find_share. SPLIT: the keys of a tile are divided among programs, and the last of them to arrive merges
-    MERGE_ROWS rows at a time. CHUNK: see split_of; without SPLIT a program attends to the chunks one after the other.
-    With SPLIT and `prefix_tile` > 0 a request's keys begin at begins_ptr; those before were attended to by a launch
-    with KEEP_PARTS, in prefix_splits, by tiles of so many keys. Its results are parts, in the num_slots of each row.
+    TILES: which tiles of rows there are: "each" request has `tiles_each`; "found": as many as it needs, found by
+    search; "shared": tiles and splits are found by find_share. SPLIT: the keys of a tile are divided among programs,
+    and the last of them to arrive merges MERGE_ROWS rows at a time. CHUNK: see split_of; without SPLIT a program
+    attends to the chunks one after the other. PREFIX_TILE > 0: a request's keys begin at begins_ptr; those before it
+    were attended to by a launch with KEEP_PARTS, in prefix_splits, by tiles of so many keys. Its results stay in parts,
+    in the num_slots of each row.
 
-    What differs from batch to batch is no constant: each value would be another kernel to compile.
+    What differs from batch to batch is no constant where that costs nothing: each value would be another kernel.
     """
-    MERGES: tl.constexpr = SPLIT and not KEEP_PARTS and CHUNK == 0
     request, tile, split, min_share, place = _find_work(
         query_start_ptr, seq_lens_ptr, num_requests, shortest, longest, num_splits, min_share, tiles_each, GROUP,
-        BLOCK_M, BLOCK_N, REQUESTS_PAD,
+        BLOCK_M, BLOCK_N, TILES, REQUESTS_PAD,
     )  # fmt: skip
-    has_request = request < num_requests
-    request = tl.minimum(request, num_requests - 1)
+    has_request = True
+    if TILES == "shared":
+        has_request = request < num_requests
+        request = tl.minimum(request, num_requests - 1)
     query_start = tl.load(query_start_ptr + request)
     query_len = tl.load(query_start_ptr + request + 1) - query_start
     seq_len = tl.load(seq_lens_ptr + request)
@@ -534,21 +536,21 @@ def attention_kernel(
     first_token = first_row // GROUP
     last_token = (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
     begin, end = _visible_keys(context, first_token, last_token, seq_len, window, CAUSAL, HAS_WINDOW)
-    low, high, num_active, num_before = begin // BLOCK_N * BLOCK_N, end, 1, 0
-    if MERGES and prefix_tile > 0:
+    num_before = 0
+    if PREFIX_TILE > 0:
         begin = tl.load(begins_ptr + request)
-        low = begin
-        prefix_tiles = tl.cdiv(begin, prefix_tile)
-        num_before = tl.cdiv(prefix_tiles, tl.maximum(tl.cdiv(prefix_tiles, prefix_splits), min_share))
+        _, _, num_before = split_of(0, 0, begin, prefix_splits, min_share, PREFIX_TILE, 0, False)
     if SPLIT:
-        low, high, num_active = split_of(
-            split, begin if CHUNK > 0 else low, end, num_splits, min_share, BLOCK_N, CHUNK, True
-        )
+        low, high, num_active = split_of(split, begin, end, num_splits, min_share, BLOCK_N, CHUNK, PREFIX_TILE > 0)
         if KEEP_PARTS:
             if split >= num_active:
                 return
         elif split >= tl.maximum(num_active, 1):
             return
+    else:
+        low, high, num_active = begin // BLOCK_N * BLOCK_N, end, 1
+        if PREFIX_TILE > 0:
+            low = begin
     # What every row sees whole
     clear_begin, clear_end = 0, end
     if CAUSAL:
@@ -574,5 +576,5 @@ def attention_kernel(
     store_result(
         acc, peak, total, query_start, first_row, num_rows, kv_head, place, split, num_active, num_before, num_slots,
         out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M, SPLIT,
-        MERGE_ROWS, SPLITS_PAD, CHUNK > 0, KEEP_PARTS, MERGES,
+        MERGE_ROWS, SPLITS_PAD, CHUNK > 0, KEEP_PARTS, PREFIX_TILE > 0,
     )  # fmt: skip

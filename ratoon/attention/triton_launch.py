@@ -21,7 +21,7 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 LOG2_E = 1.4426950408889634
 _MERGED_ELEMENTS = 8192  # that a program merges at a time
-_SPLITS_PAD = 16  # parts of a row among them. Always so many: each number would be another kernel.
+_SPLITS_PAD = 16  # parts of a row among them, at least: for each number another kernel is compiled
 
 
 class Scratch:
@@ -128,14 +128,15 @@ class Launches:
         layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
         head = HeadArguments.of(transform, layer.head_dim, q, inputs.slot_mapping)
         table = inputs.block_table_device
+        splits_pad = next_power_of_two(num_splits)
         launch(
             decode_kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_splits),
             q, k, v, operands.out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
             inputs.slot_mapping, *head.tensors, *parts, *head.epsilons, layer.scale * LOG2_E, q.stride(0), k.stride(0),
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
-            num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=_SPLITS_PAD,
-            MERGE_ROWS=rows_merged_at_once(_SPLITS_PAD, operands.dim, operands.group),
-            GROUP_PAD=max(2, 1 << (operands.group - 1).bit_length()),  # one head would take more registers
+            num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=splits_pad,
+            MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, operands.group),
+            GROUP_PAD=max(2, next_power_of_two(operands.group)),  # one head would take more registers
             **head.constants, **self._constants(operands, tiles),
         )  # fmt: skip
 
@@ -146,31 +147,36 @@ class Launches:
         tiles: Tiles,
         query_lens: tuple[int, int],
         *,
-        tiles_each: int = 0,
+        tiles_each: int | None = None,
+        is_shared: bool = False,
         num_splits: int = 1,
         parts: Parts | None = None,
         prefix: Prefix | None = None,
         keep_slots: int = 0,
     ) -> None:
-        """Attend to what is stored, for requests of so many query tokens. `tiles_each`: of a request, see
-        attention_kernel. `parts`: where those of splits are kept; None: there is one split. `prefix`: what an earlier
-        launch attended to. `keep_slots` > 0: this is that launch, and a row has so many slots."""
+        """Attend to what is stored, for requests of so many query tokens. `tiles_each`: of a request; None: as many as
+        it needs. `is_shared`: programs are divided among requests by their keys. `parts`: where those of splits are
+        kept. `prefix`: what an earlier launch attended to. `keep_slots` > 0: this is that launch, and a row has so many
+        slots."""
         layer, q, out, pages = operands.layer, operands.q, operands.out, operands.pages
         inputs, bias = operands.metadata.inputs, layer.bias
         table = inputs.block_table_device
-        begins, *numbers = prefix or (inputs.seq_lens_device, 0, 0, keep_slots or num_splits)
-        merges = parts is not None and not keep_slots and not self._chunk
-        splits_pad = 1 if self._chunk else _SPLITS_PAD  # folded one after the other
+        begins, prefix_tile, *numbers = prefix or (inputs.seq_lens_device, 0, 0, keep_slots or num_splits)
+        is_split = num_splits > 1 or keep_slots > 0
+        splits_pad = max(next_power_of_two(numbers[1]), _SPLITS_PAD)
+        if self._chunk or keep_slots or not is_split:  # nothing is merged, or one part after the other
+            splits_pad = 1
         launch(
             attention_kernel, grid,
             q, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out if bias is None else bias,
             *(parts or (out,) * 4), begins, layer.scale * LOG2_E, q.stride(0), q.stride(1), pages.stride(0),
             table.stride(0), operands.metadata.num_requests, *query_lens, layer.window or 0,
-            0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share, tiles_each, *numbers,
+            0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share, tiles_each or 0, *numbers,
             CAUSAL=layer.causal and not keep_slots, HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop,
-            REQUESTS_PAD=MAX_SHARED_REQUESTS if merges else 0, SPLIT=parts is not None, CHUNK=self._chunk,
+            TILES="shared" if is_shared else "found" if tiles_each is None else "each",
+            REQUESTS_PAD=MAX_SHARED_REQUESTS if is_shared else 0, SPLIT=is_split, CHUNK=self._chunk,
             MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, tiles.block_m), SPLITS_PAD=splits_pad,
-            KEEP_PARTS=keep_slots > 0, **self._constants(operands, tiles),
+            PREFIX_TILE=prefix_tile, KEEP_PARTS=keep_slots > 0, **self._constants(operands, tiles),
         )  # fmt: skip
 
     def _constants(self, operands: Operands, tiles: Tiles) -> dict[str, Any]:
@@ -197,6 +203,10 @@ def is_paired(pages: Tensor, q: Tensor) -> bool:
     return pages.dtype == torch.float8_e4m3fn and q.dtype != torch.float32 and pages.shape[-1] % 2 == 0
 
 
+def next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 def rows_merged_at_once(splits_pad: int, dim: int, num_rows: int) -> int:
     """A power of two. `num_rows`: of a tile."""
-    return min(max(1, _MERGED_ELEMENTS // (splits_pad * dim)), 1 << (num_rows - 1).bit_length(), 16)
+    return min(max(1, _MERGED_ELEMENTS // (splits_pad * dim)), next_power_of_two(num_rows), 16)

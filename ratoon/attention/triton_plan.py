@@ -22,7 +22,6 @@ MAX_TILES = 2**18  # that can be split in one launch
 MAX_PARTS = 2**20  # of split keys: rows × splits; half a GiB of scratch with heads of 128
 SHORT_ROWS = 64  # query tokens × query heads of a KV head: up to here a request's keys are split among programs
 MAX_SHARED_REQUESTS = 64  # of a step, up to which programs are divided among requests by their keys
-SHARED = -1  # in place of the tiles of each request: so they are divided
 LONGEST = 2**31 - 1  # query tokens
 PROGRAMS_PER_SM = 1  # that splitting aims at
 _MAX_SPLITS = 32
@@ -54,7 +53,7 @@ def choose_tiles(
     if batch_invariant:  # one shape for all requests: another one may sum in another order
         return Tiles(64, 64 if dim <= 128 else 32, 4, 3, False)
     if max_rows is not None:
-        block_m = 16 if max_rows <= 16 else SHORT_ROWS  # few sizes: each is another kernel to compile
+        block_m = min(max(16, power_of_two(max_rows)), SHORT_ROWS)
         if block_m == 16 and longest is not None and longest <= 32:  # many small programs
             return Tiles(block_m, 32, 1, 2, False)
         return Tiles(block_m, 128 if dim <= 64 else 64 if dim <= 128 else 32, 4, 3, False)

@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 FIRST_PROMPTS = (128, 32, 16, 64)
 FEW_ROWS = 128  # up to which all sizes of steps are launched
 MANY_ROWS = (256, 1024)
-NUM_BEAMS = 32
+NUMS_BEAMS = (32, 4, 8, 16)  # kernels differ by how many are wanted
 NUMS_LOGPROBS = (5, 20)  # alternatives: narrow and wide lists
-NUM_SHARING, SHARED_TOKENS = 32, 1024  # requests, and the prefix that they share
+NUMS_SHARING = (32, 2)  # requests that share a prefix: enough to read it once, and too few
+SHARED_TOKENS = 1024
 
 
 class ShapesOnly(TorchFunctionMode):
@@ -161,9 +162,12 @@ def launch_first_steps(runner: ModelRunner, largest: SchedulerOutput) -> None:
 def launch_later_steps(runner: ModelRunner) -> None:
     """What other requests may need, the likeliest first: more of them at once, continuations and beams, then the other
     ways to choose tokens. Kernels differ from size to size while a step has few rows."""
+    assert runner.graphs is not None
     sizes = [size for size in graph_sizes(MAX_TOKENS) if size <= FEW_ROWS]
     _launch_decodes(runner, (32, *sizes, *MANY_ROWS), (Mode.GREEDY,))
     _launch_prompts(runner, [size for size in sizes if size > 1])
+    if (size := runner.graphs.size_for(FEW_ROWS)) is not None:  # many requests, some of more than one token
+        _launch_padded(runner, GraphKey(size, size, 1, Mode.GREEDY))
     _launch_beams(runner)
     _launch_decodes(runner, (1,), (Mode.RANDOM, Mode.FILTERED))
     _launch_logprobs(runner)
@@ -201,11 +205,12 @@ def _launch_step(runner: ModelRunner, plan: SchedulerOutput) -> None:
 
 
 def _launch_beams(runner: ModelRunner) -> None:
-    """A step of a search, and the copies of blocks when beams part."""
+    """Steps of a search, and the copies of blocks when beams part."""
     assert runner.graphs is not None
-    size = runner.graphs.size_for(NUM_BEAMS, has_beams=True)
-    if size is not None:
-        _launch_padded(runner, GraphKey(size, None, None, None, SearchShape(1, NUM_BEAMS, 2 * NUM_BEAMS)))
+    for num_beams in NUMS_BEAMS:
+        size = runner.graphs.size_for(num_beams, has_beams=True)
+        if size is not None:
+            _launch_padded(runner, GraphKey(size, None, None, None, SearchShape(1, num_beams, 2 * num_beams)))
     pages = Pages([torch.empty(4, 1, dtype=torch.int64, device=runner.device)], runner.device)
     for num_copies in (1, FEW_BLOCKS + 1):
         copy_blocks(pages, pages, [(0, 1)] * num_copies)
@@ -240,12 +245,13 @@ def _launch_shared_prefix(runner: ModelRunner) -> None:
     """Requests that share a prefix beside a prompt, in a step that is too large to be padded."""
     assert runner.graphs is not None
     rows, inputs = runner.input_batch, cast("DeviceInputs", runner.inputs)
-    num_sharing = min(NUM_SHARING, len(rows.token_ids) - 1)
     longest = rows.max_model_len - 1
-    length = min(inputs.input_ids.shape[0] - num_sharing, longest)
-    if length > 0 and runner.graphs.size_for(length + num_sharing, is_decode=False) is None:
-        requests = [(min(SHARED_TOKENS, longest - 1), 1)] * num_sharing + [(0, length)]
-        _launch_step(runner, step_of(requests, len(rows.block_tables), rows.block_size))
+    for num_sharing in NUMS_SHARING:
+        length = min(inputs.input_ids.shape[0] - num_sharing, longest)
+        is_padded = runner.graphs.size_for(length + num_sharing, is_decode=False) is not None
+        if length > 0 and not is_padded and num_sharing < len(rows.token_ids):
+            requests = [(min(SHARED_TOKENS, longest - 1), 1)] * num_sharing + [(0, length)]
+            _launch_step(runner, step_of(requests, len(rows.block_tables), rows.block_size))
 
 
 def step_of(requests: Sequence[tuple[int, int]], num_groups: int, block_size: int) -> SchedulerOutput:

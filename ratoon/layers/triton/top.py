@@ -26,7 +26,6 @@ GROUP = 256  # columns in a group
 GROUPS_AT_ONCE = 16  # that one program reads
 SEGMENT = 1024  # keys that one program (one warp) orders, or more where more of them are wanted
 MERGED = 4096  # the same of lists of keys
-WIDTHS = (8, 64)  # of lists of keys; wider ones are powers of two
 FEWEST_SORTED, MAX_SORTED = 64, 512  # keys that one program sorts
 _INF = tl.constexpr(float("inf"))
 _MISSING = tl.constexpr(-(2**63))  # the key of no number: comes last
@@ -108,8 +107,7 @@ def best_keys(
 
 
 def _width(num_wanted: int) -> int:
-    """Of lists of keys: one of a few, because kernels are compiled for each."""
-    return next((width for width in WIDTHS if width >= num_wanted), triton.next_power_of_2(num_wanted))
+    return max(triton.next_power_of_2(num_wanted), 8)
 
 
 def _key_lists(
@@ -157,7 +155,7 @@ def _best_of(keys: Tensor, width: int) -> Tensor:
     """[S, N] → [S, 2 · width]: the largest, and others."""
     while keys.shape[1] > 2 * width:
         num_searches, num_keys = keys.shape
-        segment = max(MERGED, 4 * width)
+        segment = min(max(MERGED, 4 * width), triton.next_power_of_2(num_keys))
         num_segments = triton.cdiv(num_keys, segment)
         best = torch.empty(num_searches, num_segments * 2 * width, dtype=torch.int64, device=keys.device)
         launch(

@@ -93,11 +93,11 @@ with torch.inference_mode(), ShapesOnly(), kernels, launches_go_to(kernels.recor
 
     run("decode", *((size, None, None, Mode.GREEDY) for size in (1, 2, 8, 16, 32, 48, 128, 256)))
     run("continuation", (8, 8, 1, Mode.GREEDY), (24, 8, 1, Mode.GREEDY), (64, 32, 8, Mode.RANDOM), (96, 8, 1))
-    kernels.stage = "prompts"
+    run("prompts", (160, 128, 8, Mode.GREEDY))
     run_requests(*[(0, 300)] * 8, (700, 1), (700, 5))
     run_requests((0, 3500), *[(700, 1)] * 3)
     run("beams", (96, 8, 1, None, SearchShape(1, 1, 64)), (32, None, None, None, SearchShape(1, 32, 64)),
-        (8, None, None, None, SearchShape(2, 4, 16)))
+        (16, None, None, None, SearchShape(2, 8, 16)))
     for rows, searches in ((1, 11), (32, 32)):
         logits = torch.empty(rows * searches, config.vocab_size, dtype=torch.bfloat16, device=META)
         scores = torch.empty(rows * searches, device=META)
@@ -109,7 +109,7 @@ with torch.inference_mode(), ShapesOnly(), kernels, launches_go_to(kernels.recor
     kernels.stage = "logprobs"
     for rows in (1, 3, 32):
         logits = torch.empty(rows, config.vocab_size, dtype=torch.bfloat16, device=META)
-        for num_top in (0, 1, 5, 16, 20):
+        for num_top in (0, 1, 5, 20):
             token_logprobs(logits, torch.empty(rows, dtype=torch.int64, device=META), num_top)
     kernels.stage = "rules"
     for rows in (1, 3):
@@ -146,5 +146,5 @@ def test_requests_of_other_kinds_find_their_kernels_compiled() -> None:
     assert set(later) >= LATER
     assert names == {}, "kernels that a request would wait for"
     # Each of the first is waited for at the start, and the others take a core for a second or more.
-    assert first.count("attention_kernel") <= 3 and (first + later).count("attention_kernel") <= 5
-    assert (first + later).count("decode_kernel") <= 2
+    assert first.count("attention_kernel") <= 3 and (first + later).count("attention_kernel") <= 8
+    assert (first + later).count("decode_kernel") <= 6
