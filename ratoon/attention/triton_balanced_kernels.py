@@ -297,7 +297,8 @@ def balanced_kernel(
         first, behind = first + kv_head * num_tiles, behind + kv_head * num_tiles
         stop = tl.minimum(behind, high)
         next_head = stop // num_tiles
-        next_request = tl.where(next_head > kv_head, 0, request + 1)
+        # Behind the last request there is none: numbers of another one are loaded, and not used.
+        next_request = tl.where(next_head > kv_head, 0, tl.minimum(request + 1, num_requests - 1))
         next_first, next_behind, next_token, next_end = _find_request(
             next_request, plan_ptr, query_start_ptr, seq_lens_ptr
         )

@@ -37,8 +37,10 @@ def make_inputs(lengths: list[int], query_lens: list[int], block_size: int, is_p
         tables[row, :count] = [next(blocks) for _ in range(count)]
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     seq_lens = np.array(lengths, np.int32)
+    # Behind the last length there is something else, as in a runner's memory.
+    on_device = torch.tensor([*lengths, 2**30], dtype=torch.int32, device=DEVICE)[:-1]
     return CommonAttentionMetadata(
-        starts, seq_lens, tables, torch.from_numpy(starts).to(DEVICE), torch.from_numpy(seq_lens).to(DEVICE),
+        starts, seq_lens, tables, torch.from_numpy(starts).to(DEVICE), on_device,
         torch.from_numpy(tables).to(DEVICE), torch.zeros(0, dtype=torch.int64, device=DEVICE), block_size,
         max(query_lens), max(lengths), is_padded=is_padded,
     )  # fmt: skip
@@ -96,10 +98,11 @@ def assert_exact(
     [
         ([131, 61, 1, 2, 18, 32], None),
         ([32, 33, 34, 64, 65, 5], 20),  # windows that begin inside a tile and at its borders
+        ([3, 300], 200),  # the last one is cut
         ([300, 4, 4], None),  # one that is cut among most programs
         ([1], None),  # fewer tiles than programs
     ],
-    ids=["mixed", "window", "one long", "one key"],
+    ids=["mixed", "window", "window and cut", "one long", "one key"],
 )
 def test_requests_that_are_cut_anywhere_are_exact(lengths: list[int], window: int | None, block_n: int) -> None:
     assert_exact(replace(GROUPED, window=window), lengths, Balance(block_n, 3, 1))
@@ -117,7 +120,7 @@ def test_pages_may_be_larger_than_tiles() -> None:
 
 @pytest.mark.parametrize("block_n", [16, 32])
 def test_keys_and_values_in_fp8(block_n: int) -> None:
-    layer = replace(GROUPED, num_heads=3, num_kv_heads=1)
+    layer = replace(GROUPED, num_heads=3, num_kv_heads=1, head_dim=32)
     assert_exact(layer, [50, 64, 3], Balance(block_n, 3, 1), kv_dtype=torch.float8_e4m3fn)
 
 
@@ -128,6 +131,9 @@ def test_what_the_kernel_serves() -> None:
     assert serves(layer, torch.bfloat16, pages.to(torch.float8_e4m3fn), 16, 32)
     assert not serves(layer, torch.float32, pages.float(), 16, 16)
     assert not serves(replace(layer, head_dim=80), torch.bfloat16, pages, 16, 16)
+    small = torch.zeros(3, 2, 2, 16, 16, dtype=torch.bfloat16)
+    assert serves(replace(layer, head_dim=16), torch.bfloat16, small, 16, 16)
+    assert not serves(replace(layer, head_dim=16), torch.bfloat16, small.to(torch.float8_e4m3fn), 16, 32)
     assert not serves(replace(layer, causal=False), torch.bfloat16, pages, 16, 16)
     assert not serves(replace(layer, bias=BIAS), torch.bfloat16, pages, 16, 16)
     assert not serves(replace(layer, num_heads=64), torch.bfloat16, pages, 16, 16)  # 32 for a KV head

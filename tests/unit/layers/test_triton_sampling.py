@@ -122,7 +122,7 @@ def test_filtered_draws_come_from_a_list_where_it_has_all_that_is_left(kind, fro
     monkeypatch.setattr(kernels, "LIST_ROOM", 64)
     monkeypatch.setattr(kernels, "GROUPS_AT_ONCE", 16)
     logits = random_logits(2, 3001, scale=2.0)
-    if from_list:
+    if from_list and DEVICE.type == "cpu":  # a launch on a GPU needs a kernel
         monkeypatch.setattr(kernels, "draw_others", Skipped())
     assert_alike(sample(logits, [kind] * 2, [0.3, 0.9], Mode.FILTERED))
 
