@@ -135,7 +135,8 @@ def test_servers_are_measured_at_several_rates(shape: Path, tmp_path: Path) -> N
         (engine, rate, 4, 0) for engine in ("ratoon", "vllm") for rate in (20, None)
     ]
     assert all(0 < load["ttft_p50"] <= load["ttft_p99"] for load in result["loads"])
-    assert shown.count("# warmed up by 3 requests") == 2 and shown.count("×") == 10
+    assert shown.count("# warmed up by 3 requests") == 2
+    assert shown.count("×") >= 6  # at each rate three that are never zero: twice TTFT, and tokens a second
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
