@@ -46,6 +46,7 @@ Tensor = torch.Tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
+_FP8_HEAD_DIM_ABOVE = 16  # it is read in pairs, and a product sums over 16 of them at least
 _MIN_CAPABILITY = (8, 0)  # of a CUDA device: bfloat16 in tensor cores
 _MIN_FP8_CAPABILITY = (8, 9)
 _MAX_FUSED_TILES_PER_SM = 2  # requests × KV heads: up to here one kernel transforms, stores and attends
@@ -104,6 +105,8 @@ class TritonAttentionBackend(AttentionBackend):
             reasons.append(f"computes in float32, bfloat16 or float16, not in {needs.dtype}")
         if needs.kv_dtype not in (None, torch.float8_e4m3fn):
             reasons.append(f"keeps keys and values in {needs.dtype} or float8_e4m3fn, not in {needs.kv_dtype}")
+        elif needs.kv_dtype is not None and needs.dtype != torch.float32 and needs.head_dim <= _FP8_HEAD_DIM_ABOVE:
+            reasons.append(f"fp8 needs heads of more than {_FP8_HEAD_DIM_ABOVE}, not of {needs.head_dim}")
         if needs.head_dim > _MAX_HEAD_DIM:
             reasons.append(f"head_dim must be at most {_MAX_HEAD_DIM}, not {needs.head_dim}")
         if needs.content != AttentionSpec.content:

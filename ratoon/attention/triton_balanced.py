@@ -21,6 +21,7 @@ LOG2_E = 1.4426950408889634
 _DTYPES = (torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
 _HEAD_DIMS = (16, 32, 64, 128)  # a power of two: columns of a box; of fp8 pairs, of which a product takes 16 at least
+_MIN_BOX = 16  # keys of a box, which a product sums over
 _BLOCK_M = 16  # rows of a product in tensor cores, here query heads of a KV head
 _STEP = 256  # requests or programs that a program of plan_kernel reads or writes at a time
 _MAX_DESCRIPTORS = 1024
@@ -51,7 +52,7 @@ def serves(
         and layer.head_dim in (_HEAD_DIMS[1:] if pages.dtype == _FP8 else _HEAD_DIMS)
         and dtype in _DTYPES
         and pages.dtype in (dtype, _FP8)
-        and (block_size % block_n == 0 or 2 * block_size == block_n)
+        and (block_size % block_n == 0 or (2 * block_size == block_n and block_size >= _MIN_BOX))
         and pages.stride(0) % layer.head_dim == 0
         and pages.data_ptr() % 16 == 0
     )

@@ -58,10 +58,10 @@ def large_store_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel does not write stays NaN."""
+    """What a kernel does not write stays NaN, or a number that is no place."""
 
-    def full_of_nan(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
-        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    def full_of_nan(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None, **how: Any) -> Tensor:
+        return torch.full(shape, float("nan") if dtype.is_floating_point else 123456789, dtype=dtype, device=device)
 
     monkeypatch.setattr(triton_backend.torch, "empty", full_of_nan)
 
@@ -290,7 +290,7 @@ class DecodeStep:
     [
         (AttentionLayer(0, 4, 2, 32, 0.2), 32, True, torch.float32, torch.float32),
         (AttentionLayer(0, 3, 1, 40, 0.2, window=20), 24, True, torch.float32, torch.float32),
-        (AttentionLayer(0, 4, 2, 16, 0.2), 16, False, torch.bfloat16, torch.float8_e4m3fn),
+        (AttentionLayer(0, 4, 2, 32, 0.2), 16, False, torch.bfloat16, torch.float8_e4m3fn),
         (AttentionLayer(0, 2, 2, 16, 0.2), None, False, torch.float16, torch.float16),
     ],
     ids=["norm", "window", "fp8", "plain"],
@@ -566,6 +566,8 @@ def test_backends_refuse_dtypes_of_keys_and_values_that_they_do_not_read() -> No
     assert "keeps keys and values in float32, not in torch.float8_e4m3fn" in chosen.reasons_against["cpu"]
     with pytest.raises(ConfigError, match=r"not in torch\.int8"):
         select_backend("auto", replace(NEEDS, kv_dtype=torch.int8), "layers 0-3")
+    narrow = replace(fp8, dtype=torch.bfloat16, head_dim=16)
+    assert "fp8 needs heads of more than 16, not of 16" in TritonAttentionBackend.reasons_against(narrow)
 
 
 def test_gpus_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

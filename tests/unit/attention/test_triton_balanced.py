@@ -138,3 +138,4 @@ def test_what_the_kernel_serves() -> None:
     assert not serves(replace(layer, bias=BIAS), torch.bfloat16, pages, 16, 16)
     assert not serves(replace(layer, num_heads=64), torch.bfloat16, pages, 16, 16)  # 32 for a KV head
     assert not serves(layer, torch.bfloat16, pages, 24, 16)
+    assert not serves(layer, torch.bfloat16, pages, 8, 16)  # boxes of 8 keys
