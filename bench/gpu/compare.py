@@ -262,6 +262,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work-folder", type=Path, default=CACHE_FOLDER, metavar="DIR", help="models and logs")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw it (needs matplotlib)")
+    parser.add_argument("--title", help="of tables and plot (default: the GPU and versions)")
     parser.add_argument("--from-logs", type=Path, nargs="+", metavar="LOG", help="measure nothing: read earlier runs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one round: does it work at all?")
     args = parser.parse_args()
@@ -314,15 +315,11 @@ def main() -> int:
             comparison.measure()
         except KeyboardInterrupt:
             print("interrupted: these are the figures so far", file=sys.stderr)
-    title = (
-        "earlier runs"
-        if args.from_logs
-        else f"{gpu_name()}; "
-        + "; ".join(
-            f"{name}: " + ", ".join(f"{package} {version}" for package, version in versions.items())
-            for name, versions in comparison.versions.items()
-        )
+    measured = "; ".join(
+        f"{name}: " + ", ".join(f"{package} {version}" for package, version in versions.items())
+        for name, versions in comparison.versions.items()
     )
+    title = args.title or ("earlier runs" if args.from_logs else f"{gpu_name()}; {measured}")
     print_report(title, comparison.records, comparison.errors)
     if args.json:
         args.json.write_text(json.dumps(comparison.as_dict(), indent=2) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -119,7 +120,7 @@ def draw(path: Path, title: str, records: Sequence[Record]) -> None:
     panels = list(dict.fromkeys((record.model, record.variant) for record in chosen))
     canvas = Canvas(figsize=(7.5, 0.8 + 4.2 * max(1, len(panels))), dpi=130, layout="constrained")
     FigureCanvasAgg(canvas)
-    canvas.suptitle(title, fontsize=10)
+    canvas.suptitle(textwrap.fill(title, 100), fontsize=8)
     for axes, panel in zip(canvas.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0], panels):
         here = [record for record in chosen if (record.model, record.variant) == panel]
         names = [what for what in reversed(FIGURES) if any(record.what == what for record in here)]
@@ -138,5 +139,5 @@ def draw(path: Path, title: str, records: Sequence[Record]) -> None:
         axes.margins(x=0.15)
         axes.grid(axis="x", alpha=0.25)
         axes.set_axisbelow(True)
-        axes.legend(fontsize=8, loc="lower right")
+        axes.legend(fontsize=8, loc="upper right")  # the figures above are nearest to their floors
     canvas.savefig(path)
