@@ -147,12 +147,17 @@ def attention(compilation: Compilation) -> None:
     triton_backend.can_launch_dependently = lambda: compilation.capability >= 90  # type: ignore[assignment]
     compilation.part = "attention: 0.6B, decode of 32"
     attend(16, 8, [1] * 32, 1024, has_norm=True)
+    for num_requests in (1, 32):
+        compilation.part = f"attention: 0.6B, decode of {num_requests}, keys and values in fp8"
+        attend(16, 8, [1] * num_requests, 1024, has_norm=True, kv_dtype=torch.float8_e4m3fn)
     compilation.part = "attention: 8B, decode of 1"
     attend(32, 8, [1], 1024)
     compilation.part = "attention: 8B, decode of 256"
     attend(32, 8, [1] * 256, 1024)
     compilation.part = "attention: 8B, decode of 256, keys and values in fp8"
     attend(32, 8, [1] * 256, 1024, kv_dtype=torch.float8_e4m3fn)
+    compilation.part = "attention: 8B, decode of 1, keys and values in fp8"
+    attend(32, 8, [1], 1024, kv_dtype=torch.float8_e4m3fn)
     compilation.part = "attention: 8B, 24 tokens, captured"
     attend(32, 8, [24], 9216, is_padded=True)
     compilation.part = "attention: 8B, prefill"
