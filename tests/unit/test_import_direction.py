@@ -83,6 +83,18 @@ def test_transformers_is_only_an_oracle():
     assert not [path for path in files for _, name in imports(path) if name.split(".")[0] == "transformers"]
 
 
+def test_nothing_is_pickled():
+    """Not even between processes of our own: what is unpickled can run any code."""
+    unsafe = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, module in imports(path)
+        if module.partition(".")[0] in unsafe
+    ]
+    assert found == []
+
+
 def test_importing_the_package_loads_nothing_slow():
     slow = ("torch", "numpy", "tokenizers", "rich", "jinja2")
     code = f"import sys, ratoon, ratoon.cli; print([name for name in {slow} if name in sys.modules])"

@@ -14,7 +14,6 @@ import gc
 import heapq
 import importlib
 import os
-import pickle
 import select
 import signal
 import sys
@@ -36,7 +35,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction
 
-from ratoon.layers.triton.compiler_process import LENGTH, MARK, Finish, Launch, Modules, Request
+from ratoon.layers.triton.compiler_process import LENGTH, MARK, Finish, Launch, Modules, Request, decode
 from ratoon.layers.triton.kernel_cache import KernelCache, use_kernel_cache
 from ratoon.layers.triton.kernel_requests import all_functions, digests_of, launcher_digest, request_of, settle_key
 
@@ -154,7 +153,7 @@ class CompileServer:
                 break
             message = self._buffer[LENGTH.size : end]
             self._buffer = self._buffer[end:]
-            self._accept(pickle.loads(message))
+            self._accept(decode(message))
 
     def _accept(self, message: Request | Launch | Modules | Finish) -> None:
         if isinstance(message, Modules):

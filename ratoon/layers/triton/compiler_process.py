@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import queue
 import signal
 import struct
@@ -20,7 +19,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TypeAlias
+
+import msgspec
 
 logger = logging.getLogger(__name__)
 
@@ -36,38 +37,46 @@ _POLL = 0.5  # seconds
 LENGTH = struct.Struct("<I")  # of a message, in front of it
 
 
-class Request(NamedTuple):
+Number: TypeAlias = bool | int | float | str | None
+Option: TypeAlias = Number | tuple[str | int | tuple[str, ...], ...]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Request(Message, frozen=True):
     """A kernel, as Triton's compiler takes it."""
 
     digest: str  # of its key; told when its compilation has ended, well or not
     module: str
     name: str
     capability: int
-    signature: dict[str, Any]
-    constants: dict[tuple[int, ...], Any]
-    attrs: dict[tuple[int, ...], Any]
-    options: dict[str, Any]
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Number]
+    attrs: dict[tuple[int, ...], list[list[str | int]]]
+    options: dict[str, Option]
     is_urgent: bool
 
 
-class Launch(NamedTuple):
+class Launch(Message, frozen=True):
     """A launch that is expected. `function` of `module` is called with `arguments`. It returns the kernel, for each
     argument that is no constant Triton's name of its type and whether it is a multiple of 16, and by name constants and
     options."""
 
     module: str
     function: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Number]
     capability: int
 
 
-class Modules(NamedTuple):
+class Modules(Message, frozen=True):
     """To be imported while there is nothing else to do."""
 
     names: tuple[str, ...]
 
 
-class Finish(NamedTuple):
+class Finish(Message, frozen=True):
     """End when everything is compiled. `mark`: a folder of Triton's cache that gets a file MARK then."""
 
     mark: str | None = None
@@ -89,7 +98,7 @@ class CompilerProcess:
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a group of its own, which is ended as a whole, and not by Ctrl-C
         )
-        self._messages: queue.SimpleQueue[NamedTuple] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._events: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
         self._has_ended = False
@@ -155,8 +164,8 @@ class CompilerProcess:
         while True:
             message = self._messages.get()
             try:
-                data = _pickle(message)
-            except Exception as error:  # of a constant
+                data = encode(message)
+            except (TypeError, ValueError) as error:  # of a constant
                 logger.debug("%s can't be sent: %s", message, error)
                 if isinstance(message, Request):
                     self._event(message.digest).set()
@@ -178,5 +187,17 @@ class CompilerProcess:
         self._give_up(f"has ended with status {status}")
 
 
-def _pickle(message: NamedTuple) -> bytes:
-    return pickle.dumps(message)
+def encode(message: Message) -> bytes:
+    """Raises TypeError or ValueError if the other side would not read the same."""
+    data = _encoder.encode(message)
+    if decode(data) != message:
+        raise ValueError("holds other things than numbers, strings and tuples of them")
+    return data
+
+
+def decode(data: bytes) -> Request | Launch | Modules | Finish:
+    return _decoder.decode(data)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Request | Launch | Modules | Finish)

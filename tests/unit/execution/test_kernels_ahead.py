@@ -33,7 +33,8 @@ from ratoon.layers.beams import SearchRows, SearchShape, best_keys_of_searches
 from ratoon.layers.cuda_ops import CudaOps
 from ratoon.layers.sampling import Mode, greedy, sample_plain, token_logprobs
 from ratoon.layers.triton.compilation import launches_go_to
-from ratoon.layers.triton.kernel_requests import AbsentDevice
+from ratoon.layers.triton.compiler_process import encode
+from ratoon.layers.triton.kernel_requests import AbsentDevice, request_of_compilation
 from ratoon.models.build import META, collect_shapes, declare_model, outline_model
 from ratoon.models.dummy_source import DummySource
 from ratoon.models.source import resolve_model
@@ -54,6 +55,7 @@ class Kernels(triton.AsyncCompileMode):
         self.stage, self.names, self.found = "", {}, {}
 
     def submit(self, key, compile_fn, finalize_fn):
+        encode(request_of_compilation(key, compile_fn, is_urgent=True))  # can be sent to the process that compiles
         if key not in self.found:
             self.found[key] = self.stage
             self.names.setdefault(self.stage, []).append(self.name)
