@@ -24,6 +24,7 @@ from ratoon.attention.select import select_backend
 from ratoon.attention.shared_prefix import group_prefixes
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.attention.triton_balanced import Balance
 from ratoon.attention.triton_launch import Scratch
 from ratoon.attention.triton_plan import (
     LaunchPlan,
@@ -59,11 +60,13 @@ def large_store_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel does not write stays NaN, or a number that is no place."""
+    empty = torch.empty
 
-    def full_of_nan(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None, **how: Any) -> Tensor:
-        return torch.full(shape, float("nan") if dtype.is_floating_point else 123456789, dtype=dtype, device=device)
+    def poisoned(*shape: int, dtype: torch.dtype = torch.float32, **how: Any) -> Tensor:
+        poison = float("nan") if dtype.is_floating_point else min(123456789, torch.iinfo(dtype).max)
+        return empty(*shape, dtype=dtype, **how).fill_(poison)
 
-    monkeypatch.setattr(triton_backend.torch, "empty", full_of_nan)
+    monkeypatch.setattr(triton_backend.torch, "empty", poisoned)
 
 
 def assert_as_defined(batch: Batch, backend: TritonAttentionBackend, tolerance: float = 2e-6, **how: Any) -> None:
@@ -395,8 +398,10 @@ def test_outgrown_scratch_stays_allocated_for_captured_graphs() -> None:
 def kinds_of_launches(
     monkeypatch: pytest.MonkeyPatch, query_lens: list[int], seq_len: int, is_padded: bool = True, **options: Any
 ) -> set[tuple[Any, ...]]:
-    """The kernels of a step with the constants that they are compiled for, as on a GPU with 132 multiprocessors."""
-    layer, kinds = AttentionLayer(0, 32, 8, 128, 128**-0.5), set()
+    """The kernels of a step with the constants that they are compiled for, as on a GPU with 132 multiprocessors that is
+    no Hopper, unless `balance` is given. Nothing is launched."""
+    layer = AttentionLayer(0, 32, 8, 128, 128**-0.5)
+    kinds: set[tuple[Any, ...]] = set()
     starts = np.cumsum([0, *query_lens]).astype(np.int32)
     lengths = np.full(len(query_lens), seq_len, np.int32)
     table = np.zeros((len(query_lens), -(-seq_len // 16)), np.int32)
@@ -406,13 +411,16 @@ def kinds_of_launches(
     )  # fmt: skip
     q, k, v = torch.zeros(int(starts[-1]), 48, 128, dtype=torch.bfloat16).split([32, 8, 8], 1)
     pages = torch.zeros(2, 2, 8, 16, 128, dtype=torch.bfloat16)
+
+    def note(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        kinds.add((kernel.fn.__name__, *sorted(constants.items())))
+
     monkeypatch.setattr(triton_backend, "num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(
-        triton_launch,
-        "launch",
-        lambda kernel, grid, *args, **constants: kinds.add((kernel.fn.__name__, *sorted(constants.items()))),
-    )
+    monkeypatch.setattr(triton_backend, "has_wgmma", lambda: False)
+    monkeypatch.setattr(triton_launch, "launch", note)
     backend = TritonAttentionBackend(cascade=False, **options)
+    if backend._balanced is not None:
+        backend._balanced._launch = note
     backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs))
     return kinds
 
@@ -426,6 +434,11 @@ def test_steps_of_other_sizes_need_no_other_kernels(monkeypatch: pytest.MonkeyPa
         for count in (1, 2, 5)
     ]
     assert len(set().union(*beside)) == 2, "decodes beside a prompt"
+    balanced = [
+        kinds_of_launches(monkeypatch, [1] * count, 9216, is_padded=False, fused_store=False, balance=Balance(16, 4, 7))
+        for count in (1, 2, 40, 300)
+    ]
+    assert len(set().union(*balanced)) == 3, "one that stores, one that divides the keys, one that attends"
 
 
 # ---- prefixes that requests share ----
