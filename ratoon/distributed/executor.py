@@ -129,6 +129,11 @@ class ThreadedExecutor:
         return None
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a device still executes steps that this thread has launched."""
+        return False
+
+    @property
     def has_idle_work(self) -> bool:
         return False
 
@@ -206,8 +211,11 @@ class ThreadedExecutor:
             def is_over() -> bool:
                 return self._num_queued > 0 or self._num_submitted > before
 
-            if self._queue_changed.wait_for(is_over, IDLE_SECONDS):
-                return
+            while True:
+                if self._queue_changed.wait_for(is_over, IDLE_SECONDS):
+                    return
+                if not self.is_busy:
+                    break
         while True:
             with self._turn:
                 if is_over() or not self.work_when_idle():
@@ -319,6 +327,10 @@ class UniProcExecutor(ThreadedExecutor):
     def graph_stats(self) -> GraphStats | None:
         graphs = self._worker.runner.graphs
         return None if graphs is None else graphs.stats
+
+    @property
+    def is_busy(self) -> bool:
+        return self._worker.is_busy
 
     @property
     def has_idle_work(self) -> bool:

@@ -241,13 +241,22 @@ class Worker:
     def has_work_of_steps(self) -> bool:
         return self.runner.graphs is not None and self.runner.graphs.can_capture_next
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the device has not executed all steps that were launched."""
+        return self._stream is not None and not self._stream.query()
+
     def work_when_idle(self) -> bool:
-        """Do a piece of work that later steps profit from. False: there is none now."""
+        """Do a piece of work that later steps profit from, and wait until the device has done it. False: there is none
+        now."""
         graphs = self.runner.graphs
-        if graphs is None or not self.has_idle_work or not torch.cuda.current_stream().query():
+        if graphs is None or not self.has_idle_work or self.is_busy:
             return False
         with torch.inference_mode():
-            return graphs.capture_next() if graphs.can_capture_next else graphs.run_ahead()
+            is_done = graphs.capture_next() if graphs.can_capture_next else graphs.run_ahead()
+        if self._stream is not None:
+            self._stream.synchronize()  # otherwise the device would not be idle for the next piece
+        return is_done
 
     def examine_failure(self, error: Exception) -> None:
         """After a step that raised: give back memory if there was too little. Raises DeviceLostError if the device

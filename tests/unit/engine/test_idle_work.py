@@ -107,6 +107,17 @@ def test_a_step_waits_for_one_piece_only(made: Any, monkeypatch: pytest.MonkeyPa
     assert executor.log[:3] == ["step", "piece", "step"]
 
 
+def test_a_device_that_is_still_busy_with_the_last_step_is_waited_for(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make(made, monkeypatch, 0.001, 2)
+    answers = [True, True, False]
+    monkeypatch.setattr(Idler, "is_busy", property(lambda self: answers.pop(0)))
+    executor.submit(SchedulerOutput()).result()
+    assert executor.done.wait(LONG)
+    assert executor.log == ["step", "piece", "piece"] and answers == []
+
+
 def test_shutdown_ends_the_wait_for_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = make([], monkeypatch, LONG, 1)
     executor.submit(SchedulerOutput()).result()

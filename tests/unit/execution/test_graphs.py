@@ -178,6 +178,38 @@ def test_nothing_runs_ahead_before_its_kernels_are_compiled() -> None:
         assert worker.has_idle_work == expected and not worker.has_work_of_steps
 
 
+class BusyStream:
+    """Of a device that executes nothing until it is waited for."""
+
+    def __init__(self) -> None:
+        self.num_pending = 0
+
+    def query(self) -> bool:
+        return self.num_pending == 0
+
+    def synchronize(self) -> None:
+        self.num_pending = 0
+
+
+def test_what_runs_ahead_does_not_keep_the_next_piece_from_being_done() -> None:
+    """The device is busy with it for a while."""
+    stream = BusyStream()
+
+    def run(key: GraphKey) -> None:
+        stream.num_pending += 1
+
+    made = StepGraphs(graph_sizes(32), run, lambda function: RunAgain(lambda: None), send_padding=lambda: None)
+    worker = Worker.__new__(Worker)
+    worker.runner = cast("Any", SimpleNamespace(graphs=made))
+    worker._kernels, worker._stream = cast("Any", SimpleNamespace(has_ended=True)), cast("Any", stream)
+    made.run(KEY)
+    assert worker.is_busy and not worker.work_when_idle(), "of a step"
+    stream.synchronize()
+    while worker.work_when_idle():
+        pass
+    assert len(made._graphs) == 1 + len(graphs.SHORT_SIZES) and not worker.has_idle_work
+
+
 def test_nothing_is_captured_in_advance_once_captures_fail() -> None:
     made, _ = make_graphs(fail)
     made.run(KEY)
