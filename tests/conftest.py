@@ -43,11 +43,29 @@ settings.register_profile("thorough", max_examples=5000, print_blob=True, **_COM
 settings.load_profile(os.environ.get("RATOON_HYPOTHESIS", "default"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`make check` is a marker: unit tests have it unless they are slow, a few others have it by name."""
     for item in items:
         if item.path.is_relative_to(UNIT_TESTS) and item.get_closest_marker("slow") is None:
             item.add_marker("check")
+    worker = getattr(config, "workerinput", None)  # of pytest-xdist
+    if worker is not None:
+        items[:] = with_long_tests_first(items, worker["workercount"])
+
+
+def with_long_tests_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """Each process of pytest-xdist (--dist worksteal) begins with an equal part of the list, in order. The parts begin
+    with the tests that are marked `long`: one that is begun last would be waited for by all the others."""
+    long = [item for item in items if item.get_closest_marker("long") is not None]
+    others = [item for item in items if item.get_closest_marker("long") is None]
+    ordered: list[pytest.Item] = []
+    for num_left in range(num_workers, 0, -1):
+        num_items = (len(long) + len(others)) // num_left
+        num_long = min(-(-len(long) // num_left), num_items)
+        num_others = num_items - num_long
+        ordered += long[:num_long] + others[:num_others]
+        del long[:num_long], others[:num_others]
+    return ordered
 
 
 @pytest.fixture(params=DEPTHS, ids="{} in flight".format)

@@ -164,6 +164,7 @@ def texts_over_encoders(family, device, num_blocks, **cache):
     return run_to_the_end(core), bool(swapped)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", encoder_engines.FAMILIES)
 def test_encoder_decoder_models_on_cuda_give_the_texts_of_the_cpu(family):
     on_cpu, _ = texts_over_encoders(family, "cpu", 100)
