@@ -16,6 +16,7 @@ from ratoon.attention.shared_prefix import shared_prefixes
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 from ratoon.layers.native import library
+from ratoon.layers.native.recording import new_floats
 
 _TILE = 16  # columns that the kernel computes together
 _MAX_HEAD_DIM = 256
@@ -37,15 +38,20 @@ class CpuMetadata:
     block_size: int
     alive: tuple[torch.Tensor, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of the arrays that belong to the step's inputs."""
+        return self.slots, self.num_tokens, self.block_table, self.table_width, self.query_start, self.seq_lens
+
 
 class CpuAttentionBackend(AttentionBackend):
     name = "cpu"
+    supports_recording = True
 
     def __init__(self) -> None:
         kernels = library()
         assert kernels is not None, "check `reasons_against` first"
-        self._store_kv = kernels.ratoon_store_kv
-        self._attention = kernels.ratoon_attention
+        self._kernels = kernels
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -89,6 +95,11 @@ class CpuAttentionBackend(AttentionBackend):
             alive=(inputs.slot_mapping, table, inputs.query_start_loc, inputs.seq_lens, shared),
         )
 
+    def update_metadata(self, metadata: CpuMetadata, inputs: CommonAttentionMetadata) -> bool:
+        new = self.build_metadata(inputs)
+        metadata.alive[-1][:] = new.alive[-1]  # what is shared is the one array that is made for a step
+        return new.places == metadata.places
+
     def store(
         self,
         layer: AttentionLayer | CrossAttentionLayer,
@@ -98,7 +109,7 @@ class CpuAttentionBackend(AttentionBackend):
         metadata: CpuMetadata,
     ) -> None:
         (cache,) = kv_cache
-        self._store_kv(
+        self._kernels.ratoon_store_kv(
             k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache.data_ptr(), cache.stride(0),
             metadata.slots, metadata.num_tokens, layer.num_kv_heads, layer.head_dim, metadata.block_size,
         )  # fmt: skip
@@ -112,10 +123,10 @@ class CpuAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         (cache,) = kv_cache
         width = layer.num_heads * layer.head_dim
-        out = torch.empty(q.shape[0], width)
+        out = new_floats(q.shape[0], width)
         window, bias = layer.window or 0, layer.bias
         bias_data, reach = (None, 0) if bias is None else (bias.data_ptr(), bias.shape[1] // 2)
-        failed = self._attention(
+        failed = self._kernels.ratoon_attention(
             q.data_ptr(), q.stride(0), out.data_ptr(), width, cache.data_ptr(), cache.stride(0),
             metadata.block_table, metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared,
             metadata.num_requests, layer.num_heads, layer.num_kv_heads, layer.head_dim, metadata.block_size, window,

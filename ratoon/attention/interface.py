@@ -92,6 +92,8 @@ class AttentionBackend(ABC):
     # device's tensors, which keep their addresses, and the two upper bounds; nothing waits for the device, and requests
     # with no query are skipped.
     supports_graphs: bool = False
+    # Whether `forward` and `attend` may be recorded, for `update_metadata`.
+    supports_recording: bool = False
 
     @classmethod
     @abstractmethod
@@ -110,6 +112,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def build_metadata(self, inputs: CommonAttentionMetadata) -> Any:
         """Called once per step and group; passed to every `forward` of its layers."""
+
+    def update_metadata(self, metadata: Any, inputs: CommonAttentionMetadata) -> bool:
+        """Bring metadata up to date that `build_metadata` made for an earlier step of the same shape, without moving
+        what it points to. False: the inputs are in other places now."""
+        raise NotImplementedError
 
     @abstractmethod
     def store(

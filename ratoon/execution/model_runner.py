@@ -51,6 +51,7 @@ from ratoon.models.encoder_decoder import EncoderDecoderLM
 if TYPE_CHECKING:
     from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
     from ratoon.execution.graphs import Capture, GraphKey, StepGraphs
+    from ratoon.execution.recorded_passes import RecordedPasses
 
 
 Executed = ExecutedPass | LogitsPass | KeysPass | SampledPass
@@ -71,10 +72,12 @@ class ModelRunner:
         encoder_backend: AttentionBackend | None = None,
         inputs_on_device: bool | None = None,
         capture: Capture | None = None,
+        record: bool = False,
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
         encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
-        by default on CUDA. `capture`: makes graphs of small steps whose inputs are on the device."""
+        by default on CUDA. `capture`: makes graphs of small steps whose inputs are on the device. `record`: small steps
+        are recorded passes, where the backends allow it: the model's layers use no collective."""
         self.model = model
         self.device = device
         self.kv = KVTensors(kv_config, backends, device)
@@ -118,6 +121,11 @@ class ModelRunner:
                 )
         else:
             self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
+        self.recorded: RecordedPasses | None = None
+        if record:
+            from ratoon.execution.recorded_passes import RecordedPasses
+
+            self.recorded = RecordedPasses(self.kv) if RecordedPasses.can_serve(self.kv) else None
         self.num_computed_tokens = 0  # rows run through the model since the start
         self._executed: list[Executed] = []  # what the first phase leaves for the second
 
@@ -220,14 +228,18 @@ class ModelRunner:
 
     def _run_alone(self, plan: SchedulerOutput, inputs: StepInputs) -> ExecutedPass:
         """Run a step of any kind, from inputs of its own size."""
-        metadata = [backend.build_metadata(group) for backend, group in zip(self.kv.backends, inputs.groups)]
-        cross = None if inputs.cross is None else self.kv.cross_backend.build_metadata(inputs.cross)
         readers = self._readers(plan, StepLayout.of(plan, inputs.cu_num_tokens))
-        observers = [reader for reader in readers if isinstance(reader, StreamObserver)]
         rows = rows_of(readers)
         # None: all rows of the step, in order
         every = len(rows) == plan.total_num_scheduled_tokens and rows == list(range(len(rows)))
         wanted = None if every else indices_on(self.device, rows)
+        if self.recorded is not None and not (plan.captures or self.pooling):
+            states = self.recorded.run(self.model, inputs)
+            if states is not None:
+                return ExecutedPass(states if wanted is None else states.select(wanted), readers)
+        metadata = [backend.build_metadata(group) for backend, group in zip(self.kv.backends, inputs.groups)]
+        cross = None if inputs.cross is None else self.kv.cross_backend.build_metadata(inputs.cross)
+        observers = [reader for reader in readers if isinstance(reader, StreamObserver)]
         num_layers = None
         if inputs.writes_nothing and not rows:  # nothing needs the layers after the last one that is observed
             num_layers = max((observer.num_layers_read for observer in observers), default=0)

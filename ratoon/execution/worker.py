@@ -133,6 +133,7 @@ class Worker:
                 encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
                 inputs_on_device=device.type != "cpu",
                 capture=capture,
+                record=ops.name == "native",
             )
 
         def probe_for(plan: SchedulerOutput) -> KVCacheConfig:
@@ -276,6 +277,8 @@ class Worker:
             self.runner.encoder.release()
         if self.runner.graphs is not None:
             self.runner.graphs.clear()
+        if self.runner.recorded is not None:
+            self.runner.recorded.clear()
         if level >= 2:
             del self.runner.model
         return_freed_memory()

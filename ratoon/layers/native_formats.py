@@ -18,6 +18,7 @@ import torch
 
 from ratoon.layers import grouped
 from ratoon.layers.native import QuantisedWeight, kernel_set_name, library
+from ratoon.layers.native.recording import new_bytes, new_floats
 from ratoon.layers.ops import Product
 from ratoon.layers.stored import StoredTensor
 
@@ -87,20 +88,20 @@ class PackedWeight:
 class QuantisedLinear:
     """[T, in] → [T, out] with a packed weight and activations in 8 bits."""
 
-    __slots__ = ("_multiply", "_scratch_bytes", "weight")
+    __slots__ = ("_kernels", "_scratch_bytes", "weight")
 
     def __init__(self, weight: PackedWeight) -> None:
         kernels = library()
         assert kernels is not None
         self.weight = weight
         self._scratch_bytes = kernels.ratoon_quantised_scratch(weight.in_features)
-        self._multiply = kernels.ratoon_quantised_linear
+        self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, weight = x.shape[0], self.weight
-        y = torch.empty(rows, weight.out_features)
-        scratch = torch.empty(rows * self._scratch_bytes, dtype=torch.uint8)
-        self._multiply(
+        y = new_floats(rows, weight.out_features)
+        scratch = new_bytes(rows * self._scratch_bytes)
+        self._kernels.ratoon_quantised_linear(
             weight.pointer, x.data_ptr(), x.stride(0), rows, scratch.data_ptr(), y.data_ptr(), weight.out_features
         )
         return y
@@ -109,7 +110,7 @@ class QuantisedLinear:
 class QuantisedGatedMLP:
     """[T, H] → [T, H]: two products and the activation between them, in one call."""
 
-    __slots__ = ("_down", "_gate_up", "_run", "_scratch_bytes")
+    __slots__ = ("_down", "_gate_up", "_kernels", "_scratch_bytes")
 
     def __init__(self, gate_up: QuantisedLinear, down: QuantisedLinear) -> None:
         kernels = library()
@@ -118,14 +119,14 @@ class QuantisedGatedMLP:
         assert self._gate_up.out_features == 2 * self._down.in_features
         widest = max(self._gate_up.in_features, self._down.in_features)
         self._scratch_bytes = kernels.ratoon_quantised_scratch(widest)
-        self._run = kernels.ratoon_quantised_gated_mlp
+        self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         gate_up, down, rows = self._gate_up, self._down, x.shape[0]
-        between = torch.empty(rows, 3 * down.in_features)  # gate and up side by side, then the input of down
-        scratch = torch.empty(rows * self._scratch_bytes, dtype=torch.uint8)
-        y = torch.empty(rows, down.out_features)
-        self._run(
+        between = new_floats(rows, 3 * down.in_features)  # gate and up side by side, then the input of down
+        scratch = new_bytes(rows * self._scratch_bytes)
+        y = new_floats(rows, down.out_features)
+        self._kernels.ratoon_quantised_gated_mlp(
             gate_up.pointer, down.pointer, x.data_ptr(), x.stride(0), rows, scratch.data_ptr(), between.data_ptr(),
             y.data_ptr(),
         )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ratoon.layers.native import has_quantised_kernels, library
+from ratoon.layers.native.recording import new_floats
 from ratoon.layers.native_encoding import can_encode, encode
 from ratoon.layers.native_formats import KeptFormats, QuantisedGatedMLP, QuantisedLinear
 from ratoon.layers.ops import FusedProduct, Product, WeightFormat, WeightUse
@@ -25,7 +26,7 @@ _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "ge
 class NativeLinear:
     """[T, in] → [T, out] with a packed weight."""
 
-    __slots__ = ("_bias", "_multiply", "_packed", "bias_pointer", "in_features", "out_features", "packed_pointer")
+    __slots__ = ("_bias", "_kernels", "_packed", "bias_pointer", "in_features", "out_features", "packed_pointer")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         kernels = library()
@@ -37,12 +38,12 @@ class NativeLinear:
         kernels.ratoon_pack_weight(weight.data_ptr(), self.out_features, self.in_features, self.packed_pointer)
         self._bias = None if bias is None else bias.contiguous()
         self.bias_pointer = None if self._bias is None else self._bias.data_ptr()
-        self._multiply = kernels.ratoon_linear
+        self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        y = torch.empty(rows, self.out_features)
-        self._multiply(
+        y = new_floats(rows, self.out_features)
+        self._kernels.ratoon_linear(
             x.data_ptr(), x.stride(0), rows, self.packed_pointer, self.in_features, self.out_features,
             self.bias_pointer, y.data_ptr(), self.out_features,
         )  # fmt: skip
@@ -52,7 +53,7 @@ class NativeLinear:
 class NativeGatedMLP:
     """[T, H] → [T, H]: two products and the activation between them, in one call."""
 
-    __slots__ = ("_down", "_gate_up", "_run")
+    __slots__ = ("_down", "_gate_up", "_kernels")
 
     def __init__(self, gate_up: NativeLinear, down: NativeLinear) -> None:
         kernels = library()
@@ -60,13 +61,13 @@ class NativeGatedMLP:
         assert gate_up.out_features == 2 * down.in_features
         self._gate_up = gate_up
         self._down = down
-        self._run = kernels.ratoon_gated_mlp
+        self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         gate_up, down, rows = self._gate_up, self._down, x.shape[0]
-        between = torch.empty(rows, 3 * down.in_features)  # gate and up side by side, then the input of down
-        y = torch.empty(rows, down.out_features)
-        self._run(
+        between = new_floats(rows, 3 * down.in_features)  # gate and up side by side, then the input of down
+        y = new_floats(rows, down.out_features)
+        self._kernels.ratoon_gated_mlp(
             x.data_ptr(), x.stride(0), rows, gate_up.packed_pointer, gate_up.bias_pointer, gate_up.in_features,
             down.packed_pointer, down.bias_pointer, down.in_features, down.out_features, between.data_ptr(),
             y.data_ptr(),
@@ -121,7 +122,7 @@ class NativeOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
-        y = torch.empty(rows, width)
+        y = new_floats(rows, width)
         self._kernels.ratoon_rms_norm(
             x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), eps, y.data_ptr(), rows, width
         )
@@ -129,7 +130,7 @@ class NativeOps:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
-        y = torch.empty(rows, width)
+        y = new_floats(rows, width)
         self._kernels.ratoon_rms_norm(
             x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), eps, y.data_ptr(),
             rows, width,
@@ -146,7 +147,7 @@ class NativeOps:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
         rows, width = x.shape
-        y = torch.empty(rows, width)
+        y = new_floats(rows, width)
         self._kernels.ratoon_layer_norm(
             x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
             0 if residual is None else residual.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
@@ -167,7 +168,7 @@ class NativeOps:
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         rows, double = x.shape
-        y = torch.empty(rows, double // 2)
+        y = new_floats(rows, double // 2)
         self._kernels.ratoon_silu_and_mul(x.data_ptr(), x.stride(0), y.data_ptr(), rows, double // 2)
         return y
 
@@ -177,7 +178,7 @@ class NativeOps:
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         rows, width = x.shape
-        y = torch.empty(rows, width)
+        y = new_floats(rows, width)
         self._kernels.ratoon_activation(x.data_ptr(), x.stride(0), y.data_ptr(), rows, width, _ACTIVATIONS[kind])
         return y
 

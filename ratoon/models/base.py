@@ -120,6 +120,18 @@ class LanguageModel:
         that memory is read once.
         """
         stream = self.embed_tokens(input_ids, positions)
+        return self.forward_stream(stream, positions, step, rows, observers, num_layers)
+
+    def forward_stream(
+        self,
+        stream: Tensor,
+        positions: Tensor,
+        step: StepContext,
+        rows: Tensor | None = None,
+        observers: Sequence[StreamObserver] = (),
+        num_layers: int | None = None,
+    ) -> FinalStates:
+        """The same behind the embeddings [T, H], which are added to in place."""
         update: Tensor | None = None
         for index, layer in enumerate(self.layers):
             for observer in observers:

@@ -11,6 +11,7 @@ import functools
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 from ratoon.core.errors import ConfigError
 
@@ -53,7 +54,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_attention": (ctypes.c_int, [*[_POINTER, _INT] * 4, *[_POINTER] * 3, *[_INT] * 7, _POINTER, _INT, _FLOAT]),
     "ratoon_store_kv": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, *[_INT] * 4]),
 }
-# Of weights in 4 and 8 bits. A library that was built before these existed does without.
+_PROGRAM_SIGNATURES: dict[str, tuple[object, list[object]]] = {"ratoon_run_program": (_INT, [_POINTER, _INT])}
+# Of weights in 4 and 8 bits. A library that was built before these existed does without, and without recorded passes.
 _QUANTISED_SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_quantised_scratch": (_INT, [_INT]),
     "ratoon_quantised_linear": (None, [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT]),
@@ -63,7 +65,25 @@ _QUANTISED_SIGNATURES: dict[str, tuple[object, list[object]]] = {
 }
 
 
-def library() -> ctypes.CDLL | None:
+class Kernels:
+    """The functions of a kernel set, as attributes. They are looked up for each call: while a pass is recorded
+    (recording.py), others are in their place."""
+
+    def __init__(self, loaded: ctypes.CDLL, names: list[str]) -> None:
+        self.functions = {name: getattr(loaded, name) for name in names}
+        # of those that can be recorded: the addresses of the functions that take their arguments as words
+        recordable = [name for name in (*names, "ratoon_copy") if hasattr(loaded, f"{name}_words")]
+        self.words = {name: _address(loaded, f"{name}_words") for name in recordable}
+        self.replace(self.functions)
+
+    def replace(self, functions: dict[str, Any]) -> None:
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the kernel set has no {name}")
+
+
+def library() -> Kernels | None:
     """The kernels for this processor, or None where there are none: then torch computes everything."""
     return _found()[1]
 
@@ -75,12 +95,18 @@ def kernel_set_name() -> str:
 
 def has_quantised_kernels() -> bool:
     """Whether the set has products with weights in 4 and 8 bits."""
-    loaded = library()
-    return loaded is not None and all(hasattr(loaded, name) for name in _QUANTISED_SIGNATURES)
+    kernels = library()
+    return kernels is not None and _QUANTISED_SIGNATURES.keys() <= kernels.functions.keys()
+
+
+def can_record() -> bool:
+    """Whether the set can replay recorded passes."""
+    kernels = library()
+    return kernels is not None and _PROGRAM_SIGNATURES.keys() <= kernels.functions.keys()
 
 
 @functools.cache
-def _found() -> tuple[str, ctypes.CDLL | None]:
+def _found() -> tuple[str, Kernels | None]:
     for kernel_set in _wanted_sets():
         loaded = _load(kernel_set)
         if loaded is not None:
@@ -88,7 +114,7 @@ def _found() -> tuple[str, ctypes.CDLL | None]:
     return "none", None
 
 
-def _load(kernel_set: str) -> ctypes.CDLL | None:
+def _load(kernel_set: str) -> Kernels | None:
     path = Path(__file__).with_name(f"kernels_{kernel_set}{'.dylib' if platform.system() == 'Darwin' else '.so'}")
     if not path.exists():
         return None
@@ -96,12 +122,18 @@ def _load(kernel_set: str) -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(path))
     except OSError:  # built for another system
         return None
-    for name, (result, arguments) in (_SIGNATURES | _QUANTISED_SIGNATURES).items():
-        if name in _QUANTISED_SIGNATURES and not hasattr(loaded, name):
-            continue
+    later = _QUANTISED_SIGNATURES | _PROGRAM_SIGNATURES
+    names = [*_SIGNATURES, *(name for name in later if hasattr(loaded, name))]
+    for name in names:
         function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
-    return loaded
+        function.restype, function.argtypes = (_SIGNATURES | later)[name]
+    return Kernels(loaded, names)
+
+
+def _address(loaded: ctypes.CDLL, name: str) -> int:
+    address = ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def _wanted_sets() -> list[str]:

@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels.h"
 #include "threads.h"
 #include "tile.h"
 

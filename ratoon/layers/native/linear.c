@@ -1,6 +1,7 @@
 // y = x · Wᵀ + bias, with W packed once into panels of 16 output columns: [panel][k][16], zeros behind the last column.
 #include <string.h>
 
+#include "kernels.h"
 #include "threads.h"
 #include "tile.h"
 

@@ -1,9 +1,5 @@
 // The gated feed-forward half of a layer: down(silu(gate(x)) · up(x)).
-#include <stdint.h>
-
-void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
-                   const float *bias, float *y, int64_t ldy);
-void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width);
+#include "kernels.h"
 
 // `between` has room for 3 · inner floats a row.
 void ratoon_gated_mlp(const float *x, int64_t ldx, int64_t rows, const float *gate_up, const float *gate_up_bias, int64_t in,

@@ -1,6 +1,7 @@
 // Work that is done row by row: norms, activations, rotary embedding. A row's result depends on nothing but the row.
 #include <math.h>
 
+#include "kernels.h"
 #include "threads.h"
 #include "vector.h"
 

@@ -28,7 +28,7 @@ from ratoon.models.build import build_model
 from tests.golden.tiny_models import DictSource, TinyModel, random_token_ids, tiny_llama, tiny_qwen2
 
 CPU = torch.device("cpu")
-ATTENTION = {"native": CpuAttentionBackend, "triton": TritonAttentionBackend}
+ATTENTION = {"native": CpuAttentionBackend, "recorded": CpuAttentionBackend, "triton": TritonAttentionBackend}
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
 WITH_LOGPROBS = SamplingParams(temperature=0.0, logprobs=2)
@@ -43,14 +43,17 @@ interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None, reason="needs Triton's interpreter"
 )
 # "resident": inputs prepared by kernels, under Triton's interpreter, with the torch backend
-BACKENDS = ["torch", pytest.param("native", marks=needs_kernels), pytest.param("resident", marks=interpreted)]
+NATIVE = [pytest.param(name, marks=needs_kernels) for name in ("native", "recorded")]
+BACKENDS = ["torch", *NATIVE, pytest.param("resident", marks=interpreted)]
 
 
 class Driver:
     """A runner, with helpers that write plans for it and execute them."""
 
     def __init__(self, tiny: TinyModel = LLAMA, backend: str = "torch", max_num_reqs: int = 8, **settings: Any) -> None:
-        ops = NativeOps() if backend == "native" else TorchOps()
+        is_native = backend in ("native", "recorded")
+        ops = NativeOps() if is_native else TorchOps()
+        settings.setdefault("record", backend == "recorded")
         settings.setdefault("inputs_on_device", backend == "resident")
         model = build_model(tiny.config, tiny.source, ops, CPU, torch.float32)
         self.groups = group_layers([layer.kv_spec(BLOCK_SIZE, "float32") for layer in model.attention_layers])
@@ -160,7 +163,7 @@ def test_a_prompt_in_two_plans_is_the_prompt_in_one(border: int, backend: str) -
     assert nothing == ModelRunnerOutput()
     output = parts.step(known={"a": border}, counts={"a": len(PROMPT) - border})
     assert output.sampled_token_ids == expected.sampled_token_ids
-    assert_same_logprobs(output.logprobs["a"], expected.logprobs["a"], exactly=backend == "native")
+    assert_same_logprobs(output.logprobs["a"], expected.logprobs["a"], exactly=backend in ("native", "recorded"))
 
 
 def assert_same_logprobs(ours: LogprobsLists, theirs: LogprobsLists, exactly: bool) -> None:
@@ -294,7 +297,7 @@ def test_the_last_layer_attends_with_the_rows_that_are_read_and_stores_those_of_
     ours, theirs = results
     assert ours[-1] == theirs[-1] == oracle_greedy(tiny, PROMPT, 1)[0]
     for one, other in zip(ours[:-1], theirs[:-1], strict=True):
-        assert_same_logprobs(one, other, exactly=backend == "native")
+        assert_same_logprobs(one, other, exactly=backend in ("native", "recorded"))
 
 
 def test_where_most_rows_are_read_the_last_layer_attends_with_all(monkeypatch: pytest.MonkeyPatch) -> None:

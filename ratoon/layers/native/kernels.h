@@ -1,0 +1,27 @@
+// The kernels of a forward pass, as Python calls them and as recorded passes replay them (program.c). Those of quantised
+// weights are in quantised.h. ldx is the distance of two rows of x, in floats.
+#pragma once
+#include <stdint.h>
+
+void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
+                   const float *bias, float *y, int64_t ldy);
+void ratoon_gated_mlp(const float *x, int64_t ldx, int64_t rows, const float *gate_up, const float *gate_up_bias, int64_t in,
+                      const float *down, const float *down_bias, int64_t inner, int64_t out, float *between, float *y);
+
+void ratoon_rms_norm(const float *x, int64_t ldx, float *residual, int64_t ldr, const float *weight, float eps, float *y,
+                     int64_t rows, int64_t width);
+void ratoon_layer_norm(const float *x, int64_t ldx, float *residual, int64_t ldr, const float *weight, const float *bias,
+                       float eps, float *y, int64_t rows, int64_t width);
+void ratoon_head_rms_norm(float *x, int64_t ldx, const float *weight, float eps, int64_t rows, int64_t heads,
+                          int64_t head_dim);
+void ratoon_rotary(float *q, int64_t ldq, int64_t heads, float *k, int64_t ldk, int64_t kv_heads, int64_t head_dim,
+                   int64_t rotary_dim, const int64_t *positions, const float *cos_sin, int64_t rows);
+void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width);
+void ratoon_activation(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width, int kind);
+
+int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, const float *cache, int64_t block_floats,
+                     const int32_t *block_table, int64_t table_width, const int32_t *query_start, const int32_t *seq_lens,
+                     const int32_t *shared, int64_t requests, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                     int64_t block_size, int64_t window, int64_t causal, const float *bias, int64_t reach, float scale);
+void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, float *cache, int64_t block_floats,
+                     const int64_t *slots, int64_t rows, int64_t kv_heads, int64_t head_dim, int64_t block_size);

@@ -1,0 +1,188 @@
+"""Recorded passes: the kernels that a pass called, with their arguments, replayed by one call. What a CUDA graph is on
+a GPU, this is on a CPU.
+
+A recording is right for a later pass if that would make the same calls. So all memory has to stay where it is: what is
+allocated meanwhile (`new_floats`, `new_bytes`) comes from an arena that is never freed, and the caller's own inputs
+have fixed places. And nothing but kernels may compute: an operation of torch other than a view or a plain copy, or a
+kernel without a recordable form, is an obstacle, and then there is no program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ratoon.layers.native import Kernels, library
+
+Tensor = torch.Tensor
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+CHUNK_BYTES = 1 << 20  # that an arena grows by at least
+
+_open: Recording | None = None  # one at a time in a process
+_lock = threading.Lock()
+
+
+def new_floats(rows: int, width: int) -> Tensor:
+    """[rows, width], not initialised."""
+    recording = _open
+    if recording is None or not recording.is_of_this_thread:
+        return torch.empty(rows, width)
+    return recording.arena.take(4 * rows * width).view(torch.float32).view(rows, width)
+
+
+def new_bytes(count: int) -> Tensor:
+    """[count] uint8, not initialised; aligned as floats are."""
+    recording = _open
+    if recording is None or not recording.is_of_this_thread:
+        return torch.empty(count, dtype=torch.uint8)
+    return recording.arena.take(count)
+
+
+class Program:
+    """The calls of a recorded pass."""
+
+    def __init__(self, kernels: Kernels, calls: list[tuple[int, list[int]]]) -> None:
+        """`calls`: the address of a function that takes words, and the words."""
+        self._words = [np.array(words, np.int64) for _, words in calls]
+        pairs = [(address, words.ctypes.data) for (address, _), words in zip(calls, self._words, strict=True)]
+        self._calls = np.array(pairs, np.uint64).reshape(-1, 2)
+        self._run = kernels.functions["ratoon_run_program"]
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def run(self) -> None:
+        if self._run(self._calls.ctypes.data, len(self._calls)) >= 0:
+            raise MemoryError("a kernel ran out of memory")
+
+
+class Arena:
+    """Memory that stays where it is. What is taken returns when its last tensor is gone, and is handed out again: so a
+    pass needs no more than it has in use at a time, and passes that never run together share it."""
+
+    def __init__(self) -> None:
+        self._chunks: list[np.ndarray] = []
+        self._free: list[tuple[int, int, int]] = []  # (chunk, first byte, bytes), in order, none beside another
+        self.num_bytes = 0
+
+    def take(self, count: int) -> Tensor:
+        """[count] uint8."""
+        size = max(-(-count // ALIGNMENT), 1) * ALIGNMENT
+        place = next((index for index, (_, _, room) in enumerate(self._free) if room >= size), None)
+        if place is None:
+            place = self._grow(size)
+        chunk, first, room = self._free[place]
+        self._free[place : place + 1] = [(chunk, first + size, room - size)] if room > size else []
+        piece = self._chunks[chunk][first : first + count]
+        # The tensor's storage holds this array; views of the tensor hold the storage.
+        weakref.finalize(piece, self._give_back, chunk, first, size).atexit = False
+        return torch.from_numpy(piece)
+
+    def _grow(self, size: int) -> int:
+        size = max(size, CHUNK_BYTES)
+        memory = np.empty(size + ALIGNMENT, np.uint8)
+        skipped = -memory.ctypes.data % ALIGNMENT
+        self._chunks.append(memory[skipped : skipped + size])
+        self._free.append((len(self._chunks) - 1, 0, size))
+        self.num_bytes += size
+        return len(self._free) - 1
+
+    def _give_back(self, chunk: int, first: int, size: int) -> None:
+        joined: list[tuple[int, int, int]] = []
+        for piece in sorted([*self._free, (chunk, first, size)]):
+            if joined and joined[-1][0] == piece[0] and joined[-1][1] + joined[-1][2] == piece[1]:
+                joined[-1] = (piece[0], joined[-1][1], joined[-1][2] + piece[2])
+            else:
+                joined.append(piece)
+        self._free = joined
+
+
+class Recording(TorchDispatchMode):
+    """`with Recording(arena) as recording:` a pass, and then `recording.program()`. The pass is executed as well."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        kernels = library()
+        assert kernels is not None
+        self.arena = arena
+        self.obstacles: list[str] = []  # why there is no program
+        self._kernels = kernels
+        self._calls: list[tuple[int, list[int]]] = []
+        self._thread = threading.get_ident()
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def __enter__(self) -> Recording:
+        global _open
+        _lock.acquire()
+        try:
+            self._kernels.replace({name: self._wrap(name, call) for name, call in self._kernels.functions.items()})
+            _open = self
+            super().__enter__()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        global _open
+        _open = None
+        self._kernels.replace(self._kernels.functions)
+        _lock.release()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), settings: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.copy_.default and _is_plain_copy(*arguments[:2]):
+            target, source = arguments[:2]
+            self._calls.append(
+                (self._kernels.words["ratoon_copy"], [target.data_ptr(), source.data_ptr(), source.nbytes])
+            )
+        elif not function.is_view:
+            self.obstacles.append(str(function))
+        return function(*arguments, **(settings or {}))
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        address, types = self._kernels.words.get(name), call.argtypes  # type: ignore[attr-defined]
+
+        def record(*arguments: Any) -> Any:
+            if self.is_of_this_thread:  # kernels are those of the process; another engine may run meanwhile
+                if address is None:
+                    self.obstacles.append(name)
+                else:
+                    words = [_as_word(value, kind) for value, kind in zip(arguments, types, strict=True)]
+                    self._calls.append((address, words))
+            return call(*arguments)
+
+        return record
+
+    def program(self) -> Program | None:
+        return None if self.obstacles else Program(self._kernels, self._calls)
+
+
+def _is_plain_copy(target: Tensor, source: Tensor) -> bool:
+    alike = target.dtype == source.dtype and target.shape == source.shape
+    return alike and target.is_contiguous() and source.is_contiguous()
+
+
+def _as_word(value: Any, kind: Any) -> int:
+    if kind is ctypes.c_float:
+        return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    return 0 if value is None else int(value)
