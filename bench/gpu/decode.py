@@ -70,6 +70,7 @@ class TimedExecutor(UniProcExecutor):
 class TimedHandle:
     def __init__(self, executor: TimedExecutor, handle: Any) -> None:
         self._executor, self._handle = executor, handle
+        self.start, self.launch = handle.start, handle.launch
 
     def result(self) -> ModelRunnerOutput:
         begin = time.perf_counter()

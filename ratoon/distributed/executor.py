@@ -1,7 +1,7 @@
 """Executors: submit plans to workers, and return results. Here: one worker, in this process.
 
 A submitted plan runs while the caller continues; the caller waits for its result when it needs it. A caller that has
-nothing else to do may lend its thread instead.
+nothing more urgent to do may lend its thread instead.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ MAX_SECONDS_BETWEEN_CALLS = 0.02  # for what a caller that has its results is ke
 class StepHandle(Protocol):
     """A step in flight: running, or queued behind earlier ones."""
 
+    def start(self) -> None:
+        """Launch it, if it was submitted to be launched on the caller's thread. Waits for no other thread. Raises
+        nothing but interrupts: `result` does."""
+        ...
+
     def launch(self) -> None:
         """Wait until it is launched. What the caller does next runs beside it, where a device executes it. Never
         raises: `result` does."""
@@ -58,8 +63,8 @@ class Executor(Protocol):
 
     def submit(self, plan: SchedulerOutput, lends_thread: bool = False) -> StepHandle:
         """Queue a plan and return at once. A step after one that failed is not executed, because it depends on its
-        results. Its handle raises StepSkippedError. `lends_thread`: no step is in flight, and the caller will only wait
-        for this one: it may be launched on the caller's thread when its result is asked for."""
+        results. Its handle raises StepSkippedError. `lends_thread`: no step is in flight, and the caller will call the
+        handle's `start` at once: it may be launched on the caller's thread then."""
         ...
 
     def recover(self) -> None:
@@ -272,6 +277,8 @@ class StepInFlight:
         self._executor = executor
         self._launched = launched
 
+    def start(self) -> None: ...
+
     def launch(self) -> None:
         if isinstance(self._launched, Future):
             wait([self._launched])
@@ -288,7 +295,7 @@ class StepInFlight:
 
 
 class StepOnLentThread:
-    """The handle of a step that is launched by the caller that waits for it."""
+    """The handle of a step that is launched by its caller."""
 
     def __init__(
         self, executor: ThreadedExecutor, plan: SchedulerOutput, surroundings: AbstractContextManager[object]
@@ -298,13 +305,16 @@ class StepOnLentThread:
         self._surroundings = surroundings
         self._step: StepInFlight | None = None
 
-    def launch(self) -> None:
+    def start(self) -> None:
         if self._step is None:  # also where Ctrl-C broke into the launch: then the step is skipped
             launched = self._executor.run_here(self._plan, self._surroundings)
             self._step = StepInFlight(self._executor, launched)
 
+    def launch(self) -> None:
+        self.start()
+
     def result(self) -> ModelRunnerOutput:
-        self.launch()
+        self.start()
         assert self._step is not None
         return self._step.result()
 

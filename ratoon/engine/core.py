@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Unfinished requests up to which the first step waits until the next one is planned, a matter of microseconds for a few
+# Unfinished requests up to which this thread launches a step that no other is ahead of. With more, planning the next
+# one takes so long that it is done beside the launch.
 MAX_REQUESTS_OF_LENT_THREAD = 8
 
 
@@ -125,17 +126,14 @@ class EngineCore:
         return EngineCoreOutputs(outputs, self.stats(), self.scheduler.state.now)
 
     def _fill_queue(self) -> None:
-        first = None
-        if not self._in_flight and self.scheduler.num_requests <= MAX_REQUESTS_OF_LENT_THREAD:
-            first = self._plan(num_ahead=0)
-            if first is None:
-                return
-        plan = self._plan(num_ahead=len(self._in_flight) + (first is not None))
-        if first is not None:  # if there is nothing to plan behind it, this thread would only wait for its result
-            self._in_flight.append((first, self.executor.submit(first, lends_thread=plan is None)))
-        while plan is not None:
-            self._in_flight.append((plan, self.executor.submit(plan)))
-            plan = self._plan(num_ahead=len(self._in_flight))
+        # The device has nothing to do: until it has, this thread does nothing but launch the step
+        lends_thread = not self._in_flight and self.scheduler.num_requests <= MAX_REQUESTS_OF_LENT_THREAD
+        while (plan := self._plan(num_ahead=len(self._in_flight))) is not None:
+            handle = self.executor.submit(plan, lends_thread)
+            self._in_flight.append((plan, handle))
+            if lends_thread:
+                handle.start()
+                lends_thread = False
 
     def _plan(self, num_ahead: int) -> SchedulerOutput | None:
         """The next plan behind so many. None: there is none now."""

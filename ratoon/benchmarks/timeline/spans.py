@@ -95,6 +95,9 @@ class TimedHandle:
         self._handle = handle
         self._recorder = recorder
 
+    def start(self) -> None:
+        self._handle.start()
+
     def launch(self) -> None:
         self._handle.launch()
 

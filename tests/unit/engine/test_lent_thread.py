@@ -1,5 +1,5 @@
-"""Steps on the thread of the core, which lends it where it would only wait: when that is, and that it changes nothing
-else."""
+"""Steps on the thread of the core, which lends it where nothing else is more urgent: when that is, and that it changes
+nothing else."""
 
 from __future__ import annotations
 
@@ -39,23 +39,27 @@ class Lent:
         self.by_step[plan.step] = threading.current_thread() is threading.main_thread()
 
 
-def test_a_step_with_nothing_to_plan_behind_it_runs_on_the_thread_of_the_core() -> None:
-    with make_core(max_steps_in_flight=2) as (core, executor):
-        lent = Lent(executor)
-        core.add_request(request("a", max_tokens=1))
-        core.step()
-        assert list(lent.by_step.values()) == [True]
-
-
-def test_steps_that_are_planned_ahead_run_on_their_own_thread() -> None:
+def test_a_step_that_no_other_is_ahead_of_runs_on_the_thread_of_the_core() -> None:
     with make_core(max_steps_in_flight=2) as (core, executor):
         lent = Lent(executor)
         core.add_request(request("a", max_tokens=4))
         assert tokens_of(run(core)["a"]) == [6, 7, 8, 9]
-        assert [lent.by_step[step] for step in (1, 2, 3, 4)] == [False] * 4
+        assert [lent.by_step[step] for step in (1, 2, 3, 4)] == [True, False, False, False]
 
 
-def test_many_requests_do_not_wait_for_a_second_plan() -> None:
+def test_a_first_step_is_launched_before_the_next_one_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_core(max_steps_in_flight=2) as (core, executor):
+        log: list[str] = []
+        schedule = core.scheduler.schedule
+        monkeypatch.setattr(core.scheduler, "schedule", lambda: log.append("plan") or schedule())
+        Lent(executor)
+        executor.before_everything = lambda plan: log.append(f"launch {plan.step}")
+        core.add_request(request("a", max_tokens=4))
+        core.step()
+        assert log[:3] == ["plan", "launch 1", "plan"]
+
+
+def test_the_launch_of_many_requests_is_left_to_the_other_thread() -> None:
     with make_core(num_blocks=99) as (core, executor):
         lent = Lent(executor)
         for number in range(MAX_REQUESTS_OF_LENT_THREAD + 1):
