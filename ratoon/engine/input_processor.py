@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import string
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,9 +30,8 @@ from ratoon.engine.prompts import Prompt, Suffix
 from ratoon.engine.roots import Root
 from ratoon.engine.vectors import own_pooling, verify_pooling, with_pooling
 
-ID_CHARACTERS = string.ascii_lowercase + string.digits
 MAX_CACHE_SALT = 1024  # characters; it is hashed with every block
-ID_LENGTH = 8  # random characters after the caller's id, so that ids can't be guessed
+ID_BYTES = 6  # random ones, as 8 characters after the caller's id, so that ids can't be guessed
 
 
 class InputProcessor:
@@ -220,7 +218,7 @@ class InputProcessor:
         _verify_envelope(request_id, priority, cache_salt)
         self._verify_retention(retain_kv)
         return {
-            "request_id": f"{request_id}-{_random_suffix()}",
+            "request_id": f"{request_id}-{secrets.token_urlsafe(ID_BYTES)}",
             "external_id": request_id,
             "arrival_time": self._clock() if arrival_time is None else arrival_time,
             "priority": priority,
@@ -248,12 +246,3 @@ def _verify_envelope(request_id: str, priority: int, cache_salt: str | None) -> 
         raise RequestError("cache_salt", f"{cache_salt!r} is not a salt", "text of at least one character, or None")
     if cache_salt is not None and len(cache_salt) > MAX_CACHE_SALT:
         raise RequestError("cache_salt", f"has {len(cache_salt)} characters", f"{MAX_CACHE_SALT} at most")
-
-
-def _random_suffix() -> str:
-    number, base = secrets.randbelow(len(ID_CHARACTERS) ** ID_LENGTH), len(ID_CHARACTERS)
-    characters = []
-    for _ in range(ID_LENGTH):
-        number, digit = divmod(number, base)
-        characters.append(ID_CHARACTERS[digit])
-    return "".join(characters)

@@ -310,7 +310,9 @@ class ModelRunner:
             if isinstance(new.params, PoolingParams):
                 self.pooling.add(new)
             else:
-                prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
+                prompt, output = new.token_ids, new.token_ids[new.num_prompt_tokens :]
+                if output:
+                    prompt = prompt[: new.num_prompt_tokens]
                 self.sampling_rows.add(row, new.params, new.seed, prompt, output, new.encoder_token_ids)
             new_ids.add(new.req_id)
         new_ids.update(step.req_id for step in plan.beam_steps if step.num_tokens)

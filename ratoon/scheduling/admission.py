@@ -4,12 +4,12 @@ those of its kind (kinds/) is guaranteed to finish; others are refused, with the
 
 from __future__ import annotations
 
-from array import array
+import struct
 
 from ratoon.core.config import SchedulerConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.request import EngineCoreRequest
-from ratoon.memory.hashing import TOKEN_TYPECODE
+from ratoon.memory.hashing import pack_tokens
 from ratoon.memory.kv_cache_manager import KVCacheManager
 
 
@@ -25,8 +25,8 @@ def verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_model
     if num_prompt_tokens == 0:
         raise RequestError("prompt", "is empty", "at least one token")
     try:
-        array(TOKEN_TYPECODE, request.prompt_token_ids)
-    except (OverflowError, TypeError) as error:
+        pack_tokens(request.prompt_token_ids)
+    except struct.error as error:
         raise RequestError(
             "prompt", f"holds something that is no token id ({error})", "whole numbers of 32 bits"
         ) from None
