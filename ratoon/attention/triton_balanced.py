@@ -8,11 +8,12 @@ float32, biases, other sizes of heads, and results with the same bits in any bat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.attention.page_lines import PageLines
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 Tensor = torch.Tensor
@@ -24,7 +25,6 @@ _HEAD_DIMS = (16, 32, 64, 128)  # a power of two: columns of a box; of fp8 pairs
 _MIN_BOX = 16  # keys of a box, which a product sums over
 _BLOCK_M = 16  # rows of a product in tensor cores, here query heads of a KV head
 _STEP = 256  # requests or programs that a program of plan_kernel reads or writes at a time
-_MAX_DESCRIPTORS = 1024
 MAX_TILES_PER_SM = 5  # requests × KV heads; more are as even without this, and attention_kernel's loop is faster
 
 
@@ -58,16 +58,6 @@ def serves(
     )
 
 
-class _Memory(NamedTuple):
-    """What a descriptor needs of a tensor. The tensor itself would stay allocated for it."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class BalancedDecode:
     """Launches of plan_kernel and balanced_kernel."""
 
@@ -81,9 +71,7 @@ class BalancedDecode:
 
         self._kernels: Any = triton_balanced_kernels
         self._balance = balance
-        self._descriptor: Any = TensorDescriptor
-        self._descriptors: dict[tuple[Any, ...], Any] = {}
-        self._keeps_tensors = INTERPRETED  # the interpreter reads them
+        self._lines = PageLines(TensorDescriptor, keeps_tensors=INTERPRETED)
         self._launch, self._launch_options = launch, launch_options
 
     def balance(self, kv_dtype: torch.dtype) -> Balance:
@@ -143,17 +131,9 @@ class BalancedDecode:
     def _describe(
         self, layer: AttentionLayer | CrossAttentionLayer, pages: Tensor, block_size: int, block_n: int
     ) -> Any:
-        """Pages as lines of one head of one key or value, which are copied in boxes of a page or a tile."""
+        """The pages as lines, which are copied in boxes of a page or a tile."""
         width, dtype = layer.head_dim, pages.dtype
         num_lines = ((pages.shape[0] - 1) * pages.stride(0)) // width + 2 * layer.num_kv_heads * block_size
         if dtype == _FP8:
             width, dtype = width // 2, torch.uint16  # pairs
-        key = (pages.data_ptr(), dtype, num_lines, width, min(block_size, block_n))
-        found = self._descriptors.get(key)
-        if found is None:
-            if len(self._descriptors) >= _MAX_DESCRIPTORS:
-                self._descriptors.clear()
-            base = pages.view(dtype) if self._keeps_tensors else _Memory(*key[:2])
-            found = self._descriptor(base, [num_lines, width], [width, 1], [key[4], width])
-            self._descriptors[key] = found
-        return found
+        return self._lines.describe(pages, num_lines, width, [min(block_size, block_n), width], dtype)

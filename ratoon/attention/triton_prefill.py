@@ -7,13 +7,15 @@ attention_kernel of triton_kernels.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from ratoon.attention.early_kernels import BLOCK_M, prefill_box, prefill_constants
 from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.attention.page_lines import PageLines
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 Tensor = torch.Tensor
@@ -25,7 +27,6 @@ _FP8 = torch.float8_e4m3fn
 _MIN_BLOCK_SIZE = 8  # keys: rows of a swizzled box
 _MIN_QUERIES = 64  # per key that is widened from 8 bits: below, the copy takes longer than it saves
 _MAX_WIDENED_BYTES = 2**30
-_MAX_DESCRIPTORS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +74,6 @@ def serves(layer: AttentionLayer | CrossAttentionLayer, dtype: torch.dtype, page
     )
 
 
-class _Memory(NamedTuple):
-    """What a descriptor needs of a tensor. The tensor itself would stay allocated for it."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class Prefill:
     """Launches of prefill_kernel."""
 
@@ -94,9 +85,7 @@ class Prefill:
         from ratoon.layers.triton.launch import launch
 
         self._kernel: Any = triton_prefill_kernels.prefill_kernel
-        self._layout = triton_prefill_kernels.TILE_LAYOUT.value
-        self._descriptor: Any = TensorDescriptor
-        self._descriptors: dict[tuple[Any, ...], Any] = {}
+        self._lines = PageLines(partial(TensorDescriptor, layout=triton_prefill_kernels.TILE_LAYOUT.value))
         self._launch, self._launch_options = launch, launch_options
 
     def attend(
@@ -118,24 +107,13 @@ class Prefill:
         num_places = (q.shape[0] * group // BLOCK_M + num_requests) * layer.num_kv_heads  # see _find_request
         lines_each = pages.stride(0) // layer.head_dim
         num_lines = (pages.shape[0] - 1) * lines_each + 2 * layer.num_kv_heads * block_size
+        lines = self._lines.describe(pages, num_lines, layer.head_dim, prefill_box(block_size))
         self._launch(
             self._kernel, (min(num_places, num_programs),),
-            q, out, self._describe(pages, num_lines, layer.head_dim, block_size), table, inputs.query_start_loc_device,
-            inputs.seq_lens_device, layer.scale * LOG2_E, q.stride(0), q.stride(1), lines_each, table.stride(0),
-            num_places, num_requests, shortest, layer.window or 0,
+            q, out, lines, table, inputs.query_start_loc_device, inputs.seq_lens_device, layer.scale * LOG2_E,
+            q.stride(0), q.stride(1), lines_each, table.stride(0), num_places, num_requests, shortest,
+            layer.window or 0,
             **prefill_constants(
                 layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size, layer.causal, layer.window is not None
             ), **self._launch_options(dependent),
         )  # fmt: skip
-
-    def _describe(self, pages: Tensor, num_lines: int, head_dim: int, block_size: int) -> Any:
-        """Pages as lines of one head of one key or value, which are copied in boxes of a block or a tile."""
-        key = (pages.data_ptr(), pages.dtype, num_lines, head_dim, block_size)
-        found = self._descriptors.get(key)
-        if found is None:
-            if len(self._descriptors) >= _MAX_DESCRIPTORS:
-                self._descriptors.clear()
-            box = prefill_box(block_size)
-            found = self._descriptor(_Memory(*key[:2]), [num_lines, head_dim], [head_dim, 1], box, self._layout)
-            self._descriptors[key] = found
-        return found
