@@ -29,7 +29,7 @@ from ratoon.models.safetensors_source import SafetensorsSource
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 Tensor = torch.Tensor
-BF16 = torch.bfloat16
+BF16, F16 = torch.bfloat16, torch.float16
 SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 14336), (4099, 1000)]  # [out, in]
 CUDA = torch.device("cuda")
 
@@ -49,8 +49,11 @@ def assert_near(actual: Tensor, exact: Tensor, limit: float = 1e-2) -> None:
     assert found < limit, found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, BF16) for shape in SHAPES), *((SHAPES[i], dtype) for i in (1, -1) for dtype in (torch.float32, F16))],
+    ids=str,
+)
 def test_products_of_few_rows_are_those_of_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
     outputs, inputs = shape
     weight, bias = random(outputs, inputs, dtype=dtype, scale=0.02), random(outputs, dtype=dtype)

@@ -40,9 +40,14 @@ def exact_norm(x: Tensor, norm: RMSWeights) -> Tensor:
     return wide / (wide.square().mean(1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("panel", [*WHOLE, *SHARED], ids=str)
-@pytest.mark.parametrize("shape", [(1024, 2048), (1000, 1056)], ids=str)  # [out, in]
+@pytest.mark.parametrize(
+    ("panel", "shape", "dtype"),  # of the shapes [out, in] one has no whole tiles
+    [
+        *((panel, shape, BF16) for panel in (*WHOLE, *SHARED) for shape in ((1024, 2048), (1000, 1056))),
+        *((panel, (1000, 1056), torch.float16) for panel in (WHOLE[0], SHARED[0])),
+    ],
+    ids=str,
+)
 def test_products_are_those_of_float64(panel: Panel, shape: tuple[int, int], dtype: torch.dtype) -> None:
     outputs, inputs = shape
     weight, bias = random(outputs, inputs, dtype=dtype, scale=0.02), random(outputs, dtype=dtype)
@@ -67,12 +72,12 @@ def test_norms_and_gates_are_part_of_the_product(panel: Panel, rows: int) -> Non
     norm = RMSWeights(random(1024), 1e-6)
     product = exact_norm(x, norm) @ weight.double().t() + bias.double()
     gate, up = product.chunk(2, dim=1)
-    for dependent in (False, True):
-        found = panel_product(x, weight, bias, panel, arrivals_of(weight), norm=norm, dependent=dependent)
-        assert_near(found, product)
-        found = panel_product(x, weight, bias, panel, arrivals_of(weight), norm=norm, gated=True, dependent=dependent)
-        assert found.shape == (rows, 608)
-        assert_near(found, torch.nn.functional.silu(gate) * up, 1e-2)
+    dependent = rows > 1
+    found = panel_product(x, weight, bias, panel, arrivals_of(weight), norm=norm, dependent=dependent)
+    assert_near(found, product)
+    found = panel_product(x, weight, bias, panel, arrivals_of(weight), norm=norm, gated=True, dependent=dependent)
+    assert found.shape == (rows, 608)
+    assert_near(found, torch.nn.functional.silu(gate) * up, 1e-2)
 
 
 @pytest.mark.parametrize("panel", [*WHOLE, *SHARED], ids=str)

@@ -35,20 +35,22 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launches
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+LAYERS = {
+    "llama": LLAMA,
+    "qwen": QWEN,
+    "7 heads of 64": AttentionLayer(0, 14, 2, 64, 0.125),
+    "alone": AttentionLayer(0, 3, 3, 128, 0.1),
+    "80": AttentionLayer(0, 4, 4, 80, 0.1),
+}
+
+
 @pytest.mark.parametrize(
-    "layer",
-    [
-        LLAMA,
-        QWEN,
-        AttentionLayer(0, 14, 2, 64, 0.125),
-        AttentionLayer(0, 3, 3, 128, 0.1),
-        AttentionLayer(0, 4, 4, 80, 0.1),
-    ],
-    ids=["llama", "qwen", "7 heads of 64", "alone", "80"],
+    ("name", "dtype"),
+    [*((name, BF16) for name in LAYERS), ("llama", torch.float16), ("7 heads of 64", torch.float16)],
+    ids=str,
 )
-def test_mixed_requests(layer: AttentionLayer, dtype: torch.dtype, served: list[int]) -> None:
-    step = Step(layer, *MIXED, dtype)
+def test_mixed_requests(name: str, dtype: torch.dtype, served: list[int]) -> None:
+    step = Step(LAYERS[name], *MIXED, dtype)
     assert error_of(step.run(TritonAttentionBackend()), step.exact()) < TOLERANCES[dtype]
     assert served
 

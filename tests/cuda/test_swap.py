@@ -14,7 +14,7 @@ from ratoon.core.request import EngineCoreRequest
 from ratoon.execution.block_kernels import Pages
 from ratoon.execution.block_swaps import BlockSwaps, CudaCopyStream, pinned_rows
 from ratoon.scheduling.planner import StepPlanner
-from tests.cuda.test_graphs import core_of, runner_of, texts
+from tests.cuda.test_graphs import core_of, runner_of, texts, texts_without_graphs
 from tests.golden import tiny_models
 from tests.golden.test_cuda import run_to_the_end
 from tests.golden.tiny_models import random_token_ids
@@ -40,8 +40,7 @@ def test_preemption_and_swaps_change_no_text(
         swapped.extend(plan.swapped_in)
         return plan
 
-    tiny = tiny_models.tiny_llama()
-    expected, _ = texts(tiny, cuda_graphs=False)
+    tiny, expected = tiny_models.tiny_llama(), texts_without_graphs()
     monkeypatch.setattr(StepPlanner, "plan", watch)
     found, core = texts(tiny, depth=depth, num_blocks=21, **cache)
     assert core.stats().num_preemptions > 0, "there was memory enough: this tests nothing"
