@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("input_len", "output_len", "num_requests", "repeat"):
         if getattr(args, name) < 1:
             raise RequestError(f"--{name.replace('_', '-')}", f"{getattr(args, name)} is out of range", "at least 1")
-    with open_llm(args) as llm:
+    with open_llm(args, skip_tokenizer=True) as llm:
         longest = llm.config.max_model_len or 0
         if args.input_len + args.output_len > longest:
             raise RequestError(

@@ -31,3 +31,17 @@ def test_bench_prompts_are_the_same_in_every_run(client):
     half = len(client.added) // 2
     prompts = [request.prompt_token_ids for request in client.added]
     assert prompts[:half] == prompts[half:]
+
+
+def test_random_weights_need_no_more_than_a_config(tmp_path, capsys):
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = ["--load-format", "dummy", "--device", "cpu", "--threads", "1", "--num-blocks", "16"]
+    for kind in ("latency", "throughput"):
+        shape = ["--input-len", "4", "--output-len", "2", "--repeat", "1", "--json"]
+        assert main(["bench", kind, str(tmp_path), *shape, *engine]) == 0
+        assert json.loads(capsys.readouterr().out)["output_tokens_per_second"]["median"] > 0
