@@ -180,7 +180,7 @@ def make_product(ops: Ops, parts: list[StoredTensor], bias: Tensor | None) -> Pr
         sizes = [sum(part.shape[0] for part in group) for group in groups]
         biases = [None] * len(groups) if bias is None else bias.split(sizes)
         products = [make_product(ops, group, own) for group, own in zip(groups, biases, strict=True)]
-        return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
+        return ops.join(products)
     kept = ops.find_format(parts[0])
     if kept is not None:
         return kept.make_linear(parts, bias)

@@ -97,14 +97,22 @@ class QuantisedLinear:
         self._scratch_bytes = kernels.ratoon_quantised_scratch(weight.in_features)
         self._kernels = kernels
 
+    @property
+    def out_features(self) -> int:
+        return self.weight.out_features
+
     def __call__(self, x: Tensor) -> Tensor:
-        rows, weight = x.shape[0], self.weight
-        y = new_floats(rows, weight.out_features)
+        y = new_floats(x.shape[0], self.weight.out_features)
+        self.write(x, y)
+        return y
+
+    def write(self, x: Tensor, y: Tensor) -> None:
+        """To y [T, out], which may be some columns of a larger tensor."""
+        rows = x.shape[0]
         scratch = new_bytes(rows * self._scratch_bytes)
         self._kernels.ratoon_quantised_linear(
-            weight.pointer, x.data_ptr(), x.stride(0), rows, scratch.data_ptr(), y.data_ptr(), weight.out_features
+            self.weight.pointer, x.data_ptr(), x.stride(0), rows, scratch.data_ptr(), y.data_ptr(), y.stride(0)
         )
-        return y
 
 
 class QuantisedGatedMLP:

@@ -6,6 +6,7 @@ Every kernel computes a row from that row alone, in a fixed order: a request's r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,13 +42,16 @@ class NativeLinear:
         self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        y = new_floats(rows, self.out_features)
-        self._kernels.ratoon_linear(
-            x.data_ptr(), x.stride(0), rows, self.packed_pointer, self.in_features, self.out_features,
-            self.bias_pointer, y.data_ptr(), self.out_features,
-        )  # fmt: skip
+        y = new_floats(x.shape[0], self.out_features)
+        self.write(x, y)
         return y
+
+    def write(self, x: Tensor, y: Tensor) -> None:
+        """To y [T, out], which may be some columns of a larger tensor."""
+        self._kernels.ratoon_linear(
+            x.data_ptr(), x.stride(0), x.shape[0], self.packed_pointer, self.in_features, self.out_features,
+            self.bias_pointer, y.data_ptr(), y.stride(0),
+        )  # fmt: skip
 
 
 class NativeGatedMLP:
@@ -72,6 +76,22 @@ class NativeGatedMLP:
             down.packed_pointer, down.bias_pointer, down.in_features, down.out_features, between.data_ptr(),
             y.data_ptr(),
         )  # fmt: skip
+        return y
+
+
+class JoinedLinears:
+    """[T, in] → [T, all outs]: each product writes its own columns."""
+
+    __slots__ = ("_products", "_sizes")
+
+    def __init__(self, products: Sequence[NativeLinear | QuantisedLinear]) -> None:
+        self._products = products
+        self._sizes = [product.out_features for product in products]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = new_floats(x.shape[0], sum(self._sizes))
+        for product, columns in zip(self._products, y.split_with_sizes(self._sizes, 1), strict=True):
+            product.write(x, columns)
         return y
 
 
@@ -103,6 +123,12 @@ class NativeOps:
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         return NativeLinear(weight, bias)
+
+    def join(self, products: Sequence[Product]) -> Product:
+        writers = [product for product in products if isinstance(product, NativeLinear | QuantisedLinear)]
+        if len(writers) == len(products):
+            return JoinedLinears(writers)
+        return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
 
     def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
         add_low_rank(y, x, a, b, slots)

@@ -77,6 +77,10 @@ class Ops(Protocol):
         """Take over a weight [out, in] of floats, converted to the fastest layout."""
         ...
 
+    def join(self, products: Sequence[Product]) -> Product:
+        """Products of this Ops over the same input as one: their results side by side."""
+        ...
+
     def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
         """y [T, out] += x [T, in] · a[slot]ᵀ · b[slot], in place, with each row's slot [T]; -1: nothing is added.
 

@@ -5,7 +5,7 @@ Norms and rotations of 16-bit tensors are computed in float32. Nothing here know
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,9 @@ class TorchOps:
             return linear(x, weight, bias)
 
         return multiply
+
+    def join(self, products: Sequence[Product]) -> Product:
+        return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
 
     def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
         add_low_rank(y, x, a, b, slots)

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Type
 
 from ratoon.layers.linear import make_product
 from ratoon.layers.native import has_quantised_kernels
+from ratoon.layers.native.recording import Arena, Recording
 from ratoon.layers.native_formats import (
     BLOCK_READERS,
     Groups,
@@ -196,6 +197,22 @@ def test_a_gated_mlp_is_one_call_and_equals_its_parts() -> None:
     assert torch.equal(together(x), expected)
     plain = ops.make_linear(stored_tensor("Q8_0", 64, 96).floats(), None)
     assert ops.make_gated_mlp(gate_up, plain)(x).shape == (11, 64)
+
+
+def test_products_in_several_formats_can_be_recorded() -> None:
+    parts = [
+        stored_tensor("Q4_K", 20, 256),
+        stored_tensor("Q6_K", 30, 256),
+        StoredTensor.of_floats(torch.randn(12, 256)),
+    ]
+    multiply, x = make_product(NativeOps(), parts, torch.randn(62)), torch.randn(3, 256)
+    with Recording(Arena()) as recording:
+        y = multiply(x)
+    program = recording.program()
+    assert program is not None and len(program) == 3
+    x.copy_(torch.randn(3, 256))
+    program.run()
+    assert torch.equal(y, multiply(x))
 
 
 def test_formats_are_decoded_where_they_are_not_to_be_kept() -> None:
