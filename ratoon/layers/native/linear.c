@@ -1,120 +1,214 @@
 // y = x · Wᵀ + bias, with W packed once into panels of 16 output columns: [panel][k][16], zeros behind the last column.
+//
+// Many rows go by in blocks. A group of panels is taken in pieces of CACHE_DEPTH, which stay in the first-level cache while
+// the rows of a block, which are in the second-level one, are multiplied with it tile by tile; the next piece is fetched
+// meanwhile. Sums over K have three levels, the same for any number of rows: within a stretch (tile.h), over the stretches
+// of SUM_DEPTH, and over those.
 #include <string.h>
 
 #include "kernels.h"
 #include "threads.h"
 #include "tile.h"
 
-// Depth of a panel that stays in the first-level cache while rows go by, and the second level of sums over K: the stretches
-// of a block are added up, then the blocks. A multiple of STRETCH_K, and the same for any number of rows.
-#define DEPTH_BLOCK 768
+#define SUM_DEPTH 768
+#define CACHE_DEPTH (W == 16 ? 128 : W == 8 ? 384 : 768)  // 24 KB of panels; 48 KB for NEON, whose cores have 64 KB
+#define ROW_BLOCK 96
+#define SMALLEST_ROW_BLOCK 16
 #define UNITS_PER_THREAD 8
-#define ROW_BLOCK 96  // rows of x that are multiplied with a panel while they are in the second-level cache
+#define FETCHING_TILES 3  // with fewer tiles in a block the processor's own fetching ahead is as good
+
+_Static_assert(SUM_DEPTH % CACHE_DEPTH == 0 && CACHE_DEPTH % STRETCH_K == 0, "pieces end where sums end");
 
 int64_t ratoon_packed_size(int64_t out, int64_t in) { return (out + TILE - 1) / TILE * TILE * in; }
 
+typedef struct {
+    const float *weight;
+    float *packed;
+    int64_t out, in;
+} pack_call;
+
+static void pack_panel(void *context, int64_t panel) {
+    const pack_call *c = context;
+    float *target = c->packed + panel * TILE * c->in;
+    for (int64_t k = 0; k < c->in; k++)
+        for (int64_t j = 0; j < TILE; j++) {
+            int64_t column = panel * TILE + j;
+            target[k * TILE + j] = column < c->out ? c->weight[column * c->in + k] : 0.0f;
+        }
+}
+
 void ratoon_pack_weight(const float *weight, int64_t out, int64_t in, float *packed) {
-    for (int64_t panel = 0; panel * TILE < out; panel++) {
-        float *target = packed + panel * TILE * in;
-        for (int64_t k = 0; k < in; k++)
-            for (int64_t j = 0; j < TILE; j++) {
-                int64_t column = panel * TILE + j;
-                target[k * TILE + j] = column < out ? weight[column * in + k] : 0.0f;
-            }
-    }
+    pack_call c = {weight, packed, out, in};
+    parallel_units(pack_panel, &c, (out + TILE - 1) / TILE);
 }
 
 typedef struct {
     const float *x, *packed, *bias;
     float *y;
-    int64_t ldx, ldy, rows, in, out, panels, panels_per_unit, units_per_block;
+    int64_t ldx, ldy, rows, in, out, panels;
+    int64_t block_rows, panels_per_unit, units_per_block;
 } linear_call;
 
-// Sixteen values of a row of y, or of the bias, that may end before the panel does.
-INLINE void read_part(const float *p, int64_t count, vec v[TILE_VECS]) {
-    float part[TILE] = {0};
-    if (count < TILE) {
-        memcpy(part, p, (size_t)count * sizeof(float));
-        p = part;
+// A vector of a row that may end before the vector does.
+INLINE vec read_part(const float *p, int64_t count) {
+    if (count >= W) return load(p);
+    float part[W] = {0};
+    memcpy(part, p, (size_t)count * sizeof(float));
+    return load(part);
+}
+
+INLINE void write_part(float *p, int64_t count, vec v) {
+    if (count >= W) {
+        store(p, v);
+        return;
     }
-    for (int j = 0; j < TILE_VECS; j++) v[j] = load(p + j * W);
+    float part[W];
+    store(part, v);
+    memcpy(p, part, (size_t)count * sizeof(float));
 }
 
-INLINE void write_part(float *p, int64_t count, const vec v[TILE_VECS]) {
-    float part[TILE];
-    float *target = count < TILE ? part : p;
-    for (int j = 0; j < TILE_VECS; j++) store(target + j * W, v[j]);
-    if (count < TILE) memcpy(p, part, (size_t)count * sizeof(float));
+// totals [rows][TILE_WIDTH] = A · B in stretches; with `add`, they are added to what is there.
+INLINE void tile_of(int rows, int panels, const float *x, int64_t ldx, const float *b, int64_t panel_floats, int64_t depth,
+                    const float *fetch, int add, float *totals) {
+    for (int64_t k = 0; k < depth; k += STRETCH_K, add = 1) {
+        vec acc[MAX_TILE_ROWS][TILE_WIDTH / W];
+        UNROLLED for (int i = 0; i < rows; i++)
+            UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] = (vec){};
+        panels_chain(rows, panels, x + k, ldx, b + k * TILE, panel_floats, depth - k < STRETCH_K ? depth - k : STRETCH_K,
+                     fetch + k / STEPS_PER_FETCH * panels * 16, acc);
+        if (add)
+            UNROLLED for (int i = 0; i < rows; i++)
+                UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] += load(totals + i * TILE_WIDTH + j * W);
+        UNROLLED for (int i = 0; i < rows; i++)
+            UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) store(totals + i * TILE_WIDTH + j * W, acc[i][j]);
+    }
 }
 
-// Adds depth [first, first + depth) of the sums to a tile of y, where they rest between two blocks of depth.
-INLINE void add_block(int rows, const linear_call *c, int64_t row, int64_t panel, int64_t first, int64_t depth) {
-    vec total[MAX_TILE_ROWS][TILE_VECS], part[TILE_VECS];
-    float *y = c->y + row * c->ldy + panel * TILE;
-    int64_t count = c->out - panel * TILE;
-    tile_product(rows, c->x + row * c->ldx + first, c->ldx, c->packed + (panel * c->in + first) * TILE, TILE, depth, total);
-    if (first > 0)
-        for (int i = 0; i < rows; i++) {
-            read_part(y + i * c->ldy, count, part);
-            for (int j = 0; j < TILE_VECS; j++) total[i][j] += part[j];
+typedef void (*tile_function)(const float *x, int64_t ldx, const float *b, int64_t panel_floats, int64_t depth,
+                              const float *fetch, int add, float *totals);
+#define TILE_OF(ROWS, PANELS)                                                                                              \
+    static void tile_##ROWS##_##PANELS(const float *x, int64_t ldx, const float *b, int64_t panel_floats, int64_t depth,   \
+                                       const float *fetch, int add, float *totals) {                                       \
+        tile_of(ROWS, PANELS, x, ldx, b, panel_floats, depth, fetch, add, totals);                                         \
+    }
+#if W == 4
+#define TILES_OF(PANELS) TILE_OF(1, PANELS) TILE_OF(2, PANELS) TILE_OF(3, PANELS) TILE_OF(4, PANELS)
+#define NAMES_OF(PANELS) {NULL, tile_1_##PANELS, tile_2_##PANELS, tile_3_##PANELS, tile_4_##PANELS}
+#elif W == 8
+#define TILES_OF(PANELS)                                                                                                   \
+    TILE_OF(1, PANELS) TILE_OF(2, PANELS) TILE_OF(3, PANELS) TILE_OF(4, PANELS) TILE_OF(5, PANELS) TILE_OF(6, PANELS)
+#define NAMES_OF(PANELS)                                                                                                   \
+    {NULL, tile_1_##PANELS, tile_2_##PANELS, tile_3_##PANELS, tile_4_##PANELS, tile_5_##PANELS, tile_6_##PANELS}
+#else
+#define TILES_OF(PANELS)                                                                                                   \
+    TILE_OF(1, PANELS) TILE_OF(2, PANELS) TILE_OF(3, PANELS) TILE_OF(4, PANELS)                                            \
+    TILE_OF(5, PANELS) TILE_OF(6, PANELS) TILE_OF(7, PANELS) TILE_OF(8, PANELS)
+#define NAMES_OF(PANELS)                                                                                                   \
+    {NULL,            tile_1_##PANELS, tile_2_##PANELS, tile_3_##PANELS, tile_4_##PANELS,                                  \
+     tile_5_##PANELS, tile_6_##PANELS, tile_7_##PANELS, tile_8_##PANELS}
+#endif
+#if MAX_TILE_PANELS == 3
+TILES_OF(1) TILES_OF(2) TILES_OF(3)
+static const tile_function tiles[][MAX_TILE_ROWS + 1] = {{NULL}, NAMES_OF(1), NAMES_OF(2), NAMES_OF(3)};
+#else
+TILES_OF(1)
+static const tile_function tiles[][MAX_TILE_ROWS + 1] = {{NULL}, NAMES_OF(1)};
+#endif
+
+// A group of up to MAX_TILE_PANELS panels, a block of rows, and the part of the depth that is multiplied now: a part of the
+// span [begin, end), through which one group goes after the other.
+typedef struct {
+    int64_t panel, panels, row, rows, first, depth, begin, end;
+} piece;
+
+// Where a tile fetches from, so that the tiles of a block together fetch the next piece: each panel's part of it is one run
+// of memory, and each tile takes a run's beginning, or what follows it. `otherwise` is memory that needs no fetching.
+INLINE const float *fetch_of(const linear_call *c, const piece *p, int64_t tile, const float *otherwise) {
+    int64_t panel = p->panel, first = p->first + p->depth;
+    if (first == p->end) panel += p->panels, first = p->begin;
+    int64_t offset = tile / p->panels * (p->depth / STEPS_PER_FETCH * p->panels);
+    if (panel + tile % p->panels >= c->panels || offset >= p->depth) return otherwise;
+    return c->packed + ((panel + tile % p->panels) * c->in + first + offset) * TILE;
+}
+
+static void multiply_piece(const linear_call *c, const piece *p, float *totals) {
+    const float *b = c->packed + (p->panel * c->in + p->first) * TILE;
+    const int64_t num_tiles = (p->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    const int ends_sum = (p->first + p->depth) % SUM_DEPTH == 0 || p->first + p->depth == c->in;
+    int64_t row = 0;
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+        // Even heights: 5 rows go as 3 + 2, not as 4 + 1.
+        int64_t height = (p->rows - row + num_tiles - tile - 1) / (num_tiles - tile);
+        if (ends_sum)  // these are written next
+            for (int64_t i = row; i < row + height; i++)
+                for (int64_t j = 0; j < p->panels; j++)
+                    __builtin_prefetch(c->y + (p->row + i) * c->ldy + (p->panel + j) * TILE, 1, 3);
+        tiles[p->panels][height](c->x + (p->row + row) * c->ldx + p->first, c->ldx, b, c->in * TILE, p->depth,
+                                 num_tiles < FETCHING_TILES ? b : fetch_of(c, p, tile, b), p->first % SUM_DEPTH > 0,
+                                 totals + row * TILE_WIDTH);
+        row += height;
+    }
+}
+
+// y = totals, or y += totals; with the bias at the end of the depth.
+static void finish_sum(const linear_call *c, const piece *p, const float *totals) {
+    const int64_t column = p->panel * TILE, width = p->panels * TILE;
+    const int64_t count = c->out - column < width ? c->out - column : width;
+    const float *bias = c->bias && p->first + p->depth == c->in ? c->bias + column : NULL;
+    for (int64_t i = 0; i < p->rows; i++, totals += TILE_WIDTH) {
+        float *y = c->y + (p->row + i) * c->ldy + column;
+        for (int64_t j = 0; j < count; j += W) {
+            vec v = load(totals + j);
+            if (p->first >= SUM_DEPTH) v += read_part(y + j, count - j);
+            if (bias) v += read_part(bias + j, count - j);
+            write_part(y + j, count - j, v);
         }
-    if (c->bias && first + depth == c->in) {
-        read_part(c->bias + panel * TILE, count, part);
-        for (int i = 0; i < rows; i++)
-            for (int j = 0; j < TILE_VECS; j++) total[i][j] += part[j];
     }
-    for (int i = 0; i < rows; i++) write_part(y + i * c->ldy, count, total[i]);
 }
-
-#define TILE_OF(ROWS)                                                                                              \
-    static void tile_##ROWS(const linear_call *c, int64_t row, int64_t panel, int64_t first, int64_t depth) {      \
-        add_block(ROWS, c, row, panel, first, depth);                                                              \
-    }
-TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4)
-#if MAX_TILE_ROWS > 4
-TILE_OF(5) TILE_OF(6)
-#endif
-#if MAX_TILE_ROWS > 6
-TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)
-#endif
-typedef void (*tile_function)(const linear_call *, int64_t, int64_t, int64_t, int64_t);
-static const tile_function tiles[] = {
-    NULL, tile_1, tile_2, tile_3, tile_4,
-#if MAX_TILE_ROWS > 4
-    tile_5, tile_6,
-#endif
-#if MAX_TILE_ROWS > 6
-    tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
-#endif
-};
 
 static void linear_unit(void *context, int64_t unit) {
+    static _Thread_local float totals[ROW_BLOCK * TILE_WIDTH] __attribute__((aligned(64)));
     const linear_call *c = context;
-    int64_t first_row = unit / c->units_per_block * ROW_BLOCK;
-    int64_t last_row = first_row + ROW_BLOCK < c->rows ? first_row + ROW_BLOCK : c->rows;
-    int64_t first = unit % c->units_per_block * c->panels_per_unit;
-    int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
-    for (int64_t panel = first; panel < last; panel++)
-        for (int64_t k = 0; k < c->in; k += DEPTH_BLOCK) {
-            int64_t depth = c->in - k < DEPTH_BLOCK ? c->in - k : DEPTH_BLOCK;
-            for (int64_t row = first_row; row < last_row;) {
-                // Even heights: 5 rows go as 3 + 2, not as 4 + 1.
-                int64_t left = last_row - row;
-                int64_t tiles_left = (left + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-                int64_t height = (left + tiles_left - 1) / tiles_left;
-                tiles[height](c, row, panel, k, depth);
-                row += height;
+    const int64_t first = unit % c->units_per_block * c->panels_per_unit;
+    const int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
+    piece p = {.row = unit / c->units_per_block * c->block_rows};
+    p.rows = c->rows - p.row < c->block_rows ? c->rows - p.row : c->block_rows;
+    // Of many rows, no more than fits the second-level cache is multiplied with all panels; few are, and memory streams.
+    const int64_t span = p.rows > MAX_TILE_ROWS ? SUM_DEPTH : c->in;
+    for (p.begin = 0; p.begin < c->in; p.begin = p.end) {
+        p.end = c->in - p.begin < span ? c->in : p.begin + span;
+        for (p.panel = first; p.panel < last; p.panel += p.panels) {
+            p.panels = last - p.panel < MAX_TILE_PANELS ? last - p.panel : MAX_TILE_PANELS;
+            for (p.first = p.begin; p.first < p.end; p.first += p.depth) {
+                p.depth = p.end - p.first < CACHE_DEPTH ? p.end - p.first : CACHE_DEPTH;
+                multiply_piece(c, &p, totals);
+                if ((p.first + p.depth) % SUM_DEPTH == 0 || p.first + p.depth == c->in) finish_sum(c, &p, totals);
             }
         }
+    }
+}
+
+// Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another. Few rows
+// take little computing, so that single panels may be units; many rows need whole tiles, and smaller blocks make more units.
+static void divide(linear_call *c) {
+    const int64_t wanted = UNITS_PER_THREAD * thread_count();
+    int64_t blocks = (c->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    const int64_t groups = (c->panels + MAX_TILE_PANELS - 1) / MAX_TILE_PANELS;
+    while (thread_count() > 1 && groups * blocks < wanted / 2 && c->rows / (2 * blocks) >= SMALLEST_ROW_BLOCK) blocks *= 2;
+    c->block_rows = (c->rows + blocks - 1) / blocks;
+    c->block_rows = (c->block_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS * MAX_TILE_ROWS;
+    blocks = (c->rows + c->block_rows - 1) / c->block_rows;
+    c->panels_per_unit = c->panels * blocks / wanted;
+    if (c->panels_per_unit >= MAX_TILE_PANELS || c->rows > MAX_TILE_ROWS)
+        c->panels_per_unit = c->panels_per_unit / MAX_TILE_PANELS * MAX_TILE_PANELS;
+    if (c->panels_per_unit < 1) c->panels_per_unit = c->rows > MAX_TILE_ROWS ? MAX_TILE_PANELS : 1;
+    c->units_per_block = (c->panels + c->panels_per_unit - 1) / c->panels_per_unit;
 }
 
 void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
                    const float *bias, float *y, int64_t ldy) {
     if (rows <= 0) return;
-    linear_call c = {x, packed, bias, y, ldx, ldy, rows, in, out, (out + TILE - 1) / TILE, 0, 0};
-    // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another.
-    c.panels_per_unit = c.panels / (UNITS_PER_THREAD * thread_count());
-    if (c.panels_per_unit < 1) c.panels_per_unit = 1;
-    c.units_per_block = (c.panels + c.panels_per_unit - 1) / c.panels_per_unit;
-    parallel_units(linear_unit, &c, c.units_per_block * ((rows + ROW_BLOCK - 1) / ROW_BLOCK));
+    linear_call c = {x, packed, bias, y, ldx, ldy, rows, in, out, (out + TILE - 1) / TILE, 0, 0, 0};
+    divide(&c);
+    parallel_units(linear_unit, &c, c.units_per_block * ((rows + c.block_rows - 1) / c.block_rows));
 }

@@ -1,25 +1,35 @@
-// The inner loop of every matrix product here: a tile of C[rows][16] = A[rows][K] · B[K][16].
+// The inner loop of every matrix product here: a tile of C[rows][16] += A[rows][K] · B[K][16], or of several panels of B.
 //
 // Sums over K are taken in fixed stretches: STRETCH_K products in one chain of fused multiply-adds in order of k, then the
 // chains are added up in order. A chain's error grows with its length, so short chains keep a long sum as exact as a short
 // one; and because stretches start at multiples of STRETCH_K in every tile, a row comes out the same, to the bit, in a tile
-// of any height. B's rows are `ldb` floats apart (16 in packed weights).
+// of any height and width. B's rows are `ldb` floats apart (16 in packed weights).
 #pragma once
 #include "vector.h"
 
-#define TILE 16            // columns of a tile
+#define TILE 16            // columns of a panel
 #define TILE_VECS (TILE / W)
+#define STRETCH_K 64
+
+// Loops over the registers of a tile must be unrolled wholly: an index that is not a constant would put them into memory.
+#define UNROLLED _Pragma("GCC unroll 32")
 
 #if W == 4
-// NEON multiplies by a lane, so four values of A come with one load.
-#define STEP_K 4
 #define MAX_TILE_ROWS 4  // 16 accumulators and 4 rows of A in 32 registers: 95 % of the peak; taller tiles spill
+#define MAX_TILE_PANELS 1
+#elif W == 8
+#define MAX_TILE_ROWS 6  // 12 accumulators, 2 columns and a value of A in 16 registers
+#define MAX_TILE_PANELS 1
 #else
-#define STEP_K 1
-#define MAX_TILE_ROWS (W == 8 ? 6 : 12)
+#define MAX_TILE_ROWS 8  // 24 accumulators, 3 columns and a value of A in 32 registers: 11 loads for 24 multiply-adds
+#define MAX_TILE_PANELS 3
 #endif
+#define TILE_WIDTH (MAX_TILE_PANELS * TILE)
 
-#define STRETCH_K 64
+INLINE void clear_tile(int rows, vec acc[][TILE_VECS]) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < TILE_VECS; j++) acc[i][j] = (vec){};
+}
 
 // acc += A · B, one chain for each element.
 // `rows` is a constant wherever this is inlined: the accumulators then live in registers.
@@ -50,24 +60,35 @@ INLINE void tile_chain(int rows, const float *a, int64_t lda, const float *b, in
     }
 }
 
-INLINE void clear_tile(int rows, vec acc[][TILE_VECS]) {
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < TILE_VECS; j++) acc[i][j] = (vec){};
-}
-
-INLINE void add_tile(int rows, vec total[][TILE_VECS], vec acc[][TILE_VECS]) {
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < TILE_VECS; j++) total[i][j] += acc[i][j];
-}
-
-// total = A · B, in stretches. The totals are touched once a stretch and may leave the registers.
-INLINE void tile_product(int rows, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t depth,
-                         vec total[][TILE_VECS]) {
-    clear_tile(rows, total);
-    for (int64_t k = 0; k < depth; k += STRETCH_K) {
-        vec acc[MAX_TILE_ROWS][TILE_VECS];
-        clear_tile(rows, acc);
-        tile_chain(rows, a + k, lda, b + k * ldb, ldb, depth - k < STRETCH_K ? depth - k : STRETCH_K, acc);
-        add_tile(rows, total, acc);
+// One step of a chain with panels side by side, each `panel_floats` behind the one before it.
+INLINE void panels_step(int rows, int panels, const float *a, int64_t lda, const float *b, int64_t panel_floats,
+                        vec acc[][TILE_WIDTH / W]) {
+    vec column[TILE_WIDTH / W];
+    UNROLLED for (int p = 0; p < panels; p++)
+        UNROLLED for (int j = 0; j < TILE_VECS; j++) column[p * TILE_VECS + j] = load(b + p * panel_floats + j * W);
+    UNROLLED for (int i = 0; i < rows; i++) {
+        vec value = splat(a[i * lda]);
+        UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] = fma_(column[j], value, acc[i][j]);
     }
+}
+
+#define STEPS_PER_FETCH 4
+
+// The same chains for up to MAX_TILE_PANELS panels, with packed rows of B. Meanwhile memory at `fetch` goes into the
+// second-level cache: 64 bytes for each panel and every STEPS_PER_FETCH steps.
+INLINE void panels_chain(int rows, int panels, const float *a, int64_t lda, const float *b, int64_t panel_floats,
+                         int64_t depth, const float *fetch, vec acc[][TILE_WIDTH / W]) {
+#if W == 4
+    (void)panels, (void)panel_floats, (void)fetch;
+    tile_chain(rows, a, lda, b, TILE, depth, acc);
+#else
+    int64_t k = 0;
+    for (; k + STEPS_PER_FETCH <= depth; k += STEPS_PER_FETCH) {
+        UNROLLED for (int p = 0; p < panels; p++)
+            __builtin_prefetch(fetch + (k / STEPS_PER_FETCH * panels + p) * 16, 0, 2);
+        UNROLLED for (int s = 0; s < STEPS_PER_FETCH; s++)
+            panels_step(rows, panels, a + k + s, lda, b + (k + s) * TILE, panel_floats, acc);
+    }
+    for (; k < depth; k++) panels_step(rows, panels, a + k, lda, b + k * TILE, panel_floats, acc);
+#endif
 }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ratoon.layers.native_ops import NativeOps, native_ops_reasons
+from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
 from ratoon.layers.torch_ops import TorchOps
 
 pytestmark = pytest.mark.skipif(
@@ -36,13 +36,27 @@ def test_linear_equals_the_float64_product(ops, rows, inner, outer, with_bias):
     assert ((got - expected).abs() <= additions * UNIT * sizes).all()
 
 
-@pytest.mark.parametrize(("inner", "outer"), [(576, 960), (63, 50), (1536, 576)])
+# Outputs that end within a tile of one, two and three panels; depths that end within a stretch, a piece and a sum.
+@pytest.mark.parametrize(("inner", "outer"), [(576, 960), (63, 50), (1536, 576), (131, 33), (1700, 80), (769, 70)])
 def test_a_row_of_a_product_is_the_same_to_the_bit_in_any_batch(ops, inner, outer):
     x = random(200, inner)
     multiply = ops.make_linear(random(outer, inner, seed=1), random(outer, seed=2))
     whole = multiply(x)
     for first, last in [(0, 1), (5, 7), (17, 20), (3, 8), (60, 125), (199, 200)]:
         assert torch.equal(multiply(x[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 200])
+def test_a_product_is_the_same_to_the_bit_on_any_number_of_threads(ops, rows):
+    x, weight = random(rows, 800), random(650, 800, seed=1)
+    try:
+        set_native_threads(1)
+        alone = ops.make_linear(weight, None)(x)
+        for threads in (2, 3, 8, 17):
+            set_native_threads(threads)
+            assert torch.equal(ops.make_linear(weight, None)(x), alone)
+    finally:
+        set_native_threads(2)
 
 
 def test_linear_reads_rows_of_a_wider_tensor(ops):
