@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +16,14 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig, bytes_per_block
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
+from ratoon.core.sizes import format_size
 from ratoon.execution.geometry import Geometry
 from ratoon.execution.kv_tensors import staging_size
 
 if TYPE_CHECKING:
     from ratoon.execution.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 # Defaults: a GPU is normally the engine's alone, host memory is shared with other processes.
 KV_FRACTION = {"cuda": 0.85, "cpu": 0.4}
@@ -67,6 +71,8 @@ def sizes_by_memory(cache: CacheConfig) -> bool:
 
 def _memory_setting(cache: CacheConfig) -> str:
     """The setting that limits the memory."""
+    if cache.num_blocks is not None:
+        return "num_blocks"
     if cache.memory_bytes is not None:
         return "kv_memory"
     return "kv_memory_fraction" if cache.gpu_memory_utilization is None else "gpu_memory_utilization"
@@ -74,18 +80,26 @@ def _memory_setting(cache: CacheConfig) -> str:
 
 def verify_longest_sequence(kv_config: KVCacheConfig, cache: CacheConfig, longest: int) -> None:
     """ConfigError, with the length that fits, if a pool that was sized by the device's memory can't hold a sequence of
-    the greatest length. A pool of a given size is never questioned: shorter requests are served."""
+    the greatest length. Of a pool whose size was set there is a warning: shorter requests are served."""
     num_growing = sum(group.spec.growth == "full" for group in kv_config.groups)
-    if not sizes_by_memory(cache) or not num_growing:
+    if not num_growing:
         return
     room = (kv_config.num_blocks - 1) // num_growing * kv_config.block_size
     if room >= longest:
         return
-    needed = -(-longest // kv_config.block_size) * num_growing * kv_config.bytes_per_block
     has = kv_config.num_blocks * kv_config.bytes_per_block
-    problem = f"{longest:,} tokens need {gib(needed)} for keys and values, and {gib(has)} are left for them"
-    expected = f"at most {room:,}, a larger {_memory_setting(cache)}, or a smaller model"
-    raise ConfigError("max_model_len", problem, expected)
+    needed_blocks = 1 + -(-longest // kv_config.block_size) * num_growing
+    needed = needed_blocks * kv_config.bytes_per_block
+    if sizes_by_memory(cache):
+        problem = f"{longest:,} tokens need {gib(needed)} for keys and values, and {gib(has)} are left for them"
+        expected = f"at most {room:,}, a larger {_memory_setting(cache)}, or a smaller model"
+        raise ConfigError("max_model_len", problem, expected)
+    enough = f"{needed_blocks:,}" if cache.num_blocks is not None else format_size(needed)
+    logger.warning(
+        "%s: %s for keys and values hold %s tokens, and max_model_len is %s: longer requests are refused. That length "
+        "needs %s; a max_model_len of %s fits",
+        _memory_setting(cache), format_size(has), f"{room:,}", f"{longest:,}", enough, f"{room:,}",
+    )  # fmt: skip
 
 
 def gib(num_bytes: int) -> str:

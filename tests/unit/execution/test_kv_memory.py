@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -102,8 +103,25 @@ def test_a_length_that_the_pool_can_not_hold_is_refused_with_one_that_it_can() -
         ConfigError, match=r"max_model_len: 161 tokens need .* at most 160, a larger gpu_memory_utilization"
     ):
         verify_longest_sequence(config, by_memory, 161)
-    verify_longest_sequence(config, CacheConfig(num_blocks=11), 161)
-    verify_longest_sequence(config, CacheConfig(memory_bytes=GIB), 161)
+
+
+@pytest.mark.parametrize(
+    ("cache", "expected"),
+    [
+        (CacheConfig(memory_bytes=GIB), "kv_memory: 132.0 KiB for keys and values hold 160 tokens, .* needs 144.0 KiB"),
+        (CacheConfig(num_blocks=11), "num_blocks: .* hold 160 tokens, and max_model_len is 161: .* needs 12;"),
+    ],
+)
+def test_a_pool_of_a_given_size_that_can_not_hold_the_longest_request_is_warned_of(
+    caplog: pytest.LogCaptureFixture, cache: CacheConfig, expected: str
+) -> None:
+    """It is what was asked for, and serves shorter ones."""
+    config = KVCacheConfig(11, BLOCK_SIZE, geometry().groups)
+    verify_longest_sequence(config, cache, 160)
+    assert not caplog.records
+    verify_longest_sequence(config, cache, 161)
+    (record,) = caplog.records
+    assert re.match(expected, record.getMessage()) and record.getMessage().endswith("a max_model_len of 160 fits")
 
 
 @pytest.mark.parametrize(
