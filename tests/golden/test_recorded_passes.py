@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ratoon.execution import worker
+from ratoon.execution import choices
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.native import can_record
 from tests.golden import tiny_models
@@ -35,7 +35,7 @@ def engines(recorded: bool) -> Iterator[None]:
         runners.append(ModelRunner(*arguments, **settings | {"record": recorded}))
         return runners[-1]
 
-    with patch.object(worker, "ModelRunner", make):
+    with patch.object(choices, "ModelRunner", make):
         yield
     assert runners
     for runner in runners:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ratoon.execution import worker
+from ratoon.execution import choices
 from ratoon.execution.model_runner import ModelRunner
 from tests.golden import tiny_models
 from tests.golden.test_cuda import greedy, searches, states, texts_over_encoders
@@ -37,7 +37,7 @@ def inputs_on_device(padded: bool) -> Iterator[None]:
         runners.append(ModelRunner(*arguments, **settings))
         return runners[-1]
 
-    with patch.object(worker, "ModelRunner", make):
+    with patch.object(choices, "ModelRunner", make):
         yield
     for runner in runners:
         assert (runner.graphs is not None and runner.graphs.stats.num_graphs > 1) == padded

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from ratoon.core.errors import ConfigError
+from ratoon.execution.choices import choose_ops
 from ratoon.execution.devices import use_device
-from ratoon.execution.worker import choose_ops, describe_weights
+from ratoon.execution.worker import describe_weights
 from ratoon.layers.native import has_quantised_kernels
 from ratoon.layers.native_ops import native_ops_reasons
 from ratoon.layers.ops import WeightUse

@@ -1,0 +1,216 @@
+"""What settings and model decide before memory is allocated: device, dtype, kernels and attention backends, and how
+models and runners are made of them. What can't work is refused here."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
+from ratoon.core.errors import ConfigError
+from ratoon.core.kv import KVCacheConfig
+from ratoon.core.machine import usable_cores
+from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.devices import gpu_name, resolve_device, resolve_dtype, use_device
+from ratoon.execution.geometry import Geometry, geometry_of
+from ratoon.execution.kv_memory import largest_step, num_blocks_of, one_prompt
+from ratoon.execution.model_runner import ModelRunner
+from ratoon.layers.native import has_quantised_kernels, kernel_set_name
+from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
+from ratoon.layers.ops import Ops
+from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.weights import TensorSource
+from ratoon.models.base import LanguageModel
+from ratoon.models.build import META, build_model, declare_model, outline_model
+
+if TYPE_CHECKING:
+    from ratoon.execution.graphs import Capture
+
+logger = logging.getLogger(__name__)
+
+# Compute capabilities
+BITS_OF_FLOATS = {"int8": 8, "int4": 4}  # by the setting `quantization`
+OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)
+OLDEST_WITH_FP8 = (8, 9)
+# None: the dtype of the model
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class EngineChoices:
+    config: EngineConfig
+    model_config: ModelConfig
+    tensors: TensorSource
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    num_threads: int
+    ops: Ops
+    declaration: LanguageModel  # without weights
+    geometry: Geometry
+
+    @cached_property
+    def num_weights(self) -> int:
+        return sum(math.prod(shape) for shape in self.tensors.shapes().values())
+
+    @property
+    def name_of_ops(self) -> str:
+        return f"native ({kernel_set_name()})" if self.ops.name == "native" else self.ops.name
+
+    @property
+    def can_run_without_weights(self) -> bool:
+        """Whether steps can be run before the engine is complete, to compile their kernels and to measure them."""
+        return self.device.type == "cuda" and self.model_config.causal and not self.model_config.encoder
+
+    # ---- steps that are run at start-up ----
+
+    def largest_step(self) -> SchedulerOutput:
+        return largest_step(self.config.scheduler, *self._sizes_of_steps)
+
+    def one_prompt(self) -> SchedulerOutput:
+        return one_prompt(self.config.scheduler, *self._sizes_of_steps)
+
+    @property
+    def _sizes_of_steps(self) -> tuple[int, int, int]:
+        return self.config.cache.block_size, len(self.geometry.groups), self.max_model_len
+
+    def geometry_anew(self) -> Geometry:
+        """With other backends: these keep memory between steps."""
+        return choose_geometry(self.config, self.declaration, self.device, self.dtype)
+
+    def probe_for(self, plan: SchedulerOutput) -> KVCacheConfig:
+        """A pool that is just large enough for the plan."""
+        return KVCacheConfig(num_blocks_of(plan), self.config.cache.block_size, self.geometry.groups)
+
+    # ---- what is built ----
+
+    def build_model(self) -> LanguageModel:
+        return build_model(self.model_config, self.tensors, self.ops, self.device, self.dtype, self.max_model_len)
+
+    def make_runner(self, model: LanguageModel, kv_config: KVCacheConfig, capture: Capture | None) -> ModelRunner:
+        return self._runner(model, self.geometry, kv_config, self.device, capture)
+
+    def make_outline(self, geometry: Geometry, kv_config: KVCacheConfig, capture: Capture) -> ModelRunner:
+        """A runner of the same kind on the meta device. `geometry`: with backends of its own."""
+        outline = outline_model(self.model_config, self.tensors, self.ops, self.dtype, self.max_model_len)
+        return self._runner(outline, geometry, kv_config, META, capture)
+
+    def _runner(
+        self,
+        model: LanguageModel,
+        geometry: Geometry,
+        kv_config: KVCacheConfig,
+        device: torch.device,
+        capture: Capture | None,
+    ) -> ModelRunner:
+        scheduler = self.config.scheduler
+        return ModelRunner(
+            model,
+            [choice.backend for choice in geometry.choices],
+            kv_config,
+            dtype=self.dtype,
+            device=device,
+            max_model_len=self.max_model_len,
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_tokens=max(scheduler.token_budget, scheduler.max_num_seqs),
+            encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
+            inputs_on_device=device.type != "cpu",
+            capture=capture,
+            record=self.ops.name == "native",
+        )
+
+
+def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: TensorSource) -> EngineChoices:
+    """Also sets the device and the threads of this process. Raises ConfigError."""
+    device = resolve_device(config.device)
+    use_device(device)
+    dtype = resolve_dtype(config.dtype, device, model_config)
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    threads = config.num_threads or usable_cores()
+    set_native_threads(threads)
+    if config.num_threads is not None:  # otherwise torch's default stays: this process may use torch elsewhere
+        torch.set_num_threads(threads)
+    ops = choose_ops(device, dtype, config.batch_invariant, config.quantization)
+    declaration = declare_model(model_config, max_model_len)
+    geometry = choose_geometry(config, declaration, device, dtype)
+    for choice in geometry.all_choices:
+        is_slow = ops.name == "native" and config.attention_backend == "auto" and choice.backend.name != "cpu"
+        logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
+    return EngineChoices(
+        config, model_config, tensors, device, dtype, max_model_len, threads, ops, declaration, geometry
+    )
+
+
+def choose_geometry(
+    config: EngineConfig, declaration: LanguageModel, device: torch.device, dtype: torch.dtype
+) -> Geometry:
+    return geometry_of(
+        declaration,
+        config.attention_backend,
+        config.cache.block_size,
+        device,
+        dtype,
+        KV_DTYPES[config.cache.kv_cache_dtype],
+        config.batch_invariant,
+    )
+
+
+def choose_ops(
+    device: torch.device, dtype: torch.dtype, batch_invariant: bool = False, quantization: str = "auto"
+) -> Ops:
+    """The fastest that serve this device and dtype. Raises ConfigError if they can't do what is asked for."""
+    if batch_invariant and quantization == "fp8":
+        raise ConfigError("batch_invariant", "sums depend on the batch with quantization fp8", "one of the two")
+    ops = _choose_ops(device, dtype, batch_invariant, quantization)
+    if batch_invariant and ops.name == "torch":
+        problem = f"sums depend on the batch with the kernels 'torch', which are those for {dtype} on {device}"
+        raise ConfigError("batch_invariant", problem, "float32 on a CPU, or a GPU")
+    if quantization in BITS_OF_FLOATS and ops.name != "native":
+        problem = f"{quantization} is not there with the kernels {ops.name!r}, which are those for {dtype} on {device}"
+        raise ConfigError("quantization", problem, "float32 on a CPU")
+    if quantization == "fp8":
+        expected = "leave it out, or a GPU of compute capability 8.9 or higher and bfloat16"
+        if ops.name != "cuda":
+            raise ConfigError("quantization", f"fp8 is not there with the kernels {ops.name!r} on {device}", expected)
+        if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < OLDEST_WITH_FP8:
+            raise ConfigError("quantization", f"fp8 is not there for {dtype} on {gpu_name(device)}", expected)
+    return ops
+
+
+def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool, quantization: str) -> Ops:
+    if device.type != "cuda":
+        if native_ops_reasons(device, dtype):
+            return TorchOps()
+        bits = BITS_OF_FLOATS.get(quantization)
+        keep = quantization == "gguf" or bits is not None
+        if keep and not has_quantised_kernels():
+            logger.warning("weights are multiplied in float32: the kernels here can't multiply by quantised ones")
+        return NativeOps(keep, bits)
+    from ratoon.layers.cuda_ops import CudaOps  # imports triton
+    from ratoon.layers.gpu import has_wgmma
+    from ratoon.layers.product_choices import choices_file, read_choices
+
+    choices = read_choices(choices_file(device))
+    choices.has_wgmma = has_wgmma()
+    logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
+    early = torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH
+    kept = quantization if quantization == "fp8" else None
+    return CudaOps(choices, dependent_launch=early, batch_invariant=batch_invariant, quantization=kept)
+
+
+def choose_capture(config: EngineConfig, device: torch.device, geometry: Geometry) -> Capture | None:
+    """What makes CUDA graphs of small steps. None: every step is launched kernel by kernel."""
+    if device.type != "cuda" or not config.cuda_graphs:
+        return None
+    slow = dict.fromkeys(choice.backend.name for choice in geometry.choices if not choice.backend.supports_graphs)
+    if slow:
+        logger.warning("steps are not captured as CUDA graphs: attention by %s can't be", ", ".join(slow))
+        return None
+    from ratoon.execution.graphs import CudaCapture
+
+    return CudaCapture()
