@@ -26,6 +26,7 @@ Tensor = torch.Tensor
 
 BLOCK = 32  # inputs of a column that are packed together, and of a row of activations that share a scale
 PANEL = 16  # output columns
+SCRATCH_ROOM = 15  # rows that a product keeps room for beside its own: QUANTISED_ROOM of quantised.h
 LARGEST_EXPONENT = 14  # of scaled scales: below the largest half, and far above the smallest
 
 
@@ -109,7 +110,7 @@ class QuantisedLinear:
     def write(self, x: Tensor, y: Tensor) -> None:
         """To y [T, out], which may be some columns of a larger tensor."""
         rows = x.shape[0]
-        scratch = new_bytes(rows * self._scratch_bytes)
+        scratch = new_bytes((rows + SCRATCH_ROOM) * self._scratch_bytes)
         self._kernels.ratoon_quantised_linear(
             self.weight.pointer, x.data_ptr(), x.stride(0), rows, scratch.data_ptr(), y.data_ptr(), y.stride(0)
         )
@@ -132,7 +133,7 @@ class QuantisedGatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         gate_up, down, rows = self._gate_up, self._down, x.shape[0]
         between = new_floats(rows, 3 * down.in_features)  # gate and up side by side, then the input of down
-        scratch = new_bytes(rows * self._scratch_bytes)
+        scratch = new_bytes((rows + SCRATCH_ROOM) * self._scratch_bytes)
         y = new_floats(rows, down.out_features)
         self._kernels.ratoon_quantised_gated_mlp(
             gate_up.pointer, down.pointer, x.data_ptr(), x.stride(0), rows, scratch.data_ptr(), between.data_ptr(),

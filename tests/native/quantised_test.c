@@ -1,5 +1,6 @@
 // Compares products with quantised weights with a plain loop that follows their definition, bit by bit, and prints one
-// checksum of all results: it is the same for every instruction set. Built with quantised.c, rows.c and threads.c.
+// checksum of all results: it is the same for every instruction set. Built with
+// quantised*.c, rows.c and threads.c.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -78,7 +79,7 @@ static int run(form f, int64_t rows, int64_t in, int64_t out, int special) {
     uint8_t *codes = malloc(code_bytes);
     uint16_t *scales = malloc(num_scales * 2), *offsets = malloc(num_scales * 2);
     float *bias = malloc((size_t)out * 4), *x = malloc((size_t)(rows * ldx) * 4), *y = malloc((size_t)(rows * ldy) * 4);
-    void *scratch = malloc((size_t)(rows * ratoon_quantised_scratch(in)));
+    void *scratch = malloc((size_t)((rows + QUANTISED_ROOM) * ratoon_quantised_scratch(in)));
     for (size_t i = 0; i < code_bytes; i++) codes[i] = (uint8_t)random_bits();
     for (size_t i = 0; i < num_scales; i++) {
         scales[i] = (uint16_t)(random_bits() % 0x7000 | (random_bits() & 0x8000));  // subnormal ones too
@@ -119,7 +120,10 @@ int main(void) {
             for (int64_t rows = 1; rows <= 19; rows += rows < 9 ? 1 : 5) wrong += run(forms[i], rows, 96, 1 + 13 * rows % 70, 0);
             wrong += run(forms[i], 101, 32, 33, 0);
             wrong += run(forms[i], 2, 1600, 17, 0);
+            wrong += run(forms[i], 29, 1600, 55, 0);
+            wrong += run(forms[i], 230, 64, 16, 0);
             wrong += run(forms[i], 7, 64, 30, 1);
+            wrong += run(forms[i], 21, 64, 30, 1);
         }
     }
     printf("checksum %016llx\n", (unsigned long long)checksum);

@@ -1,7 +1,8 @@
 // Dot products of quads: each lane of a vector adds four products of a byte of a weight and a byte of an activation.
 //
-// Sums are exact integers, so every instruction set gives the same bits. Codes are 0…15 or 0…255, activations -127…127. A
-// set that multiplies signed bytes only (NEON) reads 8-bit codes less 128; then their zero is 0, and ZERO_OF_8 says so.
+// A group's sum is begun by `begin_sum`, given its quads by `dot` and ended by `end_sum`; `shift` is added to it. Sums are
+// exact integers, so every instruction set gives the same bits. Codes of 4 bits are 0…15, activations -127…127. Codes of 8
+// bits are what `prepare_8` makes of those of a file; ZERO_OF_8 is then the code of zero.
 #pragma once
 #include <string.h>
 
@@ -18,62 +19,87 @@ typedef uint8_t bvec __attribute__((vector_size(4 * W), aligned(1)));
 INLINE bvec load_bytes(const uint8_t *p) { return *(const bvec *)p; }
 INLINE ivec splat_int(int32_t x) { return x - (ivec){}; }
 
-INLINE int32_t load_quad(const int8_t *x) {
-    int32_t quad;
-    memcpy(&quad, x, 4);
-    return quad;
+#if defined(__ARM_NEON)
+typedef int8x16_t quads_of_x;  // four quads of a row's codes
+INLINE quads_of_x load_quads(const int8_t *x) { return vld1q_s8(x); }
+INLINE int8x16_t spread_quad(quads_of_x x, int lane) {
+    return vreinterpretq_s8_s32(vdupq_n_s32(((int32x4_t)x)[lane]));
 }
+#else
+typedef const int8_t *quads_of_x;
+INLINE quads_of_x load_quads(const int8_t *x) { return x; }
+INLINE ivec spread_quad(quads_of_x x, int lane) {
+    int32_t quad;
+    memcpy(&quad, x + 4 * lane, 4);
+    return splat_int(quad);
+}
+#endif
 
 #if defined(__AVX512VNNI__)
 #define ZERO_OF_8 128
-INLINE ivec dot_4(ivec sum, bvec codes, const int8_t *x) {
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(load_quad(x)));
+INLINE bvec prepare_8(bvec codes) { return codes; }
+INLINE ivec begin_sum(int bits, int32_t shift) { return splat_int(shift); }
+INLINE ivec dot(int bits, ivec sum, bvec codes, quads_of_x x, int lane) {
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)spread_quad(x, lane));
 }
-INLINE ivec dot_8(ivec sum, bvec codes, const int8_t *x) { return dot_4(sum, codes, x); }
+INLINE ivec end_sum(int bits, ivec sum, int32_t shift) { return sum; }
 
 #elif defined(__AVX2__)
-#define ZERO_OF_8 128
+// Pairs of products are added in 16 bits with saturation. Of codes of 4 bits a whole group stays below it, 32 / 2 · 2 · 15 ·
+// 127 = 30,480 for the eight quads of a lane, so that they are widened once. Of 8 bits a pair stays below it, 2 · 128 · 127 =
+// 32,512: sizes of codes by activations that take over their signs.
+#define ZERO_OF_8 0
 #if defined(__AVX512BW__)
 #define MADDUBS(a, b) ((ivec)_mm512_maddubs_epi16((__m512i)(a), (__m512i)(b)))
 #define MADD(a, b) ((ivec)_mm512_madd_epi16((__m512i)(a), (__m512i)(b)))
+#define ADD_16(a, b) ((ivec)_mm512_add_epi16((__m512i)(a), (__m512i)(b)))
+#define SIZE_OF(codes) _mm512_abs_epi8((__m512i)(codes))
+#define WITH_SIGN_OF(codes, x)                                                                                                 \
+    _mm512_mask_sub_epi8((__m512i)(x), _mm512_movepi8_mask((__m512i)(codes)), _mm512_setzero_si512(), (__m512i)(x))
 #else
 #define MADDUBS(a, b) ((ivec)_mm256_maddubs_epi16((__m256i)(a), (__m256i)(b)))
 #define MADD(a, b) ((ivec)_mm256_madd_epi16((__m256i)(a), (__m256i)(b)))
+#define ADD_16(a, b) ((ivec)_mm256_add_epi16((__m256i)(a), (__m256i)(b)))
+#define SIZE_OF(codes) _mm256_abs_epi8((__m256i)(codes))
+#define WITH_SIGN_OF(codes, x) _mm256_sign_epi8((__m256i)(x), (__m256i)(codes))
 #endif
-// Pairs of products are added in 16 bits with saturation, which codes up to 15 do not reach: 2 · 15 · 127 = 3,810.
-INLINE ivec dot_4(ivec sum, bvec codes, const int8_t *x) {
-    return sum + MADD(MADDUBS(codes, splat_int(load_quad(x))), splat_int(0x00010001));
+INLINE bvec prepare_8(bvec codes) { return codes ^ 0x80; }
+INLINE ivec begin_sum(int bits, int32_t shift) { return bits == 4 ? (ivec){} : splat_int(shift); }
+INLINE ivec dot(int bits, ivec sum, bvec codes, quads_of_x x, int lane) {
+    ivec quad = spread_quad(x, lane);
+    if (bits == 4) return ADD_16(sum, MADDUBS(codes, quad));
+    return sum + MADD(MADDUBS(SIZE_OF(codes), WITH_SIGN_OF(codes, quad)), splat_int(0x00010001));
 }
-// So codes of 8 bits are taken as two of 4.
-INLINE ivec dot_8(ivec sum, bvec codes, const int8_t *x) {
-    ivec quads = splat_int(load_quad(x));
-    ivec low = MADD(MADDUBS(codes & 15, quads), splat_int(0x00010001));
-    return sum + low + MADD(MADDUBS(codes >> 4, quads), splat_int(0x00100010));
+INLINE ivec end_sum(int bits, ivec sum, int32_t shift) {
+    return bits == 4 ? splat_int(shift) + MADD(sum, splat_int(0x00010001)) : sum;
 }
 
 #elif defined(__ARM_NEON)
 #define ZERO_OF_8 0
-INLINE ivec dot_signed(ivec sum, int8x16_t codes, const int8_t *x) {
-    int8x16_t quads = vreinterpretq_s8_s32(vdupq_n_s32(load_quad(x)));
+INLINE bvec prepare_8(bvec codes) { return codes ^ 0x80; }
+INLINE ivec begin_sum(int bits, int32_t shift) { return splat_int(shift); }
+INLINE ivec dot(int bits, ivec sum, bvec codes, quads_of_x x, int lane) {
+    int8x16_t quad = spread_quad(x, lane), signed_codes = (int8x16_t)codes;
 #if defined(__ARM_FEATURE_DOTPROD)
-    return (ivec)vdotq_s32((int32x4_t)sum, codes, quads);
+    return (ivec)vdotq_s32((int32x4_t)sum, signed_codes, quad);
 #else
-    int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(codes), vget_low_s8(quads)));
-    int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(codes), vget_high_s8(quads)));
+    int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(signed_codes), vget_low_s8(quad)));
+    int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(signed_codes), vget_high_s8(quad)));
     return sum + (ivec)vpaddq_s32(low, high);
 #endif
 }
-INLINE ivec dot_4(ivec sum, bvec codes, const int8_t *x) { return dot_signed(sum, (int8x16_t)codes, x); }
-INLINE ivec dot_8(ivec sum, bvec codes, const int8_t *x) { return dot_signed(sum, (int8x16_t)(codes ^ 0x80), x); }
+INLINE ivec end_sum(int bits, ivec sum, int32_t shift) { return sum; }
 
 #else
 #define ZERO_OF_8 128
-INLINE ivec dot_4(ivec sum, bvec codes, const int8_t *x) {
-    for (int lane = 0; lane < W; lane++)
-        for (int k = 0; k < 4; k++) sum[lane] += (int32_t)codes[4 * lane + k] * x[k];
+INLINE bvec prepare_8(bvec codes) { return codes; }
+INLINE ivec begin_sum(int bits, int32_t shift) { return splat_int(shift); }
+INLINE ivec dot(int bits, ivec sum, bvec codes, quads_of_x x, int lane) {
+    for (int column = 0; column < W; column++)
+        for (int k = 0; k < 4; k++) sum[column] += (int32_t)codes[4 * column + k] * x[4 * lane + k];
     return sum;
 }
-INLINE ivec dot_8(ivec sum, bvec codes, const int8_t *x) { return dot_4(sum, codes, x); }
+INLINE ivec end_sum(int bits, ivec sum, int32_t shift) { return sum; }
 #endif
 
 // W halves as floats.

@@ -3,44 +3,26 @@
 // The products of a group are summed as integers, exactly; then groups are added in order, each by one fused multiply-add
 // (and another one for its offset). So a row comes out the same, to the bit, in a tile of any height, on any number of
 // threads, and with every instruction set.
-#include "quantised.h"
+#include "quantised_call.h"
 
 #include <math.h>
-#include <string.h>
 
-#include "dot.h"
 #include "threads.h"
 
-#define TILE 16
-#define TILE_VECS (TILE / W)
-#define QUADS (QUANTISED_BLOCK / 4)
 #define MAX_TILE_ROWS (W == 16 ? 8 : 4)
 #define UNITS_PER_THREAD 8
 #define ROW_BLOCK 96            // rows that are multiplied with a panel while they are in the second-level cache
-#define ROWS_PER_QUANTISING 8   // rows of activations that a thread takes at once
+#define ROWS_PER_QUANTISING STRIP  // rows of activations that a thread takes at once
 #define SMALLEST_MAXIMUM 1e-30f  // a group below this is zero: 127 / maximum would overflow
 
 void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width);
 
-typedef struct {
-    const quantised_weight *weight;
-    const float *x;
-    float *y;
-    int64_t ldx, ldy, rows, blocks, shifts_per_block, panels, panels_per_unit, units_per_block;
-    // The activations, [row][…]: the scale of each block, that scale times the sum of its codes, -zero times the sum of
-    // the codes that each weight's group multiplies, and the codes.
-    float *scales, *scaled_sums;
-    int32_t *shifts;
-    int8_t *codes;
-} quantised_call;
-
-int64_t ratoon_quantised_scratch(int64_t in) { return in + in / QUANTISED_BLOCK * 16; }
+int64_t ratoon_quantised_scratch(int64_t in) { return in / QUANTISED_BLOCK * (int64_t)ROW_BYTES; }
 
 static int zero_of(const quantised_weight *w) { return w->bits == 8 ? ZERO_OF_8 : w->offsets ? 0 : 8; }
 
-// One block of 32. With a NaN or an infinity in it the scale is NaN, and so are the row's results.
-static void quantise_block(const float *x, int zero, int64_t num_shifts, float *scale, float *scaled_sum, int32_t *shifts,
-                           int8_t *codes) {
+// One row of a block. With a NaN or an infinity in it the scale is NaN, and so are the row's results.
+static void quantise_block(const float *x, int zero, int64_t groups, int64_t height, activation_block to) {
     uint32_t largest = 0;
     for (int k = 0; k < QUANTISED_BLOCK; k++) {
         uint32_t bits;
@@ -53,49 +35,26 @@ static void quantise_block(const float *x, int zero, int64_t num_shifts, float *
     int usable = largest < 0x7f800000 && maximum >= SMALLEST_MAXIMUM;
     float factor = usable ? 127.0f / maximum : 0.0f;
     int32_t sums[2] = {0, 0};
+    int8_t *codes = to.codes[0];
     if (usable)
         for (int k = 0; k < QUANTISED_BLOCK; k++) codes[k] = (int8_t)rintf(x[k] * factor);
     else
         memset(codes, 0, QUANTISED_BLOCK);
     for (int k = 0; k < QUANTISED_BLOCK / 2; k++) sums[0] += codes[k];
     for (int k = QUANTISED_BLOCK / 2; k < QUANTISED_BLOCK; k++) sums[1] += codes[k];
-    *scale = usable ? maximum / 127.0f : largest < 0x7f800000 ? 0.0f : NAN;
-    *scaled_sum = *scale * (float)(sums[0] + sums[1]);
-    if (num_shifts == 2) {
-        shifts[0] = -zero * sums[0];
-        shifts[1] = -zero * sums[1];
-    } else {
-        shifts[0] = -zero * (sums[0] + sums[1]);
-    }
+    *to.scales = usable ? maximum / 127.0f : largest < 0x7f800000 ? 0.0f : NAN;
+    *to.scaled_sums = *to.scales * (float)(sums[0] + sums[1]);
+    to.shifts[0] = -zero * (groups == 2 ? sums[0] : sums[0] + sums[1]);
+    to.shifts[height] = -zero * sums[1];  // of the second group, if there is one
 }
 
 static void quantise_unit(void *context, int64_t unit) {
     const quantised_call *c = context;
     int64_t last = (unit + 1) * ROWS_PER_QUANTISING < c->rows ? (unit + 1) * ROWS_PER_QUANTISING : c->rows;
     for (int64_t row = unit * ROWS_PER_QUANTISING; row < last; row++)
-        for (int64_t block = 0; block < c->blocks; block++) {
-            int64_t index = row * c->blocks + block;
-            quantise_block(c->x + row * c->ldx + block * QUANTISED_BLOCK, zero_of(c->weight), c->shifts_per_block,
-                           c->scales + index, c->scaled_sums + index, c->shifts + index * c->shifts_per_block,
-                           c->codes + index * QUANTISED_BLOCK);
-        }
-}
-
-INLINE void write_part(float *p, int64_t count, vec v) {
-    if (count >= W) {
-        store(p, v);
-    } else if (count > 0) {
-        float part[W];
-        store(part, v);
-        memcpy(p, part, (size_t)count * sizeof(float));
-    }
-}
-
-INLINE vec read_part(const float *p, int64_t count) {
-    if (count >= W) return load(p);
-    float part[W] = {0};
-    if (count > 0) memcpy(part, p, (size_t)count * sizeof(float));
-    return load(part);
+        for (int64_t block = 0; block < c->blocks; block++)
+            quantise_block(c->x + row * c->ldx + block * QUANTISED_BLOCK, zero_of(c->weight), c->groups, c->height,
+                           block_of(c, row, block));
 }
 
 // The quads of a block, for the columns of vector `j`.
@@ -107,15 +66,15 @@ INLINE void load_block(int bits, const uint8_t *codes, int j, bvec quads[QUADS])
             quads[b + QUADS / 2] = both >> 4;
         }
     } else {
-        for (int b = 0; b < QUADS; b++) quads[b] = load_bytes(codes + b * 4 * TILE + j * 4 * W);
+        for (int b = 0; b < QUADS; b++) quads[b] = prepare_8(load_bytes(codes + b * 4 * TILE + j * 4 * W));
     }
 }
 
 // A tile [rows][16] of y. All but the last three arguments are constants wherever this is inlined.
 INLINE void tile_of(int rows, int bits, int group, int has_offsets, const quantised_call *c, int64_t row, int64_t panel) {
     const quantised_weight *w = c->weight;
-    const int groups = QUANTISED_BLOCK / group, block_bytes = TILE * QUANTISED_BLOCK * bits / 8;
-    const int64_t blocks = c->blocks;
+    const int groups = QUANTISED_BLOCK / group, block_bytes = BLOCK_CODES * bits / 8;
+    const int64_t blocks = c->blocks, height = c->height;
     for (int j = 0; j < TILE_VECS; j++) {
         const uint8_t *codes = w->codes + panel * blocks * block_bytes;
         const uint16_t *halves = w->scales + panel * blocks * groups * TILE + j * W;
@@ -123,30 +82,29 @@ INLINE void tile_of(int rows, int bits, int group, int has_offsets, const quanti
         vec acc[MAX_TILE_ROWS];
         for (int i = 0; i < rows; i++) acc[i] = (vec){};
         for (int64_t block = 0; block < blocks; block++) {
+            const activation_block x = block_of(c, row, block);
             bvec quads[QUADS];
             load_block(bits, codes + block * block_bytes, j, quads);
             for (int g = 0; g < groups; g++) {
                 vec scale = load_halves(halves + (block * groups + g) * TILE);
+                ivec sums[MAX_TILE_ROWS];
+                for (int i = 0; i < rows; i++) sums[i] = begin_sum(bits, x.shifts[g * height + i]);
+                for (int b = g * group / 4; b < (g + 1) * group / 4; b++)
+                    for (int i = 0; i < rows; i++)
+                        sums[i] = dot(bits, sums[i], quads[b], load_quads(x.codes[i] + b / 4 * 16), b % 4);
                 for (int i = 0; i < rows; i++) {
-                    int64_t index = (row + i) * blocks + block;
-                    ivec sum = splat_int(c->shifts[index * groups + g]);
-                    for (int b = g * group / 4; b < (g + 1) * group / 4; b++) {
-                        const int8_t *x = c->codes + index * QUANTISED_BLOCK + 4 * b;
-                        sum = bits == 4 ? dot_4(sum, quads[b], x) : dot_8(sum, quads[b], x);
-                    }
-                    acc[i] = fma_(__builtin_convertvector(sum, vec), scale * splat(c->scales[index]), acc[i]);
+                    ivec sum = end_sum(bits, sums[i], x.shifts[g * height + i]);
+                    acc[i] = fma_(__builtin_convertvector(sum, vec), scale * splat(x.scales[i]), acc[i]);
                 }
             }
             if (has_offsets) {
                 vec offset = load_halves(offset_halves + block * TILE);
-                for (int i = 0; i < rows; i++)
-                    acc[i] = fma_(splat(c->scaled_sums[(row + i) * blocks + block]), offset, acc[i]);
+                for (int i = 0; i < rows; i++) acc[i] = fma_(splat(x.scaled_sums[i]), offset, acc[i]);
             }
         }
-        int64_t first = panel * TILE + j * W, count = w->out - first;
-        vec bias = w->bias ? read_part(w->bias + first, count) : (vec){};
+        int64_t first = panel * TILE + j * W;
         for (int i = 0; i < rows; i++)
-            write_part(c->y + (row + i) * c->ldy + first, count, fma_(acc[i], splat(w->multiplier), bias));
+            write_part(c->y + (row + i) * c->ldy + first, w->out - first, finish(w, first, acc[i]));
     }
 }
 
@@ -187,17 +145,12 @@ static const tile_function *tiles_of(const quantised_weight *w) {
     return w->offsets ? tiles_8_offsets : tiles_8;
 }
 
-static void product_unit(void *context, int64_t unit) {
-    const quantised_call *c = context;
+static void multiply_few_rows(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel) {
     const tile_function *tiles = tiles_of(c->weight);
-    int64_t first_row = unit / c->units_per_block * ROW_BLOCK;
-    int64_t last_row = first_row + ROW_BLOCK < c->rows ? first_row + ROW_BLOCK : c->rows;
-    int64_t first = unit % c->units_per_block * c->panels_per_unit;
-    int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
-    for (int64_t panel = first; panel < last; panel++)
-        for (int64_t row = first_row; row < last_row;) {
+    for (int64_t panel = first_panel; panel < last_panel; panel++)
+        for (int64_t row = first; row < last;) {
             // Even heights: 9 rows go as 5 + 4, not as 8 + 1.
-            int64_t left = last_row - row;
+            int64_t left = last - row;
             int64_t tiles_left = (left + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
             int64_t height = (left + tiles_left - 1) / tiles_left;
             tiles[height](c, row, panel);
@@ -205,23 +158,39 @@ static void product_unit(void *context, int64_t unit) {
         }
 }
 
+// Where block `index` of rows begins: with a strip, and blocks have nearly the same number of rows.
+static int64_t first_row_of(const quantised_call *c, int64_t index) {
+    return index == c->row_blocks ? c->rows : c->rows * index / c->row_blocks / STRIP * STRIP;
+}
+
+static void product_unit(void *context, int64_t unit) {
+    const quantised_call *c = context;
+    int64_t first_row = first_row_of(c, unit / c->units_per_block), last_row = first_row_of(c, unit / c->units_per_block + 1);
+    int64_t first = unit % c->units_per_block * c->panels_per_unit;
+    int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
+    if (c->rows < MANY_ROWS)
+        multiply_few_rows(c, first_row, last_row, first, last);
+    else
+        multiply_many_rows(c, first_row, last_row, first, last);
+}
+
 void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int64_t ldx, int64_t rows, void *scratch, float *y,
                              int64_t ldy) {
     if (rows <= 0) return;
     quantised_call c = {.weight = weight, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .rows = rows};
     c.blocks = weight->in / QUANTISED_BLOCK;
-    c.shifts_per_block = QUANTISED_BLOCK / weight->group;
-    c.scales = scratch;
-    c.scaled_sums = c.scales + rows * c.blocks;
-    c.shifts = (int32_t *)(c.scaled_sums + rows * c.blocks);
-    c.codes = (int8_t *)(c.shifts + rows * c.blocks * c.shifts_per_block);
+    c.groups = QUANTISED_BLOCK / weight->group;
+    c.height = rows < MANY_ROWS ? rows : STRIP;
+    c.activations = scratch;
     parallel_units(quantise_unit, &c, (rows + ROWS_PER_QUANTISING - 1) / ROWS_PER_QUANTISING);
     c.panels = (weight->out + TILE - 1) / TILE;
     // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another.
     c.panels_per_unit = c.panels / (UNITS_PER_THREAD * thread_count());
     if (c.panels_per_unit < 1) c.panels_per_unit = 1;
+    if (rows >= MANY_ROWS) c.panels_per_unit += c.panels_per_unit % 2;
     c.units_per_block = (c.panels + c.panels_per_unit - 1) / c.panels_per_unit;
-    parallel_units(product_unit, &c, c.units_per_block * ((rows + ROW_BLOCK - 1) / ROW_BLOCK));
+    c.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    parallel_units(product_unit, &c, c.units_per_block * c.row_blocks);
 }
 
 void ratoon_quantised_gated_mlp(const quantised_weight *gate_up, const quantised_weight *down, const float *x, int64_t ldx,

@@ -23,7 +23,8 @@ typedef struct {
     float multiplier;         // of all scales and offsets: a power of two
 } quantised_weight;
 
-// Bytes that a product needs to keep the quantised activations of one row; aligned to 4 bytes.
+// Bytes that a product needs for each row to keep its quantised activations, and for QUANTISED_ROOM rows more; aligned to 4.
+#define QUANTISED_ROOM 15
 int64_t ratoon_quantised_scratch(int64_t in);
 
 // y = x · Wᵀ + bias. Activations are rounded to 8 bits in groups of 32 inputs of a row, each with its own scale.

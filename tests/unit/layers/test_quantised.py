@@ -109,7 +109,7 @@ def test_a_product_equals_that_of_the_rounded_activations(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_is_the_same_to_the_bit_in_any_batch_and_on_any_number_of_threads(form: tuple[int, int, bool]) -> None:
-    multiply, x = QuantisedLinear(PackedWeight(random_groups(*form, 300, 160), None)), random(130, 160)
+    multiply, x = QuantisedLinear(PackedWeight(random_groups(*form, 300, 800), None)), random(130, 800)
     whole = multiply(x)
     wide = torch.cat((x, x), dim=1)
     try:
@@ -117,7 +117,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch_and_on_any_number_of_threads(
             set_native_threads(threads)
             for first, last in [(0, 1), (5, 7), (17, 20), (3, 8), (60, 125), (129, 130)]:
                 assert torch.equal(multiply(x[first:last]), whole[first:last])
-                assert torch.equal(multiply(wide[first:last, 160:]), whole[first:last])
+                assert torch.equal(multiply(wide[first:last, 800:]), whole[first:last])
     finally:
         set_native_threads(2)
 

@@ -1,0 +1,67 @@
+// What the parts of a product with quantised weights share: the call, and the steps that every tile takes.
+#pragma once
+#include <string.h>
+
+#include "dot.h"
+#include "quantised.h"
+
+#define TILE 16  // columns of a panel
+#define TILE_VECS (TILE / W)
+#define QUADS (QUANTISED_BLOCK / 4)
+#define BLOCK_CODES (TILE * QUANTISED_BLOCK)  // bytes of a block of a panel, a byte for each code
+
+#define STRIP 16  // rows of activations that are kept together
+#define MANY_ROWS 9  // from here on a weight is unpacked into memory
+
+typedef struct {
+    const quantised_weight *weight;
+    const float *x;
+    float *y;
+    int64_t ldx, ldy, rows, blocks, groups, panels, panels_per_unit, units_per_block, row_blocks;
+    uint8_t *activations;  // [strip][block]
+    int64_t height;        // of a strip: all rows, if they are few
+} quantised_call;
+
+// A block of 32 inputs of some rows of a strip: of row i the scale of its codes, that scale times their sum, -zero times the
+// sum of those that group g of a weight multiplies (at g · height + i), and the codes.
+typedef struct {
+    float *scales, *scaled_sums;
+    int32_t *shifts;
+    int8_t (*codes)[QUANTISED_BLOCK];
+} activation_block;
+
+#define ROW_BYTES (QUANTISED_BLOCK + 4 * sizeof(float))  // of a row in a block
+
+INLINE activation_block block_of(const quantised_call *c, int64_t row, int64_t block) {
+    const int64_t height = c->height, strip = row / height, i = row % height;
+    uint8_t *start = c->activations + (strip * c->blocks + block) * height * (int64_t)ROW_BYTES;
+    float *numbers = (float *)start;
+    return (activation_block){numbers + i, numbers + height + i, (int32_t *)numbers + 2 * height + i,
+                              (int8_t (*)[QUANTISED_BLOCK])(numbers + 4 * height) + i};
+}
+
+// Rows [first, last) of panels [first_panel, last_panel): all of their inputs. `first` is the first of a strip.
+void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel);
+
+INLINE void write_part(float *p, int64_t count, vec v) {
+    if (count >= W) {
+        store(p, v);
+    } else if (count > 0) {
+        float part[W];
+        store(part, v);
+        memcpy(p, part, (size_t)count * sizeof(float));
+    }
+}
+
+INLINE vec read_part(const float *p, int64_t count) {
+    if (count >= W) return load(p);
+    float part[W] = {0};
+    if (count > 0) memcpy(part, p, (size_t)count * sizeof(float));
+    return load(part);
+}
+
+// The result of a column's sum over all groups.
+INLINE vec finish(const quantised_weight *w, int64_t first, vec acc) {
+    vec bias = w->bias ? read_part(w->bias + first, w->out - first) : (vec){};
+    return fma_(acc, splat(w->multiplier), bias);
+}

@@ -1,0 +1,174 @@
+// Products of many rows with a quantised weight: a stretch of a panel is unpacked once, to bytes and float scales that stay
+// in the first-level cache, and all rows are multiplied with it. The sums over earlier stretches wait in y.
+//
+// Every result is the chain of operations of quantised.c.
+#include "quantised_call.h"
+
+#define STRETCH 24  // blocks
+#if W == 16
+#define PANELS 2  // that are unpacked together
+#define TILE_ROWS 8
+#define VECS 2  // of columns, in a tile
+#elif W == 8
+#define PANELS 1
+#define TILE_ROWS 4
+#define VECS 1
+#else
+#define PANELS 1
+#define TILE_ROWS 4
+#define VECS 2
+#endif
+
+typedef struct {
+    _Alignas(64) uint8_t codes[STRETCH][QUADS][TILE][4];
+    float scales[STRETCH * 2][TILE];  // of each group
+    float offsets[STRETCH][TILE];
+} unpacked;
+
+static void unpack_codes(const quantised_weight *w, int64_t first_block, int64_t count, unpacked *to) {
+    const uint8_t *codes = w->codes + first_block * BLOCK_CODES * w->bits / 8;
+    uint8_t *target = to->codes[0][0][0];
+    if (w->bits == 8) {
+        for (int64_t i = 0; i < count * BLOCK_CODES; i += 4 * W) *(bvec *)(target + i) = prepare_8(load_bytes(codes + i));
+        return;
+    }
+    const int half = BLOCK_CODES / 2;
+    for (int64_t block = 0; block < count; block++)
+        for (int i = 0; i < half; i += 4 * W) {
+            bvec both = load_bytes(codes + block * half + i);
+            *(bvec *)(target + block * BLOCK_CODES + i) = both & 15;
+            *(bvec *)(target + block * BLOCK_CODES + half + i) = both >> 4;
+        }
+}
+
+// Blocks [first, first + count) of a panel; of the last one in the place of one behind it, whose columns nothing reads.
+static void unpack(const quantised_call *c, int64_t panel, int64_t first, int64_t count, unpacked *to) {
+    const quantised_weight *w = c->weight;
+    panel = panel < c->panels ? panel : c->panels - 1;
+    const int64_t block = panel * c->blocks + first, groups = c->groups;
+    unpack_codes(w, block, count, to);
+    for (int64_t i = 0; i < count * groups * TILE; i += W)
+        store(to->scales[0] + i, load_halves(w->scales + block * groups * TILE + i));
+    if (w->offsets)
+        for (int64_t i = 0; i < count * TILE; i += W) store(to->offsets[0] + i, load_halves(w->offsets + block * TILE + i));
+}
+
+typedef struct {
+    const quantised_call *call;
+    const unpacked *panels;
+    int64_t row, panel, first_block, blocks;
+    int vector;  // the first of the tile, among those of the panels
+    int is_last;
+} tile_place;
+
+// The columns of vector `v` of a tile.
+#define PANEL_OF(v) ((p->vector + (v)) / TILE_VECS)
+#define LANES_OF(v) ((p->vector + (v)) % TILE_VECS * W)
+
+// Adds a stretch to a tile [rows][VECS · W] of y. The first four arguments are constants.
+INLINE void add_stretch(int rows, int bits, int group, int has_offsets, const tile_place *p) {
+    const quantised_call *c = p->call;
+    const quantised_weight *w = c->weight;
+    const int groups = QUANTISED_BLOCK / group;
+    float *y[VECS];
+    int64_t first[VECS];
+    vec acc[TILE_ROWS][VECS];
+    for (int v = 0; v < VECS; v++) {
+        first[v] = (p->panel + PANEL_OF(v)) * TILE + LANES_OF(v);
+        y[v] = c->y + p->row * c->ldy + first[v];
+        if (p->is_last)  // results are on their way to the cache while the sums are made
+            for (int i = 0; i < rows; i++) __builtin_prefetch(y[v] + i * c->ldy, 1);
+        for (int i = 0; i < rows; i++)
+            acc[i][v] = p->first_block ? read_part(y[v] + i * c->ldy, w->out - first[v]) : (vec){};
+    }
+    for (int64_t block = 0; block < p->blocks; block++) {
+        const activation_block x = block_of(c, p->row, p->first_block + block);
+        for (int g = 0; g < groups; g++) {
+            ivec sums[TILE_ROWS][VECS];
+            for (int i = 0; i < rows; i++)
+                for (int v = 0; v < VECS; v++) sums[i][v] = begin_sum(bits, x.shifts[g * STRIP + i]);
+            for (int b = g * group / 4; b < (g + 1) * group / 4; b++) {
+                bvec quads[VECS];
+                for (int v = 0; v < VECS; v++) quads[v] = load_bytes(p->panels[PANEL_OF(v)].codes[block][b][LANES_OF(v)]);
+                for (int i = 0; i < rows; i++) {
+                    quads_of_x quads_of_row = load_quads(x.codes[i] + b / 4 * 16);
+                    for (int v = 0; v < VECS; v++) sums[i][v] = dot(bits, sums[i][v], quads[v], quads_of_row, b % 4);
+                }
+            }
+            for (int v = 0; v < VECS; v++) {
+                vec scale = load(p->panels[PANEL_OF(v)].scales[block * groups + g] + LANES_OF(v));
+                for (int i = 0; i < rows; i++) {
+                    ivec sum = end_sum(bits, sums[i][v], x.shifts[g * STRIP + i]);
+                    acc[i][v] = fma_(__builtin_convertvector(sum, vec), scale * splat(x.scales[i]), acc[i][v]);
+                }
+            }
+        }
+        if (has_offsets)
+            for (int v = 0; v < VECS; v++) {
+                vec offset = load(p->panels[PANEL_OF(v)].offsets[block] + LANES_OF(v));
+                for (int i = 0; i < rows; i++) acc[i][v] = fma_(splat(x.scaled_sums[i]), offset, acc[i][v]);
+            }
+    }
+    for (int v = 0; v < VECS; v++)
+        for (int i = 0; i < rows; i++)
+            write_part(y[v] + i * c->ldy, w->out - first[v], p->is_last ? finish(w, first[v], acc[i][v]) : acc[i][v]);
+}
+
+typedef void (*stretch_function)(const tile_place *);
+#define STRETCH_FUNCTION(ROWS, NAME, BITS, GROUP, OFFSETS)                                                                     \
+    static void NAME##_##ROWS(const tile_place *p) { add_stretch(ROWS, BITS, GROUP, OFFSETS, p); }
+#define FEW_HEIGHTS(NAME, BITS, GROUP, OFFSETS)                                                                                \
+    STRETCH_FUNCTION(1, NAME, BITS, GROUP, OFFSETS)                                                                            \
+    STRETCH_FUNCTION(2, NAME, BITS, GROUP, OFFSETS)                                                                            \
+    STRETCH_FUNCTION(3, NAME, BITS, GROUP, OFFSETS)                                                                            \
+    STRETCH_FUNCTION(4, NAME, BITS, GROUP, OFFSETS)
+#if TILE_ROWS == 8
+#define FORM(NAME, BITS, GROUP, OFFSETS)                                                                                       \
+    FEW_HEIGHTS(NAME, BITS, GROUP, OFFSETS)                                                                                    \
+    STRETCH_FUNCTION(5, NAME, BITS, GROUP, OFFSETS)                                                                            \
+    STRETCH_FUNCTION(6, NAME, BITS, GROUP, OFFSETS)                                                                            \
+    STRETCH_FUNCTION(7, NAME, BITS, GROUP, OFFSETS)                                                                            \
+    STRETCH_FUNCTION(8, NAME, BITS, GROUP, OFFSETS)                                                                            \
+    static const stretch_function NAME[] = {NULL,     NAME##_1, NAME##_2, NAME##_3, NAME##_4,                                  \
+                                            NAME##_5, NAME##_6, NAME##_7, NAME##_8};
+#else
+#define FORM(NAME, BITS, GROUP, OFFSETS)                                                                                       \
+    FEW_HEIGHTS(NAME, BITS, GROUP, OFFSETS)                                                                                    \
+    static const stretch_function NAME[] = {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4};
+#endif
+FORM(add_4, 4, 32, 0)
+FORM(add_4_offsets, 4, 32, 1)
+FORM(add_8, 8, 32, 0)
+FORM(add_8_offsets, 8, 32, 1)
+FORM(add_8_of_16, 8, 16, 0)
+
+static const stretch_function *functions_of(const quantised_weight *w) {
+    if (w->bits == 4) return w->offsets ? add_4_offsets : add_4;
+    if (w->group == 16) return add_8_of_16;
+    return w->offsets ? add_8_offsets : add_8;
+}
+
+// The height of the tile that begins at a row: all those of a strip are about equal.
+static int64_t height_at(int64_t row, int64_t last) {
+    int64_t left = STRIP - row % STRIP < last - row ? STRIP - row % STRIP : last - row;
+    int64_t tiles = (left + TILE_ROWS - 1) / TILE_ROWS;
+    return (left + tiles - 1) / tiles;
+}
+
+void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel) {
+    const stretch_function *functions = functions_of(c->weight);
+    unpacked panels[PANELS];
+    tile_place place = {.call = c, .panels = panels};
+    for (place.panel = first_panel; place.panel < last_panel; place.panel += PANELS)
+        for (place.first_block = 0; place.first_block < c->blocks; place.first_block += STRETCH) {
+            int64_t left = c->blocks - place.first_block;
+            place.blocks = left < STRETCH ? left : STRETCH;
+            place.is_last = left <= STRETCH;
+            for (int i = 0; i < PANELS; i++) unpack(c, place.panel + i, place.first_block, place.blocks, panels + i);
+            for (place.row = first; place.row < last;) {
+                int64_t height = height_at(place.row, last);
+                for (place.vector = 0; place.vector < PANELS * TILE_VECS; place.vector += VECS) functions[height](&place);
+                place.row += height;
+            }
+        }
+}
