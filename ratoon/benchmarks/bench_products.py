@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Time the matrix products of a model on this GPU, for 1 to 64 rows, by Ratoon's kernels and by cuBLAS.
 
 The fastest for each shape and number of rows is kept in the user's cache folder, where engines on the same GPU, with
-the same versions of torch and Triton, find it. Without it they choose by fixed rules. No weights are needed: the
-config of a model is enough."""
+the same kernels and versions of torch and Triton, find it. Without it they choose by fixed rules. No weights are
+needed: the config of a model is enough."""
 
 
 def add_parser(kinds: Subparsers) -> None:

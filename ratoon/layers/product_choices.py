@@ -2,16 +2,18 @@
 
 Without a measurement the choice is a fixed function of the shape, so that two runs do the same. A measurement, made on
 request (product_measurement.py), replaces it. It is kept in a file of the user's cache folder, for this GPU and these
-versions of torch and Triton. A file that is damaged or of another form is ignored.
+versions of torch, Triton and the kernels. A file that is damaged, or was measured with other kernels, is ignored.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,6 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-FILE_FORMAT = 1
 MAX_ROWS = 4  # of triton/gemv.py
 MAX_PANEL_ROWS = 64  # of triton/panel.py
 PANEL_OUTPUTS = 16  # a multiple of this for each warp
@@ -76,6 +77,7 @@ class Split(NamedTuple):
 
 
 Choice = Tile | Panel | Stream | Split | None  # None: the library's product
+KERNELS: dict[Any, str] = {Tile: "gemv", Panel: "panel", Stream: "stream", Split: "matmul"}  # modules of layers/triton
 
 
 class ProductKey(NamedTuple):
@@ -200,10 +202,26 @@ def choices_file(device: torch.device) -> Path:
     return Path(folder) / "ratoon" / re.sub(r"[^A-Za-z0-9.+-]", "-", name)
 
 
+@cache
+def kernel_set() -> str:
+    """Stands for the kernels that are chosen among: their choices' names and fields, and their source. It differs as
+    soon as a measurement with other kernels would."""
+    digest = hashlib.sha256()
+    for kind, module in KERNELS.items():
+        digest.update(f"{kind.__name__}{kind._fields}".encode())
+        digest.update((Path(__file__).parent / "triton" / f"{module}.py").read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def read_choices(file: Path) -> ProductChoices:
     """What the file says, or nothing if there is none that can be read."""
     try:
         content = json.loads(file.read_text())
+        if content.get("kernels") != kernel_set():
+            logger.warning(
+                "%s is ignored: it was measured with other kernels; measure again: ratoon bench products", file
+            )
+            return ProductChoices()
         return ProductChoices(_parse(content))
     except FileNotFoundError:
         return ProductChoices()
@@ -218,15 +236,13 @@ def write_choices(file: Path, choices: ProductChoices) -> None:
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"format": FILE_FORMAT, "products": products}, indent=1))
+        temporary.write_text(json.dumps({"kernels": kernel_set(), "products": products}, indent=1))
         temporary.replace(file)
     except OSError as error:
         logger.warning("the choices of products are not kept: %s", error)
 
 
 def _parse(content: Any) -> dict[str, Choice]:
-    if content["format"] != FILE_FORMAT:
-        raise ValueError(f"it has the format {content['format']!r}")
     return {str(key): _parse_choice(choice) for key, choice in content["products"].items()}
 
 

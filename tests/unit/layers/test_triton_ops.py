@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ratoon.layers import fp8
+from ratoon.layers import fp8, product_choices
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
 from ratoon.layers.ops import RMSWeights
@@ -27,6 +27,7 @@ from ratoon.layers.product_choices import (
     Stream,
     Tile,
     default_choice,
+    kernel_set,
     panels_of,
     read_choices,
     streams_of,
@@ -473,14 +474,33 @@ def test_measured_choices_replace_the_defaults_and_survive_a_file(tmp_path: Path
     assert [path.name for path in file.parent.iterdir()] == ["choices.json"]
 
 
-GARBAGE = ["", "{", "null", "[]", '{"format": 1}', '{"format": 2, "products": {}}', '{"format": 1, "products": [1]}']
+def file_of(products: object, kernels: str | None = None) -> str:
+    return json.dumps({"kernels": kernels or kernel_set(), "products": products})
+
+
+GARBAGE = ["", "{", "null", "[]", json.dumps({"kernels": kernel_set()}), '{"products": {}}', file_of([1])]
+GARBAGE += [file_of({"a": tile}) for tile in (5, [1, 2], [3, 16, 4], ["1", 16, 4], [16, 8, 2, 1])]
 GARBAGE += [
-    json.dumps({"format": 1, "products": {"a": tile}}) for tile in (5, [1, 2], [3, 16, 4], ["1", 16, 4], [16, 8, 2, 1])
-]
-GARBAGE += [
-    json.dumps({"format": 1, "products": {"a": tile}})
+    file_of({"a": tile})
     for tile in ([128, 64, 4, 4, 1], [32, 128, 4, 4, 1], [64, 128, 4, 8, 1], [128, 128, 16, 4, 1], [128, 128, 4, 2, 1])
 ]
+
+
+def test_choices_that_were_measured_with_other_kernels_are_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "choices.json"
+    file.write_text(file_of({"a": [2, 1024, 4]}))
+    assert read_choices(file).measured == {"a": Tile(2, 1024, 4)}
+    file.write_text(file_of({"a": [2, 1024, 4]}, kernels="others"))
+    assert read_choices(file).measured == {} and "to measure again: ratoon bench products" in caplog.text
+    before = kernel_set()
+    monkeypatch.setitem(product_choices.KERNELS, Tile, "panel")  # another source
+    kernel_set.cache_clear()
+    assert kernel_set() != before
+    monkeypatch.undo()
+    kernel_set.cache_clear()
+    assert kernel_set() == before
 
 
 @pytest.mark.parametrize("content", GARBAGE)
