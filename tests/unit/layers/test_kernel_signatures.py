@@ -1,0 +1,49 @@
+"""What relies on the headers of the CPU kernels: Python's signatures, and the programs that test kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from ratoon.layers import native
+
+ROOT = Path(__file__).parents[3]
+HEADERS = [ROOT / "ratoon/layers/native" / name for name in ("kernels.h", "quantised.h")]
+TYPES = {
+    "int64_t": ctypes.c_int64,
+    "int32_t": ctypes.c_int32,
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
+    "void": None,
+}
+DECLARATION = re.compile(r"^(\w+) (ratoon_\w+)\(([^)]*)\);", re.MULTILINE)
+
+
+def type_of(parameter: str) -> object:
+    return ctypes.c_void_p if "*" in parameter else TYPES[parameter.removeprefix("const ").split()[0]]
+
+
+def declared() -> dict[str, tuple[object, list[object]]]:
+    """Function → (type of the result, types of the parameters)."""
+    functions = {}
+    for header in HEADERS:
+        for result, name, parameters in DECLARATION.findall(header.read_text()):
+            functions[name] = (
+                TYPES[result],
+                [type_of(" ".join(parameter.split())) for parameter in parameters.split(",")],
+            )
+    return functions
+
+
+@pytest.mark.parametrize("name", sorted(native._SIGNATURES | native._QUANTISED_SIGNATURES))
+def test_python_calls_a_kernel_as_its_header_declares_it(name: str) -> None:
+    assert (native._SIGNATURES | native._QUANTISED_SIGNATURES)[name] == declared()[name]
+
+
+@pytest.mark.parametrize("name", sorted(declared()))
+def test_every_kernel_is_in_the_programs_that_run_on_both_architectures(name: str) -> None:
+    programs = "".join(path.read_text() for path in (ROOT / "tests/native").glob("*_test.c"))
+    assert re.search(rf"\b{name}\(", programs), f"tests/native/*_test.c never calls {name}"
