@@ -16,6 +16,7 @@
 
 int failures;
 static uint64_t state;
+static int64_t padding;  // bytes between the end of memory and the page that can't be touched
 
 uint32_t random_bits(void) {
     state = state * 6364136223846793005ull + 1442695040888963407ull;
@@ -37,7 +38,7 @@ static struct {
 static int num_mapped;
 
 void *guarded(int64_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), inside = ((size_t)bytes + page - 1) / page * page;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), inside = ((size_t)(bytes + padding) + page - 1) / page * page;
     char *start = mmap(NULL, inside + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (start == MAP_FAILED || mprotect(start + inside, page, PROT_NONE) != 0 || num_mapped == MAX_MAPPED) {
         printf("no memory for %" PRId64 " bytes\n", bytes);
@@ -45,7 +46,7 @@ void *guarded(int64_t bytes) {
     }
     mapped[num_mapped].start = start;
     mapped[num_mapped++].bytes = inside + page;
-    return start + inside - bytes;
+    return start + inside - bytes - padding;
 }
 
 float *guarded_floats(int64_t count) {
@@ -91,7 +92,7 @@ double sum_error(int64_t terms) {
     return (double)(chain + (terms + 63) / 64 + 1) * UNIT;
 }
 
-// The first argument is the seed.
+// Arguments: the seed, and how many bytes behind the end of memory may be read.
 int main(int argc, char **argv) {
     static const struct {
         const char *name;
@@ -101,6 +102,7 @@ int main(int argc, char **argv) {
         {"attention", check_attention}, {"encode", check_encode}, {"quantised", check_quantised}, {"program", check_program},
     };
     uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
+    padding = argc > 2 ? atol(argv[2]) : 0;
     int total = 0;
     for (size_t i = 0; i < sizeof(sections) / sizeof(*sections); i++) {
         state = seed * 0x9e3779b97f4a7c15ull + i;  // so that a section's numbers do not depend on the sections before

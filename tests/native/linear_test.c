@@ -36,8 +36,8 @@ static void compare(int64_t rows, int64_t in, int64_t out, int with_bias) {
 void check_linear(void) {
     compare(1, 1, 1, 0);
     compare(2, 1537, 19, 1);  // more than one block of depth
-    compare(97, 66, 31, 1);   // more than one block of rows
-    compare(101, 801, 17, 0);
-    for (int i = 0; i < 40; i++)
+    compare(97, 66, 17, 1);   // more than one block of rows
+    compare(98, 770, 3, 0);
+    for (int i = 0; i < 24; i++)
         compare(random_between(1, 30), random_between(1, 200), random_between(1, 70), (int)random_between(0, 1));
 }

@@ -73,7 +73,7 @@ def emulator(architecture: str) -> list[str]:
 
 
 def runner(kernel_set: str) -> list[str]:
-    """How a program with these instructions is started here."""
+    """How a program with these instructions is started here: what comes before its name."""
     architecture = SETS[kernel_set][0]
     if architecture == OWN and (kernel_set == "plain" or kernel_set in native._supported_sets()):
         return []
@@ -111,7 +111,9 @@ def run(command: list[str], folder: Path) -> None:
 def test_every_kernel_is_as_exact_as_its_arithmetic_allows(kernel_set: str, tmp_path: Path) -> None:
     start = runner(kernel_set)
     program, seed = build(kernel_set, tmp_path), str(random.SystemRandom().getrandbits(63))
-    done = subprocess.run([*start, str(program), seed], capture_output=True, text=True, timeout=LIMIT)
+    # qemu reads whole vectors for instructions of AVX that read a part, also behind the end of memory.
+    padding = "64" if start and SETS[kernel_set][0] == "x86_64" else "0"
+    done = subprocess.run([*start, str(program), seed, padding], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, f"seed {seed}, status {done.returncode}\n{done.stdout}{done.stderr}"
     sections = [line.removesuffix(": 0 wrong") for line in done.stdout.splitlines()]
     assert sections == ["threads", "linear", "mlp", "rows", "attention", "encode", "quantised", "program"]
