@@ -1,6 +1,6 @@
 """What a quantised file loses by staying in its own bits: perplexity of a text, and greedy answers that stay the same.
 
-Both engines read the same file: once decoded to float32 (quantization="auto"), once kept (quantization="gguf").
+Both engines read the same file: once decoded to float32 (quantization="none"), once kept (quantization="auto").
 
     python bench/quality.py smollm2-135m --text docs/serving.md --tokens 4096
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ratoon import LLM, SamplingParams
 
 TEXT = Path(__file__).parents[1] / "docs" / "serving.md"
-MODES = ("auto", "gguf")
+MODES = ("none", "auto")
 
 
 class Quality(NamedTuple):

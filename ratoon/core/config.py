@@ -219,10 +219,10 @@ class EngineConfig:
     )
     quantization: str = setting(
         "auto",
-        "auto and none: the numbers of the model's files in dtype; gguf: on a CPU, a quantised GGUF file stays in its "
-        "own bits; int8, int4: the same, and weights that are floats are kept in 8 or 4 bits; fp8: weights of linear "
-        "layers in 8 bits, on CUDA, beside bfloat16. With weights in fewer bits, products round activations to 8",
-        one_of("auto", "none", "gguf", "int8", "int4", "fp8"),
+        "auto: on a CPU with float32, a quantised file (GGUF, GPTQ, AWQ, compressed-tensors) stays in its own bits; "
+        "int8, int4: the same, and weights that are floats are kept in 8 or 4 bits; none: all are decoded to dtype; "
+        "fp8: on CUDA beside bfloat16, linear layers in 8 bits. With weights in few bits, activations are rounded to 8",
+        one_of("auto", "none", "int8", "int4", "fp8"),
         options=("-q",),
     )
     cuda_graphs: bool = setting(True, "capture small steps as CUDA graphs once a size occurs again; no effect on a CPU")

@@ -187,10 +187,9 @@ def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool,
         if native_ops_reasons(device, dtype):
             return TorchOps()
         bits = BITS_OF_FLOATS.get(quantization)
-        keep = quantization == "gguf" or bits is not None
-        if keep and not has_quantised_kernels():
+        if bits is not None and not has_quantised_kernels():
             logger.warning("weights are multiplied in float32: the kernels here can't multiply by quantised ones")
-        return NativeOps(keep, bits)
+        return NativeOps(quantization != "none", bits)
     from ratoon.layers.cuda_ops import CudaOps  # imports triton
     from ratoon.layers.gpu import has_wgmma
     from ratoon.layers.product_choices import choices_file, read_choices

@@ -36,8 +36,8 @@ def test_quality_compares_a_file_in_its_own_bits_with_the_decoded_one() -> None:
         [*command, "--answers", "2", "--length", "2"], cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "| auto | 513 |" in done.stdout
-    assert "| gguf |" in done.stdout
+    assert "| none | 513 |" in done.stdout
+    assert "| auto | 92 |" in done.stdout
     assert "of 2 |" in done.stdout
 
 

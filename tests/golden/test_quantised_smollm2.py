@@ -1,4 +1,4 @@
-"""SmolLM2 in the bits of its file (quantization="gguf") against the same file decoded to float32."""
+"""SmolLM2 in the bits of its file against the same file decoded to float32."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ QUESTIONS = ["The three primary colours are", "1, 2, 4, 8, 16,", "Once upon a ti
 
 @pytest.fixture(scope="module")
 def decoded() -> Iterator[LLM]:
-    yield from engine("auto")
+    yield from engine("none")
 
 
 @pytest.fixture(scope="module")
 def kept() -> Iterator[LLM]:
-    yield from engine("gguf")
+    yield from engine("auto")
 
 
 def engine(quantization: str) -> Iterator[LLM]:

@@ -46,7 +46,7 @@ def llm() -> Iterator[LLM]:
         find_embedded_model(MODEL)
     except ModelError as error:  # its text has the command that installs it
         pytest.skip(str(error))
-    with LLM(MODEL, num_blocks=200, max_num_seqs=32, num_threads=1) as built:
+    with LLM(MODEL, num_blocks=200, max_num_seqs=32, num_threads=1, quantization="none") as built:
         yield built
 
 

@@ -29,7 +29,7 @@ SPECIAL = {
     "policy": "priority",
     "kv_cache_dtype": "fp8",
     "preemption_mode": "swap",
-    "quantization": "gguf",
+    "quantization": "int8",
 }
 
 
