@@ -53,6 +53,16 @@ def test_many_streams_all_get_their_own_answers(tmp_path: Path) -> None:
 
 @needs_embedded_model
 @pytest.mark.slow
+def test_the_cost_of_a_streamed_token_is_measured_in_every_process(tmp_path: Path) -> None:
+    sizes = ("--streams", "8", "--rounds", "1", "--input-len", "8", "--output-len", "50", "--step-ms", "1")
+    shown = run_program("http_stream.py", *sizes, "--json", str(tmp_path / "out.json"))
+    assert "bare server, for an event" in shown and "load generator" in shown
+    (one,) = json.loads((tmp_path / "out.json").read_text())["rounds"]
+    assert one["tokens_per_second"] > 0 and one["tokens_per_chunk"] >= 1
+
+
+@needs_embedded_model
+@pytest.mark.slow
 def test_the_share_of_the_engine_is_smaller_with_two_steps_in_flight() -> None:
     shown = run_program("engine_share.py", "--branches", "8", "--tokens", "16", "--rounds", "1", "--step-ms", "5")
     *_, row = shown.strip().splitlines()

@@ -1,0 +1,163 @@
+"""What a streamed token costs each process on its way to a client: the server, its engine process, the load generator.
+
+    .venv/bin/python bench/http_stream.py --json stream.json
+    .venv/bin/python bench/http_stream.py --streams 1 --requests 32     # one after the other: what a request costs
+
+The server and `ratoon bench serve` are real, and only the device is a stub, whose steps take --step-ms. Costs are
+processor time, so other work on the machine changes them little; what clients see (tokens a second, time to the first
+one) depends on how many cores there are. The peer is a bare server: it writes the same events to as many sockets, and
+does nothing else. The ratio says how much of the server's time is not the system's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from comparison import align
+from cpu_peers import QUIET_LIMIT_SECONDS, say
+from export_hf import MODEL
+from peers.machine import describe_machine, wait_for_quiet_machine
+from service.bare import run_bare
+from service.server import STUB, ServerFailedError, ServerProcess
+from stub_executor import STEP_SECONDS_VARIABLE
+
+MAX_MODEL_LEN = 4096
+WARM_UP_REQUESTS = 32
+LOAD_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """Microseconds of processor time for an output token, by process, and what the clients saw."""
+
+    server: float
+    engine: float
+    load_generator: float
+    tokens_per_second: float
+    tokens_per_chunk: float
+    ttft_ms: float
+    itl_ms: float
+    itl_p99_ms: float
+
+
+def measure_round(server: ServerProcess, args: argparse.Namespace, requests: int, seed: int) -> Round:
+    before = server.usage()
+    summary, seconds = send_load(server, args, requests, seed)
+    after = server.usage()
+    tokens = summary["num_output_tokens"]
+    if summary["num_failed"] or not tokens:
+        raise ServerFailedError(f"{summary['num_failed']} of {summary['num_requests']} requests failed")
+    used = {role: 1e6 * (after[role].cpu_seconds - before[role].cpu_seconds) / tokens for role in before}
+    return Round(
+        used["server"],
+        used["engine"],
+        1e6 * seconds / tokens,
+        summary["output_tokens_per_second"],
+        summary["tokens_per_chunk"],
+        summary["ttft_ms"]["median"],
+        summary["itl_ms"]["median"],
+        summary["itl_ms"]["p99"],
+    )
+
+
+def send_load(
+    server: ServerProcess, args: argparse.Namespace, requests: int, seed: int
+) -> tuple[dict[str, Any], float]:
+    """The summary of `ratoon bench serve`, and the processor time that it took, its start included."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "load.json"
+        url = f"http://{server.host}:{server.port}"
+        command = [sys.executable, "-m", "ratoon", "bench", "serve", "--url", url, "--json", str(out)]
+        command += ["--num-requests", str(requests), "--concurrency", str(args.streams), "--seed", str(seed)]
+        command += ["--input-len", args.input_len, "--output-len", args.output_len]
+        begin = os.times()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_SECONDS, check=False)
+        end = os.times()
+        if not out.exists():
+            raise ServerFailedError(f"the load generator failed: {done.stderr[-1500:]}")
+        (result,) = json.loads(out.read_text(encoding="utf-8"))["rounds"]
+    seconds = end.children_user + end.children_system - begin.children_user - begin.children_system
+    return result["summary"], seconds
+
+
+def format_rounds(rounds: list[Round], bare: float) -> str:
+    rows = [["µs of processor time for a token", "median", "lowest", "highest"]]
+    for name, label in (("server", "server"), ("engine", "engine process"), ("load_generator", "load generator")):
+        values = [getattr(one, name) for one in rounds]
+        rows.append([label, f"{median(values):.1f}", f"{min(values):.1f}", f"{max(values):.1f}"])
+    server = median(one.server for one in rounds)
+    rows.append(["bare server, for an event", f"{bare:.1f}", "", ""])
+    rows.append(["ratio", f"{server / bare:.1f}×", "", ""])
+    rows.append([])
+    for name, label in (
+        ("tokens_per_second", "output tokens a second"),
+        ("tokens_per_chunk", "tokens in a chunk"),
+        ("ttft_ms", "time to first token, p50 (ms)"),
+        ("itl_ms", "time between chunks, p50 (ms)"),
+        ("itl_p99_ms", "time between chunks, p99 (ms)"),
+    ):
+        values = [getattr(one, name) for one in rounds]
+        rows.append([label, f"{median(values):.2f}", f"{min(values):.2f}", f"{max(values):.2f}"])
+    width = max(map(len, rows))
+    return align([[*row, *[""] * (width - len(row))] for row in rows])
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
+    parser.add_argument("--streams", type=int, default=256, metavar="N", help="at once; default: %(default)s")
+    parser.add_argument("--requests", type=int, metavar="N", help="in a round; default: as many as streams")
+    parser.add_argument("--input-len", default="100-1024", metavar="N", help="default: %(default)s")
+    parser.add_argument("--output-len", default="100-400", metavar="N", help="default: %(default)s")
+    parser.add_argument("--step-ms", type=float, default=3.0, metavar="X", help="of the stub; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write all figures")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
+    args = parser.parse_args()
+    for option in ("streams", "rounds"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option}: {getattr(args, option)}; expected at least 1")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server is ended
+    quiet = None if args.no_wait else wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
+    requests = args.requests or args.streams
+    options = [MODEL, "--executor", STUB, "--max-num-seqs", str(args.streams), "--max-model-len", str(MAX_MODEL_LEN)]
+    options += ["--max-num-batched-tokens", "8192"]
+    bare = run_bare(args.streams)
+    rounds: list[Round] = []
+    try:
+        with ServerProcess(options, {STEP_SECONDS_VARIABLE: str(args.step_ms / 1000)}) as server:
+            measure_round(server, args, WARM_UP_REQUESTS, 1000)
+            for index in range(args.rounds):
+                say(f"round {index + 1}/{args.rounds}")
+                rounds.append(measure_round(server, args, requests, index))
+    except ServerFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    machine = describe_machine()
+    print(f"{machine['cpu']}, {machine['cores']} cores; {requests} requests, {args.streams} at once")
+    if quiet is False:
+        print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
+    print(f"\n{format_rounds(rounds, bare)}")
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        result = {"machine": machine, "settings": settings, "bare": bare, "rounds": [asdict(one) for one in rounds]}
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
