@@ -6,7 +6,7 @@ the pieces, joined, are exactly the text. What ends a request for other reasons 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -34,7 +34,11 @@ class Detokenizer:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        self.text = ""
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return ""
 
     def update(self, new_token_ids: Sequence[int], ended_by_token: bool = False) -> str | None:
         """Take tokens in, up to the first stop string, which is returned. Tokens after it are left out."""
@@ -58,9 +62,12 @@ class TextDetokenizer(Detokenizer):
         stop, self._include_stop = [], False  # a search has no stop strings
         if isinstance(params, SamplingParams):
             stop, self._include_stop = params.stop or [], params.include_stop_str_in_output
-        self._stop_strings = StopStrings(stop, self._include_stop)
+        self._stop_strings = StopStrings(stop, self._include_stop) if stop else None
         self._min_tokens = params.min_tokens
-        self._num_chars_delivered = 0
+        # The text: pieces that were given out, and the rest. Where stop strings are looked for, all of it is the rest.
+        self._delivered: list[str] = []
+        self._rest = ""
+        self._num_chars_delivered = 0  # of the rest
         special_ids = frozenset(tokenizer.special_token_ids)
         self._skipped_ids = special_ids if params.skip_special_tokens else frozenset()
         self._glued_ids = frozenset() if params.spaces_between_special_tokens else special_ids - self._skipped_ids
@@ -87,32 +94,44 @@ class TextDetokenizer(Detokenizer):
     def finish(self) -> str | None:
         return self._append(self._window.flush())
 
+    @property
+    def text(self) -> str:
+        return "".join([*self._delivered, self._rest]) if self._delivered else self._rest
+
     def next_text(self, finished: bool, delta: bool) -> str:
-        visible = len(self.text)
+        if self._stop_strings is None:
+            if not delta:
+                return self.text
+            piece, self._rest = self._rest, ""
+            self._delivered.append(piece)
+            return piece
+        visible = len(self._rest)
         if not finished:
-            visible -= self._stop_strings.num_held_back(self.text)
+            visible -= self._stop_strings.num_held_back(self._rest)
         if not delta:
-            return self.text[:visible]
+            return self._rest[:visible]
         start = self._num_chars_delivered
         self._num_chars_delivered = visible
-        return self.text[start:visible]
+        return self._rest[start:visible]
 
     def _append(self, piece: str) -> str | None:
         """Add a piece of text; if it completes a stop string, cut the text there and return that string."""
-        if len(self.token_ids) >= 2 and self.token_ids[-1] in self._glued_ids and self.token_ids[-2] in self._glued_ids:
+        if self._glued_ids and len(self.token_ids) >= 2 and self._glued_ids.issuperset(self.token_ids[-2:]):
             piece = piece.lstrip(" ")
-        checked = len(self.text)
-        self.text += piece
+        checked = len(self._rest)
+        self._rest += piece
+        if self._stop_strings is None:
+            return None
         # Like an eos token, a stop string counts only once min_tokens have gone before it.
         if len(self.token_ids) <= self._min_tokens:
-            self._stop_strings.first_char = len(self.text)
+            self._stop_strings.first_char = len(self._rest)
             return None
         if not piece:
             return None
-        found = self._stop_strings.find(self.text, checked)
+        found = self._stop_strings.find(self._rest, checked)
         if found is None:
             return None
-        stop, self.text = found
+        stop, self._rest = found
         return stop
 
     def _decode_token(self, token: int) -> str:
@@ -127,32 +146,42 @@ class SlowDetokenizer(TextDetokenizer):
 
 
 class FastDetokenizer(TextDetokenizer):
-    """On the incremental decoder of `tokenizers`.
+    """By a table of whole texts, where the tokenizer has one, and on the incremental decoder of `tokenizers`.
 
-    The window runs beside it (it only notes the tokens), for three things that the stream can't do: let out the rest at
-    the end, go on after text that contradicts what was already let out, and bound the wait for a whole character.
+    The window runs beside them (it only notes the tokens), for three things that the stream can't do: let out the rest
+    at the end, go on after text that contradicts what was already let out, and bound the wait for a whole character.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: GenerationParams) -> None:
         super().__init__(tokenizer, prompt_token_ids, params)
         self._backend = tokenizer.backend
-        self._stream: DecodeStream | None = DecodeStream(
-            ids=list(self._window.context), skip_special_tokens=params.skip_special_tokens
-        )
+        self._whole_texts: Mapping[int, str | None] | None = getattr(tokenizer, "whole_texts", None)
+        self._skip_special_tokens = params.skip_special_tokens
+        self._stream: DecodeStream | None = None  # None: made anew when it is needed
+        self._window_alone = False  # it has released other text; a stream can't follow it
 
     def _decode_token(self, token: int) -> str:
-        if self._stream is None or len(self._window.pending) >= LONGEST_STALL:
-            self._stream = None  # the window has released other text; the stream can't follow it
-            return self._window.push(token)
+        window = self._window
+        if not window.pending and self._whole_texts is not None and not self._window_alone:
+            text = self._whole_texts[token]
+            if text is not None:
+                self._stream = None  # it has not seen this token
+                window.restart(token)
+                return text
+        if self._window_alone or len(window.pending) >= LONGEST_STALL:
+            self._window_alone = True
+            return window.push(token)
+        if self._stream is None:
+            self._stream = DecodeStream(ids=list(window.context), skip_special_tokens=self._skip_special_tokens)
         try:
             piece: str | None = self._stream.step(self._backend, token)
         except Exception:  # the stream knows no narrower type: the new text does not begin with the old
-            self._stream = None
-            return self._window.push(token)
-        self._window.pending.append(token)
+            self._window_alone = True
+            return window.push(token)
+        window.pending.append(token)
         if piece is None:
             return ""
-        self._window.advance()
+        window.advance()
         return piece
 
 
@@ -180,6 +209,11 @@ class DecodeWindow:
         elif len(self.pending) > LONGEST_STALL:
             self.pending.clear()  # tokens that have no text
         return piece
+
+    def restart(self, token: int) -> None:
+        """The text of this token is out, and it decides alone how the next text begins."""
+        self.context = [token]
+        self._context_text = None
 
     def advance(self) -> None:
         """All pending text is out."""

@@ -27,9 +27,23 @@ if TYPE_CHECKING:
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"  # preferred where tools are passed, if the model has one of this name
+REPLACEMENT = "\ufffd"  # the decoding of bytes that are not a whole character
 LONG_TEXT = 10_000  # characters; tokenising more takes long, so other threads should run
 
 logger = get_logger(__name__)
+
+
+class WholeTexts(dict[int, str | None]):
+    """Filled as tokens are looked up. None: a part of a character, or no text at all."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, id: int) -> str | None:
+        text = self._tokenizer.token_text(id)
+        self[id] = whole = None if REPLACEMENT in text or not text else text
+        return whole
 
 
 class Tokenizer:
@@ -123,6 +137,14 @@ class Tokenizer:
             if both.startswith(before):
                 return both[len(before) :]
         return self.decode([id], False)
+
+    @cached_property
+    def whole_texts(self) -> WholeTexts | None:
+        """By token: its text, if that is whole characters. None: the text of several tokens is more than their texts
+        one after the other, because the decoder is not one of bytes."""
+        from tokenizers.decoders import ByteLevel
+
+        return WholeTexts(self) if isinstance(self.backend.decoder, ByteLevel) else None
 
     @cached_property
     def _anchor(self) -> int | None:

@@ -15,11 +15,13 @@ from ratoon.engine.detokenizer import (
     StopStrings,
     make_detokenizer,
 )
+from ratoon.models.tokenizer import Tokenizer
 from tests.unit.engine.fakes import END, SlowTokenizer, byte_tokenizer, sentencepiece_tokenizer
 
 BYTES = byte_tokenizer()
+TABLE = Tokenizer(byte_tokenizer().backend, {"eos_token": "<|end|>"})  # with a table of whole texts
 PIECES = sentencepiece_tokenizer()
-FORMS = {"fast": BYTES, "slow": SlowTokenizer(BYTES)}
+FORMS = {"fast": BYTES, "slow": SlowTokenizer(BYTES), "table": TABLE}
 
 
 def byte_ids(text: str) -> list[int]:
@@ -213,3 +215,27 @@ def test_consecutive_special_tokens_are_glued_when_asked():
     params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False)
     text = "".join(run(PIECES, [end, end, word], params)[0])
     assert text == "</s></s> a"
+
+
+def test_a_table_has_whole_characters_alone_and_only_where_texts_add_up():
+    assert TABLE.whole_texts is not None
+    assert TABLE.whole_texts[ord("a")] == "a"
+    assert TABLE.whole_texts["é".encode()[0]] is None
+    assert TABLE.whole_texts[99_999] is None
+    assert TABLE.whole_texts[END] == "<|end|>"
+    assert Tokenizer(PIECES.backend, {}).whole_texts is None
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=200, deadline=None)
+@given(
+    token_ids=st.lists(st.integers(0, 257), max_size=60),
+    prompt=st.lists(st.integers(0, 257), max_size=8),
+    step=st.integers(1, 4),
+)
+def test_a_table_gives_the_text_that_the_decoder_gives(skip, token_ids, prompt, step):
+    params = SamplingParams(skip_special_tokens=skip, spaces_between_special_tokens=True)
+    expected = run(BYTES, token_ids, params, prompt, step)
+    found = run(TABLE, token_ids, params, prompt, step)
+    assert found[:2] == expected[:2]
+    assert found[2].text == expected[2].text == "".join(found[0])
