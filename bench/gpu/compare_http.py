@@ -4,8 +4,9 @@
     python3 bench/gpu/compare_http.py --vllm-path /tmp/vllm --rates 1,8,32,inf --json http.json --plot http.png
 
 The load comes from `ratoon bench serve`. Each rate of each server is printed at once as a line `RESULT {json}`: time to
-first token and time between tokens, 50th and 99th percentile, and output tokens a second. Before the first rate, a
-server answers a burst that is not counted, in which engines compile and capture what their steps need.
+first token and time between tokens, 50th and 99th percentile, output tokens a second, and the processor time that each
+process took for a token. Before the first rate, a server answers a burst that is not counted, in which engines compile
+and capture what their steps need.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ class Load:
     output_tokens_per_second: float
     requests: int
     failed: int
+    # Microseconds of processor time for an output token, prompts included: of the process that serves HTTP, of the
+    # engine's processes, of the load generator
+    server_cpu_us: float
+    engine_cpu_us: float
+    client_cpu_us: float
 
     @property
     def rate_text(self) -> str:
@@ -72,6 +78,10 @@ class Load:
     @property
     def times(self) -> tuple[float, ...]:
         return self.ttft_p50, self.ttft_p99, self.itl_p50, self.itl_p99
+
+    @property
+    def cpu_text(self) -> str:
+        return " / ".join(f"{used:.0f}" for used in (self.server_cpu_us, self.engine_cpu_us, self.client_cpu_us))
 
 
 class LoadFailedError(EngineFailedError):
@@ -112,12 +122,14 @@ class HttpComparison:
                 print(f"# warmed up by {args.warmup} requests in {time.monotonic() - begin:.1f} s", flush=True)
             for index, rate in enumerate(args.rates):
                 requests = args.requests or num_requests(rate, args.load_seconds)
+                before = cpu_seconds(server)
                 try:
                     summary = self._send(server, requests, rate, index)
                 except LoadFailedError as error:
                     self._fail(shape.name, engine, f"at {rate:g} requests a second: {error}")
                 else:
-                    self._add(summarize(summary, shape.name, args.variant, engine, rate))
+                    used = [end - begin for begin, end in zip(before, cpu_seconds(server))]
+                    self._add(summarize(summary, used, shape.name, args.variant, engine, rate))
 
     def _send(self, server: Server, requests: int, rate: float, seed: int) -> dict[str, Any]:
         """A load from a process of its own → its summary."""
@@ -162,7 +174,13 @@ def num_requests(rate: float, seconds: float) -> int:
     return min(MOST_REQUESTS, max(FEWEST_REQUESTS, math.ceil(rate * seconds)))
 
 
-def summarize(summary: dict[str, Any], model: str, variant: str, engine: str, rate: float) -> Load:
+def cpu_seconds(server: Server) -> tuple[float, float, float]:
+    """Of the process that serves HTTP, of the engine's, and of load generators that have ended."""
+    times = os.times()
+    return *server.cpu_seconds(), times.children_user + times.children_system
+
+
+def summarize(summary: dict[str, Any], used: list[float], model: str, variant: str, engine: str, rate: float) -> Load:
     ttft, itl = summary["ttft_ms"] or {}, summary["itl_ms"] or {}
     numbers = [ttft.get("median"), ttft.get("p99"), itl.get("median"), itl.get("p99")]
     return Load(
@@ -174,21 +192,24 @@ def summarize(summary: dict[str, Any], model: str, variant: str, engine: str, ra
         round(summary["output_tokens_per_second"], 1),
         summary["num_requests"],
         summary["num_failed"],
+        *(round(1e6 * seconds / max(1, summary["num_output_tokens"]), 1) for seconds in used),
     )
 
 
 def format_table(loads: list[Load]) -> str:
     """Below the two servers at a rate, a line with their ratios: above 1, Ratoon is the faster one."""
-    rows = [["model", "load", "engine", "TTFT p50", "p99", "ITL p50", "p99 (ms)", "output tok/s", "failed"]]
+    figures = ["TTFT p50", "p99", "ITL p50", "p99 (ms)", "output tok/s"]
+    rows = [["model", "load", "engine", *figures, "server / engine / client µs", "failed"]]
     together: dict[tuple[str, float], list[Load]] = {}
     for load in sorted(loads, key=lambda one: (one.model, one.rate or math.inf, one.engine != OURS)):
         together.setdefault((load.model, load.rate or math.inf), []).append(load)
     for group in together.values():
         for load in group:
-            figures = map(format_number, (*load.times, load.output_tokens_per_second))
-            rows.append([load.model, load.rate_text, load.engine, *figures, f"{load.failed} of {load.requests}"])
+            figures = [format_number(figure) for figure in (*load.times, load.output_tokens_per_second)]
+            failed = f"{load.failed} of {load.requests}"
+            rows.append([load.model, load.rate_text, load.engine, *figures, load.cpu_text, failed])
         if len(group) == 2:
-            rows.append(["", "", "ratio", *map(format_ratio, ratios(*group)), ""])
+            rows.append(["", "", "ratio", *map(format_ratio, ratios(*group)), "", ""])
     return align(rows)
 
 

@@ -1,4 +1,7 @@
-"""A folder that both engines load: the config of a shape, and a tokenizer of words in the place of a real one."""
+"""A folder that both engines load: the config of a shape, and a tokenizer of words in the place of a real one.
+
+It is byte-level, as the real ones of these models are: what tokens cost on their way to text is then the same.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from pathlib import Path
 
 SPECIAL_WORDS = ("<unk>", "<s>", "</s>")
+SPACE = "Ġ"  # as byte-level vocabularies write it
 
 
 def prepare_model(shape: Path, folder: Path) -> Path:
@@ -20,14 +24,15 @@ def prepare_model(shape: Path, folder: Path) -> Path:
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Every id has a word. The first ones are those that `ratoon bench serve` makes its prompts of."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from ratoon.benchmarks.loadgen.prompts import WORDS
 
-    words = [*SPECIAL_WORDS, *WORDS][:vocab_size]
-    words += [f"w{index}" for index in range(len(words), vocab_size)]
+    words = [*SPECIAL_WORDS, *(SPACE + word for word in WORDS)][:vocab_size]
+    words += [f"{SPACE}w{index}" for index in range(len(words), vocab_size)]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "</s>"}), encoding="utf-8")

@@ -71,6 +71,13 @@ class Server:
                     os.kill(pid, signal.SIGKILL)
         process.wait()
 
+    def cpu_seconds(self) -> tuple[float, float]:
+        """Processor time since the start: of the process that serves HTTP, and of all others together."""
+        assert self._process is not None, "the server is not running"
+        used = processes_of(self._process.pid)
+        own = used.pop(self._process.pid, 0.0)
+        return own, sum(used.values())
+
     def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
