@@ -24,6 +24,7 @@ from ratoon.engine.async_llm_engine import AsyncLLMEngine
 from ratoon.engine.base_llm import BaseLLM, Message
 from ratoon.engine.client_interface import AsyncEngineClient
 from ratoon.engine.front_end import Prepared, id_of, verify_beam_search_params, with_output_kind
+from ratoon.engine.output_collector import Take
 from ratoon.engine.prompts import Prompt, Suffix
 from ratoon.engine.request_options import (
     ChatOptions,
@@ -125,6 +126,8 @@ class AsyncLLM(BaseLLM):
         prompt: Prompt,
         sampling_params: Params = None,
         request_id: Id = None,
+        *,
+        take: Take | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Outputs:
         """`LLM.generate` for one prompt: yields outputs as the params' `output_kind` asks until one is `finished`.
@@ -132,9 +135,13 @@ class AsyncLLM(BaseLLM):
         RequestError is raised at the first step for a request that can't be served, and EngineDeadError when the engine
         is gone for good. A request that fails later ends with an output that has `error` set and the finish reason
         "error". Closing the generator, or cancelling the task that waits for it, aborts the request.
+
+        `take` is called with each output but the last while the generator's caller waits for one; it must not block.
+        If it returns True, the output is not yielded. A server with many streams saves a change of tasks for each token
+        that way.
         """
         prepare = partial(AsyncLLMEngine.prepare, prompt=prompt, params=sampling_params)
-        return self._outputs(prepare, request_id, options, prompt=prompt, params=sampling_params)
+        return self._outputs(prepare, request_id, options, take, prompt=prompt, params=sampling_params)
 
     async def stream(
         self,
@@ -178,9 +185,11 @@ class AsyncLLM(BaseLLM):
         suffix: Suffix = "",
         sampling_params: Params = None,
         request_id: Id = None,
+        *,
+        take: Take | None = None,
         **options: Unpack[ContinuationOptions],
     ) -> Outputs:
-        """`LLM.generate_continuation`; outputs and errors are as in `generate`."""
+        """`LLM.generate_continuation`; outputs, errors and `take` are as in `generate`."""
         if options.get("arrival_time") is None:
             options["arrival_time"] = time.monotonic()  # before the wait
         parent_id, owner, prompt = id_of(parent_request_id), options.get("owner"), options.get("prompt")
@@ -192,7 +201,7 @@ class AsyncLLM(BaseLLM):
             AsyncLLMEngine.prepare_continuation, parent=parent, suffix=suffix, params=sampling_params
         )
         read = {"prompt": None if isinstance(parent, Root) else prompt, "suffix": suffix, "params": sampling_params}
-        async with aclosing(self._running().answer(prepare, request_id, options, **read)) as outputs:
+        async with aclosing(self._running().answer(prepare, request_id, options, take, **read)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -225,8 +234,10 @@ class AsyncLLM(BaseLLM):
         output: HiddenStatesOutput = await self._running().answer_once(prepare, request_id, options, deadline, **read)
         return output
 
-    async def _outputs(self, prepare: Callable[..., Prepared], request_id: Id, options: Any, **read: Any) -> Outputs:
-        async with aclosing(self._running().answer(prepare, request_id, options, **read)) as outputs:
+    async def _outputs(
+        self, prepare: Callable[..., Prepared], request_id: Id, options: Any, take: Take | None, **read: Any
+    ) -> Outputs:
+        async with aclosing(self._running().answer(prepare, request_id, options, take, **read)) as outputs:
             async for output in outputs:
                 yield output
 

@@ -22,7 +22,7 @@ from ratoon.engine.client_interface import AsyncEngineClient
 from ratoon.engine.front_end import FrontEnd, Key, Prepared
 from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.long_inputs import takes_long
-from ratoon.engine.output_collector import OutputCollector
+from ratoon.engine.output_collector import OutputCollector, Take
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.request_state import Output
 from ratoon.observe.logging import get_logger
@@ -76,10 +76,11 @@ class AsyncLLMEngine(FrontEnd):
     # ---- callers ----
 
     async def answer(
-        self, prepare: Callable[..., Prepared], request_id: str | None, options: Any, **read: Any
+        self, prepare: Callable[..., Prepared], request_id: str | None, options: Any, take: Take | None, **read: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Begin a request, and yield what comes for it until it has ended or its caller leaves."""
-        prepared, collector = await self.begin(prepare, request_id, options, **read)
+        """Begin a request, and yield what comes for it, but for what `take` has taken, until it has ended or its caller
+        leaves."""
+        prepared, collector = await self.begin(prepare, request_id, options, take, **read)
         try:
             finished = False
             while not finished:
@@ -104,7 +105,7 @@ class AsyncLLMEngine(FrontEnd):
     ) -> Any:
         """The same for a request that has one output, if all goes well. The engine keeps the deadline; it is kept here
         as well, for an engine that is being started again."""
-        prepared, collector = await self.begin(prepare, request_id, options, **read)
+        prepared, collector = await self.begin(prepare, request_id, options, None, **read)
         try:
             async with asyncio.timeout(None if deadline is None else deadline + DEADLINE_GRACE):
                 output = await collector.get()
@@ -120,7 +121,7 @@ class AsyncLLMEngine(FrontEnd):
         return output
 
     async def begin(
-        self, prepare: Callable[..., Prepared], request_id: str | None, options: Any, **read: Any
+        self, prepare: Callable[..., Prepared], request_id: str | None, options: Any, take: Take | None, **read: Any
     ) -> tuple[Prepared, OutputCollector]:
         """Check a request and hand it over. `read`: what takes long to check if it is long. On any error all state of
         the request is removed."""
@@ -132,15 +133,15 @@ class AsyncLLMEngine(FrontEnd):
         try:
             prepared = await asyncio.to_thread(ready) if takes_long(**read) else ready()
             self.verify_running()  # much may have happened in a thread
-            return prepared, self.submit(prepared)
+            return prepared, self.submit(prepared, take)
         except RequestError:
             self.count_refused()
             raise
 
-    def submit(self, prepared: Prepared) -> OutputCollector:
+    def submit(self, prepared: Prepared, take: Take | None = None) -> OutputCollector:
         """Hand a request over. Whatever is raised, nothing of it is left behind."""
         params = prepared.request.generation_params
-        collector = OutputCollector(RequestOutputKind.FINAL_ONLY if params is None else params.output_kind)
+        collector = OutputCollector(RequestOutputKind.FINAL_ONLY if params is None else params.output_kind, take)
         self.hand_over(prepared)
         self.collectors[prepared.key] = collector
         return collector

@@ -1,32 +1,44 @@
 """Passes one request's outputs from the output handler to the waiting caller: a slot, not a queue.
 
 Outputs that the caller has not taken are merged with the next ones, so that a slow caller needs no more memory than
-its answer. For one event loop: it is not safe across threads.
+its answer. A caller that is woken for each token pays more for the waking than for the token: it may give a function
+that takes outputs in its place while it waits. For one event loop: it is not safe across threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeAlias
 
 from ratoon.core.outputs import CompletionOutput, RequestOutput
 from ratoon.core.params import RequestOutputKind
 from ratoon.engine.request_state import Output
 
+# Gets an output while its caller waits for one. False: not now, and the caller gets it.
+Take: TypeAlias = Callable[[RequestOutput], bool]
+
 
 class OutputCollector:
     """The handler puts outputs in, or `fail`s once; one caller gets them out. Ownership of an output passes with
-    `put`."""
+    `put`. `take` is offered every output but the last one while the caller waits, which has then handled all earlier
+    ones: order is kept."""
 
-    __slots__ = ("_delta", "_error", "_pending", "_reader")
+    __slots__ = ("_delta", "_error", "_pending", "_reader", "_take")
 
-    def __init__(self, kind: RequestOutputKind) -> None:
+    def __init__(self, kind: RequestOutputKind, take: Take | None = None) -> None:
         self._delta = kind == RequestOutputKind.DELTA
+        self._take = take
         self._pending: Output | None = None
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None  # set while a caller waits
 
     def put(self, output: Output) -> None:
         pending = self._pending
+        if pending is None and self._take is not None and self._is_waiting and not output.finished:
+            assert isinstance(output, RequestOutput)
+            if self._take(output):
+                return
         if not isinstance(pending, RequestOutput) or not isinstance(output, RequestOutput):
             self._pending = output
         elif self._delta:
@@ -57,6 +69,10 @@ class OutputCollector:
             finally:
                 self._reader = None
         return output
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self._reader is not None and not self._reader.done()
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -112,6 +113,61 @@ def test_an_answer_that_was_begun_is_continued(client: openai.OpenAI) -> None:
     begun = {"add_generation_prompt": False, "continue_final_message": True, "return_token_ids": True}
     answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2, extra_body=begun)
     assert bytes(answer.model_extra["prompt_token_ids"]).decode().endswith("<assistant>Well, ")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"n": 2, "logprobs": 0}, {"stop": ["e"]}], ids=str)
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    asked = {"model": MODEL, "prompt": "one two", "max_tokens": 100, "seed": 3, **fields}
+    whole = client.completions.create(**asked)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options=options)
+    for place, choice in enumerate(whole.choices):
+        pieces = [one for chunk in chunks for one in chunk.choices if one.index == place]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1].finish_reason == choice.finish_reason
+        if choice.logprobs is not None:
+            assert [token for piece in pieces for token in piece.logprobs.tokens] == choice.logprobs.tokens
+            assert [place for piece in pieces for place in piece.logprobs.text_offset] == choice.logprobs.text_offset
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and last.usage == whole.usage and not last.choices
+
+
+def test_a_client_that_reads_late_gets_the_whole_answer(server: Server, client: openai.OpenAI) -> None:
+    """It has more text than the buffers of the system hold: the server merges what is left."""
+    asked = {"model": MODEL, "prompt": "x", "max_tokens": 400, "n": 64, "seed": 5}
+    whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    body = json.dumps({**asked, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        connection.sendall(head.encode() + body)
+        wait_until("it is under way", lambda: not is_idle(server))
+        wait_until("the engine is done with it", lambda: stats(server)["engines"][0]["num_running"] == 0, 60)
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    texts = [""] * 64
+    num_events = 0
+    for event in without_framing(received).split(b"\n\n"):
+        if event.startswith(b"data: {"):
+            num_events += 1
+            for choice in json.loads(event[6:])["choices"]:
+                texts[choice["index"]] += choice["text"]
+    assert texts == [choice.text for choice in whole.choices]
+    assert num_events < 400 * 64
+
+
+def without_framing(response: bytes) -> bytes:
+    """The body of a response in chunks."""
+    _, _, rest = response.partition(b"\r\n\r\n")
+    parts = []
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        parts.append(rest[: int(size, 16)])
+        rest = rest[int(size, 16) + 2 :]
+    return b"".join(parts)
 
 
 def test_a_base_url_without_its_version_is_told(server: Server) -> None:

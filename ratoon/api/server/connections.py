@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from ratoon.api.server.exchange import BODY_WRITER
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError
 from ratoon.observe.logging import get_logger
@@ -163,6 +164,29 @@ LONGEST_PROBE_SECONDS = 2.0
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client must skip it, even if it did not ask for it
 
 
+class ChunkWriter:
+    """The BodyWriter of a response: what uvicorn's `send` does for a part of a body in chunks, without its coroutine.
+    One that is not ready leaves the part to `send`, which waits for the client or drops it."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        return bool(
+            cycle.chunked_encoding  # known once the response has begun
+            and not cycle.response_complete
+            and not cycle.flow.write_paused
+            and not cycle.disconnected
+        )
+
+    def write(self, body: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -238,6 +262,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
+        self.scope["extensions"] = {BODY_WRITER: ChunkWriter(self.cycle)}  # type: ignore[dict-item]
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client has closed its side. True, and the connection stays open, while there are answers to send."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -17,16 +17,30 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEY = "ratoon"
+BODY_WRITER = "ratoon.body_writer"  # an extension of ASGI, in the scope
 REQUEST_ID_HEADER = b"x-request-id"
 TRACE_HEADERS = [("traceparent", b"traceparent"), ("tracestate", b"tracestate")]
 NOTE_HEADER = "X-Ratoon-Note"
 CLIENTS_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
+class BodyWriter(Protocol):
+    """Writes further parts of a streamed body without waiting, where ASGI's `send` is a coroutine."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the response has begun and the client takes what is written."""
+        ...
+
+    def write(self, body: bytes) -> None:
+        """Only while it is ready."""
+
+
 @dataclass(slots=True)
 class Exchange:
     request_id: str  # the client's X-Request-Id, or a generated one; returned in the answer's header
     raw_send: Send  # the HTTP server's own: the chunks of a stream bypass all layers
+    writer: BodyWriter | None = None  # None: the HTTP server has none
     tenant: str | None = None  # derived from the API key; None without keys
     trace_headers: dict[str, str] | None = None  # the client's trace context
     body: bytes = b""

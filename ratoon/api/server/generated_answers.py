@@ -6,26 +6,30 @@ The head of an answer, its chunks, its usage, its hidden states, and the progres
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ratoon.api.hidden_states import facts, raw_bytes
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import as_api_error, generation_failed
-from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.exchange import BodyWriter, exchange_of
 from ratoon.api.server.generation import Batch, collect, stream
 from ratoon.api.server.prompts import EncodedPrompt
 from ratoon.api.server.protocol.sampling import SamplingFields
 from ratoon.api.server.responses import (
     Base64,
     EventStream,
+    EventTemplate,
     event,
     event_parts,
     json_response,
@@ -62,6 +66,19 @@ def figures(choice: CompletionOutput) -> dict[str, Any]:
     return {"score": choice.score, "cumulative_logprob": choice.cumulative_logprob}
 
 
+class PromptTokensDetails(msgspec.Struct, gc=False):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, gc=False):
+    """As an answer has it. A struct, because a stream may have one in every chunk."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
 class UsageCounter:
     def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
         self._num_prompt_tokens = [len(prompt.token_ids) for prompt in prompts]
@@ -77,14 +94,10 @@ class UsageCounter:
         for choice in output.outputs:
             self.num_completion_tokens += len(choice.token_ids)
 
-    def as_dict(self) -> dict[str, Any]:
-        num_prompt_tokens = sum(self._num_prompt_tokens)
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
-        }
+    def usage(self) -> Usage:
+        num_prompt_tokens, num_completion_tokens = sum(self._num_prompt_tokens), self.num_completion_tokens
+        details = PromptTokensDetails(sum(self._num_cached_tokens))
+        return Usage(num_prompt_tokens, num_completion_tokens, num_prompt_tokens + num_completion_tokens, details)
 
 
 def content(output: HiddenStatesOutput) -> dict[str, Any]:
@@ -109,7 +122,7 @@ class Renderer(ABC):
     def __init__(self, context: ServerContext, asked: SamplingFields, batch: Batch) -> None:
         self.context = context
         self.batch = batch
-        self.usage = UsageCounter(batch.prompts)
+        self.counter = UsageCounter(batch.prompts)
         self.num_choices = asked.num_choices()
         self.return_token_ids = bool(asked.return_token_ids)
         options = asked.stream_options
@@ -118,37 +131,65 @@ class Renderer(ABC):
         self._continuation_told = False
         self._search = SearchProgress() if isinstance(batch.params, BeamSearchParams) else None
         self._head = {"id": batch.id, "created": int(time.time()), "model": asked.model}
+        self._templates: dict[int, EventTemplate] = {}  # by the choice's index in the answer
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         for index, output in enumerate(outputs):
-            self.usage.add(index, output)
+            self.counter.add(index, output)
         content = self.whole_body(outputs)
         for index, output in enumerate(outputs):
             self._put_in(content, self._hidden_states(index, output))
-        body = {**content, "usage": self.usage.as_dict(), **self._about_continuation(outputs[0])}
+        body = {**content, "usage": self.counter.usage(), **self._about_continuation(outputs[0])}
         return {**self._head, "object": self.WHOLE, **body}
 
     def chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Chunks for what is new in prompt `index`, a choice each."""
         best = None if self._search is None else self._search.take(index, output)
-        self.usage.add(index, output)
+        self.counter.add(index, output)
         states = self._hidden_states(index, output)
         for body in self.chunk_bodies(index, output):
             self._put_in(body, states)
             yield self._chunk({**body, **self._about_continuation(output)})
         for place, entry in states.items():  # of choices that ended before the last one
-            yield self._chunk({"choices": [{**self.empty_choice(place), "hidden_states": entry}]})
+            yield self._chunk({"choices": [{**self.plain_choice(place), "hidden_states": entry}]})
         if best is not None:
-            choice = {**self.empty_choice(index * self.num_choices), **figures(best), "best_so_far": best.text}
+            choice = {**self.plain_choice(index * self.num_choices), **figures(best), "best_so_far": best.text}
             yield self._chunk({"choices": [choice], **self._about_continuation(output)})
 
+    def events(self, index: int, output: RequestOutput) -> bytes:
+        """The same chunks, encoded as events."""
+        pairs = []
+        for choice in output.outputs:
+            template = self._templates.get(index * self.num_choices + choice.index)
+            if template is None or choice.finish_reason is not None:
+                body = b"".join([event(chunk) for chunk in self.chunks(index, output)])
+                self._prepare_templates(index, output)
+                return body
+            pairs.append((template, choice))
+        for _, choice in pairs:
+            self.counter.num_completion_tokens += len(choice.token_ids)
+        usage = self.counter.usage() if self._usage_in_chunks else None
+        return b"".join([template.event(choice.text, usage) for template, choice in pairs if choice.text])
+
+    def _prepare_templates(self, index: int, output: RequestOutput) -> None:
+        """Once a choice has begun, its chunks differ in text and usage alone, unless they have further fields."""
+        is_told = output.continuation is None or self._continuation_told
+        if self._search is not None or self.return_token_ids or not is_told:
+            return
+        for choice in output.outputs:
+            place = index * self.num_choices + choice.index
+            if choice.logprobs is None and place not in self._templates and self.has_begun(place):
+                mark = secrets.token_hex(16)
+                chunk = self._chunk({"choices": [self.plain_choice(place, mark)]})
+                self._templates[place] = EventTemplate(chunk, mark, "usage" if self._usage_in_chunks else None)
+
     def usage_chunk(self) -> dict[str, Any]:
-        return {**self._head, "object": self.CHUNK, "choices": [], "usage": self.usage.as_dict()}
+        return {**self._head, "object": self.CHUNK, "choices": [], "usage": self.counter.usage()}
 
     def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.CHUNK, **body}
         if self._usage_in_chunks:
-            chunk["usage"] = self.usage.as_dict()
+            chunk["usage"] = self.counter.usage()
         elif self.include_usage:
             chunk["usage"] = None
         return chunk
@@ -185,8 +226,12 @@ class Renderer(ABC):
         """The same for each chunk."""
 
     @abstractmethod
-    def empty_choice(self, place: int) -> dict[str, Any]:
-        """The choice with this index, in a chunk that adds no text."""
+    def plain_choice(self, place: int, text: str = "") -> dict[str, Any]:
+        """The choice with this index, in a chunk that adds nothing but text."""
+
+    @abstractmethod
+    def has_begun(self, place: int) -> bool:
+        """Whether the first chunk of this choice was built, which may have fields that later ones lack."""
 
 
 async def answer_whole(request: Request, renderer: Renderer) -> Response:
@@ -197,9 +242,22 @@ async def answer_whole(request: Request, renderer: Renderer) -> Response:
 
 async def answer_stream(request: Request, renderer: Renderer) -> Response:
     """Waits for the first events: errors until then get an HTTP status instead of an event."""
+    exchange, batch = exchange_of(request.scope), renderer.batch
+    if exchange.writer is not None and len(batch.prompts) == 1 and not batch.only_prompt:
+        batch.take = partial(_write, exchange.writer, renderer)
     events = _events(renderer)
     first = await anext(events, b"")
-    return EventStream(first, events, exchange_of(request.scope).headers())
+    return EventStream(first, events, exchange.headers())
+
+
+def _write(writer: BodyWriter, renderer: Renderer, output: RequestOutput) -> bool:
+    """Send the events of an output for which the stream's task waits, without waking it. False: its task must do it,
+    because the response has not begun, or has to wait for the client."""
+    if not writer.is_ready:
+        return False
+    if body := renderer.events(0, output):
+        writer.write(body)
+    return True
 
 
 async def _events(renderer: Renderer) -> AsyncGenerator[bytes, None]:
@@ -207,12 +265,12 @@ async def _events(renderer: Renderer) -> AsyncGenerator[bytes, None]:
     states may be large enough to be sent in slices."""
     async with aclosing(stream(renderer.context, renderer.batch)) as outputs:
         async for index, output in outputs:
-            chunks = renderer.chunks(index, output)
             if output.hidden_states is not None:
+                chunks = renderer.chunks(index, output)
                 for piece in slices(part for chunk in chunks for part in event_parts(chunk)):
                     yield piece
                     await asyncio.sleep(0)
-            elif body := b"".join([event(chunk) for chunk in chunks]):
+            elif body := renderer.events(index, output):
                 yield body
     if renderer.include_usage:
         yield event(renderer.usage_chunk())

@@ -23,6 +23,7 @@ from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
 from ratoon.engine.default_params import sets_length
+from ratoon.engine.output_collector import Take
 from ratoon.engine.request_options import ContinuationOptions, GenerationOptions
 
 CONTINUATION_FIELDS = {"choice": "continuation_choice", "at": "continuation_at"}  # as the engine and the body call them
@@ -48,6 +49,7 @@ class Batch:
     fallback: Callable[[], Awaitable[EncodedPrompt]] | None = None  # its prompt if the parent is unknown
     names: tuple[str, ...] = ()  # the client's names for the request, beside the id
     only_prompt: bool = False  # score the prompt: the engine still generates one token, which is not sent
+    take: Take | None = None  # takes outputs of a single prompt in place of the stream's reader
 
     def request_id(self, index: int) -> str:
         """A single prompt's engine request has the answer's id."""
@@ -215,7 +217,7 @@ async def _begin(context: ServerContext, batch: Batch, index: int) -> AsyncGener
         "wait": batch.origin.wait,
     }
     return context.llm.generate_continuation(
-        place.parent_id, place.suffix, batch.params, batch.request_id(index), **options
+        place.parent_id, place.suffix, batch.params, batch.request_id(index), take=batch.take, **options
     )
 
 
@@ -224,7 +226,7 @@ def _answer(
 ) -> AsyncGenerator[RequestOutput, None]:
     """An ordinary prompt, or one `in_place_of` a parent that is unknown."""
     options: GenerationOptions = {**batch.options, "cache_salt": batch.cache_salt, "in_place_of": in_place_of}
-    return context.llm.generate(prompt.as_prompt(), batch.params, batch.request_id(index), **options)
+    return context.llm.generate(prompt.as_prompt(), batch.params, batch.request_id(index), take=batch.take, **options)
 
 
 def _drop_answer(output: RequestOutput) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ratoon.api.server.errors import ApiError, shutting_down
 from ratoon.api.server.exchange import (
+    BODY_WRITER,
     CLIENTS_REQUEST_ID,
     KEY,
     REQUEST_ID_HEADER,
@@ -46,7 +47,8 @@ class ExchangeLayer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await refuse_other_protocols(scope, receive, send)
-        exchange = scope[KEY] = Exchange(_request_id(scope), send, trace_headers=_trace_headers(scope))
+        writer = scope.get("extensions", {}).get(BODY_WRITER)
+        exchange = scope[KEY] = Exchange(_request_id(scope), send, writer, trace_headers=_trace_headers(scope))
 
         async def note_status(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -131,6 +131,7 @@ def slices(parts: Iterable[Part]) -> Iterator[bytes]:
 
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
+OBJECT_END = b"}\n\n"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer chunks
 
 logger = get_logger(__name__)
@@ -139,6 +140,25 @@ _encode = msgspec.json.Encoder().encode
 
 def event(content: Any) -> bytes:
     return b"data: %b\n\n" % _encode(content)
+
+
+class EventTemplate:
+    """Events that differ in one text, and perhaps in the value of their last field. The rest is encoded once."""
+
+    __slots__ = ("_head", "_tail")
+
+    def __init__(self, content: dict[str, Any], mark: str, last_field: str | None = None) -> None:
+        """`mark` stands in the place of the text, and occurs nowhere else."""
+        if last_field is not None:
+            content = {name: value for name, value in content.items() if name != last_field}
+        self._head, self._tail = event(content).split(b'"%b"' % mark.encode())
+        if last_field is not None:
+            self._tail = b'%b,"%b":' % (self._tail.removesuffix(OBJECT_END), last_field.encode())
+
+    def event(self, text: str, last_value: Any = None) -> bytes:
+        if last_value is None:
+            return b"%b%b%b" % (self._head, _encode(text), self._tail)
+        return b"%b%b%b%b%b" % (self._head, _encode(text), self._tail, _encode(last_value), OBJECT_END)
 
 
 def event_parts(content: Any) -> list[Part]:

@@ -19,6 +19,7 @@ LIFE = {"start", "shutdown", "close"}  # an LLM starts when it is built, and has
 ABOVE = {"transcribe"}  # transcription is in api/, above AsyncLLM: async_transcriber(llm) does the same
 OF_A_BATCH = {"progress", "use_tqdm"}  # a bar for a call that waits for many
 OF_THE_ENGINE = {"process", "client"}  # where the engine runs
+OF_AN_EVENT_LOOP = {"take"}  # saves a change of tasks for each token
 REQUESTS = ("generate", "stream", "beam_search", "chat", "generate_continuation", "embed", "extract_hidden_states")
 SINGULAR = {"prompts": "prompt"}
 
@@ -35,7 +36,7 @@ def parameters(method: Any) -> list[tuple[str, Any, Any]]:
             hint = get_type_hints(method, include_extras=True)[one.name]
             keywords = get_type_hints(hint.__args__[0])
             found += [(name, one.kind, keywords[name]) for name in sorted(keywords) if name not in OF_A_BATCH]
-        elif one.name not in OF_A_BATCH | OF_THE_ENGINE:
+        elif one.name not in OF_A_BATCH | OF_THE_ENGINE | OF_AN_EVENT_LOOP:
             found.append((SINGULAR.get(one.name, one.name), one.kind, one.default))
     return found
 

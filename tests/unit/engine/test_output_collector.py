@@ -172,3 +172,35 @@ def test_joined_deltas_are_the_deltas_joined(script):
     assert texts == {index: "".join(f"{token} " for token in token_ids) for index, token_ids in wanted.items()}
     assert totals == {index: -float(len(token_ids)) for index, token_ids in wanted.items()}
     assert set(ends.values()) <= {"stop"}
+
+
+# ---- a function that takes outputs in the place of a waiting caller ----
+
+
+@on_event_loop
+async def test_outputs_are_offered_only_while_the_caller_waits_and_never_the_last():
+    offered: list[str] = []
+    collector = OutputCollector(DELTA, lambda one: offered.append(one.outputs[0].text) is None)
+    collector.put(output(delta(0, "a", [1])))
+    assert (await collector.get()).outputs[0].text == "a"
+    assert offered == []
+    caller = asyncio.create_task(collector.get())
+    await asyncio.sleep(0)
+    collector.put(output(delta(0, "b", [2])))
+    collector.put(output(delta(0, "c", [3])))
+    assert offered == ["b", "c"] and not caller.done()
+    collector.put(output(delta(0, "d", [4], reason="stop"), finished=True))
+    assert (await caller).outputs[0].text == "d"
+    assert offered == ["b", "c"]
+
+
+@on_event_loop
+async def test_what_is_not_taken_goes_to_the_caller_joined_with_what_follows():
+    refused: list[str] = []
+    collector = OutputCollector(DELTA, lambda one: refused.append(one.outputs[0].text) is not None)
+    caller = asyncio.create_task(collector.get())
+    await asyncio.sleep(0)
+    collector.put(output(delta(0, "a", [1])))
+    collector.put(output(delta(0, "b", [2])))
+    assert refused == ["a"], "the second one would come before the first"
+    assert (await caller).outputs[0].token_ids == [1, 2]

@@ -156,8 +156,12 @@ class ChatRenderer(Renderer):
             yield {"choices": [{**choice, "logprobs": None, "finish_reason": None}], **about_prompt}
             about_prompt = {}
 
-    def empty_choice(self, place: int) -> dict[str, Any]:
-        return {"index": place, "delta": {"content": ""}, "logprobs": None, "finish_reason": None, "stop_reason": None}
+    def plain_choice(self, place: int, text: str = "") -> dict[str, Any]:
+        delta = {"content": text}
+        return {"index": place, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
+
+    def has_begun(self, place: int) -> bool:
+        return self._begun
 
     def _choice(self, choice: CompletionOutput, name: str, words: dict[str, str]) -> dict[str, Any]:
         """`words` is a message or a delta; `name` says which."""

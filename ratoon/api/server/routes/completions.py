@@ -145,8 +145,11 @@ class CompletionRenderer(Renderer):
             if self.is_worth_sending(choice) or (self._echo and self._place(index, choice) not in self._begun):
                 yield {"choices": [self._choice(index, output, choice)]}
 
-    def empty_choice(self, place: int) -> dict[str, Any]:
-        return {"index": place, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+    def plain_choice(self, place: int, text: str = "") -> dict[str, Any]:
+        return {"index": place, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
+
+    def has_begun(self, place: int) -> bool:
+        return place in self._begun
 
     def _place(self, index: int, choice: CompletionOutput) -> int:
         """OpenAI numbers all choices of the first prompt, then those of the second, and so on."""

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from ratoon.api.server.app import build_app
 from ratoon.api.server.context import ServerContext
+from ratoon.api.server.exchange import BODY_WRITER
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.config import ModelConfig
 from ratoon.core.messages import EngineReady
@@ -82,11 +83,31 @@ class Answer:
 
 @dataclass
 class OpenRequest:
-    """A request under way. What was sent so far can be looked at, and the client can go away."""
+    """A request under way. What was sent so far can be looked at, and the client can go away, or read nothing."""
 
     task: asyncio.Task[None]
     inbox: asyncio.Queue[dict[str, Any]]
     sent: list[dict[str, Any]] = field(default_factory=list)
+    num_direct_writes: int = 0
+    reads: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: `send` waits
+
+    def __post_init__(self) -> None:
+        self.reads.set()
+
+    async def send(self, message: dict[str, Any]) -> None:
+        await self.reads.wait()
+        self.sent.append(message)
+
+    # The server's BodyWriter
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.sent) and self.sent[-1].get("more_body", True) and self.reads.is_set()
+
+    def write(self, body: bytes) -> None:
+        assert self.is_ready
+        self.num_direct_writes += 1
+        self.sent.append({"type": "http.response.body", "body": body, "more_body": True})
 
     def disconnect(self) -> None:
         self.inbox.put_nowait({"type": "http.disconnect"})
@@ -108,6 +129,7 @@ class Client:
         self.engine = engine  # the script's player
         self.app = build_app(context)
         self.headers: dict[str, str] = {}  # of requests that bring none of their own
+        self.writes_directly = True  # the HTTP server has a BodyWriter
 
     async def get(self, path: str, **options: Any) -> Answer:
         return await self.open("GET", path, **options).answer()
@@ -157,10 +179,9 @@ class Client:
             inbox.put_nowait({"type": "http.request", "body": piece, "more_body": more})
         opened = OpenRequest(asyncio.ensure_future(asyncio.sleep(0)), inbox)
 
-        async def send(message: dict[str, Any]) -> None:
-            opened.sent.append(message)
-
-        opened.task = asyncio.ensure_future(self.app(scope, inbox.get, send))
+        if self.writes_directly:
+            scope["extensions"] = {BODY_WRITER: opened}
+        opened.task = asyncio.ensure_future(self.app(scope, inbox.get, opened.send))
         return opened
 
 
