@@ -65,11 +65,11 @@ class ThreadEngineClient:
             self.num_aborts[branch_id] = self.num_aborts.get(branch_id, 0) + 1
         self._calls.put(lambda: self._core_client.stop_requests(stopped))
 
-    async def get_outputs(self) -> EngineCoreOutputs:
+    async def get_outputs(self) -> list[EngineCoreOutputs]:
         outputs = await self._outputs.get()
         if isinstance(outputs, Exception):
             raise outputs
-        return outputs
+        return [outputs]
 
     async def call_utility(self, method: str, *arguments: Any) -> list[Any]:
         answer: asyncio.Future[Any] = self._loop.create_future()

@@ -116,16 +116,22 @@ class AsyncMPClient:
             self._entry_ended(entry)
         self._dispatch()
 
-    async def get_outputs(self) -> EngineCoreOutputs:
+    async def get_outputs(self) -> list[EngineCoreOutputs]:
         item = await self._outputs.get()
-        if item is None:
-            assert self._dead is not None
-            self._outputs.put_nowait(None)  # for the next caller
-            raise self._dead
-        outputs, process = item
-        if process is not None:
-            process.acknowledge_outputs()
-        return outputs
+        steps: list[EngineCoreOutputs] = []
+        while item is not None:
+            outputs, process = item
+            steps.append(outputs)
+            if process is not None:
+                process.acknowledge_outputs()
+            if self._outputs.empty():
+                return steps
+            item = self._outputs.get_nowait()
+        self._outputs.put_nowait(None)  # for the next call
+        if steps:
+            return steps
+        assert self._dead is not None
+        raise self._dead
 
     async def call_utility(self, method: str, *arguments: Any) -> list[Any]:
         """Call a utility on every running engine; their results, in the engines' order."""
@@ -163,8 +169,8 @@ class AsyncMPClient:
     def _choose(self, entry: Entry, candidates: Sequence[int]) -> int:
         return candidates[0]
 
-    def _request_started(self, request_id: str) -> None:
-        """It has its first token."""
+    def _note_started(self, outputs: EngineCoreOutputs) -> None:
+        """Requests have their first token, or further ones."""
 
     def _request_ended(self, request_id: str) -> None: ...
 
@@ -274,9 +280,7 @@ class AsyncMPClient:
         self._dispatch()
 
     def _record(self, outputs: EngineCoreOutputs) -> None:
-        for output in outputs.outputs:
-            if output.new_token_ids:
-                self._request_started(output.request_id)
+        self._note_started(outputs)
         for entry in self._ledger.record(outputs):
             self._entry_ended(entry)
         self._dispatch()  # a suspect may have been cleared
@@ -335,8 +339,10 @@ class DPLBAsyncMPClient(AsyncMPClient):
         self.balancer.ended(entry.request.request_id)  # where it was before
         return self.balancer.choose(entry.request, candidates)
 
-    def _request_started(self, request_id: str) -> None:
-        self.balancer.started(request_id)
+    def _note_started(self, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            if output.new_token_ids:
+                self.balancer.started(output.request_id)
 
     def _request_ended(self, request_id: str) -> None:
         self.balancer.ended(request_id)

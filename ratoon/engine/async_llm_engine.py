@@ -33,6 +33,7 @@ DEADLINE_GRACE = 0.5  # seconds for the engine to report that a deadline has pas
 SLICE = 128  # outputs that are handled before others on the event loop have their turn,
 SLICE_TOKENS = 512  # or so many tokens: the texts that a beam search found come all at once
 BYTES_LIKE_A_TOKEN = 2**13  # of hidden states, that take as long as a token
+FEW_TOKENS = 16  # of a request in a step
 
 logger = get_logger(__name__)
 
@@ -176,10 +177,11 @@ class AsyncLLMEngine(FrontEnd):
     async def _run(self) -> None:
         try:
             while True:
-                outputs = await self.client.get_outputs()
-                self.record_stats(outputs)
-                for part in _slices(outputs.outputs):
-                    self._handle(part, outputs)
+                steps = await self.client.get_outputs()
+                for step in steps:
+                    self.record_stats(step)
+                for part in _slices(steps):
+                    self._handle(part)
                     await asyncio.sleep(0)  # callers take what they got, new requests come in
         except EngineDeadError as error:
             self._die(error)
@@ -193,9 +195,8 @@ class AsyncLLMEngine(FrontEnd):
             await asyncio.sleep(INTERVAL)
             throughput.write()
 
-    def _handle(self, outputs: list[EngineCoreOutput], step: EngineCoreOutputs) -> None:
-        part = EngineCoreOutputs(outputs, timestamp=step.timestamp, engine_index=step.engine_index)
-        self._deliver(self.process_outputs(part))
+    def _handle(self, steps: list[EngineCoreOutputs]) -> None:
+        self._deliver(self.process_outputs(steps))
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -225,7 +226,40 @@ class AsyncLLMEngine(FrontEnd):
                 collector.fail(EngineDeadError(*error.args))  # one for each: they get a traceback of their own
 
 
-def _slices(outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
+def _slices(steps: list[EngineCoreOutputs]) -> Iterator[list[EngineCoreOutputs]]:
+    """What steps brought, in parts. If there are several, callers are behind, and a request's outputs of all steps are
+    in one part: its caller gets them together."""
+    if len(steps) > 1 and all(map(_is_light, steps)):
+        yield from _slices_by_request(steps)
+        return
+    for step in steps:
+        for outputs in _slices_of_step(step.outputs):
+            yield [_part(step, outputs)]
+
+
+def _is_light(step: EngineCoreOutputs) -> bool:
+    """Whether it brought no more than a few tokens for a request, and no hidden states."""
+    for output in step.outputs:
+        if len(output.new_token_ids) > FEW_TOKENS or output.choice >= FEW_TOKENS or output.hidden_states is not None:
+            return False
+    return True
+
+
+def _slices_by_request(steps: list[EngineCoreOutputs]) -> Iterator[list[EngineCoreOutputs]]:
+    numbers: dict[str, int] = {}  # of the part that a request belongs to
+    parts: list[list[EngineCoreOutputs]] = []
+    for step in steps:
+        shares: dict[int, list[EngineCoreOutput]] = {}
+        for output in step.outputs:
+            number = numbers.setdefault(output.request_id, len(numbers) // SLICE)
+            shares.setdefault(number, []).append(output)
+        parts += ([] for _ in range(len(parts), max(shares, default=-1) + 1))
+        for number, outputs in shares.items():
+            parts[number].append(_part(step, outputs))
+    yield from parts
+
+
+def _slices_of_step(outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
     part: list[EngineCoreOutput] = []
     num_tokens = 0
     for output in outputs:
@@ -238,3 +272,7 @@ def _slices(outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]
             part, num_tokens = [], 0
     if part:
         yield part
+
+
+def _part(step: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
+    return EngineCoreOutputs(outputs, timestamp=step.timestamp, engine_index=step.engine_index)

@@ -56,8 +56,9 @@ class AsyncEngineClient(RequestTaker, Protocol):
         """Start the engine processes and wait until they are ready. Raises the error of one that failed (ConfigError,
         …)."""
 
-    async def get_outputs(self) -> EngineCoreOutputs:
-        """The next step's outputs, of any engine. EngineDeadError once the engine is given up."""
+    async def get_outputs(self) -> list[EngineCoreOutputs]:
+        """The outputs of the next step, of any engine, and of all further steps that have come. EngineDeadError once
+        the engine is given up."""
         ...
 
     async def call_utility(self, method: str, *arguments: Any) -> list[Any]:

@@ -7,7 +7,7 @@ It never waits: LLMEngine (llm_engine.py) drives it step by step, AsyncLLMEngine
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack
@@ -238,9 +238,9 @@ class FrontEnd:
 
     # ---- from the engine ----
 
-    def process_outputs(self, step: EngineCoreOutputs) -> list[Output]:
-        """What a step brought for callers. The engine hears what ended here first, at a stop string for example."""
-        outputs, stopped, aborted = self.output_processor.process_outputs(step)
+    def process_outputs(self, steps: Sequence[EngineCoreOutputs]) -> list[Output]:
+        """What steps brought for callers. The engine hears what ended here first, at a stop string for example."""
+        outputs, stopped, aborted = self.output_processor.process_outputs(steps)
         if stopped:
             with suppress(EngineDeadError):
                 self._taker.stop_requests(stopped)

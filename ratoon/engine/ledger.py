@@ -119,7 +119,8 @@ class Ledger:
             entry = self._entries.get(output.request_id)
             if entry is None or output.choice >= len(entry.choices):
                 continue
-            self._clear(entry)
+            if not entry.progressed or entry.strikes:
+                self._clear(entry)
             choice = entry.choices[output.choice]
             if choice.finished:
                 continue  # by a stop string, which the engine did not know of yet

@@ -59,7 +59,7 @@ class LLMEngine(FrontEnd):
         with interrupts_held_back():
             engine_outputs = self.client.get_output()
             with self._lock:
-                outputs = self.process_outputs(engine_outputs)
+                outputs = self.process_outputs([engine_outputs])
             self.record_stats(engine_outputs)
             if self._throughput is not None:
                 self._throughput.write_when_due(idle=not self.has_unfinished_requests())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratoon.core.config import MAX_ROOTS
@@ -126,19 +126,38 @@ class OutputProcessor:
 
     # ---- what the engine sent ----
 
-    def process_outputs(self, outputs: EngineCoreOutputs) -> Processed:
-        """Whatever goes wrong here with one request ends that request, with an error, and no other."""
+    def process_outputs(self, steps: Sequence[EngineCoreOutputs]) -> Processed:
+        """What steps brought, in their order. A request that goes on gets one output for all of them.
+
+        Whatever goes wrong here with one request ends that request, with an error, and no other."""
         now = self._clock()
-        sampled = outputs.timestamp or None
         touched: dict[str, RequestState] = {}
         done = Processed([], {}, [])
-        for output in outputs.outputs:
-            state = self._states.get(output.request_id)
+        for step in steps:
+            for request_id in self._take_step(step, now, touched, done):
+                # Before the next step, which may bring the hidden states of a choice that has ended.
+                if request_id in touched:
+                    self._deliver_or_give_up(touched.pop(request_id), now, done)
+        for state in touched.values():
+            self._deliver_or_give_up(state, now, done)
+        return done
+
+    def _take_step(
+        self, step: EngineCoreOutputs, now: float, touched: dict[str, RequestState], done: Processed
+    ) -> list[str]:
+        """Note what a step brought; the requests of which a choice has ended."""
+        sampled = step.timestamp or None
+        ended: list[str] = []
+        states = self._states
+        for output in step.outputs:
+            state = states.get(output.request_id)
             # The engine may have been a step ahead of an abort: its late outputs are dropped.
-            if state is None or output.choice >= len(state.choices) or state.choices[output.choice].finished:
+            if state is None or output.choice >= len(state.choices):
                 continue
             choice = state.choices[output.choice]
-            state.engine = outputs.engine_index
+            if choice.finish_reason is not None:
+                continue
+            state.engine = step.engine_index
             try:
                 state.take(choice, output, now, sampled)
             except Exception as error:
@@ -146,17 +165,19 @@ class OutputProcessor:
                 done.aborted.append(state.request_id)
                 self._give_up(state, error, now, done)
                 continue
-            touched[state.request_id] = state
-            if choice.finished:
+            touched[output.request_id] = state
+            if choice.finish_reason is not None:
                 state.tell_stop(choice, output.finished, done.stopped)
-        for state in touched.values():
-            try:
-                state.end_choices_that_never_began()
-                self._deliver(state, now, done)
-            except Exception as error:
-                done.aborted.append(state.request_id)
-                self._give_up(state, error, now, done)
-        return done
+                ended.append(output.request_id)
+        return ended
+
+    def _deliver_or_give_up(self, state: RequestState, now: float, done: Processed) -> None:
+        try:
+            state.end_choices_that_never_began()
+            self._deliver(state, now, done)
+        except Exception as error:
+            done.aborted.append(state.request_id)
+            self._give_up(state, error, now, done)
 
     def _deliver(self, state: RequestState, now: float, done: Processed) -> None:
         """The caller's output for what changed, if there is one to give; forget the request once it is finished."""

@@ -92,6 +92,8 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
+        if len(self.choices) == 1:  # most have one, and this is asked for every token
+            return self.choices[0].finish_reason is not None
         return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
@@ -212,6 +214,8 @@ class RequestState:
         """Choices are forked from the first when the prompt is done, or found by a beam search when that ends. If it
         failed before, there will be no others."""
         first = self.choices[0]
+        if first.finish_reason is None:
+            return
         begun = bool(first.detokenizer.token_ids) and not self.beam_search
         if begun or first.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
             return

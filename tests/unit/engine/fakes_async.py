@@ -80,19 +80,19 @@ class FakeAsyncClient:
         self._waiting.append(error or EngineDeadError("gone"))
         self._news.set()
 
-    async def get_outputs(self) -> EngineCoreOutputs:
+    async def get_outputs(self) -> list[EngineCoreOutputs]:
         while True:
             if self._waiting:
                 first = self._waiting.pop(0)
                 if isinstance(first, Exception):
                     raise first
-                return first
+                return [first]
             if self.core.has_work() and (not self.by_hand or self._steps_left):
                 self._steps_left -= 1
                 self.num_steps += 1
                 outputs = self.core.get_output()
                 outputs.scheduler_stats = SchedulerStats(num_steps=self.num_steps)
-                return outputs
+                return [outputs]
             self._news.clear()
             await self._news.wait()
 

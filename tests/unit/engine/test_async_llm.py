@@ -619,9 +619,9 @@ async def test_a_step_with_very_many_outputs_leaves_others_their_turns():
         slices: list[tuple[int, int]] = []  # when each came, and how large it was
         handle = llm.engine._handle
 
-        def note_slice(outputs, engine_index):
-            slices.append((num_turns, len(outputs)))
-            handle(outputs, engine_index)
+        def note_slice(steps):
+            slices.append((num_turns, sum(len(step.outputs) for step in steps)))
+            handle(steps)
 
         llm.engine._handle = note_slice
         client.step()
@@ -646,9 +646,9 @@ async def test_the_many_texts_of_a_beam_search_leave_others_their_turns(source):
         sizes: list[int] = []
         handle = llm.engine._handle
 
-        def note_slice(outputs, engine_index):
-            sizes.append(sum(len(output.new_token_ids) for output in outputs))
-            handle(outputs, engine_index)
+        def note_slice(steps):
+            sizes.append(sum(len(output.new_token_ids) for step in steps for output in step.outputs))
+            handle(steps)
 
         llm.engine._handle = note_slice
         client.step(300)

@@ -164,7 +164,7 @@ class Search:
 
     def send(self, *outputs: EngineCoreOutput):
         self.now += 1
-        results, *to_abort = self.outputs.process_outputs(EngineCoreOutputs(list(outputs)))
+        results, *to_abort = self.outputs.process_outputs([EngineCoreOutputs(list(outputs))])
         assert not any(to_abort)
         return results
 
@@ -325,6 +325,6 @@ def test_a_search_behind_a_parent_says_how_it_began():
     outputs.add_request(request, None)
     found = found_text(request.request_id, [120], 0, FinishReason.LENGTH)
     found.num_cached_tokens, found.inherited_from = 2, InheritedFrom.LEASE
-    (result,), *_ = outputs.process_outputs(EngineCoreOutputs([found]))
+    (result,), *_ = outputs.process_outputs([EngineCoreOutputs([found])])
     assert (result.continuation.inherited_tokens, result.continuation.computed_tokens) == (2, 2)
     assert result.continuation.source == "lease"

@@ -152,7 +152,7 @@ class Generation:
         for output in outputs:
             if output.request_id == self.request.request_id:
                 self.tokens[output.choice] += bytes(output.new_token_ids)
-        return self.outputs.process_outputs(EngineCoreOutputs(list(outputs), engine_index=1))
+        return self.outputs.process_outputs([EngineCoreOutputs(list(outputs), engine_index=1)])
 
     def generate(self, text: str = "xy", choice: int = 0, reason: FinishReason = FinishReason.LENGTH) -> list[Any]:
         return self.step(EngineCoreOutput(self.request.request_id, list(text.encode()), choice, reason)).outputs
@@ -339,8 +339,8 @@ def test_an_extraction_gives_one_output_with_all_its_rows():
     with pytest.raises(UnknownParentError) as unknown:
         outputs.find_original("x", "me")
     assert unknown.value.field == "original_request_id", "it is no text that could be read or continued"
-    assert outputs.process_outputs(EngineCoreOutputs([hidden_rows(request, 0, 1)])).outputs == []
-    (output,) = outputs.process_outputs(EngineCoreOutputs([hidden_rows(request, 1, 1)])).outputs
+    assert outputs.process_outputs([EngineCoreOutputs([hidden_rows(request, 0, 1)])]).outputs == []
+    (output,) = outputs.process_outputs([EngineCoreOutputs([hidden_rows(request, 1, 1)])]).outputs
     assert isinstance(output, HiddenStatesOutput) and output.finished and output.error is None
     assert (output.request_id, output.owner, output.dtype, output.source) == ("x", "me", "float32", None)
     assert (output.positions, output.layers, bytes(output.token_ids)) == ([4, 0, 4], ["pre_norm", "norm"], b"eae")
@@ -370,7 +370,7 @@ def test_extractions_are_counted_with_their_rows_and_their_source():
         request, selection = input_processor().process_extraction("x", "abc", HiddenStatesParams(positions="all"))
         outputs.add_request(request, None, selection)
         if refusal is None:
-            outputs.process_outputs(EngineCoreOutputs([hidden_rows(request, 0, 3)]))
+            outputs.process_outputs([EngineCoreOutputs([hidden_rows(request, 0, 3)])])
         else:
             outputs.fail_request("x", refusal)
     assert metrics.extractions["prompt"] == 1 and metrics.num_extraction_rows == 4

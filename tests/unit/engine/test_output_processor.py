@@ -49,7 +49,7 @@ def out(text: str, choice: int = 0, **fields) -> EngineCoreOutput:
 
 
 def step(processor: OutputProcessor, *outputs: EngineCoreOutput):
-    done = processor.process_outputs(EngineCoreOutputs(outputs=list(outputs)))
+    done = processor.process_outputs([EngineCoreOutputs(outputs=list(outputs))])
     return done.outputs, [*done.stopped, *done.aborted]
 
 
@@ -348,7 +348,7 @@ def test_owners_may_call_their_requests_the_same_and_hear_nothing_of_each_other(
     with pytest.raises(RequestError, match="in use"):
         owned(processor, "me")
     outputs = [EngineCoreOutput(request.request_id, [byte]) for request, byte in ((mine, 97), (theirs, 98))]
-    results, *_ = processor.process_outputs(EngineCoreOutputs(outputs))
+    results, *_ = processor.process_outputs([EngineCoreOutputs(outputs)])
     assert [(one.owner, one.request_id, one.outputs[0].text) for one in results] == [
         ("me", "r", "a"),
         ("them", "r", "b"),
@@ -379,7 +379,7 @@ def event(kind: EngineCoreEventType, timestamp: float) -> EngineCoreEvent:
 
 
 def step_of(processor: OutputProcessor, timestamp: float, *outputs: EngineCoreOutput):
-    return processor.process_outputs(EngineCoreOutputs(list(outputs), timestamp=timestamp)).outputs
+    return processor.process_outputs([EngineCoreOutputs(list(outputs), timestamp=timestamp)]).outputs
 
 
 def test_the_metrics_have_the_times_of_the_engine():
@@ -415,3 +415,28 @@ def test_events_are_kept_of_requests_that_are_traced_alone():
     processor = make(SamplingParams())
     step_of(processor, 4.5, out("a", events=[event(EngineCoreEventType.QUEUED, 1.0)]))
     assert processor._states["r-internal"].events == []
+
+
+# ---- several steps at once ----
+
+
+def steps_at_once(processor: OutputProcessor, *steps: list[EngineCoreOutput]):
+    return processor.process_outputs([EngineCoreOutputs(outputs) for outputs in steps])
+
+
+def test_what_several_steps_brought_is_one_output():
+    processor = make(SamplingParams(output_kind=RequestOutputKind.DELTA, n=2))
+    done = steps_at_once(processor, [out("a"), out("x", 1)], [out("b")], [out("c"), out("y", 1)])
+    (result,) = done.outputs
+    assert texts(result) == [(0, "abc"), (1, "xy")]
+    assert [list(choice.token_ids) for choice in result.outputs] == [[97, 98, 99], [120, 121]]
+    assert result.metrics.num_generation_tokens == 5 and not done.stopped
+
+
+def test_an_end_in_a_step_before_the_last_is_told_and_what_follows_it_dropped():
+    processor = make(SamplingParams(output_kind=RequestOutputKind.DELTA, stop=["bc"]))
+    done = steps_at_once(processor, [out("a")], [out("b")], [out("c")], [out("d")])
+    (result,) = done.outputs
+    assert texts(result) == [(0, "a")] and result.finished
+    assert list(done.stopped) == ["r-internal"]
+    assert not processor.has_unfinished_requests()
