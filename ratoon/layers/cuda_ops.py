@@ -214,6 +214,9 @@ class CudaOps(TorchOps):
         fits = stored.format == fp8.FORMAT and self.quantization == "fp8" and fp8.can_quantize(stored.shape)
         return self._fp8_rows if fits else None
 
+    def note_on(self, stored: StoredTensor, use: WeightUse) -> str | None:
+        return None
+
     def kept_formats(self) -> list[dict[str, Any]]:
         rows = self._fp8_rows
         if not rows.num_weights:

@@ -189,11 +189,27 @@ class KeptFormats:
 
     def find(self, stored: StoredTensor) -> KeptFormat | None:
         """The format that keeps this weight as it is stored. None: there is none, or its shape does not allow it."""
-        if stored.decode is None or stored.transposed or len(stored.shape) != 2 or stored.shape[1] % BLOCK:
-            return None
+        return None if self._obstacle(stored) else self.by_name.get(stored.format)
+
+    def note_on(self, stored: StoredTensor) -> str | None:
+        """Of a quantised weight: why it is decoded, or that its scales are unusable."""
+        obstacle = self._obstacle(stored)
+        if obstacle is not None:
+            return f"decoded to floats, since {obstacle}"
+        if not _scales_are_finite(stored):
+            return "scales are NaN or infinite, and answers will fail"
+        return None
+
+    def _obstacle(self, stored: StoredTensor) -> str | None:
+        if stored.decode is None or stored.format not in self.by_name:
+            return f"there are no products with {stored.format}"
+        if stored.transposed:
+            return "the file has the weight transposed"
+        if len(stored.shape) != 2 or stored.shape[1] % BLOCK:
+            return f"{BLOCK} does not divide the inputs"
         if "scales" in stored.extras and stored.shape[1] // stored.extras["scales"].shape[1] % BLOCK:
-            return None  # groups shorter than a block
-        return self.by_name.get(stored.format)
+            return f"groups are no multiples of {BLOCK} inputs"
+        return None
 
     def facts(self) -> list[dict[str, Any]]:
         """For display: what is kept, and how it is multiplied."""
@@ -253,6 +269,13 @@ def _read_codes(parts: Sequence[StoredTensor]) -> Groups:
     if (zeros == (128 if is_bytes else 8)).all():
         return Groups(codes, scales)
     return Groups(codes, scales.float(), ((128 if is_bytes else 0) - zeros) * scales.float())
+
+
+def _scales_are_finite(stored: StoredTensor) -> bool:
+    if stored.extras:
+        return all(bool(stored.extras[name].isfinite().all()) for name in ("scales", "zeros"))
+    first, last = SCALE_BYTES[stored.format]
+    return bool(_halves(stored.data[..., first:last]).isfinite().all())
 
 
 def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
@@ -343,3 +366,8 @@ BLOCK_READERS: dict[str, Callable[[Tensor], Groups]] = {
     "Q5_K": _read_q5_k,
     "Q6_K": _read_q6_k,
 }
+# Where a block has its halves: scales and offsets, or what they are multiplied with
+SCALE_BYTES = {
+    "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4), "Q8_0": (0, 2), "Q4_K": (0, 4), "Q5_K": (0, 4),
+    "Q6_K": (208, 210),
+}  # fmt: skip

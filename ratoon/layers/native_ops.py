@@ -14,7 +14,7 @@ import torch
 from ratoon.layers.native import has_quantised_kernels, library
 from ratoon.layers.native.recording import new_floats
 from ratoon.layers.native_encoding import can_encode, encode
-from ratoon.layers.native_formats import KeptFormats, QuantisedGatedMLP, QuantisedLinear
+from ratoon.layers.native_formats import BLOCK, KeptFormats, QuantisedGatedMLP, QuantisedLinear
 from ratoon.layers.ops import FusedProduct, Product, WeightFormat, WeightUse
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import add_low_rank
@@ -117,6 +117,14 @@ class NativeOps:
             return stored
         bits = max(self.bits, 8) if use is WeightUse.VOCABULARY else self.bits
         return encode(stored.data, bits)
+
+    def note_on(self, stored: StoredTensor, use: WeightUse) -> str | None:
+        if self.formats is None or use is WeightUse.OTHER:
+            return None
+        if stored.decode is None:
+            wanted = self.bits is not None and len(stored.shape) == 2 and not can_encode(stored)
+            return f"kept as floats, since {BLOCK} does not divide the inputs" if wanted else None
+        return self.formats.note_on(stored)
 
     def kept_formats(self) -> list[dict[str, Any]]:
         return [] if self.formats is None else self.formats.facts()

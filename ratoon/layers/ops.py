@@ -68,6 +68,11 @@ class Ops(Protocol):
         """The weight [out, in] in fewer bits, or as it is."""
         ...
 
+    def note_on(self, stored: StoredTensor, use: WeightUse) -> str | None:
+        """What the log should say about a weight, behind `quantize`: why it can't be kept in few bits, or that its
+        numbers are unusable. None: nothing."""
+        ...
+
     def kept_formats(self) -> list[dict[str, Any]]:
         """For display: in which formats other than floats weights are, and how they are multiplied (format,
         num_weights, num_bytes, product)."""

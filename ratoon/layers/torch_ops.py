@@ -29,6 +29,9 @@ class TorchOps:
     def quantize(self, stored: StoredTensor, use: WeightUse) -> StoredTensor:
         return stored
 
+    def note_on(self, stored: StoredTensor, use: WeightUse) -> str | None:
+        return None
+
     def kept_formats(self) -> list[dict[str, Any]]:
         return []
 

@@ -56,14 +56,38 @@ class TensorRequest(NamedTuple):
     use: WeightUse = WeightUse.OTHER
 
 
+class WeightNotes:
+    """What was noticed about weights while they were read, for a line in the log."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}  # by the note
+
+    def add(self, note: str, name: str) -> None:
+        self._names.setdefault(note, []).append(name)
+
+    def lines(self) -> list[str]:
+        """A line for each note, with the first names."""
+        return [f"{note}: {_first_of(list(dict.fromkeys(names)), 3)}" for note, names in self._names.items()]
+
+
+def _first_of(names: Sequence[str], count: int) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
 def read_tensor(
-    source: TensorSource, ops: Ops, request: TensorRequest, destination: Destination | None = None
+    source: TensorSource,
+    ops: Ops,
+    request: TensorRequest,
+    destination: Destination | None = None,
+    notes: WeightNotes | None = None,
 ) -> StoredTensor:
     """The slow part of taking a tensor: reading and, if Ops does not support its format, decoding."""
     stored = source.read(request.name, request.part, destination)
     if request.transposed:
         stored = stored.t()
     stored = ops.quantize(stored, request.use)
+    if notes is not None and request.as_stored and (note := ops.note_on(stored, request.use)):
+        notes.add(note, request.name)
     if request.as_stored and not stored.transposed and ops.find_format(stored) is not None:
         return stored
     if stored.decode is None and stored.format not in FLOAT_FORMATS.values():
@@ -159,9 +183,8 @@ class Weights:
     def check_nothing_left(self) -> None:
         left = sorted(set(self.source.shapes()) - self._placed)
         if left:
-            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise ModelError(
                 self.source.name,
-                f"holds tensors that this model has no place for: {shown}",
+                f"holds tensors that this model has no place for: {_first_of(left, 5)}",
                 "a config and weights of one model",
             )

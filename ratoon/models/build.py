@@ -5,6 +5,7 @@ Reading files, and choosing device and dtype, are done elsewhere.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,11 +21,13 @@ from ratoon.layers.ops import Ops, Product
 from ratoon.layers.shard import Shard
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
-from ratoon.layers.weights import TensorRequest, TensorSource, Weights, read_tensor
+from ratoon.layers.weights import TensorRequest, TensorSource, WeightNotes, Weights, read_tensor
 from ratoon.models.base import LanguageModel
 from ratoon.models.device_stream import open_destination
 from ratoon.models.dummy_source import DummySource
 from ratoon.models.registry import find_model_class
+
+logger = logging.getLogger(__name__)
 
 META = torch.device("meta")
 TENSORS_AHEAD = 4  # for each thread: read but not yet taken, which bounds the memory
@@ -51,9 +54,13 @@ def build_model(
     model_class(config, comparison, length)
     comparison.check_nothing_left()
     with open_destination(device) as destination:
-        read = partial(read_tensor, source, ops, destination=destination)
+        notes = WeightNotes()
+        read = partial(read_tensor, source, ops, destination=destination, notes=notes)
         with ReadAhead(read, comparison.requests, 1 if destination is None else READERS_OF_DEVICE) as ahead:
-            return model_class(config, Weights(source, ops, device, dtype, shard, ahead), length)
+            model = model_class(config, Weights(source, ops, device, dtype, shard, ahead), length)
+    for line in notes.lines():
+        logger.warning("%s: %s", source.name, line)
+    return model
 
 
 def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from ratoon.layers.grouped import grouped_tensor
 from ratoon.layers.linear import make_product
 from ratoon.layers.native import has_quantised_kernels
 from ratoon.layers.native.recording import Arena, Recording
@@ -20,6 +23,7 @@ from ratoon.layers.native_formats import (
     QuantisedLinear,
 )
 from ratoon.layers.native_ops import NativeOps, set_native_threads
+from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import StoredTensor
 
 pytestmark = pytest.mark.skipif(
@@ -221,6 +225,40 @@ def test_formats_are_decoded_where_they_are_not_to_be_kept() -> None:
     assert NativeOps(keep_formats=False).find_format(stored) is None
     assert NativeOps().find_format(stored.t()) is None
     assert NativeOps().find_format(StoredTensor.of_floats(stored.floats())) is None
+
+
+def test_a_weight_that_is_not_kept_or_not_usable_has_a_note() -> None:
+    ops, kept = NativeOps(bits=8), stored_tensor("Q4_0", 16, 64)
+    use = WeightUse.LINEAR
+    assert ops.note_on(kept, use) is None
+    assert ops.note_on(StoredTensor.of_floats(random(16, 64)), use) is None
+    notes = {
+        "decoded to floats, since the file has the weight transposed": kept.t(),
+        "decoded to floats, since there are no products with Q2_K": replace(kept, format="Q2_K"),
+        "decoded to floats, since 32 does not divide the inputs": replace(kept, shape=(16, 60)),
+        "kept as floats, since 32 does not divide the inputs": StoredTensor.of_floats(random(16, 60)),
+    }
+    for note, stored in notes.items():
+        assert ops.note_on(stored, use) == note
+        assert ops.note_on(stored, WeightUse.OTHER) is None
+        assert ops.find_format(stored) is None
+    groups = grouped_tensor(torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 4), torch.ones(4, 4), 4)
+    assert ops.note_on(groups, use) == "decoded to floats, since groups are no multiples of 32 inputs"
+    assert NativeOps(keep_formats=False).note_on(kept.t(), use) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers_are_noted_and_spoil_their_columns_alone(name: str, value: float) -> None:
+    stored, x = stored_tensor(name, 20, 512), random(12, 512)
+    place = HALVES[name][-1]
+    stored.data[3, 1, place : place + 2] = torch.tensor([value]).half().view(torch.uint8)
+    ops = NativeOps()
+    assert ops.note_on(stored, WeightUse.LINEAR) == "scales are NaN or infinite, and answers will fail"
+    multiply, others = make_product(ops, [stored], None), [row for row in range(20) if row != 3]
+    for y in (multiply(x), multiply(x[:1])):
+        assert not y[:, 3].isfinite().any()
+        assert y[:, others].isfinite().all()
 
 
 def test_what_is_kept_is_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions
 from ratoon.core.errors import ModelError
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
+from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import Destination
@@ -180,3 +182,16 @@ def test_a_family_is_one_short_file(architecture: str) -> None:
     module = importlib.import_module(MODEL_CLASSES[architecture].split(":")[0])
     assert module.__file__ is not None
     assert len(Path(module.__file__).read_text().splitlines()) < 120
+
+
+def test_weights_that_ops_has_a_note_on_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class NotingOps(TorchOps):
+        def note_on(self, stored: StoredTensor, use: WeightUse) -> str | None:
+            return "kept as floats" if use is WeightUse.LINEAR else None
+
+    source = ShapeSource(collect_shapes(LLAMA))
+    with caplog.at_level(logging.WARNING):
+        build_model(LLAMA, source, NotingOps(), torch.device("cpu"), torch.float32)
+    [line] = caplog.messages
+    assert line.startswith("checkpoint: kept as floats: model.layers.0.self_attn.q_proj.weight, ")
+    assert line.endswith(" and 11 more")  # of seven for each of two layers, three are named
