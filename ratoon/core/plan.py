@@ -50,6 +50,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     cross_block_ids: list[int] = []  # what cross-attention reads; branches may share them
     num_encoder_positions: int = 0
     encoder_token_ids: list[int] = []  # the encoder input, where a rule over tokens needs it
+    packed_prompt: bytes = b""  # the first of `token_ids` once more, as 32-bit integers: copied faster. Or nothing
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

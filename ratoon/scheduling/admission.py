@@ -20,12 +20,13 @@ def max_step_tokens(config: SchedulerConfig) -> int:
     return config.token_budget
 
 
-def verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_model_len: int, generates: bool) -> None:
+def verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_model_len: int, generates: bool) -> bytes:
+    """Returns the prompt, packed."""
     num_prompt_tokens = len(request.prompt_token_ids)
     if num_prompt_tokens == 0:
         raise RequestError("prompt", "is empty", "at least one token")
     try:
-        pack_tokens(request.prompt_token_ids)
+        packed = pack_tokens(request.prompt_token_ids)
     except struct.error as error:
         raise RequestError(
             "prompt", f"holds something that is no token id ({error})", "whole numbers of 32 bits"
@@ -44,6 +45,7 @@ def verify_prompt(request: EngineCoreRequest, config: SchedulerConfig, max_model
             "(max_num_batched_tokens; chunked prefill is off)",
             f"at most {config.token_budget} tokens",
         )
+    return packed
 
 
 def verify_encoder_input(request: EngineCoreRequest, kv_cache: KVCacheManager) -> None:

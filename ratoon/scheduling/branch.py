@@ -44,6 +44,7 @@ class Request:
         "num_prompt_tokens",
         "original",
         "owner",
+        "packed_prompt",
         "priority",
         "queued_time",
         "request_id",
@@ -87,6 +88,7 @@ class Request:
         self.traced = request.trace_headers is not None  # reports every prefill chunk
         self.branch_ids = [branch_id_of(request.request_id, choice) for choice in range(num_choices)]
         self.finished_choices: set[int] = set()
+        self.packed_prompt = b""  # as NewRequestData has it; set once it is checked
         self.branches: list[Branch] = [Branch(self, 0, list(request.prompt_token_ids), extra_keys_of(request))]
 
     def fork_branch(self, choice: int) -> Branch:
@@ -167,6 +169,7 @@ class Branch(TokenSequence):
             cross_block_ids=[] if self.cross is None else self.cross.block_ids,
             num_encoder_positions=0 if self.cross is None else self.cross.num_positions,
             encoder_token_ids=encoder_token_ids or [],
+            packed_prompt=request.packed_prompt,
         )
 
 

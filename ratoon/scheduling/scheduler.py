@@ -55,8 +55,9 @@ class Scheduler:
         if now is not None:
             self.state.now = now
         kind = self.kinds.of_new(request)
-        kind.verify(request)
+        packed = kind.verify(request)
         opened = kind.open(request, self._num_added)
+        opened.packed_prompt = packed
         self.state.verify_ids(opened)
         kind.enqueue(opened)
         self.state.add(opened)

@@ -43,16 +43,17 @@ class RequestKind:
 
     # ---- admission ----
 
-    def verify(self, request: EngineCoreRequest) -> None:
-        """Raise RequestError for a request that could never finish."""
+    def verify(self, request: EngineCoreRequest) -> bytes:
+        """Raise RequestError for a request that could never finish. Returns its prompt, packed."""
         state = self._state
-        verify_prompt(request, state.config, state.kv_cache.max_model_len, self.generates)
+        packed = verify_prompt(request, state.config, state.kv_cache.max_model_len, self.generates)
         verify_encoder_input(request, state.kv_cache)
         if request.resumed is not None and not self.resumes:
             raise RequestError("resumed", "has no meaning but for sampled tokens", "None: it starts again")
         self.verify_own(request)
         verify_continuation(request)
         self.verify_memory(request)
+        return packed
 
     def verify_own(self, request: EngineCoreRequest) -> None:
         """The checks specific to this kind."""

@@ -6,6 +6,7 @@ import pytest
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, NewRequestData
 from ratoon.execution.input_batch import InputBatch
+from ratoon.memory.hashing import pack_tokens
 
 
 def branch(name, tokens, blocks, computed=0):
@@ -25,6 +26,17 @@ def test_a_dropped_row_is_handed_out_again_and_holds_nothing_of_the_old_branch()
     assert rows.block_tables[0][row].tolist() == [5, 0, 0, 0]
     assert rows.block_tables[1][row].tolist() == [105, 0, 0, 0]
     assert rows.num_tokens[row] == 1
+
+
+@pytest.mark.parametrize("computed", [0, 3, 5, 7])
+def test_a_prompt_that_came_packed_is_not_read_from_the_list(computed):
+    """The list is that of another prompt, so that it shows."""
+    rows = make_rows()
+    new = branch("a", [90, 91, 92, 93, 94, 6, 7, 8], [1], computed)
+    new.packed_prompt = pack_tokens([1, 2, 3, 4, 5])
+    row = rows.add(new)
+    assert rows.token_ids[row, computed:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 8][computed:]
+    assert rows.num_tokens[row] == 8
 
 
 def test_dropping_an_unknown_branch_is_no_error():

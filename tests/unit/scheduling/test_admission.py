@@ -5,6 +5,7 @@ import pytest
 from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.kv import KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from ratoon.memory.hashing import pack_tokens
 from ratoon.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.steps import add, scheduler_of, step
 
@@ -24,6 +25,13 @@ def test_an_empty_prompt_is_refused() -> None:
 @pytest.mark.parametrize("bad", [[2**31], [-(2**31) - 1], ["x"], [1.5], [None]])
 def test_what_is_no_token_id_is_refused(bad: list[object]) -> None:
     assert refusal(scheduler_of(), "a", bad).field == "prompt"
+
+
+def test_a_prompt_is_packed_once_for_the_runner() -> None:
+    scheduler = scheduler_of()
+    add(scheduler, "a", [5, 6, 2**31 - 1])
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    assert new.packed_prompt == pack_tokens([5, 6, 2**31 - 1])
 
 
 def test_a_prompt_that_leaves_no_token_to_generate_is_refused_with_the_limit() -> None:
