@@ -6,6 +6,7 @@ and what is read from them, is the runner's.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import time
@@ -22,6 +23,7 @@ from ratoon.core.config import ModelConfig
 from ratoon.core.outputs import LogprobsLists
 from ratoon.core.stats import GraphStats
 from ratoon.execution.buffers import HostCopy
+from ratoon.execution.cuda_driver import load_library
 from ratoon.execution.device_inputs import DeviceInputs
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.step_context import PagedStep
@@ -196,10 +198,21 @@ class CudaGraph:
         finally:
             if collects:
                 gc.enable()
+        upload(self._graph)
 
     def replay(self) -> Tensor | None:
         self._graph.replay()
         return self._result
+
+
+def upload(graph: torch.cuda.CUDAGraph) -> None:
+    """Bring a graph to the device now, which is otherwise a part of its first replay. Where that can't be done, nothing
+    happens."""
+    library = load_library()
+    find_exec = getattr(graph, "raw_cuda_graph_exec", None)  # not in every torch
+    if library is not None and find_exec is not None:
+        stream = torch.cuda.current_stream().cuda_stream
+        library.cuGraphUpload(ctypes.c_void_p(find_exec()), ctypes.c_void_p(stream))
 
 
 class StepGraphs:

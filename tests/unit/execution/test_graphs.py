@@ -508,3 +508,13 @@ def test_a_thread_has_its_own_handle_for_products_before_it_captures_one(monkeyp
     monkeypatch.setattr(graphs.torch.cuda, "current_blas_handle", lambda: calls.append("handle"))
     graphs.CudaGraph(lambda: None, pool=None)
     assert calls == ["handle", "begin", "end"]
+
+
+def test_a_graph_is_brought_to_the_device_when_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads: list[tuple[int | None, int | None]] = []
+    library = SimpleNamespace(cuGraphUpload=lambda graph, stream: uploads.append((graph.value, stream.value)))
+    monkeypatch.setattr(graphs, "load_library", lambda: library)
+    monkeypatch.setattr(graphs.torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    graphs.upload(SimpleNamespace(raw_cuda_graph_exec=lambda: 5))  # type: ignore[arg-type]
+    graphs.upload(SimpleNamespace())  # type: ignore[arg-type]  # of a torch that does not tell
+    assert uploads == [(5, 7)]
