@@ -101,6 +101,7 @@ class DeviceInputs:
         self.resident = DeviceRows(rows, device)
         self._device = device
         max_tokens, max_reqs = max(max_num_tokens, max_padded), max(max_num_reqs, max_padded_reqs)
+        # In the order in which steps need them: what comes after the last that one needs stays on the host.
         self._packed = PackedBuffer(
             {
                 "counts": (3, torch.int32),
@@ -108,9 +109,9 @@ class DeviceInputs:
                 "num_computed": (max_num_reqs, torch.int32),
                 "query_start_loc": (max_num_reqs + 1, torch.int32),
                 "unwritten": (max_num_reqs, torch.int32),
-                "encoder_lens": (max_num_reqs, torch.int32),
-                "read_rows": (max_padded_reqs, torch.int64),
                 "read_requests": (max_padded_reqs, torch.int32),
+                "read_rows": (max_padded_reqs, torch.int64),
+                "encoder_lens": (max_num_reqs, torch.int32),
                 **{name: (max_padded_reqs, dtype) for name, dtype in SAMPLING_NUMBERS.items()},
                 "beam_scores": (max_padded_reqs, torch.float32),
                 "search_starts": (max_padded_reqs, torch.int64),
@@ -200,8 +201,16 @@ class DeviceInputs:
         host["query_start_loc"][0] = 0
         host["query_start_loc"][1 : num_reqs + 1] = cu_num_tokens
         host["unwritten"][:num_reqs] = 0 if unwritten is None else unwritten
+        behind = "read_requests"  # the first array that is not needed
+        if read_requests is not None:
+            behind = "read_rows"
+        if read_rows is not None:
+            behind = "encoder_lens"
         if rows.cross_tables is not None:
+            behind = "temperature"
             host["encoder_lens"][:num_reqs] = rows.encoder_lens[batch_rows]
+        if numbers:
+            behind = "beam_scores"
         if read_rows is not None:
             host["read_rows"][: len(read_rows)] = read_rows
             host["read_rows"][len(read_rows) :] = 0
@@ -210,15 +219,20 @@ class DeviceInputs:
         for name, values in (numbers or {}).items():
             host[name][:num_sampled] = values
         if beams is not None:
+            behind = "last"
             scores, searches = beams
             host["beam_scores"][: len(scores)] = scores
             num_searches = len(searches)
             host["search_starts"][:num_searches] = [search.start for search in searches]
             host["search_stops"][:num_searches] = [search.stop for search in searches]
             host["search_starts"][num_searches:] = host["search_stops"][num_searches:] = 0  # padding has no rows
-        self._send_cells(rows.journal.take())
+        self._send_cells(rows.journal.take(), packed.start_of(behind))
         writes_nothing = unwritten is not None and bool(unwritten.all())
         return PackedStep(batch_rows, num_scheduled, cu_num_tokens, writes_nothing)
+
+    def note_launched(self) -> None:
+        """All of the step that was sent is launched."""
+        self._packed.note_read()
 
     def note_copies(
         self, copies: Sequence[tuple[int, int]], copy_blocks: Callable[[Tensor], None] | None = None
@@ -232,8 +246,8 @@ class DeviceInputs:
         nothing = np.zeros(0, np.int64)
         self.send(nothing, nothing, read_rows=nothing, read_requests=nothing)
 
-    def _send_cells(self, cells: np.ndarray) -> None:
-        """Send the packed arrays, and write these cells of the rows."""
+    def _send_cells(self, cells: np.ndarray, num_words: int) -> None:
+        """Send so many words of the packed arrays, and write these cells of the rows."""
         while len(cells) > MAX_CELLS:
             self.resident.write(cells[:MAX_CELLS])
             cells = cells[MAX_CELLS:]
@@ -249,10 +263,9 @@ class DeviceInputs:
         last[values_start : values_start + count] = self.rows.memory[cells]
         first = packed.start_of("last")
         receive(
-            packed.host_words, packed.device_words, first + num_copied,
+            packed.host_words, packed.device_words, num_words, first, num_copied,
             self.resident.memory, first + cells_start, first + values_start, count,
         )  # fmt: skip
-        packed.note_read()
         if copies:
             assert self._copy_blocks is not None
             self._copy_blocks(packed.device["last"][:num_copied])

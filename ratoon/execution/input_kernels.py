@@ -31,28 +31,41 @@ def _scatter(memory, cells, values, count, BLOCK: tl.constexpr):  # type: ignore
     tl.store(memory + cell, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_words", "cells_start", "values_start", "num_cells"])
+@triton.jit(do_not_specialize=["num_words", "further_start", "num_further", "cells_start", "values_start", "num_cells"])
 def _receive(  # type: ignore[no-untyped-def]
-    host, device, num_words, memory, cells_start, values_start, num_cells, BLOCK: tl.constexpr
-):
+    host, device, num_words, further_start, num_further, memory, cells_start, values_start, num_cells,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_word, is_cell = places < num_words, places < num_cells
+    is_word, is_further, is_cell = places < num_words, places < num_further, places < num_cells
     word = tl.load(host + places, mask=is_word, other=0)
+    further = tl.load(host + further_start + places, mask=is_further, other=0)
     cell = tl.load(host + cells_start + places, mask=is_cell, other=0)
     value = tl.load(host + values_start + places, mask=is_cell, other=0)
     tl.store(device + places, word, mask=is_word)
+    tl.store(device + further_start + places, further, mask=is_further)
     tl.store(memory + cell, value, mask=is_cell)
 
 
 def receive(
-    host: Tensor, device: Tensor, num_words: int, memory: Tensor, cells_start: int, values_start: int, num_cells: int
+    host: Tensor,
+    device: Tensor,
+    num_words: int,
+    further_start: int,
+    num_further: int,
+    memory: Tensor,
+    cells_start: int,
+    values_start: int,
+    num_cells: int,
 ) -> None:
-    """Copy the first words of `host`, which is pinned, to `device`, and write cells of `memory`: their numbers and
-    values lie further back in `host`. One launch takes less time than a copy and what follows it."""
-    grid = (triton.cdiv(max(num_words, num_cells), WORDS_OF_PROGRAM),)
+    """Copy the first words of `host`, which is pinned, and some further ones to the same places of `device`, and write
+    cells of `memory`: their numbers and values lie further back in `host`. One launch takes less time than a copy and
+    what follows it."""
+    grid = (triton.cdiv(max(num_words, num_further, num_cells), WORDS_OF_PROGRAM),)
     launch(
-        _receive, grid, host, device, num_words, memory, cells_start, values_start, num_cells, BLOCK=WORDS_OF_PROGRAM
-    )
+        _receive, grid, host, device, num_words, further_start, num_further, memory, cells_start, values_start,
+        num_cells, BLOCK=WORDS_OF_PROGRAM,
+    )  # fmt: skip
 
 
 def scatter(memory: Tensor, cells: Tensor, values: Tensor) -> None:

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from ratoon.execution.recorded_passes import RecordedPasses
 
 
+FIRST = np.zeros(1, np.int64)  # the one request of a step
+
 Executed = ExecutedPass | LogitsPass | KeysPass | SampledPass
 
 
@@ -213,6 +215,8 @@ class ModelRunner:
         assert graphs is not None
         if key.num_read is None:  # all requests, in their own order
             ids, requests, own, read_rows = list(plan.num_scheduled_tokens), np.arange(len(rows)), rows, None
+        elif len(rows) == 1:
+            ids, requests, own, read_rows = plan.sampled_req_ids.copy(), FIRST, rows, ends - 1
         else:
             place_of = {req_id: place for place, req_id in enumerate(plan.num_scheduled_tokens)}
             ids, requests = list(plan.sampled_req_ids), np.array([place_of[name] for name in plan.sampled_req_ids])
@@ -349,6 +353,8 @@ class ModelRunner:
         """Sample a token for every branch in `sampled_req_ids`, and read out all other results. On CUDA this waits only
         if one of these needs the host; otherwise the output is pending."""
         executed, self._executed = self._executed, []
+        if self._resident is not None:
+            cast("DeviceInputs", self.inputs).note_launched()
         output = ModelRunnerOutput()
         finish = join([forward_pass.read(output) for forward_pass in executed])
         if finish is None:

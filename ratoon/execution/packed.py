@@ -29,10 +29,13 @@ class PackedBuffer:
         ]
         self._events = [torch.cuda.Event() for _ in sides] if on_cuda else []
         self._current = 0
+        self._is_noted = True  # that what reads the current side is launched
         self._starts = _starts(layout)
 
     def turn(self) -> None:
         """Switch sides for a new step."""
+        self.note_read()  # of a step that failed
+        self._is_noted = False
         self._current = 1 - self._current
         if self._events:
             self._events[self._current].synchronize()  # at once, unless the step before the last one has not begun
@@ -52,9 +55,11 @@ class PackedBuffer:
         return self._starts[name]
 
     def note_read(self) -> None:
-        """What reads the host's side in this step is launched."""
-        if self._events:
+        """What reads the host's side in this step is launched. May be said once the rest of the step is, too: the
+        device has work then."""
+        if self._events and not self._is_noted:
             self._events[self._current].record()
+        self._is_noted = True
 
 
 def _aligned(num_bytes: int) -> int:

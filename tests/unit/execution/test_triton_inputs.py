@@ -64,19 +64,24 @@ def test_the_worked_example_on_the_device() -> None:
     assert group.block_table_device[1, :10].tolist() == list(range(5, 15))
 
 
-@pytest.mark.parametrize(("num_words", "num_cells"), [(7, 0), (0, 3), (513, 5), (5, 1025), (512, 512)])
-def test_words_and_cells_are_read_where_the_host_wrote_them(num_words: int, num_cells: int) -> None:
+@pytest.mark.parametrize(
+    ("num_words", "num_further", "num_cells"),
+    [(7, 0, 0), (0, 2, 3), (513, 4, 5), (5, 0, 1025), (512, 512, 512), (4, 700, 1)],
+)
+def test_words_and_cells_are_read_where_the_host_wrote_them(num_words: int, num_further: int, num_cells: int) -> None:
     generator = np.random.default_rng(0)
-    values_start = num_words + num_cells
+    further_start = num_words + 11
+    cells_start = further_start + num_further
+    values_start = cells_start + num_cells
     host = torch.zeros(values_start + num_cells, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")
     cells = generator.permutation(2000)[:num_cells]
-    host.numpy()[:num_words] = generator.integers(1, 1000, num_words)
-    host.numpy()[num_words:values_start] = cells
-    host.numpy()[values_start:] = generator.integers(1, 1000, num_cells)
-    device = torch.full((num_words + 9,), -7, dtype=torch.int32, device=DEVICE)
+    host.numpy()[:] = generator.integers(1, 1000, len(host))
+    host.numpy()[cells_start:values_start] = cells
+    device = torch.full((cells_start + 9,), -7, dtype=torch.int32, device=DEVICE)
     memory = torch.full((2000,), -7, dtype=torch.int32, device=DEVICE)
-    receive(host, device, num_words, memory, num_words, values_start, num_cells)
-    assert device.tolist() == [*host[:num_words].tolist(), *[-7] * 9]
+    receive(host, device, num_words, further_start, num_further, memory, cells_start, values_start, num_cells)
+    sent = [*host[:num_words].tolist(), *[-7] * 11, *host[further_start:cells_start].tolist(), *[-7] * 9]
+    assert device.tolist() == sent
     expected = np.full(2000, -7, np.int32)
     expected[cells] = host[values_start:].numpy()
     assert memory.tolist() == expected.tolist()
