@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 FEW_RUNS = 4  # that are joined one by one in less time
+FEW_CELLS = 32  # that are listed in less time
 NO_CELLS = np.zeros(0, np.int64)
 
 
@@ -34,9 +35,11 @@ class Journal:
         if not self._starts:  # most decode steps
             return NO_CELLS
         if len(self._starts) <= FEW_RUNS:
-            runs = zip(self._starts, self._counts)
+            runs = [range(start, start + count) for start, count in zip(self._starts, self._counts)]
             self._starts, self._counts = [], []
-            return np.concatenate([np.arange(start, start + count) for start, count in runs])
+            if sum(map(len, runs)) <= FEW_CELLS:
+                return np.array([cell for run in runs for cell in run])
+            return np.concatenate([np.arange(run.start, run.stop) for run in runs])
         starts, self._starts = np.array(self._starts, np.int64), []
         counts, self._counts = np.array(self._counts, np.int64), []
         ends = counts.cumsum()

@@ -144,14 +144,15 @@ class Sampler:
         """Without edits, by params whose arrays travel to the device together."""
         numbers = self._plain_numbers(slots, seeds, needs)
         on_device = dict(zip(numbers, all_to_device(list(numbers.values()), logits.device)))
-        return sampling.sample_plain(logits, **on_device, mode=_mode(needs))
+        return sampling.sample_plain(logits, **on_device, mode=_mode(_all_of(needs)))
 
     def plain_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
         """The arguments of `sampling.sample_plain` for these rows. None: they need more than it does."""
         needs = self.rows.needs[slots]
-        if int(np.bitwise_or.reduce(needs)) & (Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS):
+        needed = _all_of(needs)
+        if needed & (Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS):
             return None
-        mode = _mode(needs)
+        mode = _mode(needed)
         return ({} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)), mode
 
     def _plain_numbers(self, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> dict[str, np.ndarray]:
@@ -203,9 +204,12 @@ class Sampler:
         return sampling.draw_filtered(logits, temperature, filters, numbers)
 
 
-def _mode(needs: np.ndarray) -> Mode:
-    """What `sample_plain` must do for rows with these needs."""
-    needed = int(np.bitwise_or.reduce(needs))
+def _all_of(needs: np.ndarray) -> int:
+    return int(needs[0] if len(needs) == 1 else np.bitwise_or.reduce(needs))
+
+
+def _mode(needed: int) -> Mode:
+    """What `sample_plain` must do for rows that together have these needs."""
     return Mode.FILTERED if needed & Needs.FILTER else Mode.RANDOM if needed & Needs.RANDOM else Mode.GREEDY
 
 

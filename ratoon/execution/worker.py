@@ -20,7 +20,7 @@ from ratoon.core.kv import KVCacheConfig, SwapCosts
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.choices import EngineChoices, choose_capture, choose_parts
-from ratoon.execution.devices import has_modes_of_its_own, use_device
+from ratoon.execution.devices import has_modes_of_its_own, on_stream, use_device
 from ratoon.execution.kv_memory import (
     cut_kv_memory,
     free_memory,
@@ -140,7 +140,7 @@ class Worker:
         and on a CPU, where a step is the work itself and not its launch, and its threads are set up for one caller."""
         if self._stream is None or has_modes_of_its_own():
             return None
-        return torch.cuda.stream(self._stream)
+        return on_stream(self._stream)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)
