@@ -1,17 +1,18 @@
 """A client of an OpenAI-compatible server: one connection pool, plain calls and streamed ones.
 
 Failures are RemoteError, or RefusedError if the request itself was wrong. Requests are never retried. The load
-generator reads streams with it, token by token: events are split by hand, and only the needed fields
-are decoded.
+generator's streams go over connections of their own (connections.py), and are taken apart when they have ended: events
+are split by hand, and only the needed fields are decoded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from ratoon.core.errors import ConfigError, ExplainedError, RequestError
 
 if TYPE_CHECKING:
     import aiohttp
+
+    from ratoon.api.remote.connections import ConnectionPool, TimedAnswer
 
 
 LONGEST_MESSAGE = 300  # characters of an answer that is not an error object, such as a proxy's page
@@ -151,12 +154,51 @@ def _data_of(event: bytes) -> bytes | None:
 
 
 Receive = Callable[[list[Chunk]], None]
+ReceiveTimed = Callable[[float, list[Chunk]], None]
+
+
+class ChunkReader:
+    """The bytes of a streamed answer to its chunks, and whether it came to its end."""
+
+    __slots__ = ("_decode", "_done", "_events", "_finish_reason", "_url")
+
+    def __init__(self, url: str, decode: Callable[[bytes], Chunk]) -> None:
+        self._url = url
+        self._decode = decode
+        self._events = EventReader()
+        self._finish_reason: str | None = None
+        self._done = False
+
+    def feed(self, data: bytes) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for payload in self._events.feed(data):
+            if payload == DONE:
+                self._done = True
+                break
+            try:
+                chunk = self._decode(payload)
+            except msgspec.DecodeError as error:
+                raise bad_answer(self._url, str(error)) from None
+            if chunk.error is not None:
+                raise RemoteError("server", message_of(chunk.error), kind="error in the stream")
+            if chunk.choices:
+                self._finish_reason = chunk.choices[0].finish_reason or self._finish_reason
+            chunks.append(chunk)
+        return chunks
+
+    def check_end(self) -> None:
+        if self._finish_reason in GIVEN_UP:
+            raise RemoteError("server", "the server aborted the answer", kind="given up")
+        if self._finish_reason is None and not self._done:
+            raise RemoteError("server", "the stream ended before the answer was finished", kind="broke off")
+
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 # Additional fields of a chat whose last message, the assistant's, is continued.
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 GIVEN_UP = ("abort", "error")  # finish reasons of a server that shuts down, or whose engine failed
+HTTP_ERROR = 400  # the lowest status of an error
 CONNECT_SECONDS = 10.0
 # Servers close idle connections (uvicorn after 5 s). Reusing one at that moment fails: stay below.
 KEEP_ALIVE_SECONDS = 2.0
@@ -173,6 +215,7 @@ class RemoteClient:
             self._headers["Authorization"] = f"Bearer {check_api_key(api_key)}"
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
+        self._pool: ConnectionPool | None = None  # of `stream_timed`
 
     async def __aenter__(self) -> RemoteClient:
         connector = self._aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
@@ -184,6 +227,8 @@ class RemoteClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._session is not None
+        if self._pool is not None:
+            self._pool.close()
         await self._session.close()
 
     async def models(self) -> list[str]:
@@ -222,34 +267,59 @@ class RemoteClient:
         `body` must request a stream. Cancellation closes the connection. RemoteError also for an answer that ends
         before it is finished.
         """
-        finish_reason, done = None, False
+        reader = ChunkReader(self.url, decode)
         async with self._request("POST", path, body) as response:
-            reader, content = EventReader(), response.content
+            content = response.content
             while data := await content.readany():
-                chunks = []
-                for payload in reader.feed(data):
-                    if payload == DONE:
-                        done = True
-                        break
-                    chunk = self._decode(payload, decode)
-                    if chunk.choices:
-                        finish_reason = chunk.choices[0].finish_reason or finish_reason
-                    chunks.append(chunk)
-                if chunks:
+                if chunks := reader.feed(data):
                     receive(chunks)
-        if finish_reason in GIVEN_UP:
-            raise RemoteError("server", "the server aborted the answer", kind="given up")
-        if finish_reason is None and not done:
-            raise RemoteError("server", "the stream ended before the answer was finished", kind="broke off")
+        reader.check_end()
 
-    def _decode(self, payload: bytes, decode: Callable[[bytes], Chunk]) -> Chunk:
+    async def stream_timed(
+        self,
+        path: str,
+        body: dict[str, Any],
+        receive: ReceiveTimed,
+        decode: Callable[[bytes], Chunk] = decode_chunk,
+    ) -> float:
+        """The same, to measure it: `receive` also gets the time at which chunks came, and is called when the answer has
+        ended or broken off. While it runs, nothing is done but to note times. The time of its end; all times are of
+        time.perf_counter."""
+        from ratoon.api.remote.connections import TimedAnswer
+
+        answer, reader = TimedAnswer(), ChunkReader(self.url, decode)
+
+        def pass_on() -> None:
+            for moment, data in answer.parts:
+                if chunks := reader.feed(data):
+                    receive(moment, chunks)
+
         try:
-            chunk = decode(payload)
-        except msgspec.DecodeError as error:
-            raise self._bad_answer(str(error)) from None
-        if chunk.error is not None:
-            raise RemoteError("server", message_of(chunk.error), kind="error in the stream")
-        return chunk
+            await self._post_timed(path, msgspec.json.encode(body), answer)
+        except (RemoteError, asyncio.CancelledError):
+            with suppress(RemoteError):
+                pass_on()
+            raise
+        if answer.status >= HTTP_ERROR:
+            raise error_for_status(answer.status, answer.reason, answer.body)
+        pass_on()
+        reader.check_end()
+        return answer.ended
+
+    async def _post_timed(self, path: str, body: bytes, answer: TimedAnswer) -> None:
+        from ratoon.api.remote.connections import BrokenAnswerError, ConnectionPool
+
+        if self._pool is None:
+            self._pool = ConnectionPool(self.url, self._headers, CONNECT_SECONDS, KEEP_ALIVE_SECONDS)
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._pool.post(path, body, answer)
+        except TimeoutError:
+            raise RemoteError(self.url, "no answer in time", kind="timeout") from None
+        except OSError as error:
+            raise self._unreachable(error) from None
+        except BrokenAnswerError as error:
+            raise RemoteError("server", f"the connection broke off ({error})", kind="broke off") from None
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         async with self._request(method, path, body) as response:
@@ -269,22 +339,27 @@ class RemoteClient:
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
-                if response.status >= 400:
+                if response.status >= HTTP_ERROR:
                     raise error_for_status(response.status, response.reason or "", await response.read())
                 yield response
         except errors.ClientConnectorError as error:
-            problem = f"can't be reached ({_reason(error.os_error)})"
-            raise RemoteError(self.url, problem, "is the server running?", kind="can't connect") from None
+            raise self._unreachable(error.os_error) from None
         except TimeoutError:
             raise RemoteError(self.url, "no answer in time", kind="timeout") from None
         except errors.ClientError as error:
             detail = " ".join(f"{type(error).__name__}: {error}".split())
             raise RemoteError("server", f"the connection broke off ({detail})", kind="broke off") from None
 
+    def _unreachable(self, error: OSError) -> RemoteError:
+        problem = f"can't be reached ({_reason(error)})"
+        return RemoteError(self.url, problem, "is the server running?", kind="can't connect")
+
     def _bad_answer(self, detail: str) -> RemoteError:
-        return RemoteError(
-            self.url, f"unexpected response: {detail}", "is it an OpenAI-compatible server?", kind="bad answer"
-        )
+        return bad_answer(self.url, detail)
+
+
+def bad_answer(url: str, detail: str) -> RemoteError:
+    return RemoteError(url, f"unexpected response: {detail}", "is it an OpenAI-compatible server?", kind="bad answer")
 
 
 def _reason(error: OSError) -> str:

@@ -1,6 +1,6 @@
 """Sends sessions at their arrival times and records the answers. The figures are defined in measures.py.
 
-It shares the machine with the server that it measures: for each chunk it only takes the time, decodes and appends.
+It shares the machine with the server that it measures: while an answer runs, it only takes the time of each chunk.
 """
 
 from __future__ import annotations
@@ -99,6 +99,9 @@ class Clock:
     def now(self) -> float:
         return time.perf_counter() - self._origin
 
+    def since_origin(self, moment: float) -> float:
+        return moment - self._origin
+
 
 async def run_paced(
     one: Callable[[int, float], Coroutine[Any, Any, None]],
@@ -142,10 +145,13 @@ async def send(
     """Run one request, successful or not."""
     record.started = clock.now()
     try:
-        await client.stream(path, body, lambda chunks: receive(clock.now(), chunks), decode)
+        ended = await client.stream_timed(
+            path, body, lambda moment, chunks: receive(clock.since_origin(moment), chunks), decode
+        )
+        record.ended = clock.since_origin(ended)
     except RemoteError as error:
         record.error_kind, record.error = error.kind, str(error)
-    record.ended = clock.now()
+        record.ended = clock.now()
 
 
 def note(record: RequestRecord, now: float, chunks: list[Chunk], text: list[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -21,19 +22,20 @@ class FakeClient:
         self.fails = False
         self.waits_forever = False
 
-    async def stream(self, path, body, receive, decode=decode_chunk) -> None:
+    async def stream_timed(self, path, body, receive, decode=decode_chunk) -> float:
         self.bodies.append(body)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
             await asyncio.sleep(0.001)
-            receive([decode_chunk(b'{"choices": [{"delta": {"content": "ok"}}]}')])
+            receive(time.perf_counter(), [decode_chunk(b'{"choices": [{"delta": {"content": "ok"}}]}')])
             if self.fails:
                 raise RemoteError("server", "broke", kind="broke off")
             if self.waits_forever:
                 await asyncio.Event().wait()
         finally:
             self.running -= 1
+        return time.perf_counter()
 
 
 def target(path: str = COMPLETIONS) -> Target:

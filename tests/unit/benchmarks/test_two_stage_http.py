@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -44,7 +45,7 @@ class FakeClient:
         self.fails_stage = 0
         self.usage = {"prompt_tokens": 6, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 5}}
 
-    async def stream(self, path, body, receive, decode) -> None:
+    async def stream_timed(self, path, body, receive, decode) -> float:
         self.paths.append(path)
         self.bodies.append(body)
         stage = 2 if body.get("use_beam_search") else 1
@@ -53,8 +54,9 @@ class FakeClient:
         if stage == 1 and self.slow is not None and body["prompt"][0] == 0:
             await self.slow.wait()
         for chunk in self.sampled(body) if stage == 1 else self.found():
-            receive([decode(json.dumps({"id": f"cmpl-{len(self.bodies)}", **chunk}).encode())])
+            receive(time.perf_counter(), [decode(json.dumps({"id": f"cmpl-{len(self.bodies)}", **chunk}).encode())])
             await asyncio.sleep(0)
+        return time.perf_counter()
 
     def sampled(self, body):
         prompt = {"prompt_token_ids": body.get("prompt", [4, 4])}
