@@ -1,17 +1,18 @@
 """Ops for float32 on a CPU, by the kernels in native/. Weights are packed once into the layout the product reads; those
-of quantised files stay in their own bits (native_formats.py).
+of quantised files stay in their own bits (native_formats.py), and those in bf16 or fp16 do, too.
 
 Every kernel computes a row from that row alone, in a fixed order: a request's results are bit-identical in any batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ratoon.layers.native import has_quantised_kernels, library
+from ratoon.layers.native import has_quantised_kernels, has_widening_kernels, kernel_set_name, library
 from ratoon.layers.native.recording import new_floats
 from ratoon.layers.native_encoding import can_encode, encode
 from ratoon.layers.native_formats import BLOCK, KeptFormats, QuantisedGatedMLP, QuantisedLinear
@@ -21,22 +22,30 @@ from ratoon.layers.torch_ops import add_low_rank
 
 Tensor = torch.Tensor
 
+DTYPES_16 = {"BF16": torch.bfloat16, "F16": torch.float16}  # by the names of stored tensors
 _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "gelu": 3}
 
 
 class NativeLinear:
-    """[T, in] → [T, out] with a packed weight."""
+    """[T, in] → [T, out] with a packed weight, in float32 or in 16 bits. Numbers in 16 bits are widened while they are
+    multiplied: the results are those of the same numbers in float32, to the bit."""
 
     __slots__ = ("_bias", "_kernels", "_packed", "bias_pointer", "in_features", "out_features", "packed_pointer")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         kernels = library()
         assert kernels is not None
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = shape = tuple(weight.shape)
         weight = weight.contiguous()
-        self._packed = torch.empty(kernels.ratoon_packed_size(self.out_features, self.in_features))
+        has_16_bits = weight.dtype in DTYPES_16.values()
+        measure = kernels.ratoon_packed_size_16 if has_16_bits else kernels.ratoon_packed_size
+        self._packed = torch.empty(measure(*shape))
         self.packed_pointer = self._packed.data_ptr()
-        kernels.ratoon_pack_weight(weight.data_ptr(), self.out_features, self.in_features, self.packed_pointer)
+        if has_16_bits:
+            is_bf16 = weight.dtype == torch.bfloat16
+            kernels.ratoon_pack_weight_16(weight.data_ptr(), *shape, is_bf16, self.packed_pointer)
+        else:
+            kernels.ratoon_pack_weight(weight.data_ptr(), *shape, self.packed_pointer)
         self._bias = None if bias is None else bias.contiguous()
         self.bias_pointer = None if self._bias is None else self._bias.data_ptr()
         self._kernels = kernels
@@ -95,6 +104,31 @@ class JoinedLinears:
         return y
 
 
+class Kept16Bits:
+    """Weights that the file has in bf16 or fp16, kept as they are: half the memory of float32, and the same results."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_weights = 0
+        self._tables: list[StoredTensor] = []
+
+    def make_linear(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> Product:
+        if not any(parts[0] is table for table in self._tables):  # the head may have the weight of the table
+            self.num_weights += sum(part.data.numel() for part in parts)
+        return NativeLinear(parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts]), bias)
+
+    def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
+        self.num_weights += table.data.numel()
+        self._tables.append(table)
+        numbers = table.data
+        return lambda ids: torch.index_select(numbers, 0, ids).float()
+
+    def facts(self) -> dict[str, Any]:
+        product = f"float32, widened from 16 bits ({kernel_set_name()})"
+        num_bytes = 2 * self.num_weights
+        return {"format": self.name, "num_weights": self.num_weights, "num_bytes": num_bytes, "product": product}
+
+
 class NativeOps:
     name = "native"
     defers_norms = False
@@ -107,27 +141,33 @@ class NativeOps:
         self._kernels = kernels
         self.bits = bits
         self.formats = KeptFormats() if keep_formats and has_quantised_kernels() else None
+        self.formats_16 = {name: Kept16Bits(name) for name in DTYPES_16} if has_widening_kernels() else {}
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
+        if stored.format in self.formats_16 and stored.decode is not None and not stored.transposed:
+            return self.formats_16[stored.format]
         return None if self.formats is None else self.formats.find(stored)
 
     def quantize(self, stored: StoredTensor, use: WeightUse) -> StoredTensor:
-        """Tables and heads keep 8 bits at least: their errors go straight into the logits."""
-        if self.bits is None or self.formats is None or use is WeightUse.OTHER or not can_encode(stored):
+        """Tables and heads keep 8 bits at least: their errors go straight into the logits. Numbers of 16 bits stay as
+        they are where they are not to have fewer."""
+        if use is WeightUse.OTHER or stored.decode is not None or len(stored.shape) != 2:
             return stored
-        bits = max(self.bits, 8) if use is WeightUse.VOCABULARY else self.bits
-        return encode(stored.data, bits)
+        if self.bits is not None and self.formats is not None and can_encode(stored):
+            return encode(stored.data, max(self.bits, 8) if use is WeightUse.VOCABULARY else self.bits)
+        return replace(stored, decode=_widen) if stored.format in self.formats_16 else stored
 
     def note_on(self, stored: StoredTensor, use: WeightUse) -> str | None:
         if self.formats is None or use is WeightUse.OTHER:
             return None
-        if stored.decode is None:
+        if stored.decode is None or stored.format in self.formats_16:
             wanted = self.bits is not None and len(stored.shape) == 2 and not can_encode(stored)
             return f"kept as floats, since {BLOCK} does not divide the inputs" if wanted else None
         return self.formats.note_on(stored)
 
     def kept_formats(self) -> list[dict[str, Any]]:
-        return [] if self.formats is None else self.formats.facts()
+        kept = [one.facts() for one in self.formats_16.values() if one.num_weights]
+        return kept if self.formats is None else kept + self.formats.facts()
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         return NativeLinear(weight, bias)
@@ -215,6 +255,10 @@ class NativeOps:
         y = new_floats(rows, width)
         self._kernels.ratoon_activation(x.data_ptr(), x.stride(0), y.data_ptr(), rows, width, _ACTIVATIONS[kind])
         return y
+
+
+def _widen(numbers: Tensor) -> Tensor:
+    return numbers.float()
 
 
 def native_ops_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -1,4 +1,4 @@
-// Products with float32 weights.
+// Products with weights in float32, bf16 and fp16.
 #include <math.h>
 #include <string.h>
 
@@ -33,7 +33,32 @@ static void compare(int64_t rows, int64_t in, int64_t out, int with_bias) {
     release_all();
 }
 
+// Weights in 16 bits give the bits of the same numbers as floats. All numbers here are exact in bf16 and in fp16.
+static void compare_16(int64_t rows, int64_t in, int64_t out, int is_bf16) {
+    float *x = random_floats(rows * in, 1), *weight = guarded_floats(out * in);
+    uint16_t *halves = (uint16_t *)guarded_floats((out * in + 1) / 2);
+    for (int64_t i = 0; i < out * in; i++) {
+        int64_t exponent = random_between(-14, 3), significand = random_between(0, 127), sign = random_between(0, 1);
+        weight[i] = ldexpf((float)(128 + significand) / 128, (int)exponent) * (sign ? -1.0f : 1.0f);
+        halves[i] = (uint16_t)(is_bf16 ? sign << 15 | (exponent + 127) << 7 | significand
+                                       : sign << 15 | (exponent + 15) << 10 | significand << 3);
+    }
+    float *wide = guarded_floats(ratoon_packed_size(out, in)), *narrow = guarded_floats(ratoon_packed_size_16(out, in));
+    float *expected = guarded_floats(rows * out), *found = guarded_floats(rows * out);
+    ratoon_pack_weight(weight, out, in, wide);
+    ratoon_pack_weight_16(halves, out, in, is_bf16, narrow);
+    ratoon_linear(x, in, rows, wide, in, out, NULL, expected, out);
+    ratoon_linear(x, in, rows, narrow, in, out, NULL, found, out);
+    expect_true(memcmp(expected, found, (size_t)(rows * out) * 4) == 0, "16 bits give the bits of floats", rows, in);
+    release_all();
+}
+
 void check_linear(void) {
+    for (int is_bf16 = 0; is_bf16 < 2; is_bf16++)
+        for (int64_t rows = 1; rows < 40; rows += random_between(1, 7)) {
+            compare_16(rows, random_between(1, 300), random_between(1, 70), is_bf16);
+            compare_16(rows, 800, 33, is_bf16);
+        }
     compare(1, 1, 1, 0);
     compare(2, 1537, 19, 1);  // more than one block of depth
     compare(97, 66, 17, 1);   // more than one block of rows

@@ -55,7 +55,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_store_kv": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, *[_INT] * 4]),
 }
 _PROGRAM_SIGNATURES: dict[str, tuple[object, list[object]]] = {"ratoon_run_program": (_INT, [_POINTER, _INT])}
-# Of weights in 4 and 8 bits. A library that was built before these existed does without, and without recorded passes.
+# Of weights in 16 bits. A library that was built before these and the next existed does without, and without recorded
+# passes.
+_WIDENING_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ratoon_packed_size_16": (_INT, [_INT, _INT]),
+    "ratoon_pack_weight_16": (None, [_POINTER, _INT, _INT, _INT, _POINTER]),
+}
+# Of weights in 4 and 8 bits.
 _QUANTISED_SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_quantised_scratch": (_INT, [_INT]),
     "ratoon_quantised_linear": (None, [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT]),
@@ -93,6 +99,12 @@ def kernel_set_name() -> str:
     return _found()[0]
 
 
+def has_widening_kernels() -> bool:
+    """Whether the set has products with weights in 16 bits."""
+    kernels = library()
+    return kernels is not None and _WIDENING_SIGNATURES.keys() <= kernels.functions.keys()
+
+
 def has_quantised_kernels() -> bool:
     """Whether the set has products with weights in 4 and 8 bits."""
     kernels = library()
@@ -122,7 +134,7 @@ def _load(kernel_set: str) -> Kernels | None:
         loaded = ctypes.CDLL(str(path))
     except OSError:  # built for another system
         return None
-    later = _QUANTISED_SIGNATURES | _PROGRAM_SIGNATURES
+    later = _WIDENING_SIGNATURES | _QUANTISED_SIGNATURES | _PROGRAM_SIGNATURES
     names = [*_SIGNATURES, *(name for name in later if hasattr(loaded, name))]
     for name in names:
         function = getattr(loaded, name)

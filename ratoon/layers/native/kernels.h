@@ -7,6 +7,9 @@ int ratoon_set_threads(int threads);  // how many there are then
 
 int64_t ratoon_packed_size(int64_t out, int64_t in);  // floats
 void ratoon_pack_weight(const float *weight, int64_t out, int64_t in, float *packed);
+// The same for weights in bf16, or else fp16; a product with them has the bits of one with the same numbers as floats.
+int64_t ratoon_packed_size_16(int64_t out, int64_t in);  // floats
+void ratoon_pack_weight_16(const uint16_t *weight, int64_t out, int64_t in, int64_t is_bf16, float *packed);
 void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
                    const float *bias, float *y, int64_t ldy);
 void ratoon_gated_mlp(const float *x, int64_t ldx, int64_t rows, const float *gate_up, const float *gate_up_bias, int64_t in,

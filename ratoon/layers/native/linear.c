@@ -1,5 +1,8 @@
 // y = x · Wᵀ + bias, with W packed once into panels of 16 output columns: [panel][k][16], zeros behind the last column.
 //
+// Panels are of floats, or of numbers in 16 bits (bf16, fp16), which are widened when they are multiplied: the results are
+// those of the same numbers as floats, to the bit.
+//
 // Many rows go by in blocks. A group of panels is taken in pieces of CACHE_DEPTH, which stay in the first-level cache while
 // the rows of a block, which are in the second-level one, are multiplied with it tile by tile; the next piece is fetched
 // meanwhile. Sums over K have three levels, the same for any number of rows: within a stretch (tile.h), over the stretches
@@ -12,42 +15,73 @@
 
 #define SUM_DEPTH 768
 #define CACHE_DEPTH (W == 16 ? 128 : W == 8 ? 384 : 768)  // 24 KB of panels; 48 KB for NEON, whose cores have 64 KB
+#define WIDENED_DEPTH (CACHE_DEPTH < 384 ? CACHE_DEPTH : 384)  // what is widened and its widened form are there together
 #define ROW_BLOCK 96
 #define SMALLEST_ROW_BLOCK 16
 #define UNITS_PER_THREAD 8
+#define WIDENING_TILES 2  // up to so many tiles widen numbers themselves, while memory streams; for more it is done once
 #define FETCHING_TILES 3  // with fewer tiles in a block the processor's own fetching ahead is as good
 
 _Static_assert(SUM_DEPTH % CACHE_DEPTH == 0 && CACHE_DEPTH % STRETCH_K == 0, "pieces end where sums end");
+_Static_assert(CACHE_DEPTH % WIDENED_DEPTH == 0 && WIDENED_DEPTH % STRETCH_K == 0, "pieces end where sums end");
 
-int64_t ratoon_packed_size(int64_t out, int64_t in) { return (out + TILE - 1) / TILE * TILE * in; }
+// A packed weight begins with what its panels are of; they follow at the next 64 bytes.
+typedef union {
+    int32_t format;
+    float line[16];
+} packed_header;
+
+static int64_t panels_of(int64_t out) { return (out + TILE - 1) / TILE; }
+
+int64_t ratoon_packed_size(int64_t out, int64_t in) { return panels_of(out) * TILE * in + 16; }
+int64_t ratoon_packed_size_16(int64_t out, int64_t in) { return panels_of(out) * TILE / 2 * in + 16; }
 
 typedef struct {
-    const float *weight;
-    float *packed;
+    const void *weight;
+    void *panels;
     int64_t out, in;
 } pack_call;
 
-static void pack_panel(void *context, int64_t panel) {
-    const pack_call *c = context;
-    float *target = c->packed + panel * TILE * c->in;
-    for (int64_t k = 0; k < c->in; k++)
-        for (int64_t j = 0; j < TILE; j++) {
-            int64_t column = panel * TILE + j;
-            target[k * TILE + j] = column < c->out ? c->weight[column * c->in + k] : 0.0f;
-        }
+#define PACK_PANEL(NAME, TYPE)                                                                     \
+    static void NAME(void *context, int64_t panel) {                                               \
+        const pack_call *c = context;                                                              \
+        const TYPE *weight = c->weight;                                                            \
+        TYPE *target = (TYPE *)c->panels + panel * TILE * c->in;                                   \
+        for (int64_t k = 0; k < c->in; k++)                                                        \
+            for (int64_t j = 0; j < TILE; j++) {                                                   \
+                int64_t column = panel * TILE + j;                                                 \
+                target[k * TILE + j] = column < c->out ? weight[column * c->in + k] : 0;           \
+            }                                                                                      \
+    }
+PACK_PANEL(pack_floats, float)
+PACK_PANEL(pack_halves, uint16_t)
+
+static void pack(const void *weight, int64_t out, int64_t in, int format, float *packed) {
+    *(packed_header *)packed = (packed_header){.format = format};
+    pack_call c = {weight, (packed_header *)packed + 1, out, in};
+    parallel_units(format == FLOATS ? pack_floats : pack_halves, &c, panels_of(out));
 }
 
-void ratoon_pack_weight(const float *weight, int64_t out, int64_t in, float *packed) {
-    pack_call c = {weight, packed, out, in};
-    parallel_units(pack_panel, &c, (out + TILE - 1) / TILE);
+void ratoon_pack_weight(const float *weight, int64_t out, int64_t in, float *packed) { pack(weight, out, in, FLOATS, packed); }
+
+void ratoon_pack_weight_16(const uint16_t *weight, int64_t out, int64_t in, int64_t is_bf16, float *packed) {
+    pack(weight, out, in, is_bf16 ? BF16 : FP16, packed);
 }
 
 typedef struct {
-    const float *x, *packed, *bias;
+    const float *x;
+    const char *weight;  // panels
+    const float *bias;
     float *y;
     int64_t ldx, ldy, rows, in, out, panels;
     int64_t block_rows, panels_per_unit, units_per_block;
+    int format;
 } linear_call;
+
+// Panel by panel, from `depth` numbers on.
+INLINE const char *panel_at(const linear_call *c, int64_t panel, int64_t depth) {
+    return c->weight + (panel * c->in + depth) * TILE * bytes_of(c->format);
+}
 
 // A vector of a row that may end before the vector does.
 INLINE vec read_part(const float *p, int64_t count) {
@@ -68,14 +102,14 @@ INLINE void write_part(float *p, int64_t count, vec v) {
 }
 
 // totals [rows][TILE_WIDTH] = A · B in stretches; with `add`, they are added to what is there.
-INLINE void tile_of(int rows, int panels, const float *x, int64_t ldx, const float *b, int64_t panel_floats, int64_t depth,
-                    const float *fetch, int add, float *totals) {
+INLINE void tile_of(int rows, int panels, int format, const float *x, int64_t ldx, const void *b, int64_t panel_size,
+                    int64_t depth, const float *fetch, int add, float *totals) {
     for (int64_t k = 0; k < depth; k += STRETCH_K, add = 1) {
         vec acc[MAX_TILE_ROWS][TILE_WIDTH / W];
         UNROLLED for (int i = 0; i < rows; i++)
             UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] = (vec){};
-        panels_chain(rows, panels, x + k, ldx, b + k * TILE, panel_floats, depth - k < STRETCH_K ? depth - k : STRETCH_K,
-                     fetch + k / STEPS_PER_FETCH * panels * 16, acc);
+        panels_chain(rows, panels, format, x + k, ldx, number_at(format, b, k * TILE), panel_size,
+                     depth - k < STRETCH_K ? depth - k : STRETCH_K, fetch + k / STEPS_PER_FETCH * panels * 16, acc);
         if (add)
             UNROLLED for (int i = 0; i < rows; i++)
                 UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] += load(totals + i * TILE_WIDTH + j * W);
@@ -84,36 +118,40 @@ INLINE void tile_of(int rows, int panels, const float *x, int64_t ldx, const flo
     }
 }
 
-typedef void (*tile_function)(const float *x, int64_t ldx, const float *b, int64_t panel_floats, int64_t depth,
+typedef void (*tile_function)(const float *x, int64_t ldx, const void *b, int64_t panel_size, int64_t depth,
                               const float *fetch, int add, float *totals);
-#define TILE_OF(ROWS, PANELS)                                                                                              \
-    static void tile_##ROWS##_##PANELS(const float *x, int64_t ldx, const float *b, int64_t panel_floats, int64_t depth,   \
-                                       const float *fetch, int add, float *totals) {                                       \
-        tile_of(ROWS, PANELS, x, ldx, b, panel_floats, depth, fetch, add, totals);                                         \
+#define TILE_OF(ROWS, PANELS, FORMAT)                                                                                      \
+    static void tile_##ROWS##_##PANELS##_##FORMAT(const float *x, int64_t ldx, const void *b, int64_t panel_size,          \
+                                                  int64_t depth, const float *fetch, int add, float *totals) {             \
+        tile_of(ROWS, PANELS, FORMAT, x, ldx, b, panel_size, depth, fetch, add, totals);                                   \
     }
 #if W == 4
-#define TILES_OF(PANELS) TILE_OF(1, PANELS) TILE_OF(2, PANELS) TILE_OF(3, PANELS) TILE_OF(4, PANELS)
-#define NAMES_OF(PANELS) {NULL, tile_1_##PANELS, tile_2_##PANELS, tile_3_##PANELS, tile_4_##PANELS}
+#define TILES_OF(P, F) TILE_OF(1, P, F) TILE_OF(2, P, F) TILE_OF(3, P, F) TILE_OF(4, P, F)
+#define NAMES_OF(P, F) {NULL, tile_1_##P##_##F, tile_2_##P##_##F, tile_3_##P##_##F, tile_4_##P##_##F}
 #elif W == 8
-#define TILES_OF(PANELS)                                                                                                   \
-    TILE_OF(1, PANELS) TILE_OF(2, PANELS) TILE_OF(3, PANELS) TILE_OF(4, PANELS) TILE_OF(5, PANELS) TILE_OF(6, PANELS)
-#define NAMES_OF(PANELS)                                                                                                   \
-    {NULL, tile_1_##PANELS, tile_2_##PANELS, tile_3_##PANELS, tile_4_##PANELS, tile_5_##PANELS, tile_6_##PANELS}
+#define TILES_OF(P, F)                                                                                                     \
+    TILE_OF(1, P, F) TILE_OF(2, P, F) TILE_OF(3, P, F) TILE_OF(4, P, F) TILE_OF(5, P, F) TILE_OF(6, P, F)
+#define NAMES_OF(P, F)                                                                                                     \
+    {NULL,             tile_1_##P##_##F, tile_2_##P##_##F, tile_3_##P##_##F,                                               \
+     tile_4_##P##_##F, tile_5_##P##_##F, tile_6_##P##_##F}
 #else
-#define TILES_OF(PANELS)                                                                                                   \
-    TILE_OF(1, PANELS) TILE_OF(2, PANELS) TILE_OF(3, PANELS) TILE_OF(4, PANELS)                                            \
-    TILE_OF(5, PANELS) TILE_OF(6, PANELS) TILE_OF(7, PANELS) TILE_OF(8, PANELS)
-#define NAMES_OF(PANELS)                                                                                                   \
-    {NULL,            tile_1_##PANELS, tile_2_##PANELS, tile_3_##PANELS, tile_4_##PANELS,                                  \
-     tile_5_##PANELS, tile_6_##PANELS, tile_7_##PANELS, tile_8_##PANELS}
+#define TILES_OF(P, F)                                                                                                     \
+    TILE_OF(1, P, F) TILE_OF(2, P, F) TILE_OF(3, P, F) TILE_OF(4, P, F)                                                    \
+    TILE_OF(5, P, F) TILE_OF(6, P, F) TILE_OF(7, P, F) TILE_OF(8, P, F)
+#define NAMES_OF(P, F)                                                                                                     \
+    {NULL,             tile_1_##P##_##F, tile_2_##P##_##F, tile_3_##P##_##F, tile_4_##P##_##F,                             \
+     tile_5_##P##_##F, tile_6_##P##_##F, tile_7_##P##_##F, tile_8_##P##_##F}
 #endif
 #if MAX_TILE_PANELS == 3
-TILES_OF(1) TILES_OF(2) TILES_OF(3)
-static const tile_function tiles[][MAX_TILE_ROWS + 1] = {{NULL}, NAMES_OF(1), NAMES_OF(2), NAMES_OF(3)};
+#define FORMAT_OF(F) TILES_OF(1, F) TILES_OF(2, F) TILES_OF(3, F)
+#define TABLE_OF(F) {{NULL}, NAMES_OF(1, F), NAMES_OF(2, F), NAMES_OF(3, F)}
 #else
-TILES_OF(1)
-static const tile_function tiles[][MAX_TILE_ROWS + 1] = {{NULL}, NAMES_OF(1)};
+#define FORMAT_OF(F) TILES_OF(1, F)
+#define TABLE_OF(F) {{NULL}, NAMES_OF(1, F)}
 #endif
+FORMAT_OF(FLOATS) FORMAT_OF(BF16) FORMAT_OF(FP16)
+static const tile_function tiles[][MAX_TILE_PANELS + 1][MAX_TILE_ROWS + 1] = {
+    [FLOATS] = TABLE_OF(FLOATS), [BF16] = TABLE_OF(BF16), [FP16] = TABLE_OF(FP16)};
 
 // A group of up to MAX_TILE_PANELS panels, a block of rows, and the part of the depth that is multiplied now: a part of the
 // span [begin, end), through which one group goes after the other.
@@ -123,18 +161,38 @@ typedef struct {
 
 // Where a tile fetches from, so that the tiles of a block together fetch the next piece: each panel's part of it is one run
 // of memory, and each tile takes a run's beginning, or what follows it. `otherwise` is memory that needs no fetching.
-INLINE const float *fetch_of(const linear_call *c, const piece *p, int64_t tile, const float *otherwise) {
+INLINE const float *fetch_of(const linear_call *c, const piece *p, int64_t tile, const void *otherwise) {
     int64_t panel = p->panel, first = p->first + p->depth;
     if (first == p->end) panel += p->panels, first = p->begin;
-    int64_t offset = tile / p->panels * (p->depth / STEPS_PER_FETCH * p->panels);
+    int64_t lines = tile / p->panels * (p->depth / STEPS_PER_FETCH * p->panels);  // that the tiles before it took of the run
+    int64_t offset = lines * (c->format == FLOATS ? 1 : 2);
     if (panel + tile % p->panels >= c->panels || offset >= p->depth) return otherwise;
-    return c->packed + ((panel + tile % p->panels) * c->in + first + offset) * TILE;
+    return (const float *)panel_at(c, panel + tile % p->panels, first + offset);
+}
+
+// The piece's panels as floats, WIDENED_DEPTH · 16 from one to the next.
+static void widen_piece(const linear_call *c, const piece *p, float *widened) {
+    for (int64_t j = 0; j < p->panels; j++) {
+        const uint16_t *from = (const uint16_t *)panel_at(c, p->panel + j, p->first);
+        float *to = widened + j * WIDENED_DEPTH * TILE;
+        if (c->format == BF16)
+            for (int64_t i = 0; i < p->depth * TILE; i += W) store(to + i, load_bf16(from + i));
+        else
+            for (int64_t i = 0; i < p->depth * TILE; i += W) store(to + i, load_halves(from + i));
+    }
 }
 
 static void multiply_piece(const linear_call *c, const piece *p, float *totals) {
-    const float *b = c->packed + (p->panel * c->in + p->first) * TILE;
+    static _Thread_local float widened[MAX_TILE_PANELS * WIDENED_DEPTH * TILE] __attribute__((aligned(64)));
     const int64_t num_tiles = (p->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
     const int ends_sum = (p->first + p->depth) % SUM_DEPTH == 0 || p->first + p->depth == c->in;
+    int format = c->format;
+    const void *b = panel_at(c, p->panel, p->first);
+    int64_t panel_size = c->in * TILE;
+    if (format != FLOATS && num_tiles > WIDENING_TILES) {
+        widen_piece(c, p, widened);
+        format = FLOATS, b = widened, panel_size = WIDENED_DEPTH * TILE;
+    }
     int64_t row = 0;
     for (int64_t tile = 0; tile < num_tiles; tile++) {
         // Even heights: 5 rows go as 3 + 2, not as 4 + 1.
@@ -143,9 +201,9 @@ static void multiply_piece(const linear_call *c, const piece *p, float *totals) 
             for (int64_t i = row; i < row + height; i++)
                 for (int64_t j = 0; j < p->panels; j++)
                     __builtin_prefetch(c->y + (p->row + i) * c->ldy + (p->panel + j) * TILE, 1, 3);
-        tiles[p->panels][height](c->x + (p->row + row) * c->ldx + p->first, c->ldx, b, c->in * TILE, p->depth,
-                                 num_tiles < FETCHING_TILES ? b : fetch_of(c, p, tile, b), p->first % SUM_DEPTH > 0,
-                                 totals + row * TILE_WIDTH);
+        tiles[format][p->panels][height](c->x + (p->row + row) * c->ldx + p->first, c->ldx, b, panel_size, p->depth,
+                                         num_tiles < FETCHING_TILES ? b : fetch_of(c, p, tile, b),
+                                         p->first % SUM_DEPTH > 0, totals + row * TILE_WIDTH);
         row += height;
     }
 }
@@ -174,13 +232,14 @@ static void linear_unit(void *context, int64_t unit) {
     piece p = {.row = unit / c->units_per_block * c->block_rows};
     p.rows = c->rows - p.row < c->block_rows ? c->rows - p.row : c->block_rows;
     // Of many rows, no more than fits the second-level cache is multiplied with all panels; few are, and memory streams.
+    const int64_t deepest = c->format == FLOATS ? CACHE_DEPTH : WIDENED_DEPTH;
     const int64_t span = p.rows > MAX_TILE_ROWS ? SUM_DEPTH : c->in;
     for (p.begin = 0; p.begin < c->in; p.begin = p.end) {
         p.end = c->in - p.begin < span ? c->in : p.begin + span;
         for (p.panel = first; p.panel < last; p.panel += p.panels) {
             p.panels = last - p.panel < MAX_TILE_PANELS ? last - p.panel : MAX_TILE_PANELS;
             for (p.first = p.begin; p.first < p.end; p.first += p.depth) {
-                p.depth = p.end - p.first < CACHE_DEPTH ? p.end - p.first : CACHE_DEPTH;
+                p.depth = p.end - p.first < deepest ? p.end - p.first : deepest;
                 multiply_piece(c, &p, totals);
                 if ((p.first + p.depth) % SUM_DEPTH == 0 || p.first + p.depth == c->in) finish_sum(c, &p, totals);
             }
@@ -208,7 +267,9 @@ static void divide(linear_call *c) {
 void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
                    const float *bias, float *y, int64_t ldy) {
     if (rows <= 0) return;
-    linear_call c = {x, packed, bias, y, ldx, ldy, rows, in, out, (out + TILE - 1) / TILE, 0, 0, 0};
+    const packed_header *header = (const packed_header *)packed;
+    linear_call c = {.x = x, .weight = (const char *)(header + 1), .bias = bias, .y = y, .ldx = ldx, .ldy = ldy,
+                     .rows = rows, .in = in, .out = out, .panels = panels_of(out), .format = header->format};
     divide(&c);
     parallel_units(linear_unit, &c, c.units_per_block * ((rows + c.block_rows - 1) / c.block_rows));
 }

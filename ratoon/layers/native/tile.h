@@ -5,7 +5,7 @@
 // one; and because stretches start at multiples of STRETCH_K in every tile, a row comes out the same, to the bit, in a tile
 // of any height and width. B's rows are `ldb` floats apart (16 in packed weights).
 #pragma once
-#include "vector.h"
+#include "dot.h"
 
 #define TILE 16            // columns of a panel
 #define TILE_VECS (TILE / W)
@@ -26,25 +26,40 @@
 #endif
 #define TILE_WIDTH (MAX_TILE_PANELS * TILE)
 
+// What B is made of.
+enum { FLOATS, BF16, FP16 };
+
+INLINE int64_t bytes_of(int format) { return format == FLOATS ? 4 : 2; }
+
+INLINE const void *number_at(int format, const void *numbers, int64_t index) {
+    return (const char *)numbers + index * bytes_of(format);
+}
+
+// W numbers as floats.
+INLINE vec load_as(int format, const void *numbers, int64_t index) {
+    const void *p = number_at(format, numbers, index);
+    return format == FLOATS ? load(p) : format == BF16 ? load_bf16(p) : load_halves(p);
+}
+
 INLINE void clear_tile(int rows, vec acc[][TILE_VECS]) {
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < TILE_VECS; j++) acc[i][j] = (vec){};
 }
 
 // acc += A · B, one chain for each element.
-// `rows` is a constant wherever this is inlined: the accumulators then live in registers.
-INLINE void tile_chain(int rows, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t depth,
-                         vec acc[][TILE_VECS]) {
+// `rows` and `format` are constants wherever this is inlined: the accumulators then live in registers.
+INLINE void tile_chain_of(int rows, int format, const float *a, int64_t lda, const void *b, int64_t ldb, int64_t depth,
+                          vec acc[][TILE_VECS]) {
     int64_t k = 0;
 #if W == 4
+    // NEON multiplies by a lane, so four values of A come with one load.
     for (; k + 4 <= depth; k += 4) {
         vec a4[MAX_TILE_ROWS];
         for (int i = 0; i < rows; i++) a4[i] = load(a + i * lda + k);
 #pragma GCC unroll 4
         for (int s = 0; s < 4; s++) {
-            const float *row = b + (k + s) * ldb;
             for (int j = 0; j < TILE_VECS; j++) {
-                vec column = load(row + j * W);
+                vec column = load_as(format, b, (k + s) * ldb + j * W);
                 for (int i = 0; i < rows; i++) acc[i][j] = fma_(column, splat(a4[i][s]), acc[i][j]);
             }
         }
@@ -52,7 +67,7 @@ INLINE void tile_chain(int rows, const float *a, int64_t lda, const float *b, in
 #endif
     for (; k < depth; k++) {
         vec column[TILE_VECS];
-        for (int j = 0; j < TILE_VECS; j++) column[j] = load(b + k * ldb + j * W);
+        for (int j = 0; j < TILE_VECS; j++) column[j] = load_as(format, b, k * ldb + j * W);
         for (int i = 0; i < rows; i++) {
             vec value = splat(a[i * lda + k]);
             for (int j = 0; j < TILE_VECS; j++) acc[i][j] = fma_(column[j], value, acc[i][j]);
@@ -60,12 +75,18 @@ INLINE void tile_chain(int rows, const float *a, int64_t lda, const float *b, in
     }
 }
 
-// One step of a chain with panels side by side, each `panel_floats` behind the one before it.
-INLINE void panels_step(int rows, int panels, const float *a, int64_t lda, const float *b, int64_t panel_floats,
+INLINE void tile_chain(int rows, const float *a, int64_t lda, const float *b, int64_t ldb, int64_t depth,
+                       vec acc[][TILE_VECS]) {
+    tile_chain_of(rows, FLOATS, a, lda, b, ldb, depth, acc);
+}
+
+// One step of a chain with panels side by side, each `panel_size` numbers behind the one before it.
+INLINE void panels_step(int rows, int panels, int format, const float *a, int64_t lda, const void *b, int64_t panel_size,
                         vec acc[][TILE_WIDTH / W]) {
     vec column[TILE_WIDTH / W];
     UNROLLED for (int p = 0; p < panels; p++)
-        UNROLLED for (int j = 0; j < TILE_VECS; j++) column[p * TILE_VECS + j] = load(b + p * panel_floats + j * W);
+        UNROLLED for (int j = 0; j < TILE_VECS; j++)
+            column[p * TILE_VECS + j] = load_as(format, b, p * panel_size + j * W);
     UNROLLED for (int i = 0; i < rows; i++) {
         vec value = splat(a[i * lda]);
         UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] = fma_(column[j], value, acc[i][j]);
@@ -76,19 +97,19 @@ INLINE void panels_step(int rows, int panels, const float *a, int64_t lda, const
 
 // The same chains for up to MAX_TILE_PANELS panels, with packed rows of B. Meanwhile memory at `fetch` goes into the
 // second-level cache: 64 bytes for each panel and every STEPS_PER_FETCH steps.
-INLINE void panels_chain(int rows, int panels, const float *a, int64_t lda, const float *b, int64_t panel_floats,
+INLINE void panels_chain(int rows, int panels, int format, const float *a, int64_t lda, const void *b, int64_t panel_size,
                          int64_t depth, const float *fetch, vec acc[][TILE_WIDTH / W]) {
 #if W == 4
-    (void)panels, (void)panel_floats, (void)fetch;
-    tile_chain(rows, a, lda, b, TILE, depth, acc);
+    (void)panels, (void)panel_size, (void)fetch;
+    tile_chain_of(rows, format, a, lda, b, TILE, depth, acc);
 #else
     int64_t k = 0;
     for (; k + STEPS_PER_FETCH <= depth; k += STEPS_PER_FETCH) {
         UNROLLED for (int p = 0; p < panels; p++)
             __builtin_prefetch(fetch + (k / STEPS_PER_FETCH * panels + p) * 16, 0, 2);
         UNROLLED for (int s = 0; s < STEPS_PER_FETCH; s++)
-            panels_step(rows, panels, a + k + s, lda, b + (k + s) * TILE, panel_floats, acc);
+            panels_step(rows, panels, format, a + k + s, lda, number_at(format, b, (k + s) * TILE), panel_size, acc);
     }
-    for (; k < depth; k++) panels_step(rows, panels, a + k, lda, b + k * TILE, panel_floats, acc);
+    for (; k < depth; k++) panels_step(rows, panels, format, a + k, lda, number_at(format, b, k * TILE), panel_size, acc);
 #endif
 }

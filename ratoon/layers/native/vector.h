@@ -21,6 +21,10 @@ typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4)));
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
+typedef uint16_t hvec __attribute__((vector_size(2 * W), aligned(2)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W), aligned(4)));
+// W numbers in bf16: the upper halves of floats.
+INLINE vec load_bf16(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
 INLINE vec splat(float x) { return x - (vec){}; }
 
 #if defined(__clang__)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from ratoon.layers.linear import make_product
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
+from ratoon.layers.ops import WeightUse
+from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 
 pytestmark = pytest.mark.skipif(
@@ -129,3 +132,63 @@ def test_the_gated_mlp_in_one_call_gives_the_bits_of_its_parts(ops, rows, with_b
     down = ops.make_linear(random(24, 37, seed=3), random(24, seed=4) if with_bias else None)
     expected = down(ops.silu_and_mul(gate_up(x)))
     assert torch.equal(ops.make_gated_mlp(gate_up, down)(x), expected)
+
+
+def stored_16(dtype, *shape, seed=0):
+    """All finite numbers of the type may occur, small ones most often."""
+    bits = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int16)
+    numbers = bits.view(dtype)
+    numbers[~numbers.isfinite()] = 1.5
+    numbers[numbers.abs() > 1e4] = 2.0**-15
+    return StoredTensor.of_floats(numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inner", "outer"), [(576, 96), (63, 50), (1, 1), (1700, 17)])
+def test_a_product_with_weights_in_16_bits_has_the_bits_of_their_float32(ops, dtype, inner, outer):
+    weight, bias = ops.quantize(stored_16(dtype, outer, inner), WeightUse.LINEAR), random(outer, seed=2)
+    assert weight.data.dtype == dtype
+    kept, widened = make_product(ops, [weight], bias), ops.make_linear(weight.floats(), bias)
+    for rows in (1, 2, 3, 5, 8, 9, 16, 17, 33, 97, 200):
+        x = random(rows, inner, seed=rows)
+        assert torch.equal(kept(x), widened(x))
+
+
+def test_weights_in_16_bits_take_half_the_memory_and_are_counted_once(ops):
+    table = ops.quantize(stored_16(torch.bfloat16, 64, 40), WeightUse.VOCABULARY)
+    kept = ops.find_format(table)
+    lookup, ids = kept.make_embedding(table), torch.tensor([3, 63, 0, 3])
+    assert torch.equal(lookup(ids), table.data.float()[ids])
+    head = make_product(ops, [table], None)
+    assert head._packed.nbytes - 64 == table.data.nbytes
+    make_product(ops, [ops.quantize(stored_16(torch.float16, 32, 40), WeightUse.LINEAR)] * 2, None)
+    first, second = ops.kept_formats()
+    assert (first["format"], first["num_weights"], first["num_bytes"]) == ("BF16", 64 * 40, 2 * 64 * 40)
+    assert (second["format"], second["num_weights"]) == ("F16", 2 * 32 * 40)
+    assert "float32" in first["product"]
+
+
+def test_only_weights_of_products_and_tables_stay_in_16_bits(ops):
+    weight = stored_16(torch.bfloat16, 32, 64)
+    assert ops.quantize(weight, WeightUse.OTHER) is weight
+    norm = stored_16(torch.bfloat16, 64)
+    assert ops.quantize(norm, WeightUse.LINEAR) is norm
+    floats = StoredTensor.of_floats(random(32, 64))
+    assert ops.quantize(floats, WeightUse.LINEAR) is floats
+    assert NativeOps(bits=8).quantize(weight, WeightUse.LINEAR).format == "Q8_0"
+    assert ops.note_on(ops.quantize(weight, WeightUse.LINEAR), WeightUse.LINEAR) is None
+    narrow = NativeOps(bits=8).quantize(stored_16(torch.bfloat16, 32, 40), WeightUse.LINEAR)  # 32 does not divide 40
+    assert narrow.format == "BF16" and "32" in str(NativeOps(bits=8).note_on(narrow, WeightUse.LINEAR))
+    transposed = ops.quantize(weight.t(), WeightUse.LINEAR)
+    assert torch.equal(
+        make_product(ops, [transposed], None)(random(3, 32)),
+        ops.make_linear(weight.data.float().t(), None)(random(3, 32)),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_gated_mlp_takes_weights_of_any_width(ops, rows):
+    x, gate_up, down = random(rows, 40), stored_16(torch.bfloat16, 2 * 37, 40), random(24, 37, seed=3)
+    halves = make_product(ops, [ops.quantize(gate_up, WeightUse.LINEAR)], None)
+    wide, narrow = ops.make_linear(gate_up.data.float(), None), ops.make_linear(down, None)
+    assert torch.equal(ops.make_gated_mlp(halves, narrow)(x), ops.make_gated_mlp(wide, narrow)(x))
