@@ -1,4 +1,5 @@
-"""The CPU backend: float32, by the kernel in layers/native/attention.c, on all threads of the pool.
+"""The CPU backend: float32, by the kernel in layers/native/attention.c, on all threads of the pool. Keys and values may
+be kept in fewer bits.
 
 A block holds the keys of each head transposed, [head_dim][block_size], and the values as they are: both can be
 multiplied without packing. Requests whose tables share a prefix are found once a step.
@@ -18,6 +19,7 @@ from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 from ratoon.layers.native import library
 from ratoon.layers.native.recording import new_floats
 
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # of keys and values, as the kernels number them
 _TILE = 16  # columns that the kernel computes together
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 32  # query heads for one KV head
@@ -60,8 +62,8 @@ class CpuAttentionBackend(AttentionBackend):
             reasons.append(f"runs on the CPU, not on {needs.device_type}")
         if needs.dtype != torch.float32:
             reasons.append(f"computes in float32, not in {needs.dtype}")
-        if needs.kv_dtype is not None:
-            reasons.append(f"keeps keys and values in float32, not in {needs.kv_dtype}")
+        if needs.kv_dtype not in (None, *_KINDS):
+            reasons.append(f"keeps keys and values in float32, float16 or int8, not in {needs.kv_dtype}")
         if needs.block_size % _TILE:
             reasons.append(f"block_size must be a multiple of {_TILE}, not {needs.block_size}")
         if needs.head_dim % _TILE or needs.head_dim > _MAX_HEAD_DIM:
@@ -75,8 +77,8 @@ class CpuAttentionBackend(AttentionBackend):
         return reasons
 
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
-        ((parts, block_size, num_kv_heads, head_dim),) = super().page_shapes(spec)
-        return [(parts, num_kv_heads, block_size * head_dim)]
+        (parts, block_size, num_kv_heads, head_dim), *scales = super().page_shapes(spec)
+        return [(parts, num_kv_heads, block_size * head_dim), *[(parts, num_kv_heads, block_size)] * len(scales)]
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> CpuMetadata:
         table = inputs.block_table
@@ -108,10 +110,9 @@ class CpuAttentionBackend(AttentionBackend):
         kv_cache: LayerCache,
         metadata: CpuMetadata,
     ) -> None:
-        (cache,) = kv_cache
         self._kernels.ratoon_store_kv(
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache.data_ptr(), cache.stride(0),
-            metadata.slots, metadata.num_tokens, layer.num_kv_heads, layer.head_dim, metadata.block_size,
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), *_memory(kv_cache), metadata.slots,
+            metadata.num_tokens, layer.num_kv_heads, layer.head_dim, metadata.block_size,
         )  # fmt: skip
 
     def attend(
@@ -121,13 +122,12 @@ class CpuAttentionBackend(AttentionBackend):
         kv_cache: LayerCache,
         metadata: CpuMetadata,
     ) -> torch.Tensor:
-        (cache,) = kv_cache
         width = layer.num_heads * layer.head_dim
         out = new_floats(q.shape[0], width)
         window, bias = layer.window or 0, layer.bias
         bias_data, reach = (None, 0) if bias is None else (bias.data_ptr(), bias.shape[1] // 2)
         failed = self._kernels.ratoon_attention(
-            q.data_ptr(), q.stride(0), out.data_ptr(), width, cache.data_ptr(), cache.stride(0),
+            q.data_ptr(), q.stride(0), out.data_ptr(), width, *_memory(kv_cache),
             metadata.block_table, metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared,
             metadata.num_requests, layer.num_heads, layer.num_kv_heads, layer.head_dim, metadata.block_size, window,
             layer.causal, bias_data, reach, layer.scale,
@@ -135,3 +135,17 @@ class CpuAttentionBackend(AttentionBackend):
         if failed:
             raise MemoryError("the attention kernel ran out of memory")
         return out
+
+
+def _memory(kv_cache: LayerCache) -> tuple[int, int, int, int | None, int]:
+    """For the kernels: what keys and values are kept as; the address of the first block and the bytes to the next, of
+    them and of their scales."""
+    cache, *rest = kv_cache
+    scales = rest[0] if rest else None
+    return (
+        _KINDS[cache.dtype],
+        cache.data_ptr(),
+        cache.stride(0) * cache.itemsize,
+        None if scales is None else scales.data_ptr(),
+        0 if scales is None else scales.stride(0) * scales.itemsize,
+    )

@@ -14,11 +14,19 @@ from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(FP8).max
+_KEPT_ON_CPU = (torch.float16, torch.int8)
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
     """Larger numbers become the largest: the format has no infinity."""
     return x.clamp(-_FP8_MAX, _FP8_MAX).to(FP8)
+
+
+def to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, heads, head_dim] → codes of -127…127, and the scale of each head [T, heads] in float32."""
+    largest = x.float().abs().amax(-1)
+    codes = (x.float() * (127.0 / largest)[..., None]).round()
+    return codes.nan_to_num().clamp(-127, 127).to(torch.int8), largest / 127.0
 
 
 @dataclass(slots=True)
@@ -33,10 +41,11 @@ class TorchReferenceBackend(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        kept = AttentionSpec.content
-        reasons = [] if needs.content == kept else [f"reads {kept}, not {needs.content}"]
-        if needs.kv_dtype not in (None, FP8):
-            reasons.append(f"keeps keys and values in {needs.dtype} or {FP8}, not in {needs.kv_dtype}")
+        content = AttentionSpec.content
+        reasons = [] if needs.content == content else [f"reads {content}, not {needs.content}"]
+        if needs.kv_dtype not in (None, FP8, *(_KEPT_ON_CPU if needs.device_type == "cpu" else ())):
+            kept = f"{needs.dtype} or {FP8}, or on a CPU in float16 or int8"
+            reasons.append(f"keeps keys and values in {kept}, not in {needs.kv_dtype}")
         if needs.batch_invariant:
             reasons.append("the order of its sums depends on the batch")
         return reasons
@@ -52,13 +61,13 @@ class TorchReferenceBackend(AttentionBackend):
         kv_cache: LayerCache,
         metadata: ReferenceMetadata,
     ) -> None:
-        (cache,) = kv_cache  # [blocks, 2, block_size, kv_heads, head_dim]
+        cache, *scales = kv_cache  # [blocks, 2, block_size, kv_heads, head_dim]
         inputs = metadata.inputs
         blocks, offsets = inputs.slot_mapping // inputs.block_size, inputs.slot_mapping % inputs.block_size
-        if cache.dtype == FP8:
-            k, v = to_fp8(k), to_fp8(v)
-        cache[blocks, 0, offsets] = k  # [T, kv_heads, head_dim]
-        cache[blocks, 1, offsets] = v
+        for part, numbers in enumerate((k, v)):  # [T, kv_heads, head_dim]
+            if cache.dtype == torch.int8:
+                numbers, scales[0][blocks, part, offsets] = to_int8(numbers)
+            cache[blocks, part, offsets] = to_fp8(numbers) if cache.dtype == FP8 else numbers.to(cache.dtype)
 
     def attend(
         self,
@@ -67,7 +76,7 @@ class TorchReferenceBackend(AttentionBackend):
         kv_cache: LayerCache,
         metadata: ReferenceMetadata,
     ) -> torch.Tensor:
-        (cache,) = kv_cache
+        cache, *scales = kv_cache
         inputs = metadata.inputs
         out = torch.empty_like(q)
         for row, seq_len in enumerate(metadata.seq_lens):
@@ -75,6 +84,8 @@ class TorchReferenceBackend(AttentionBackend):
             num_blocks = -(-seq_len // inputs.block_size)
             table = inputs.block_table_device[row, :num_blocks].long()
             cached = cache[table].to(q.dtype)  # [blocks, 2, block_size, kv_heads, head_dim]
+            if scales:
+                cached *= scales[0][table][..., None]
             # Blocks before the window may be another sequence's by now: a NaN in them times a weight of zero is NaN.
             first = 0 if layer.window is None else max(0, seq_len - (end - start) - layer.window + 1)
             keys, values = (cached[:, part].flatten(0, 1)[first:seq_len] for part in (0, 1))  # [S, kv_heads, head_dim]

@@ -16,7 +16,7 @@ import msgspec
 
 NULL_BLOCK = 0  # never allocated: padding rows write to it, and freed table entries point to it
 PAGE_ALIGNMENT = 16  # bytes; of every tensor in a page
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
 class PageTensor(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
 
 
 class AttentionSpec(KVCacheSpec, frozen=True):
-    """Keys and values of every token, in one tensor."""
+    """Keys and values of every token, in one tensor; as integers, with a scale for each head in another."""
 
     content: ClassVar[str] = "keys and values"
 
@@ -60,7 +60,10 @@ class AttentionSpec(KVCacheSpec, frozen=True):
 
     @property
     def tensors(self) -> tuple[PageTensor, ...]:
-        return (PageTensor((2, self.block_size, self.num_kv_heads, self.head_dim), self.dtype),)
+        numbers = PageTensor((2, self.block_size, self.num_kv_heads, self.head_dim), self.dtype)
+        if self.dtype != "int8":
+            return (numbers,)
+        return numbers, PageTensor(numbers.shape[:-1], "float32")
 
 
 class FullAttentionSpec(AttentionSpec, frozen=True):

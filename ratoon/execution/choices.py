@@ -38,7 +38,13 @@ BITS_OF_FLOATS = {"int8": 8, "int4": 4}  # by the setting `quantization`
 OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)
 OLDEST_WITH_FP8 = (8, 9)
 # None: the dtype of the model
-KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+KV_DTYPES = {
+    "auto": None,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 
 
 @dataclass(frozen=True)

@@ -141,19 +141,29 @@ def test_the_reference_backend_answers_as_the_native_one(family: str) -> None:
         assert tokens_of(run(llm, PROMPTS, greedy(COUNT))) == expected(family)
 
 
-def test_keys_and_values_in_fp8_take_a_quarter_and_change_probabilities_a_little() -> None:
+@pytest.mark.parametrize(
+    ("kept", "share", "error"), [("fp8", 1 / 4, 0.3), ("float16", 1 / 2, 0.002), ("int8", None, 0.05)]
+)
+def test_keys_and_values_in_fewer_bits_take_less_and_change_probabilities_a_little(
+    kept: str, share: float | None, error: float
+) -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, ignore_eos=True)
     found = []
-    for kept in ("auto", "fp8"):
-        with engine(LLAMA, kv_cache_dtype=kept) as llm:
+    for dtype in ("auto", kept):
+        with engine(LLAMA, kv_cache_dtype=dtype) as llm:
             logprobs = [output.outputs[0].logprobs[0] for output in run(llm, PROMPTS, params)]
             found.append((llm.describe()["kv_bytes_per_token"], logprobs))
+            if dtype in ("float16", "int8"):  # found in the cache, they are the same to the bit
+                again = [output.outputs[0].logprobs[0] for output in run(llm, PROMPTS, params)]
+                assert again == logprobs
+                assert llm.describe()["attention_backend"] == "cpu"
     (exact_bytes, exact), (small_bytes, small) = found
-    assert small_bytes * 4 == exact_bytes
+    head_dim = tiny_model(LLAMA).config.head_dim
+    assert small_bytes / exact_bytes == (share or 1 / 4 + 1 / head_dim)  # with a scale of 4 bytes a head
     assert small != exact
     for one, other in zip(small, exact, strict=True):
         for token in one.keys() & other.keys():
-            assert one[token].logprob == pytest.approx(other[token].logprob, abs=0.3)
+            assert one[token].logprob == pytest.approx(other[token].logprob, abs=error)
 
 
 # ---- prefix hits ----

@@ -10,23 +10,74 @@
 #define STRETCH 64  // keys whose weights and sums are taken together
 #define MOST_REQUESTS 8
 
+#define UNTOUCHED 0xa5  // bytes of the cache that nothing was stored in
+
+enum { FLOATS, HALVES, BYTES };
+static const int64_t size_of[] = {4, 2, 1};
+
 typedef struct {
-    int64_t requests, heads, kv_heads, head_dim, block_size, window, causal, table_width, num_blocks, block_floats, reach;
-    int64_t num_tokens, ldq, ldo;
+    int64_t kind, requests, heads, kv_heads, head_dim, block_size, window, causal, table_width, num_blocks, block_bytes, reach;
+    int64_t num_tokens, ldq, ldo, scale_block_bytes;
     int32_t query_start[MOST_REQUESTS + 1], seq_lens[MOST_REQUESTS], shared[MOST_REQUESTS];
     int32_t *table;
-    float *cache, *q, *out, *bias;
+    unsigned char *cache, *scales;
+    float *q, *out, *bias;
     float scale;
 } batch;
 
-static int64_t key_index(const batch *b, int64_t slot, int64_t head, int64_t i) {
-    return slot / b->block_size * b->block_floats + (head * b->head_dim + i) * b->block_size + slot % b->block_size;
+static const unsigned char *key_place(const batch *b, int64_t slot, int64_t head, int64_t i) {
+    int64_t index = (head * b->head_dim + i) * b->block_size + slot % b->block_size;
+    return b->cache + slot / b->block_size * b->block_bytes + index * size_of[b->kind];
 }
 
-static int64_t value_index(const batch *b, int64_t slot, int64_t head, int64_t i) {
+static const unsigned char *value_place(const batch *b, int64_t slot, int64_t head, int64_t i) {
     int64_t panel = head * (b->head_dim / TILE) + i / TILE;
-    return slot / b->block_size * b->block_floats + b->kv_heads * b->head_dim * b->block_size +
-           (panel * b->block_size + slot % b->block_size) * TILE + i % TILE;
+    int64_t index = b->kv_heads * b->head_dim * b->block_size + (panel * b->block_size + slot % b->block_size) * TILE + i % TILE;
+    return b->cache + slot / b->block_size * b->block_bytes + index * size_of[b->kind];
+}
+
+// `part`: 0 for keys, 1 for values
+static float scale_at(const batch *b, int64_t slot, int64_t head, int64_t part) {
+    const float *scales = (const float *)(b->scales + slot / b->block_size * b->scale_block_bytes);
+    return scales[(part * b->kv_heads + head) * b->block_size + slot % b->block_size];
+}
+
+// The number that is kept at a place.
+static double kept(const batch *b, const unsigned char *place, int64_t slot, int64_t head, int64_t part) {
+    if (b->kind == FLOATS) {
+        float number;
+        memcpy(&number, place, 4);
+        return number;
+    }
+    if (b->kind == BYTES) return (double)*(const int8_t *)place * scale_at(b, slot, head, part);
+    uint16_t bits;
+    memcpy(&bits, place, 2);
+    int exponent = bits >> 10 & 31;
+    double size = exponent ? ldexp(1024 + (bits & 1023), exponent - 25) : ldexp(bits & 1023, -24);
+    return bits & 0x8000 ? -size : size;
+}
+
+static double key_at(const batch *b, int64_t slot, int64_t head, int64_t i) {
+    return kept(b, key_place(b, slot, head, i), slot, head, 0);
+}
+
+static double value_at(const batch *b, int64_t slot, int64_t head, int64_t i) {
+    return kept(b, value_place(b, slot, head, i), slot, head, 1);
+}
+
+static int is_untouched(const batch *b, const unsigned char *place) {
+    for (int64_t i = 0; i < size_of[b->kind]; i++)
+        if (place[i] != UNTOUCHED) return 0;
+    return 1;
+}
+
+// How far a number of a head may be from what was stored for it: half a step of its rounding.
+static double rounding_of(const batch *b, float number, const float *head) {
+    if (b->kind == FLOATS) return 0;
+    if (b->kind == HALVES) return 0x1p-11 * fabs(number) + 0x1p-25;
+    double largest = 0;
+    for (int64_t i = 0; i < b->head_dim; i++) largest = fmax(largest, fabs(head[i]));
+    return largest / 127 * (0.5 + 127 * 4 * UNIT);  // the step and the quotient are rounded themselves
 }
 
 static int64_t slot_of(const batch *b, int64_t request, int64_t key) {
@@ -63,28 +114,35 @@ static void lay_out(batch *b, int decode) {
     b->num_tokens = b->query_start[b->requests];
 }
 
-// Fills the slots of all requests by the kernel that stores, checks that each value is where it belongs and that nothing
+// Fills the slots of all requests by the kernel that stores, checks that each number is where it belongs and that nothing
 // else was written.
 static void store_all(batch *b) {
     int64_t slots_in_all = b->num_blocks * b->block_size, rows = 0, width = b->kv_heads * b->head_dim, ldk = width + 3, ldv = width + 1;
-    char *used = calloc((size_t)slots_in_all, 1);
-    int64_t *slots = malloc((size_t)slots_in_all * 8);
+    int64_t *slots = malloc((size_t)slots_in_all * 8), *row_of = malloc((size_t)slots_in_all * 8);
+    for (int64_t slot = 0; slot < slots_in_all; slot++) row_of[slot] = -1;
     for (int64_t r = 0; r < b->requests; r++)
         for (int64_t key = 0; key < b->seq_lens[r]; key++) {
             int64_t slot = slot_of(b, r, key);
-            if (!used[slot]) slots[rows++] = slot;
-            used[slot] = 1;
+            if (row_of[slot] >= 0) continue;
+            row_of[slot] = rows;
+            slots[rows++] = slot;
         }
     float *k = random_floats((rows - 1) * ldk + width, 2), *v = random_floats((rows - 1) * ldv + width, 2);
-    float *expected = guarded_floats(b->num_blocks * b->block_floats);
-    for (int64_t row = 0; row < rows; row++)
+    ratoon_store_kv(k, ldk, v, ldv, b->kind, b->cache, b->block_bytes, b->scales, b->scale_block_bytes, slots, rows, b->kv_heads,
+                    b->head_dim, b->block_size);
+    for (int64_t slot = 0; slot < slots_in_all; slot++)
         for (int64_t i = 0; i < width; i++) {
-            expected[key_index(b, slots[row], i / b->head_dim, i % b->head_dim)] = k[row * ldk + i];
-            expected[value_index(b, slots[row], i / b->head_dim, i % b->head_dim)] = v[row * ldv + i];
+            int64_t head = i / b->head_dim, place = i % b->head_dim, row = row_of[slot];
+            if (row < 0) {
+                expect_true(is_untouched(b, key_place(b, slot, head, place)), "other keys stay", slot, i);
+                expect_true(is_untouched(b, value_place(b, slot, head, place)), "other values stay", slot, i);
+                continue;
+            }
+            const float *key = k + row * ldk + head * b->head_dim, *value = v + row * ldv + head * b->head_dim;
+            expect(key_at(b, slot, head, place), key[place], rounding_of(b, key[place], key), "a key is stored", slot, i);
+            expect(value_at(b, slot, head, place), value[place], rounding_of(b, value[place], value), "a value is stored", slot, i);
         }
-    ratoon_store_kv(k, ldk, v, ldv, b->cache, b->block_floats, slots, rows, b->kv_heads, b->head_dim, b->block_size);
-    expect_true(memcmp(b->cache, expected, (size_t)(b->num_blocks * b->block_floats) * 4) == 0, "keys and values are stored", rows, 0);
-    free(used);
+    free(row_of);
     free(slots);
 }
 
@@ -101,11 +159,11 @@ static void expect_row(const batch *b, int64_t r, int64_t token, int64_t head) {
     for (int64_t key = first; key < end; key++) {
         double score = 0, sizes = 0, bias = b->bias ? b->bias[head * (2 * b->reach + 1) + b->reach + key - position] : 0;
         for (int64_t i = 0; i < b->head_dim; i++) {
-            double term = (double)q[i] * b->cache[key_index(b, slot_of(b, r, key), kv_head, i)] * b->scale;
+            double term = (double)q[i] * key_at(b, slot_of(b, r, key), kv_head, i) * b->scale;
             score += term;
             sizes += fabs(term);
         }
-        double error = (double)(b->head_dim + 2) * UNIT * sizes + UNIT * fabs(score + bias);
+        double error = (double)(b->head_dim + 3) * UNIT * sizes + UNIT * fabs(score + bias);  // with a scale of the key
         if (error > score_error) score_error = error;
         scores[key] = score + bias;
         if (scores[key] > highest) highest = scores[key];
@@ -113,12 +171,12 @@ static void expect_row(const batch *b, int64_t r, int64_t token, int64_t head) {
     }
     double stretches = (double)(length / STRETCH + 1), spread = highest - lowest + 2 * score_error;
     double weight_error = score_error + (UNIT * spread + EXP_ERROR) + stretches * (2 * EXP_ERROR + UNIT) + UNIT * spread;
-    double sum_roundings = (STRETCH + stretches + 4) * UNIT;
+    double sum_roundings = (STRETCH + stretches + 5) * UNIT;  // with a scale of the value
     for (int64_t key = first; key < end; key++) total += scores[key] = exp(scores[key] - highest);
     for (int64_t i = 0; i < b->head_dim; i++) {
         double sum = 0, sizes = 0;
         for (int64_t key = first; key < end; key++) {
-            double term = scores[key] / total * b->cache[value_index(b, slot_of(b, r, key), kv_head, i)];
+            double term = scores[key] / total * value_at(b, slot_of(b, r, key), kv_head, i);
             sum += term;
             sizes += fabs(term);
         }
@@ -128,27 +186,30 @@ static void expect_row(const batch *b, int64_t r, int64_t token, int64_t head) {
     free(scores);
 }
 
-static void compare(int decode) {
-    batch b = {.requests = random_between(1, decode ? MOST_REQUESTS : 3), .kv_heads = random_between(1, 2), .head_dim = TILE * random_between(1, 4)};
+static void compare(int kind, int decode) {
+    batch b = {.kind = kind, .requests = random_between(1, decode ? MOST_REQUESTS : 3), .kv_heads = random_between(1, 2), .head_dim = TILE * random_between(1, 4)};
     b.heads = b.kv_heads * random_between(1, 4);
     b.block_size = TILE << random_between(0, 2);
     b.causal = random_between(0, 3) > 0;
     b.window = b.causal && random_between(0, 3) == 0 ? random_between(1, 100) : 0;
     b.table_width = 10 * STRETCH / b.block_size + 2;
-    b.block_floats = 2 * b.kv_heads * b.head_dim * b.block_size;
+    b.block_bytes = 2 * b.kv_heads * b.head_dim * b.block_size * size_of[kind] + 64 * random_between(0, 1);  // rows may be wider
+    b.scale_block_bytes = 2 * b.kv_heads * b.block_size * 4 + 64 * random_between(0, 1);
     b.scale = 1 / sqrtf((float)b.head_dim);
     b.ldq = b.heads * b.head_dim + 5;
     b.ldo = b.heads * b.head_dim + 3;
     b.reach = 10 * STRETCH + 1;
     b.table = guarded(b.requests * b.table_width * 4);
     lay_out(&b, decode);
-    b.cache = guarded_floats(b.num_blocks * b.block_floats);
+    b.cache = guarded(b.num_blocks * b.block_bytes);
+    memset(b.cache, UNTOUCHED, (size_t)(b.num_blocks * b.block_bytes));
+    b.scales = kind == BYTES ? (unsigned char *)guarded_floats(b.num_blocks * b.scale_block_bytes / 4) : NULL;
     b.q = random_floats((b.num_tokens - 1) * b.ldq + b.heads * b.head_dim, 3);
     b.out = guarded_floats(b.num_tokens * b.ldo);
     b.bias = random_between(0, 3) == 0 ? random_floats(b.heads * (2 * b.reach + 1), 2) : NULL;
     store_all(&b);
-    int result = ratoon_attention(b.q, b.ldq, b.out, b.ldo, b.cache, b.block_floats, b.table, b.table_width, b.query_start, b.seq_lens,
-                                  b.shared, b.requests, b.heads, b.kv_heads, b.head_dim, b.block_size, b.window, b.causal,
+    int result = ratoon_attention(b.q, b.ldq, b.out, b.ldo, b.kind, b.cache, b.block_bytes, b.scales, b.scale_block_bytes, b.table,
+                                  b.table_width, b.query_start, b.seq_lens, b.shared, b.requests, b.heads, b.kv_heads, b.head_dim, b.block_size, b.window, b.causal,
                                   b.bias, b.reach, b.scale);
     expect_true(result == 0, "attention has memory", 0, 0);
     for (int64_t r = 0; r < b.requests; r++)
@@ -163,6 +224,10 @@ static void compare(int decode) {
 }
 
 void check_attention(void) {
-    for (int i = 0; i < 10; i++) compare(1);
-    for (int i = 0; i < 4; i++) compare(0);
+    for (int i = 0; i < 10; i++) compare(FLOATS, 1);
+    for (int i = 0; i < 4; i++) compare(FLOATS, 0);
+    for (int kind = HALVES; kind <= BYTES; kind++) {
+        for (int i = 0; i < 6; i++) compare(kind, 1);
+        for (int i = 0; i < 2; i++) compare(kind, 0);
+    }
 }

@@ -98,17 +98,22 @@ static void compare_products(const float *x, const float *weight) {
 
 static void compare_attention(const float *x) {
     const int32_t table[] = {1, 0}, query_start[] = {0, ROWS}, seq_lens[] = {ROWS + 2}, shared[] = {0};
-    const int64_t slots[] = {16, 18, 20, 17, 19}, block_floats = 2 * 16 * 16;
-    float *cache = guarded_floats(2 * block_floats), *bias = random_floats(4 * (2 * 16 + 1), 1), *other = guarded_floats(2 * block_floats);
-    ratoon_store_kv(x, 16, x + 1, 16, cache, block_floats, slots, 5, 1, 16, 16);
-    ratoon_store_kv_words((int64_t[]){P(x), 16, P(x + 1), 16, P(other), block_floats, P(slots), 5, 1, 16, 16});
-    expect_true(memcmp(cache, other, (size_t)(2 * block_floats) * 4) == 0, "store", 0, 0);
+    const int64_t slots[] = {16, 18, 20, 17, 19}, bytes = 2 * 16 * 16, scale_bytes = 2 * 16 * 4;
+    unsigned char *cache = guarded(2 * bytes), *other = guarded(2 * bytes);
+    float *scales = guarded_floats(2 * scale_bytes / 4), *other_scales = guarded_floats(2 * scale_bytes / 4);
+    float *bias = random_floats(4 * (2 * 16 + 1), 1);
+    memset(cache, 0, (size_t)(2 * bytes));
+    memset(other, 0, (size_t)(2 * bytes));
+    ratoon_store_kv(x, 16, x + 1, 16, 2, cache, bytes, scales, scale_bytes, slots, 5, 1, 16, 16);
+    ratoon_store_kv_words((int64_t[]){P(x), 16, P(x + 1), 16, 2, P(other), bytes, P(other_scales), scale_bytes, P(slots), 5, 1, 16, 16});
+    expect_true(memcmp(cache, other, (size_t)(2 * bytes)) == 0, "store", 0, 0);
+    expect_true(memcmp(scales, other_scales, (size_t)(2 * scale_bytes)) == 0, "store of scales", 0, 0);
     begin();
-    ratoon_attention(x, WIDTH, direct, WIDTH, cache, block_floats, table, 2, query_start, seq_lens, shared, 1, 2, 1, 16, 16, 2, 1,
-                     bias, 16, 0.25f);
+    ratoon_attention(x, WIDTH, direct, WIDTH, 2, cache, bytes, scales, scale_bytes, table, 2, query_start, seq_lens, shared, 1, 2, 1,
+                     16, 16, 2, 1, bias, 16, 0.25f);
     expect_equal(ratoon_attention_words,
-                 (int64_t[]){P(x), WIDTH, P(replayed), WIDTH, P(cache), block_floats, P(table), 2, P(query_start), P(seq_lens), P(shared),
-                             1, 2, 1, 16, 16, 2, 1, P(bias), 16, number(0.25f)},
+                 (int64_t[]){P(x), WIDTH, P(replayed), WIDTH, 2, P(cache), bytes, P(scales), scale_bytes, P(table), 2, P(query_start),
+                             P(seq_lens), P(shared), 1, 2, 1, 16, 16, 2, 1, P(bias), 16, number(0.25f)},
                  "attention");
 }
 

@@ -51,8 +51,11 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_rotary": (None, [_POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT]),
     "ratoon_silu_and_mul": (None, [_POINTER, _INT, _POINTER, _INT, _INT]),
     "ratoon_activation": (None, [_POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int]),
-    "ratoon_attention": (ctypes.c_int, [*[_POINTER, _INT] * 4, *[_POINTER] * 3, *[_INT] * 7, _POINTER, _INT, _FLOAT]),
-    "ratoon_store_kv": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, *[_INT] * 4]),
+    "ratoon_attention": (
+        ctypes.c_int,
+        [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 3, *[_POINTER] * 3, *[_INT] * 7, _POINTER, _INT, _FLOAT],
+    ),
+    "ratoon_store_kv": (None, [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 4]),
 }
 _PROGRAM_SIGNATURES: dict[str, tuple[object, list[object]]] = {"ratoon_run_program": (_INT, [_POINTER, _INT])}
 # Of weights in 16 bits. A library that was built before these and the next existed does without, and without recorded

@@ -4,6 +4,8 @@
 // A block of the cache holds, for each KV head, the keys transposed and the values in panels:
 //     keys   [kv_heads][head_dim][block_size]              a run of 16 tokens is a ready-made tile of B for q · kᵀ
 //     values [kv_heads][head_dim / 16][block_size][16]     and so is a run of tokens here, for p · v
+// as floats, as halves, or as bytes with a scale for each token and head ([2][kv_heads][block_size], keys first). Halves and
+// bytes are widened, a tile at a time; the scales of keys multiply scores, those of values weights.
 //
 // A unit of work is one KV head and a part of the batch: a few tokens of one request, or the one token of each of a few
 // requests whose block tables share a prefix (beams, choices, one prompt). It has the rows of all query heads that share
@@ -23,6 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "dot.h"
 #include "kernels.h"
 #include "threads.h"
 #include "tile.h"
@@ -31,8 +34,12 @@
 #define GROUP 8  // stretches
 #define UNIT_ROWS 32
 #define MAX_HEAD_DIM 256
+#define SMALLEST_MAXIMUM 1e-30f  // of a head in bytes: 127 / maximum would overflow below it
 #define FETCH_ROWS 24   // with more, there is so much to compute that the processor's own fetching ahead is enough
 #define READING_ROWS 2  // reading a stretch takes about as long as computing it for so many rows
+
+enum { FLOATS, HALVES, BYTES };  // what keys and values are kept as
+static const int64_t size_of[] = {4, 2, 1};
 
 typedef struct {
     int32_t first_request, requests;
@@ -42,9 +49,10 @@ typedef struct {
 typedef struct {
     const float *q;
     float *out;
-    const float *cache;
+    const char *cache, *scales;
+    int64_t kind, block_bytes, scale_block_bytes;  // of a block, to the next one
     const int32_t *block_table, *query_start, *seq_lens, *shared;
-    int64_t ldq, ldo, block_floats, table_width, requests;
+    int64_t ldq, ldo, table_width, requests;
     int64_t heads, kv_heads, head_dim, block_size, window, causal;
     const float *bias;  // [heads][2 · reach + 1], or NULL: a key at distance d from the row has [d + reach]
     int64_t reach;
@@ -57,6 +65,8 @@ typedef struct {
     float sum[UNIT_ROWS * MAX_HEAD_DIM];  // of p · v over the stretches of a group, not yet divided
     float grand_sum[UNIT_ROWS * MAX_HEAD_DIM];  // over the groups that are complete
     float p[UNIT_ROWS * STRETCH];
+    float widened[(MAX_HEAD_DIM > STRETCH ? MAX_HEAD_DIM : STRETCH) * TILE];  // keys or values
+    float key_scales[STRETCH], value_scales[STRETCH];
     float highest[UNIT_ROWS], total[UNIT_ROWS], grand_total[UNIT_ROWS];
 } scratch;
 
@@ -158,22 +168,48 @@ INLINE void close_group(const attention_call *c, scratch *s, int64_t first_row, 
 }
 
 // With few rows the time goes into waiting for memory: ask for a run of keys or values before it is needed.
-INLINE void fetch(const float *p, int64_t floats) {
-    for (int64_t i = 0; i < floats; i += 16) __builtin_prefetch(p + i, 0, 3);
+INLINE void fetch(const char *p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
-INLINE const float *keys_at(const attention_call *c, const int32_t *table, int64_t kv_head, int64_t key) {
-    return c->cache + table[key / c->block_size] * c->block_floats + kv_head * c->head_dim * c->block_size;
+INLINE const char *keys_at(const attention_call *c, const int32_t *table, int64_t kv_head, int64_t key, int kind) {
+    return c->cache + table[key / c->block_size] * c->block_bytes + kv_head * c->head_dim * c->block_size * size_of[kind];
+}
+
+typedef int8_t signed_bytes __attribute__((vector_size(W), aligned(1)));
+
+INLINE vec load_signed_bytes(const int8_t *p) { return __builtin_convertvector(*(const signed_bytes *)p, vec); }
+
+// A run of 16 keys or values, as floats.
+INLINE void widen_run(const char *from, float *to, int kind) {
+    for (int64_t i = 0; i < TILE; i += W)
+        store(to + i, kind == HALVES ? load_halves((const uint16_t *)from + i) : load_signed_bytes((const int8_t *)from + i));
+}
+
+INLINE void read_scales(const attention_call *c, scratch *s, const row_run *run, int64_t first_key, int64_t i) {
+    const int64_t key = first_key + i;
+    const float *keys = (const float *)(c->scales + run->table[key / c->block_size] * c->scale_block_bytes) +
+                        run->kv_head * c->block_size + key % c->block_size;
+    memcpy(s->key_scales + i, keys, TILE * sizeof(float));
+    memcpy(s->value_scales + i, keys + c->kv_heads * c->block_size, TILE * sizeof(float));
+}
+
+// [rows][STRETCH], the columns [begin, end) of it
+INLINE void scale_columns(float *p, int64_t rows, const float *scales, int64_t begin, int64_t end) {
+    for (int64_t row = 0; row < rows; row++, p += STRETCH)
+        for (int64_t i = begin; i < end; i += W) store(p + i, load(p + i) * load(scales + i));
 }
 
 INLINE int64_t position_of(const attention_call *c, int64_t request, int64_t token) {
     return c->seq_lens[request] - (c->query_start[request + 1] - token);
 }
 
-static void attend_stretch(const attention_call *c, scratch *s, const row_run *run, int64_t first_key) {
-    const int64_t group = c->heads / c->kv_heads, to_values = c->kv_heads * c->head_dim * c->block_size;
+// `kind` is a constant wherever this is inlined.
+INLINE void attend_stretch(const attention_call *c, scratch *s, const row_run *run, int64_t first_key, int kind) {
+    const int64_t group = c->heads / c->kv_heads, to_values = c->kv_heads * c->head_dim * c->block_size * size_of[kind];
     const int64_t keys = run->keys - first_key < STRETCH ? run->keys - first_key : STRETCH;
-    const float *values[STRETCH / TILE], *next_values[STRETCH / TILE];
+    const int64_t panel_bytes = c->block_size * size_of[kind];  // of one of the head_dim rows of keys, or columns of values
+    const char *values[STRETCH / TILE], *next_values[STRETCH / TILE];
     float *p = s->p + run->first_row * STRETCH;
     int64_t num_next = 0;
     // Runs of keys before the window of every row are not read: their blocks may belong to another sequence by now, and
@@ -181,31 +217,62 @@ static void attend_stretch(const attention_call *c, scratch *s, const row_run *r
     int64_t lowest = c->window > 0 ? run->first_position - c->window + 1 : 0;
     int64_t skipped = lowest > first_key ? (lowest - first_key) / TILE * TILE : 0;
     for (int64_t i = skipped; i < keys; i += TILE) {
-        const float *block = keys_at(c, run->table, run->kv_head, first_key + i);
+        const char *block = keys_at(c, run->table, run->kv_head, first_key + i, kind);
         int64_t offset = (first_key + i) % c->block_size;
-        const float *tile = block + offset;
-        values[i / TILE] = block + to_values + offset * TILE;
+        const float *tile = (const float *)block + offset;
+        values[i / TILE] = block + to_values + offset * TILE * size_of[kind];
         int64_t ahead = first_key + STRETCH + i;
         if (run->rows <= FETCH_ROWS && ahead < run->keys) {
-            const float *next = keys_at(c, run->table, run->kv_head, ahead);
-            next_values[num_next++] = next + to_values + ahead % c->block_size * TILE;
-            fetch(next + ahead % c->block_size * c->head_dim, TILE * c->head_dim);
+            const char *next = keys_at(c, run->table, run->kv_head, ahead, kind);
+            next_values[num_next++] = next + to_values + ahead % c->block_size * TILE * size_of[kind];
+            fetch(next + ahead % c->block_size * c->head_dim * size_of[kind], TILE * c->head_dim * size_of[kind]);
         }
-        product(run->rows, s->q + run->first_row * c->head_dim, c->head_dim, &tile, 0, c->block_size, c->head_dim,
-                c->head_dim, p + i, STRETCH, 0);
+        if (kind != FLOATS) {
+            for (int64_t k = 0; k < c->head_dim; k++)
+                widen_run(block + k * panel_bytes + offset * size_of[kind], s->widened + k * TILE, kind);
+            tile = s->widened;
+        }
+        if (kind == BYTES) read_scales(c, s, run, first_key, i);
+        product(run->rows, s->q + run->first_row * c->head_dim, c->head_dim, &tile, 0, kind == FLOATS ? c->block_size : TILE,
+                c->head_dim, c->head_dim, p + i, STRETCH, 0);
     }
+    if (kind == BYTES) scale_columns(p, run->rows, s->key_scales, skipped, keys);
     for (int64_t row = 0; row < run->rows; row++) {
         int64_t position = run->first_position + row / group;
         if (c->bias) add_bias(c, p + row * STRETCH, run->kv_head * group + row % group, position, first_key, keys);
         softmax_row(c, s, run->first_row + row, position, first_key, keys);
     }
+    if (kind == BYTES) scale_columns(p, run->rows, s->value_scales, skipped, keys);
     for (int64_t column = 0; column < c->head_dim; column += TILE) {
-        for (int64_t i = 0; i < num_next; i++) fetch(next_values[i] + column * c->block_size, TILE * TILE);
-        product(run->rows, p + skipped, STRETCH, values + skipped / TILE, column * c->block_size, TILE, TILE,
-                keys - skipped, s->sum + run->first_row * c->head_dim + column, c->head_dim, 1);
+        const float *pieces[STRETCH / TILE];
+        for (int64_t i = 0; i < num_next; i++) fetch(next_values[i] + column * panel_bytes, TILE * TILE * size_of[kind]);
+        for (int64_t i = skipped; i < keys; i += TILE) {
+            const char *piece = values[i / TILE] + column * panel_bytes;
+            float *room = s->widened + i * TILE;
+            if (kind != FLOATS)
+                for (int64_t k = 0; k < TILE * TILE; k += TILE) widen_run(piece + k * size_of[kind], room + k, kind);
+            pieces[i / TILE] = kind == FLOATS ? (const float *)piece : room;
+        }
+        product(run->rows, p + skipped, STRETCH, pieces + skipped / TILE, 0, TILE, TILE, keys - skipped,
+                s->sum + run->first_row * c->head_dim + column, c->head_dim, 1);
     }
     if ((first_key / STRETCH + 1) % GROUP == 0) close_group(c, s, run->first_row, run->rows);
 }
+
+static void attend_floats(const attention_call *c, scratch *s, const row_run *run, int64_t first_key) {
+    attend_stretch(c, s, run, first_key, FLOATS);
+}
+
+static void attend_halves(const attention_call *c, scratch *s, const row_run *run, int64_t first_key) {
+    attend_stretch(c, s, run, first_key, HALVES);
+}
+
+static void attend_bytes(const attention_call *c, scratch *s, const row_run *run, int64_t first_key) {
+    attend_stretch(c, s, run, first_key, BYTES);
+}
+
+static void (*const attend[])(const attention_call *, scratch *, const row_run *, int64_t) = {attend_floats, attend_halves,
+                                                                                            attend_bytes};
 
 // Requests [begin, end) of a part, from first_key on: together while their tables are alike, then in smaller groups.
 static void attend_requests(const attention_call *c, scratch *s, const part *part, int64_t kv_head, int64_t begin,
@@ -224,7 +291,7 @@ static void attend_requests(const attention_call *c, scratch *s, const part *par
         all_alike = 0;
         if (shared[i] / STRETCH * STRETCH < keys_end) keys_end = shared[i] / STRETCH * STRETCH;
     }
-    for (; first_key < keys_end; first_key += STRETCH) attend_stretch(c, s, &run, first_key);
+    for (; first_key < keys_end; first_key += STRETCH) attend[c->kind](c, s, &run, first_key);
     if (all_alike) return;
     for (int64_t next; begin < end; begin = next) {
         for (next = begin + 1; next < end && shared[next] >= first_key + STRETCH;) next++;
@@ -314,14 +381,16 @@ static int64_t divide_batch(const attention_call *c, const int32_t *starts, int6
     return num_parts;
 }
 
-// `shared` [requests]: how many keys a request's table has in common with that of the request before it, all of them
-// visible to both. Returns 0, or -1 when memory ran out.
-int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, const float *cache, int64_t block_floats,
-                     const int32_t *block_table, int64_t table_width, const int32_t *query_start, const int32_t *seq_lens,
-                     const int32_t *shared, int64_t requests, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                     int64_t block_size, int64_t window, int64_t causal, const float *bias, int64_t reach, float scale) {
-    attention_call c = {q, out, cache, block_table, query_start, seq_lens, shared, ldq, ldo, block_floats, table_width,
-                        requests, heads, kv_heads, head_dim, block_size, window, causal, bias, reach, scale, NULL};
+// `kind`: 0 floats, 1 halves, 2 bytes, which have `scales`. `shared` [requests]: how many keys a request's table has in
+// common with that of the request before it, all of them visible to both. Returns 0, or -1 when memory ran out.
+int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64_t kind, const void *cache, int64_t block_bytes,
+                     const void *scales, int64_t scale_block_bytes, const int32_t *block_table, int64_t table_width,
+                     const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared, int64_t requests,
+                     int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t causal,
+                     const float *bias, int64_t reach, float scale) {
+    attention_call c = {q, out, cache, scales, kind, block_bytes, scale_block_bytes, block_table, query_start, seq_lens, shared,
+                        ldq, ldo, table_width, requests, heads, kv_heads, head_dim, block_size, window, causal, bias, reach,
+                        scale, NULL};
     if (query_start[requests] == 0) return 0;
     part *parts = malloc((size_t)query_start[requests] * sizeof(part));
     int32_t *starts = malloc((size_t)(requests + 1) * sizeof(int32_t));
@@ -340,32 +409,79 @@ int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, const
 
 typedef struct {
     const float *k, *v;
-    float *cache;
+    char *cache, *scales;
     const int64_t *slots;
-    int64_t ldk, ldv, rows, rows_per_unit, block_floats, kv_heads, head_dim, block_size;
+    int64_t kind, ldk, ldv, rows, rows_per_unit, block_bytes, scale_block_bytes, kv_heads, head_dim, block_size;
 } store_call;
 
-static void store_unit(void *context, int64_t unit) {
-    const store_call *c = context;
-    int64_t last = (unit + 1) * c->rows_per_unit < c->rows ? (unit + 1) * c->rows_per_unit : c->rows;
-    for (int64_t row = unit * c->rows_per_unit; row < last; row++) {
-        int64_t offset = c->slots[row] % c->block_size;
-        float *keys = c->cache + c->slots[row] / c->block_size * c->block_floats;
-        float *values = keys + c->kv_heads * c->head_dim * c->block_size;
-        for (int64_t h = 0; h < c->kv_heads; h++) {
-            const float *k = c->k + row * c->ldk + h * c->head_dim;
-            float *target = keys + h * c->head_dim * c->block_size + offset;
-            for (int64_t i = 0; i < c->head_dim; i++) target[i * c->block_size] = k[i];
-            const float *v = c->v + row * c->ldv + h * c->head_dim;
-            target = values + h * c->head_dim * c->block_size + offset * TILE;
-            for (int64_t i = 0; i < c->head_dim; i += TILE)
-                memcpy(target + i * c->block_size, v + i, TILE * sizeof(float));
+INLINE uint16_t half_of(float x) {
+    _Float16 half = (_Float16)x;
+    uint16_t bits;
+    memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+
+// The codes of one head of a token, and their scale: codes of -127…127 times it. A number that is infinite or none makes the
+// scale NaN, so that results show it.
+INLINE float round_to_bytes(const float *x, int64_t count, int8_t *codes) {
+    float largest = 0.0f, nothing = 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+        nothing += x[i] * 0.0f;
+    }
+    const float inverse = largest > SMALLEST_MAXIMUM ? 127.0f / largest : 0.0f;
+    for (int64_t i = 0; i < count; i++) codes[i] = (int8_t)lrintf(fminf(fmaxf(x[i] * inverse, -127.0f), 127.0f));
+    return largest / 127.0f + nothing;
+}
+
+// Keys of a head are head_dim rows of block_size, its values panels of 16 columns.
+INLINE void store_head(const store_call *c, const float *k, const float *v, char *keys, char *values, int64_t offset, int kind) {
+    for (int64_t i = 0; i < c->head_dim; i++) {
+        int64_t key_place = i * c->block_size + offset, value_place = (i / TILE * c->block_size + offset) * TILE + i % TILE;
+        if (kind == FLOATS) {
+            ((float *)keys)[key_place] = k[i];
+            ((float *)values)[value_place] = v[i];
+        } else {
+            ((uint16_t *)keys)[key_place] = half_of(k[i]);
+            ((uint16_t *)values)[value_place] = half_of(v[i]);
         }
     }
 }
 
-void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, float *cache, int64_t block_floats,
-                     const int64_t *slots, int64_t rows, int64_t kv_heads, int64_t head_dim, int64_t block_size) {
-    store_call c = {k, v, cache, slots, ldk, ldv, rows, 32, block_floats, kv_heads, head_dim, block_size};
+static void store_head_as_bytes(const store_call *c, const float *k, const float *v, char *keys, char *values, int64_t offset,
+                                float *scales) {
+    int8_t key_codes[MAX_HEAD_DIM], value_codes[MAX_HEAD_DIM];
+    scales[0] = round_to_bytes(k, c->head_dim, key_codes);
+    scales[c->kv_heads * c->block_size] = round_to_bytes(v, c->head_dim, value_codes);
+    for (int64_t i = 0; i < c->head_dim; i++) {
+        keys[i * c->block_size + offset] = (char)key_codes[i];
+        values[(i / TILE * c->block_size + offset) * TILE + i % TILE] = (char)value_codes[i];
+    }
+}
+
+static void store_unit(void *context, int64_t unit) {
+    const store_call *c = context;
+    const int64_t head_bytes = c->head_dim * c->block_size * size_of[c->kind];
+    int64_t last = (unit + 1) * c->rows_per_unit < c->rows ? (unit + 1) * c->rows_per_unit : c->rows;
+    for (int64_t row = unit * c->rows_per_unit; row < last; row++) {
+        int64_t block = c->slots[row] / c->block_size, offset = c->slots[row] % c->block_size;
+        for (int64_t h = 0; h < c->kv_heads; h++) {
+            char *keys = c->cache + block * c->block_bytes + h * head_bytes, *values = keys + c->kv_heads * head_bytes;
+            const float *k = c->k + row * c->ldk + h * c->head_dim, *v = c->v + row * c->ldv + h * c->head_dim;
+            if (c->kind == FLOATS) store_head(c, k, v, keys, values, offset, FLOATS);
+            else if (c->kind == HALVES) store_head(c, k, v, keys, values, offset, HALVES);
+            else {
+                float *scales = (float *)(c->scales + block * c->scale_block_bytes) + h * c->block_size + offset;
+                store_head_as_bytes(c, k, v, keys, values, offset, scales);
+            }
+        }
+    }
+}
+
+void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t kind, void *cache, int64_t block_bytes,
+                     void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
+                     int64_t head_dim, int64_t block_size) {
+    store_call c = {k, v, cache, scales, slots, kind, ldk, ldv, rows, 32, block_bytes, scale_block_bytes, kv_heads, head_dim,
+                    block_size};
     if (rows > 0) parallel_units(store_unit, &c, (rows + c.rows_per_unit - 1) / c.rows_per_unit);
 }

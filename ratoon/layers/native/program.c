@@ -91,11 +91,11 @@ int ratoon_activation_words(const int64_t *w) {
 }
 
 int ratoon_attention_words(const int64_t *w) {
-    return ratoon_attention(P(0), w[1], P(2), w[3], P(4), w[5], P(6), w[7], P(8), P(9), P(10), w[11], w[12], w[13], w[14], w[15],
-                            w[16], w[17], P(18), w[19], F(20));
+    return ratoon_attention(P(0), w[1], P(2), w[3], w[4], P(5), w[6], P(7), w[8], P(9), w[10], P(11), P(12), P(13), w[14], w[15],
+                            w[16], w[17], w[18], w[19], w[20], P(21), w[22], F(23));
 }
 
 int ratoon_store_kv_words(const int64_t *w) {
-    ratoon_store_kv(P(0), w[1], P(2), w[3], P(4), w[5], P(6), w[7], w[8], w[9], w[10]);
+    ratoon_store_kv(P(0), w[1], P(2), w[3], w[4], P(5), w[6], P(7), w[8], P(9), w[10], w[11], w[12], w[13]);
     return 0;
 }

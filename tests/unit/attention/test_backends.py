@@ -26,8 +26,11 @@ NOT_ON_CUDA = TritonAttentionBackend.reasons_against(AttentionNeeds("cpu", torch
 class Batch:
     """Sequences in a paged cache: history first, then a step of new tokens for each."""
 
-    def __init__(self, computed, scheduled, layer, block_size, seed=0, device="cpu", dtype=torch.float32):
+    def __init__(
+        self, computed, scheduled, layer, block_size, seed=0, device="cpu", dtype=torch.float32, kept="float32"
+    ):
         generator = torch.Generator().manual_seed(seed)
+        self.kept = kept
         self.layer, self.block_size, self.device, self.dtype = layer, block_size, device, dtype
         self.computed, self.scheduled = computed, scheduled
         lengths = [c + s for c, s in zip(computed, scheduled, strict=True)]
@@ -82,15 +85,18 @@ class Batch:
         return out.cpu(), cache
 
     def cache_of(self, backend, apart=False):
-        spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, "float32")
+        spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, self.kept)
         # What was never written must not be read, and what lies between the pages is of other layers
-        return tuple(
-            self.filled(self.num_blocks, 3, *shape)[:, 1] if apart else self.filled(self.num_blocks, *shape)
-            for shape in backend.page_shapes(spec)
-        )
+        caches = []
+        for tensor, shape in zip(spec.tensors, backend.page_shapes(spec), strict=True):
+            dtype = self.dtype if self.kept == "float32" else getattr(torch, tensor.dtype)
+            wide = self.filled(self.num_blocks, 3 if apart else 1, *shape, dtype=dtype)
+            caches.append(wide[:, 1] if apart else wide[:, 0])
+        return tuple(caches)
 
-    def filled(self, *shape):
-        return torch.full(shape, float("nan"), device=self.device, dtype=self.dtype)
+    def filled(self, *shape, dtype=None):
+        dtype = dtype or self.dtype
+        return torch.full(shape, float("nan") if dtype.is_floating_point else 77, device=self.device, dtype=dtype)
 
     def step(self, backend, cache, starts, counts):
         taking_part = [index for index, count in enumerate(counts) if count]
@@ -171,6 +177,60 @@ def test_on_the_cpu_a_row_is_the_same_to_the_bit_in_any_batch_and_any_chunk(laye
         alone = Batch([batch.computed[index]], [batch.scheduled[index]], layer, 16, seed=99)
         alone.sequences = [batch.sequences[index]]
         assert torch.equal(alone.run(CpuAttentionBackend())[0], together[index])
+
+
+KEPT = ["float16", "int8"]
+KEPT_LAYERS = [*SHAPES, *BIASED, NOT_CAUSAL[0]]
+
+
+@needs_kernels
+@pytest.mark.parametrize("layer", KEPT_LAYERS, ids=str)
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_keys_and_values_in_fewer_bits_are_those_of_the_reference(layer, kept, apart):
+    steps = MIXED if layer.causal else ([0] * 4, [1, 70, 16, 131])
+    batch = Batch(*steps, layer, 32, kept=kept)
+    expected = batch.run(TorchReferenceBackend())
+    for got, right in zip(batch.run(CpuAttentionBackend(), apart=apart), expected, strict=True):
+        torch.testing.assert_close(got, right, rtol=0, atol=4e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kept", "share"), [("float16", 2**-11), ("int8", 1 / 254)])
+def test_keys_and_values_are_as_exact_as_their_bits_allow(kept, share):
+    """Keys and values of up to 5, rounded by `share` of the largest of a head: an error of a value counts as it is, one
+    of keys by 64 products of 0.125 times a query, which add up as a random walk does, in a softmax."""
+    layer = SHAPES[0]
+    batch = Batch(*MIXED, layer, 16, kept=kept)
+    error = torch.cat(batch.run(CpuAttentionBackend())).double() - torch.cat(batch.written_out())
+    assert 0 < error.square().mean().sqrt() < share * 5 * (1 + 64**0.5 * 0.125)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("layer", [SHAPES[0], SHAPES[5], BIASED[0]], ids=str)
+def test_with_fewer_bits_a_row_is_the_same_to_the_bit_in_any_batch_and_any_chunk(layer, kept):
+    batch = Batch(*MIXED, layer, 16, kept=kept)
+    together = batch.run(CpuAttentionBackend())
+    for got, expected in zip(batch.run(CpuAttentionBackend(), chunks=7), together, strict=True):
+        assert torch.equal(got, expected)
+    for index in range(len(together)):
+        alone = Batch([batch.computed[index]], [batch.scheduled[index]], layer, 16, seed=99, kept=kept)
+        alone.sequences = [batch.sequences[index]]
+        assert torch.equal(alone.run(CpuAttentionBackend())[0], together[index])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_stay_visible_in_fewer_bits_and_zeros_stay_zeros(kept, bad):
+    layer = SHAPES[1]
+    batch = Batch([0, 0, 0], [20, 20, 20], layer, 16, kept=kept)
+    batch.sequences[0][7, layer.num_heads + layer.num_kv_heads, 3] = bad  # of a value
+    batch.sequences[2][:, layer.num_heads :] = 0.0
+    broken, whole, zero = batch.run(CpuAttentionBackend())
+    assert not broken[7:, 3].isfinite().any()
+    assert whole.isfinite().all() and not zero.any()
 
 
 READ = [129, 0, 130, 171, 131, 237, 237, 64]  # of MIXED, in any order, a row twice
@@ -328,6 +388,7 @@ def test_the_fastest_backend_that_fits_is_chosen():
         (AttentionNeeds("cpu", torch.float32, 16, 272, 4, 4), "up to 256, not 272"),
         (AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4, content="a latent vector"), "not a latent vector"),
         (AttentionNeeds("cpu", torch.float32, 16, 64, 64, 1), "share a KV head"),
+        (AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4, kv_dtype=torch.bfloat16), "not in torch.bfloat16"),
     ],
 )
 def test_a_backend_that_was_asked_for_and_cannot_says_why(needs, reason):

@@ -576,7 +576,9 @@ def test_backends_refuse_dtypes_of_keys_and_values_that_they_do_not_read() -> No
     on_cpu = replace(fp8, device_type="cpu", dtype=torch.float32)
     chosen = select_backend("auto", on_cpu, "layers 0-3")
     assert chosen.backend.name == "torch"
-    assert "keeps keys and values in float32, not in torch.float8_e4m3fn" in chosen.reasons_against["cpu"]
+    assert (
+        "keeps keys and values in float32, float16 or int8, not in torch.float8_e4m3fn" in chosen.reasons_against["cpu"]
+    )
     with pytest.raises(ConfigError, match=r"not in torch\.int8"):
         select_backend("auto", replace(NEEDS, kv_dtype=torch.int8), "layers 0-3")
     narrow = replace(fp8, dtype=torch.bfloat16, head_dim=16)

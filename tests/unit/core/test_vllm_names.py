@@ -49,7 +49,7 @@ def test_what_changes_no_answer_changes_nothing() -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported; 1: a model runs on one device"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size: True"),
         ({"pipeline_parallel_size": 4}, "pipeline_parallel_size: 4"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: 'int8'"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: 'fp8_e5m2'"),
         ({"tokenizer": "other"}, "tokenizer: is another than the model's"),
         ({"revision": "v2"}, "revision: 'v2'"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb: 4"),
