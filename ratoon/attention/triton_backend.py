@@ -146,7 +146,7 @@ class TritonAttentionBackend(AttentionBackend):
         transform: HeadTransform | None = None,
     ) -> Tensor:
         operands = operands_of(layer, q, kv_cache, metadata)
-        if self._is_decode(operands, transform):
+        if self._is_decode(operands):
             self._decode(operands, k, v, transform)
         else:
             self._store(layer, q, k, v, kv_cache, metadata, transform)
@@ -220,13 +220,11 @@ class TritonAttentionBackend(AttentionBackend):
             return None
         return operands.metadata.cascade(longest, layer.causal)
 
-    def _is_decode(self, operands: Operands, transform: HeadTransform | None) -> bool:
+    def _is_decode(self, operands: Operands) -> bool:
         """Whether one kernel can transform, store and attend."""
         layer, metadata = operands.layer, operands.metadata
         num_tiles = metadata.num_requests * layer.num_kv_heads
         is_small = num_tiles <= _MAX_FUSED_TILES_PER_SM * num_multiprocessors(operands.q.device)
-        if transform is not None and transform.k_norm is not None and operands.pages.dtype != operands.q.dtype:
-            is_small = False  # norms and fp8 together need more registers than there are, and take a stack
         if not (is_small if self._fused_store is None else self._fused_store):
             return False
         if metadata.inputs.max_query_len > 1 or operands.group > SHORT_ROWS:

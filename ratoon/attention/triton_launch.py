@@ -136,7 +136,8 @@ class Launches:
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
             num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=splits_pad,
             MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, operands.group),
-            GROUP_PAD=max(2, next_power_of_two(operands.group)),  # one head would take more registers
+            # Fewer heads would take more registers, up to a stack: a thread has more of each.
+            GROUP_PAD=max(4 if is_paired(pages, q) else 2, next_power_of_two(operands.group)),
             **head.constants, **self._constants(operands, tiles),
         )  # fmt: skip
 
