@@ -1,11 +1,13 @@
 """The engine core in a process of its own: a busy loop, and threads around it for what comes in and goes out.
 
     input thread   DEALER socket → decoded messages → queue ┐
-    main thread                                             └→ loop: take messages, step ┐
-    output thread  PUSH socket ← encoded messages ← queue ←──────────────────────────────┘
+    main thread                                             └→ loop: take messages, step → PUSH socket
     heartbeat thread: tells the client how long the step under way has taken
     lifeline thread:  ends the process when standard input closes, that is when its parent is gone; one that is
                       stopped (SIGSTOP) is made to continue by the system then
+
+The main thread sends what a step brought itself, in some microseconds. A thread for it would have to wait for Python's
+lock, which the main thread holds while it launches the next step.
 
 The loop is never more than a few steps ahead of what the client has taken: else a front end that is slower than the
 engine would have a long queue of outputs, with those of new requests at its end.
@@ -62,7 +64,6 @@ from ratoon.observe.startup import StartupTimer
 logger = get_logger(__name__)
 
 MAX_STEPS_AHEAD = 4  # messages with outputs that the client has not taken; the loop waits then
-MAX_HEARTBEATS_WAITING = 16
 SECONDS_TO_TIDY_UP = 2.0
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
 SECONDS_TO_BE_HEARD = 30.0  # for the parent to read why the engine did not start
@@ -79,7 +80,8 @@ class EngineCoreProcess:
         self._is_orphan = False
         self._context = zmq.Context()
         self._inputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outputs: queue.SimpleQueue[tuple[EngineMessageType, Any]] = queue.SimpleQueue()
+        self._output_socket: zmq.Socket[bytes] | None = None
+        self._output_lock = threading.Lock()
         self._num_outputs_sent = 0
         self._num_outputs_taken = 0
         self._num_bad_messages = 0
@@ -87,7 +89,7 @@ class EngineCoreProcess:
         self._core: EngineCore | None = None
 
     def run(self) -> int:
-        for work in (self._read_messages, self._write_messages, self._beat, self._hold_lifeline):
+        for work in (self._read_messages, self._beat, self._hold_lifeline):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         timer = StartupTimer()
         try:
@@ -219,15 +221,14 @@ class EngineCoreProcess:
         if self._core is not None and isinstance(message, (list, dict)):
             self._core.note_abort(message)
 
-    def _write_messages(self) -> None:
-        socket = self._context.socket(zmq.PUSH)
-        socket.connect(self._launch.output_address)
-        while True:
-            kind, message = self._outputs.get()
-            socket.send_multipart([self._launch.secret, kind.value, *encode(message)])
-
-    def _send(self, kind: EngineMessageType, message: Any) -> None:
-        self._outputs.put((kind, message))
+    def _send(self, kind: EngineMessageType, message: Any, flags: int = 0) -> None:
+        """From any thread. The socket sends in the background; it takes many more messages than the loop runs ahead."""
+        frames = [self._launch.secret, kind.value, *encode(message)]
+        with self._output_lock:
+            if self._output_socket is None:
+                self._output_socket = self._context.socket(zmq.PUSH)
+                self._output_socket.connect(self._launch.output_address)
+            self._output_socket.send_multipart(frames, flags)
 
     def _send_outputs(self, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = self._launch.index
@@ -244,8 +245,8 @@ class EngineCoreProcess:
                 paused=core is not None and core.paused,
                 asleep=core is not None and core.asleep,
             )
-            if self._outputs.qsize() < MAX_HEARTBEATS_WAITING:  # the client reads nothing, so no more is sent
-                self._send(EngineMessageType.HEARTBEAT, heartbeat)
+            with contextlib.suppress(zmq.Again):  # the client has read nothing for long, so no more is sent
+                self._send(EngineMessageType.HEARTBEAT, heartbeat, zmq.NOBLOCK)
 
     def _hold_lifeline(self) -> None:
         heard = b""

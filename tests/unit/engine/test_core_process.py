@@ -25,9 +25,9 @@ class QuietProcess(EngineCoreProcess):
 
     def _read_messages(self) -> None: ...
 
-    _write_messages = _beat = _hold_lifeline = _remove_directory = _read_messages
+    _beat = _hold_lifeline = _remove_directory = _read_messages
 
-    def _send(self, kind: EngineMessageType, message: Any) -> None:
+    def _send(self, kind: EngineMessageType, message: Any, flags: int = 0) -> None:
         self.sent.append(kind)
 
     def _loop(self, core: Any, utilities: Any) -> None:
