@@ -38,7 +38,7 @@
 #define FETCH_ROWS 24   // with more, there is so much to compute that the processor's own fetching ahead is enough
 #define READING_ROWS 2  // reading a stretch takes about as long as computing it for so many rows
 
-enum { FLOATS, HALVES, BYTES };  // what keys and values are kept as
+enum { HALVES = FLOATS + 1, BYTES };  // what keys and values are kept as, if not as FLOATS (tile.h)
 static const int64_t size_of[] = {4, 2, 1};
 
 typedef struct {
