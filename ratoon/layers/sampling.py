@@ -2,6 +2,7 @@
 
 There are no requests and no state here: execution/sampler.py decides which rows need which function. On a GPU the
 kernels of layers/triton do the same; they are imported when they are used, since a CPU's installation has no Triton.
+On a CPU the kernel of layers/native draws where it was built, and torch elsewhere: the same tokens.
 
 A row's result is independent of the other rows, bit for bit: every operation works within one row, and probabilities
 are rounded to multiples of 2^-52 before they are added up, so that sums in float64 are exact in any order. The random
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from ratoon.layers import native
 
 Tensor = torch.Tensor
 
@@ -172,6 +175,8 @@ def greedy(logits: Tensor) -> Chosen:
 
 def draw(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Chosen:
     """Draw from softmax(logits / temperature): [R, V], [R], [R] float64 in [0, 1)."""
+    if _has_kernel(logits):
+        return _draw_by_kernel(logits, temperature, None, uniforms)
     return _draw_from(exact_probabilities(logits / temperature[:, None]), uniforms)
 
 
@@ -194,13 +199,41 @@ def draw_filtered(logits: Tensor, temperature: Tensor, filters: Filters, uniform
     """Draw after temperature, min_p, top_k and top_p, in this order; each applies to what the one before left."""
     if logits.device.type != "cpu" or logits.shape[1] <= NUCLEUS_CANDIDATES * 4:
         # Finding the rows that need a sort would synchronise with the device.
-        return _draw_sorted(exact_probabilities(logits / temperature[:, None]), filters, uniforms)
+        return _draw_from_all(logits, temperature, filters, uniforms)
     small = (filters.top_k > 0) & (filters.top_k < SMALL_TOP_K)
     return _in_two_groups(
         small,
         lambda rows: _draw_small_top_k(logits[rows], temperature[rows], filters.select(rows), uniforms[rows]),
         lambda rows: _draw_nucleus(logits[rows], temperature[rows], filters.select(rows), uniforms[rows]),
     )
+
+
+def _draw_from_all(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
+    if _has_kernel(logits):
+        return _draw_by_kernel(logits, temperature, filters, uniforms)
+    return _draw_sorted(exact_probabilities(logits / temperature[:, None]), filters, uniforms)
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and native.can_draw()
+
+
+def _draw_by_kernel(logits: Tensor, temperature: Tensor, filters: Filters | None, uniforms: Tensor) -> Chosen:
+    """What `_draw_sorted` does, or `_draw_from` where there are no filters, without sorting."""
+    kernels = native.library()
+    assert kernels is not None
+    scaled = logits if bool((temperature == 1).all()) else logits / temperature[:, None]
+    probabilities = torch.softmax(scaled, dim=-1).contiguous()  # as exact_probabilities begins; the kernel rounds them
+    num_rows, num_columns = probabilities.shape
+    token_ids = torch.empty(num_rows, dtype=torch.int64)
+    bad = torch.empty(num_rows, dtype=torch.bool)
+    arguments = [] if filters is None else [filters.top_k.long(), filters.top_p.double(), filters.min_p.float()]
+    kept = [argument.contiguous() for argument in (*arguments, uniforms.double())]  # until the call returns
+    pointers = [None] * (4 - len(kept)) + [argument.data_ptr() for argument in kept]
+    kernels.ratoon_draw(
+        probabilities.data_ptr(), num_rows, num_columns, *pointers, token_ids.data_ptr(), bad.data_ptr()
+    )
+    return Chosen(token_ids, bad)
 
 
 def _draw_sorted(probabilities: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
@@ -224,6 +257,8 @@ def _draw_small_top_k(logits: Tensor, temperature: Tensor, filters: Filters, uni
 
 def _draw_nucleus(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
     """The same, sorting only rows for which the top candidates are not enough."""
+    if _has_kernel(logits):
+        return _draw_by_kernel(logits, temperature, filters, uniforms)
     probabilities = exact_probabilities(logits / temperature[:, None])
     values, token_ids = top_candidates(probabilities, NUCLEUS_CANDIDATES)
     only_top_p = (filters.top_k == 0) & (filters.min_p == 0)

@@ -100,6 +100,7 @@ int main(int argc, char **argv) {
     } sections[] = {
         {"threads", check_threads},     {"linear", check_linear}, {"mlp", check_mlp},             {"rows", check_rows},
         {"attention", check_attention}, {"encode", check_encode}, {"quantised", check_quantised}, {"program", check_program},
+        {"sampling", check_sampling},
     };
     uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     padding = argc > 2 ? atol(argv[2]) : 0;

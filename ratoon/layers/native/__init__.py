@@ -58,6 +58,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_store_kv": (None, [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 4]),
 }
 _PROGRAM_SIGNATURES: dict[str, tuple[object, list[object]]] = {"ratoon_run_program": (_INT, [_POINTER, _INT])}
+_DRAW_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ratoon_draw": (None, [_POINTER, _INT, _INT, *[_POINTER] * 6])
+}
 # Of weights in 16 bits. A library that was built before these and the next existed does without, and without recorded
 # passes.
 _WIDENING_SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -120,6 +123,12 @@ def can_record() -> bool:
     return kernels is not None and _PROGRAM_SIGNATURES.keys() <= kernels.functions.keys()
 
 
+def can_draw() -> bool:
+    """Whether the set can draw tokens."""
+    kernels = library()
+    return kernels is not None and _DRAW_SIGNATURES.keys() <= kernels.functions.keys()
+
+
 @functools.cache
 def _found() -> tuple[str, Kernels | None]:
     for kernel_set in _wanted_sets():
@@ -137,7 +146,7 @@ def _load(kernel_set: str) -> Kernels | None:
         loaded = ctypes.CDLL(str(path))
     except OSError:  # built for another system
         return None
-    later = _WIDENING_SIGNATURES | _QUANTISED_SIGNATURES | _PROGRAM_SIGNATURES
+    later = _WIDENING_SIGNATURES | _QUANTISED_SIGNATURES | _PROGRAM_SIGNATURES | _DRAW_SIGNATURES
     names = [*_SIGNATURES, *(name for name in later if hasattr(loaded, name))]
     for name in names:
         function = getattr(loaded, name)

@@ -34,3 +34,8 @@ int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64
 void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t kind, void *cache, int64_t block_bytes,
                      void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
                      int64_t head_dim, int64_t block_size);
+
+// One token for each row of [rows, columns] probabilities, which are changed. The filters are all NULL, or one value a row: 0
+// and 1 leave all tokens. bad: 1 where a row is not made of numbers, or has nothing to draw.
+void ratoon_draw(float *probabilities, int64_t rows, int64_t columns, const int64_t *top_k, const double *top_p,
+                 const float *min_p, const double *uniforms, int64_t *token_ids, uint8_t *bad);

@@ -38,9 +38,12 @@ def declared() -> dict[str, tuple[object, list[object]]]:
     return functions
 
 
-@pytest.mark.parametrize("name", sorted(native._SIGNATURES | native._QUANTISED_SIGNATURES))
+CALLED = native._SIGNATURES | native._WIDENING_SIGNATURES | native._QUANTISED_SIGNATURES | native._DRAW_SIGNATURES
+
+
+@pytest.mark.parametrize("name", sorted(CALLED))
 def test_python_calls_a_kernel_as_its_header_declares_it(name: str) -> None:
-    assert (native._SIGNATURES | native._QUANTISED_SIGNATURES)[name] == declared()[name]
+    assert CALLED[name] == declared()[name]
 
 
 @pytest.mark.parametrize("name", sorted(declared()))
