@@ -94,9 +94,23 @@ INLINE void panels_step(int rows, int panels, int format, const float *a, int64_
 }
 
 #define STEPS_PER_FETCH 4
+#define STREAMING_ROWS 4  // tiles of so few rows wait for memory
+#define LINES_AHEAD 32    // that they fetch, in every panel: across the page on which the processor's own fetching ends
 
-// The same chains for up to MAX_TILE_PANELS panels, with packed rows of B. Meanwhile memory at `fetch` goes into the
-// second-level cache: 64 bytes for each panel and every STEPS_PER_FETCH steps.
+// Fetches ahead of a chain at step k: what the same panels have further on, for few rows. For more, which have the panels in
+// the first-level cache, memory at `fetch` into the second-level one: 64 bytes for each panel.
+INLINE void fetch_ahead(int rows, int panels, int format, const void *b, int64_t panel_size, int64_t k, const float *fetch) {
+    UNROLLED for (int p = 0; p < panels; p++) {
+        const char *ahead = (const char *)number_at(format, b, p * panel_size + k * TILE) + 64 * LINES_AHEAD;
+        if (rows > STREAMING_ROWS)
+            __builtin_prefetch(fetch + (k / STEPS_PER_FETCH * panels + p) * 16, 0, 2);
+        else
+            UNROLLED for (int i = 0; i < STEPS_PER_FETCH * TILE * bytes_of(format) / 64; i++)
+                __builtin_prefetch(ahead + 64 * i, 0, 3);
+    }
+}
+
+// The same chains for up to MAX_TILE_PANELS panels, with packed rows of B.
 INLINE void panels_chain(int rows, int panels, int format, const float *a, int64_t lda, const void *b, int64_t panel_size,
                          int64_t depth, const float *fetch, vec acc[][TILE_WIDTH / W]) {
 #if W == 4
@@ -105,8 +119,7 @@ INLINE void panels_chain(int rows, int panels, int format, const float *a, int64
 #else
     int64_t k = 0;
     for (; k + STEPS_PER_FETCH <= depth; k += STEPS_PER_FETCH) {
-        UNROLLED for (int p = 0; p < panels; p++)
-            __builtin_prefetch(fetch + (k / STEPS_PER_FETCH * panels + p) * 16, 0, 2);
+        fetch_ahead(rows, panels, format, b, panel_size, k, fetch);
         UNROLLED for (int s = 0; s < STEPS_PER_FETCH; s++)
             panels_step(rows, panels, format, a + k + s, lda, number_at(format, b, (k + s) * TILE), panel_size, acc);
     }
