@@ -49,6 +49,7 @@ TARGETS = {
             "avx2": ("x86_64-linux-gnu.2.28", "x86_64_v3"),
             "avx512": ("x86_64-linux-gnu.2.28", "x86_64_v4"),
             "avx512vnni": ("x86_64-linux-gnu.2.28", "x86_64_v4+avx512vnni"),
+            "avx512amx": ("x86_64-linux-gnu.2.28", "x86_64_v4+avx512vnni+amx_tile+amx_int8"),
         },
     ),
     "darwin-arm64": Target("macosx_11_0_arm64", ".dylib", {"neon": ("aarch64-macos.11.0", "apple_m1")}),

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "kernels.h"
+#include "quantised.h"
 
 #define MAX_PRINTED 5
 #define MAX_MAPPED 64
@@ -102,6 +103,10 @@ int main(int argc, char **argv) {
         {"attention", check_attention}, {"encode", check_encode}, {"quantised", check_quantised}, {"program", check_program},
         {"sampling", check_sampling},
     };
+    if (!ratoon_kernels_usable()) {
+        printf("the system refuses these kernels\n");
+        return 2;
+    }
     uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     padding = argc > 2 ? atol(argv[2]) : 0;
     int total = 0;

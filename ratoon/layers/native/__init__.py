@@ -16,7 +16,7 @@ from typing import Any
 from ratoon.core.errors import ConfigError
 
 VARIABLE = "RATOON_KERNELS"  # a kernel set by name instead of the best one, or "none"
-KERNEL_SETS = ("avx512vnni", "avx512", "avx2", "neondot", "neon")
+KERNEL_SETS = ("avx512amx", "avx512vnni", "avx512", "avx2", "neondot", "neon")
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -146,6 +146,8 @@ def _load(kernel_set: str) -> Kernels | None:
         loaded = ctypes.CDLL(str(path))
     except OSError:  # built for another system
         return None
+    if hasattr(loaded, "ratoon_kernels_usable") and not loaded.ratoon_kernels_usable():
+        return None  # the system refuses what the processor has
     later = _WIDENING_SIGNATURES | _QUANTISED_SIGNATURES | _PROGRAM_SIGNATURES | _DRAW_SIGNATURES
     names = [*_SIGNATURES, *(name for name in later if hasattr(loaded, name))]
     for name in names:
@@ -183,7 +185,9 @@ def _supported_sets() -> list[str]:
         return ["neondot", "neon"] if "asimddp" in flags else ["neon"]
     supported = []
     if {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags:
-        supported += ["avx512vnni", "avx512"] if "avx512_vnni" in flags else ["avx512"]
+        if "avx512_vnni" in flags:
+            supported += ["avx512amx", "avx512vnni"] if {"amx_tile", "amx_int8"} <= flags else ["avx512vnni"]
+        supported.append("avx512")
     if {"avx2", "fma", "f16c", "bmi2"} <= flags:
         supported.append("avx2")
     return supported

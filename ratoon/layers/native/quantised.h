@@ -23,6 +23,9 @@ typedef struct {
     float multiplier;         // of all scales and offsets: a power of two
 } quantised_weight;
 
+// Whether this set of kernels can run here, besides that the processor has the instructions. Called once, before all else.
+int ratoon_kernels_usable(void);
+
 // Bytes that a product needs for each row to keep its quantised activations, and for QUANTISED_ROOM rows more; aligned to 4.
 #define QUANTISED_ROOM 15
 int64_t ratoon_quantised_scratch(int64_t in);

@@ -43,6 +43,9 @@ INLINE activation_block block_of(const quantised_call *c, int64_t row, int64_t b
 // Rows [first, last) of panels [first_panel, last_panel): all of their inputs. `first` is the first of a strip.
 void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel);
 
+// The same by the matrix unit of a processor that has one (quantised_amx.c), for groups of 32.
+void multiply_by_matrices(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel);
+
 INLINE void write_part(float *p, int64_t count, vec v) {
     if (count >= W) {
         store(p, v);

@@ -2,9 +2,8 @@
 // in the first-level cache, and all rows are multiplied with it. The sums over earlier stretches wait in y.
 //
 // Every result is the chain of operations of quantised.c.
-#include "quantised_call.h"
+#include "unpack.h"
 
-#define STRETCH 24  // blocks
 #if W == 16
 #define PANELS 2  // that are unpacked together
 #define TILE_ROWS 8
@@ -18,40 +17,6 @@
 #define TILE_ROWS 4
 #define VECS 2
 #endif
-
-typedef struct {
-    _Alignas(64) uint8_t codes[STRETCH][QUADS][TILE][4];
-    float scales[STRETCH * 2][TILE];  // of each group
-    float offsets[STRETCH][TILE];
-} unpacked;
-
-static void unpack_codes(const quantised_weight *w, int64_t first_block, int64_t count, unpacked *to) {
-    const uint8_t *codes = w->codes + first_block * BLOCK_CODES * w->bits / 8;
-    uint8_t *target = to->codes[0][0][0];
-    if (w->bits == 8) {
-        for (int64_t i = 0; i < count * BLOCK_CODES; i += 4 * W) *(bvec *)(target + i) = prepare_8(load_bytes(codes + i));
-        return;
-    }
-    const int half = BLOCK_CODES / 2;
-    for (int64_t block = 0; block < count; block++)
-        for (int i = 0; i < half; i += 4 * W) {
-            bvec both = load_bytes(codes + block * half + i);
-            *(bvec *)(target + block * BLOCK_CODES + i) = both & 15;
-            *(bvec *)(target + block * BLOCK_CODES + half + i) = both >> 4;
-        }
-}
-
-// Blocks [first, first + count) of a panel; of the last one in the place of one behind it, whose columns nothing reads.
-static void unpack(const quantised_call *c, int64_t panel, int64_t first, int64_t count, unpacked *to) {
-    const quantised_weight *w = c->weight;
-    panel = panel < c->panels ? panel : c->panels - 1;
-    const int64_t block = panel * c->blocks + first, groups = c->groups;
-    unpack_codes(w, block, count, to);
-    for (int64_t i = 0; i < count * groups * TILE; i += W)
-        store(to->scales[0] + i, load_halves(w->scales + block * groups * TILE + i));
-    if (w->offsets)
-        for (int64_t i = 0; i < count * TILE; i += W) store(to->offsets[0] + i, load_halves(w->offsets + block * TILE + i));
-}
 
 typedef struct {
     const quantised_call *call;
@@ -149,14 +114,21 @@ static const stretch_function *functions_of(const quantised_weight *w) {
 }
 
 // The height of the tile that begins at a row: all those of a strip are about equal.
-static int64_t height_at(int64_t row, int64_t last) {
+static int64_t height_at(int64_t row, int64_t last, int64_t highest) {
     int64_t left = STRIP - row % STRIP < last - row ? STRIP - row % STRIP : last - row;
-    int64_t tiles = (left + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t tiles = (left + highest - 1) / highest;
     return (left + tiles - 1) / tiles;
 }
 
 void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel) {
+#if defined(__AMX_INT8__)
+    if (c->weight->group == QUANTISED_BLOCK) {  // with shorter groups most of the matrix unit would be idle
+        multiply_by_matrices(c, first, last, first_panel, last_panel);
+        return;
+    }
+#endif
     const stretch_function *functions = functions_of(c->weight);
+    const int64_t highest = c->weight->offsets && TILE_ROWS > 6 ? 6 : TILE_ROWS;  // offsets need registers, too
     unpacked panels[PANELS];
     tile_place place = {.call = c, .panels = panels};
     for (place.panel = first_panel; place.panel < last_panel; place.panel += PANELS)
@@ -164,9 +136,9 @@ void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, in
             int64_t left = c->blocks - place.first_block;
             place.blocks = left < STRETCH ? left : STRETCH;
             place.is_last = left <= STRETCH;
-            for (int i = 0; i < PANELS; i++) unpack(c, place.panel + i, place.first_block, place.blocks, panels + i);
+            for (int i = 0; i < PANELS; i++) unpack(0, c, place.panel + i, place.first_block, place.blocks, panels + i);
             for (place.row = first; place.row < last;) {
-                int64_t height = height_at(place.row, last);
+                int64_t height = height_at(place.row, last, highest);
                 for (place.vector = 0; place.vector < PANELS * TILE_VECS; place.vector += VECS) functions[height](&place);
                 place.row += height;
             }

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,3 +56,31 @@ def test_a_set_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(native.VARIABLE, value)
     with pytest.raises(ConfigError, match=words):
         native._wanted_sets()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("avx2 fma f16c bmi2", ["avx2"]),
+        ("avx512f avx512bw avx512cd avx512dq avx512vl", ["avx512"]),
+        ("avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni amx_tile", ["avx512vnni", "avx512"]),
+        (
+            "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni amx_tile amx_int8",
+            ["avx512amx", "avx512vnni", "avx512"],
+        ),
+        ("sse2", []),
+    ],
+)
+def test_sets_are_those_whose_instructions_the_processor_has(
+    monkeypatch: pytest.MonkeyPatch, flags: str, expected: list[str]
+) -> None:
+    monkeypatch.setattr(native, "_cpu_flags", lambda: set(flags.split()))
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    assert native._supported_sets() == expected
+
+
+@pytest.mark.skipif(native.library() is None, reason="no kernels for this processor; `make setup` builds them")
+def test_a_set_that_the_system_refuses_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = SimpleNamespace(ratoon_kernels_usable=lambda: 0)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: refused)
+    assert native._load(native.kernel_set_name()) is None

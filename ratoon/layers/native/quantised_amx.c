@@ -1,0 +1,124 @@
+// Products of many rows with a quantised weight by the matrix unit of x86 (AMX): 16 rows by 16 columns by 32 inputs in one
+// instruction. A tile's integers go through memory to the vector unit, which scales and adds them.
+//
+// Every result is the chain of operations of quantised.c. Rows behind the last are computed too (the activations have room
+// for them) and not written.
+#if defined(__linux__)
+#define _GNU_SOURCE  // syscall
+#endif
+#include "unpack.h"
+
+#if !defined(__AMX_INT8__)
+int ratoon_kernels_usable(void) { return 1; }
+#else
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define TILE_ROWS STRIP
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_TILE_DATA 18
+
+// Linux gives a process the registers of the matrix unit when it asks for them.
+int ratoon_kernels_usable(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_TILE_DATA) == 0; }
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes_of_row[16];
+    uint8_t rows[16];
+} tile_config;
+
+// Registers 0 and 1 hold sums, 4 and 5 activations, 6 and 7 weights of a block.
+static void configure(void) {
+    _Alignas(64) tile_config config = {.palette = 1};
+    for (int i = 0; i < 2; i++) config.rows[i] = TILE_ROWS, config.bytes_of_row[i] = 4 * TILE;
+    for (int i = 4; i < 6; i++) config.rows[i] = TILE_ROWS, config.bytes_of_row[i] = QUANTISED_BLOCK;
+    for (int i = 6; i < 8; i++) config.rows[i] = QUADS, config.bytes_of_row[i] = 4 * TILE;
+    _tile_loadconfig(&config);
+}
+
+typedef struct {
+    const quantised_call *call;
+    const unpacked *stretch;
+    int64_t row, rows, panel, first_block, blocks;
+    int is_last;
+} tile_place;
+
+// The sums of one block, by registers of the matrix unit.
+#define MULTIPLY(SUMS, INPUTS, WEIGHTS, INDEX, TARGET)                                                                         \
+    {                                                                                                                          \
+        _tile_loadd(INPUTS, x + (INDEX) * block_bytes, QUANTISED_BLOCK);                                                       \
+        _tile_loadd(WEIGHTS, codes + (INDEX) * BLOCK_CODES, 4 * TILE);                                                         \
+        _tile_zero(SUMS);                                                                                                      \
+        _tile_dpbssd(SUMS, INPUTS, WEIGHTS);                                                                                   \
+        _tile_stored(SUMS, (TARGET)[0], 4 * TILE);                                                                             \
+    }
+
+INLINE void add_block(int has_offsets, const float *x_scales, const float *scales, const float *offsets,
+                      const int32_t sums[TILE_ROWS][TILE], vec acc[TILE_ROWS]) {
+    vec scale = load(scales), offset = has_offsets ? load(offsets) : (vec){};
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_ROWS; i++) {
+        acc[i] = fma_(__builtin_convertvector(*(const ivec *)sums[i], vec), scale * splat(x_scales[i]), acc[i]);
+        if (has_offsets) acc[i] = fma_(splat(x_scales[STRIP + i]), offset, acc[i]);
+    }
+}
+
+// Adds a stretch to a tile [16][16] of y. The first argument is a constant.
+INLINE void add_stretch(int has_offsets, const tile_place *p) {
+    const quantised_call *c = p->call;
+    const int64_t last = p->blocks, block_bytes = STRIP * (int64_t)ROW_BYTES;
+    const int64_t column = p->panel * TILE, count = c->weight->out - column;
+    if (p->is_last)  // results are on their way to the cache while the sums are made
+        for (int i = 0; i < p->rows; i++) __builtin_prefetch(c->y + (p->row + i) * c->ldy + column, 1);
+    const activation_block start = block_of(c, p->row, p->first_block);
+    const int8_t *x = start.codes[0];
+    const uint8_t *codes = p->stretch->codes[0][0][0];
+    const float *scales = p->stretch->scales[0], *offsets = p->stretch->offsets[0];
+    _Alignas(64) int32_t sums[2][TILE_ROWS][TILE];
+    float *y = c->y + p->row * c->ldy + column;
+    vec acc[TILE_ROWS];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_ROWS; i++)
+        acc[i] = p->first_block && i < p->rows ? read_part(y + i * c->ldy, count) : (vec){};
+#define ADD(INDEX, SUMS)                                                                                                       \
+    add_block(has_offsets, (const float *)((const uint8_t *)start.scales + (INDEX) * block_bytes),                             \
+              scales + (INDEX) * TILE, offsets + (INDEX) * TILE, SUMS, acc);
+    // While the vector unit adds one block, the matrix unit multiplies the next.
+    MULTIPLY(0, 4, 6, 0, sums[0])
+    int64_t index = 0;
+    for (; index + 2 < last; index += 2) {
+        MULTIPLY(1, 5, 7, index + 1, sums[1])
+        ADD(index, sums[0])
+        MULTIPLY(0, 4, 6, index + 2, sums[0])
+        ADD(index + 1, sums[1])
+    }
+    if (index + 1 < last) MULTIPLY(1, 5, 7, index + 1, sums[1])
+    ADD(index, sums[0])
+    if (index + 1 < last) ADD(index + 1, sums[1])
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_ROWS; i++)
+        if (i < p->rows) write_part(y + i * c->ldy, count, p->is_last ? finish(c->weight, column, acc[i]) : acc[i]);
+}
+
+static void add_plain(const tile_place *p) { add_stretch(0, p); }
+static void add_with_offsets(const tile_place *p) { add_stretch(1, p); }
+
+void multiply_by_matrices(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel) {
+    void (*add)(const tile_place *) = c->weight->offsets ? add_with_offsets : add_plain;
+    unpacked stretch;
+    tile_place place = {.call = c, .stretch = &stretch};
+    configure();
+    for (place.panel = first_panel; place.panel < last_panel; place.panel++)
+        for (place.first_block = 0; place.first_block < c->blocks; place.first_block += STRETCH) {
+            int64_t left = c->blocks - place.first_block;
+            place.blocks = left < STRETCH ? left : STRETCH;
+            place.is_last = left <= STRETCH;
+            unpack(1, c, place.panel, place.first_block, place.blocks, &stretch);
+            for (place.row = first; place.row < last; place.row += TILE_ROWS) {
+                place.rows = last - place.row < TILE_ROWS ? last - place.row : TILE_ROWS;
+                add(&place);
+            }
+        }
+    _tile_release();
+}
+#endif
