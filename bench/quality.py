@@ -1,8 +1,11 @@
-"""What a quantised file loses by staying in its own bits: perplexity of a text, and greedy answers that stay the same.
+"""What weights in few bits lose: perplexity of a text, and greedy answers that stay the same, against the same file's
+weights in float32.
 
-Both engines read the same file: once decoded to float32 (quantization="none"), once kept (quantization="auto").
+    python bench/quality.py smollm2-135m                        # a file as it is: quantization none and auto
+    python bench/quality.py folder-of-floats --modes int8 int4
+    python bench/quality.py smollm2-135m --formats              # the embedded model in every format, made for this
 
-    python bench/quality.py smollm2-135m --text docs/serving.md --tokens 4096
+Each row is a file once decoded (quantization="none") and once in a mode. Files of formats are kept in .cache/bench.
 """
 
 from __future__ import annotations
@@ -12,14 +15,18 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from ratoon import LLM, SamplingParams
+from export_hf import CACHE_FOLDER
 
-TEXT = Path(__file__).parents[1] / "docs" / "serving.md"
-MODES = ("none", "auto")
+from ratoon import LLM, SamplingParams
+from ratoon.models.embedded import find_embedded_model
+
+DOCS = Path(__file__).parents[1] / "docs"
+TEXTS = [DOCS / name for name in ("serving.md", "python.md", "sampling.md")]
+DECODED = "none"
+COLUMNS = ("format", "quantization", "MiB", "perplexity, decoded", "perplexity", "change", "answers unchanged")
 
 
 class Quality(NamedTuple):
-    mode: str
     weight_bytes: int
     perplexity: float
     answers: list[list[int]]
@@ -28,26 +35,46 @@ class Quality(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--text", type=Path, default=TEXT, help="a file of text")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the text")
+    parser.add_argument("--modes", nargs="+", default=["auto"], help="values of quantization")
+    parser.add_argument(
+        "--formats", nargs="*", help="make files of an embedded GGUF model in these formats; default: all"
+    )
+    parser.add_argument("--text", type=Path, nargs="+", default=TEXTS, help="files of text")
+    parser.add_argument("--tokens", type=int, default=10240, help="of the text")
     parser.add_argument("--window", type=int, default=1024, help="tokens that are scored together")
-    parser.add_argument("--answers", type=int, default=16, help="greedy continuations of places in the text")
+    parser.add_argument("--answers", type=int, default=32, help="greedy continuations of places in the text")
     parser.add_argument("--length", type=int, default=16, help="tokens of an answer")
+    parser.add_argument("--num-threads", type=int)
     args = parser.parse_args()
-    found = [measure(args, mode) for mode in MODES]
-    print(format_table(found))
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
+    for label, model in find_models(args):
+        decoded = measure(args, model, DECODED)
+        for mode in args.modes:
+            print(format_row(label, mode, decoded, measure(args, model, mode)), flush=True)
 
 
-def measure(args: argparse.Namespace, mode: str) -> Quality:
-    with LLM(args.model, device="cpu", quantization=mode) as llm:
-        tokens = llm.get_tokenizer().encode(args.text.read_text())[: args.tokens]
+def find_models(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """What the rows are called, and the models."""
+    if args.formats is None:
+        return [(args.model, args.model)]
+    from quality_parts.formats import FORMATS, make_file
+
+    source = find_embedded_model(args.model)
+    names = args.formats or FORMATS
+    return [(name, str(make_file(source, name, CACHE_FOLDER / "formats"))) for name in names]
+
+
+def measure(args: argparse.Namespace, model: str, mode: str) -> Quality:
+    with LLM(model, device="cpu", quantization=mode, num_threads=args.num_threads) as llm:
+        text = "\n".join(path.read_text() for path in args.text)
+        tokens = llm.get_tokenizer().encode(text)[: args.tokens]
         windows = [tokens[first : first + args.window] for first in range(0, len(tokens), args.window)]
         step = max(len(tokens) // args.answers, 1)
         prompts = [tokens[max(end - 64, 0) : end] for end in range(step, len(tokens) + 1, step)][: args.answers]
         greedy = SamplingParams(temperature=0, max_tokens=args.length, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy)
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        return Quality(mode, llm.describe()["weight_bytes"], perplexity(llm, windows), answers)
+        return Quality(llm.describe()["weight_bytes"], perplexity(llm, windows), answers)
 
 
 def perplexity(llm: LLM, windows: list[list[int]]) -> float:
@@ -61,18 +88,18 @@ def perplexity(llm: LLM, windows: list[list[int]]) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def format_table(found: list[Quality]) -> str:
-    lines = [
-        "| quantization | weights, MiB | perplexity | change | greedy answers unchanged |",
-        "|---|---|---|---|---|",
+def format_row(label: str, mode: str, decoded: Quality, found: Quality) -> str:
+    same = sum(ours == theirs for ours, theirs in zip(found.answers, decoded.answers, strict=True))
+    cells = [
+        label,
+        mode,
+        f"{found.weight_bytes / 2**20:.0f}",
+        f"{decoded.perplexity:.3f}",
+        f"{found.perplexity:.3f}",
+        f"{found.perplexity / decoded.perplexity - 1:+.2%}",
+        f"{same} of {len(found.answers)}",
     ]
-    base = found[0]
-    for one in found:
-        change = f"{one.perplexity / base.perplexity - 1:+.2%}"
-        same = sum(ours == theirs for ours, theirs in zip(one.answers, base.answers))
-        size = f"{one.weight_bytes / 2**20:.0f}"
-        lines.append(f"| {one.mode} | {size} | {one.perplexity:.3f} | {change} | {same} of {len(base.answers)} |")
-    return "\n".join(lines)
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
