@@ -18,6 +18,7 @@ from ratoon.engine.hidden_states_budget import HiddenStatesBudget
 from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.output_processor import OutputProcessor
 from ratoon.engine.roots import Root
+from ratoon.engine.torch_library import start_loading_torch_library
 from ratoon.observe.startup import StartupTimer
 from ratoon.observe.throughput import ThroughputLog
 from ratoon.observe.tracing import make_tracer
@@ -54,12 +55,15 @@ class BaseLLM:
         self.engine: Any = None  # once it runs
         self._ended = False
 
-    def _load_model(self, timer: StartupTimer) -> None:
-        """The front end's part of the model. Weights, and torch, are loaded by the engine."""
+    def _load_model(self, timer: StartupTimer, engine_follows: bool = False) -> None:
+        """The front end's part of the model. Weights, and torch, are loaded by the engine. `engine_follows`: in this
+        process."""
         from ratoon.models.source import resolve_model
 
         with timer.phase("find model"):
             self.source = resolve_model(self.config.model, self.config.hf_overrides)
+        if engine_follows:
+            start_loading_torch_library()
         if not self.front_end_config.skip_tokenizer:
             with timer.phase("load tokenizer"):
                 self._tokenizer = self.source.load_tokenizer()

@@ -1,0 +1,44 @@
+"""torch's library is linked ahead of `import torch`, and only where that is of use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ratoon.engine import torch_library
+
+LINKED_AHEAD = """
+import sys
+from ratoon.engine.torch_library import start_loading_torch_library
+thread = start_loading_torch_library()
+if thread is not None:
+    thread.join()
+    assert "libtorch_cpu" in open("/proc/self/maps").read()
+assert "torch" not in sys.modules
+import torch
+assert torch.ones(3).sum() == 3
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what a process has mapped from /proc")
+def test_the_library_is_there_before_torch_is_imported_and_torch_works_with_it() -> None:
+    done = subprocess.run([sys.executable, "-c", LINKED_AHEAD], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_loaded_where_torch_is_imported_already() -> None:
+    import torch  # noqa: F401
+
+    assert torch_library.start_loading_torch_library() is None
+
+
+def test_a_library_that_cannot_be_loaded_is_left_to_the_import(tmp_path, monkeypatch) -> None:
+    damaged = tmp_path / "libtorch_cpu.so"
+    damaged.write_bytes(b"not a library")
+    monkeypatch.setattr(torch_library, "_library_path", lambda: damaged)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    thread = torch_library.start_loading_torch_library()
+    assert thread is not None
+    thread.join()
