@@ -15,10 +15,11 @@ from ratoon.core.errors import ConfigError, EngineDeadError, EngineError, ModelE
 from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
-from ratoon.core.request import EngineCoreOutput, FinishReason
+from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from ratoon.core.stats import PrefixCacheStats, SchedulerStats
 from ratoon.core.wire import WireTensor
 from ratoon.engine.async_llm import AsyncLLM
+from ratoon.engine.async_llm_engine import _slices
 from ratoon.engine.detokenizer import FastDetokenizer
 from ratoon.engine.output_collector import OutputCollector
 from ratoon.models.tokenizer import LONG_TEXT
@@ -632,6 +633,31 @@ async def test_a_step_with_very_many_outputs_leaves_others_their_turns():
         assert len({turn for turn, _ in slices}) == len(slices), "two slices without a turn for others between them"
         client.step(5)
         assert await asyncio.gather(*tasks) == ["ba"] * 1000
+
+
+def step_of(*tokens: tuple[str, int], timestamp: float = 0.0) -> EngineCoreOutputs:
+    return EngineCoreOutputs([EngineCoreOutput(name, [token]) for name, token in tokens], timestamp=timestamp)
+
+
+def test_of_several_steps_a_requests_outputs_are_in_one_slice_and_in_order():
+    names = [f"r{number}" for number in range(300)]
+    steps = [step_of(*((name, turn) for name in names[turn:]), timestamp=1.0 + turn) for turn in range(3)]
+    parts = list(_slices(steps))
+    assert len(parts) == 3
+    found: dict[str, list[tuple[float, int]]] = {}
+    for part in parts:
+        seen = {output.request_id for step in part for output in step.outputs}
+        assert len(seen) <= 128 and not seen & found.keys()
+        for step in part:
+            for output in step.outputs:
+                found.setdefault(output.request_id, []).append((step.timestamp, output.new_token_ids[0]))
+    assert found["r299"] == [(1.0, 0), (2.0, 1), (3.0, 2)]
+    assert found["r0"] == [(1.0, 0)] and len(found) == 300
+
+
+def test_steps_with_much_for_one_request_stay_apart():
+    light, heavy = step_of(("a", 1)), EngineCoreOutputs([EngineCoreOutput("a", [1] * 300)])
+    assert list(_slices([light, heavy, light])) == [[light], [heavy], [light]]
 
 
 @on_event_loop
