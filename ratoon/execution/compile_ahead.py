@@ -20,7 +20,7 @@ from ratoon.execution.block_kernels import FEW_BLOCKS, Pages, copy_blocks
 from ratoon.execution.devices import use_device
 from ratoon.execution.graphs import MAX_TOKENS, Captured, GraphKey, graph_sizes
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.layers.beams import SearchShape
+from ratoon.layers.beams import SearchShape, best_keys_of_shape
 from ratoon.layers.sampling import Mode, sample_plain, token_logprobs
 from ratoon.layers.triton.compilation import compile_launches, is_marked, mark_of, send_launches
 from ratoon.layers.triton.compiler_process import CompilerProcess, Finish
@@ -36,6 +36,7 @@ FIRST_PROMPTS = (128, 32, 16, 64)
 FEW_ROWS = 128  # up to which all sizes of steps are launched
 MANY_ROWS = (256, 1024)
 NUMS_BEAMS = (32, 4, 8, 16)  # kernels differ by how many are wanted
+NUMS_STOP_TOKENS = (0, 2)  # of a search, beside one: each makes it want as many candidates more as it has beams
 NUMS_LOGPROBS = (5, 20)  # alternatives: narrow and wide lists
 NUMS_SHARING = (32, 2)  # requests that share a prefix: enough to read it once, and too few
 SHARED_TOKENS = 1024
@@ -169,6 +170,7 @@ def launch_later_steps(runner: ModelRunner) -> None:
     if (size := runner.graphs.size_for(FEW_ROWS)) is not None:  # many requests, some of more than one token
         _launch_padded(runner, GraphKey(size, size, 1, Mode.GREEDY))
     _launch_beams(runner)
+    _launch_candidates(runner)
     _launch_decodes(runner, (1,), (Mode.RANDOM, Mode.FILTERED))
     _launch_logprobs(runner)
     _launch_shared_prefix(runner)
@@ -214,6 +216,25 @@ def _launch_beams(runner: ModelRunner) -> None:
     pages = Pages([torch.empty(4, 1, dtype=torch.int64, device=runner.device)], runner.device)
     for num_copies in (1, FEW_BLOCKS + 1):
         copy_blocks(pages, pages, [(0, 1)] * num_copies)
+
+
+def _launch_candidates(runner: ModelRunner) -> None:
+    """Of searches that want more or fewer candidates than those of `_launch_beams`; also of the step of their prompt,
+    which has one row."""
+    assert runner.graphs is not None
+    inputs = cast("DeviceInputs", runner.inputs)
+    runner.graphs.clear()
+    logits = runner.graphs.run(GraphKey(1, None, None))
+    assert logits is not None
+    for num_stop_tokens in NUMS_STOP_TOKENS:
+        for num_beams in NUMS_BEAMS:
+            num_wanted = 1 << (num_beams * (1 + num_stop_tokens) - 1).bit_length()
+            for num_rows in (num_beams, 1):
+                if num_rows <= len(runner.input_batch.token_ids):
+                    best_keys_of_shape(
+                        logits.new_empty(num_rows, logits.shape[1]), *inputs.beam_numbers(num_rows, 1),
+                        SearchShape(1, num_rows, num_wanted),
+                    )  # fmt: skip
 
 
 def _launch_logprobs(runner: ModelRunner) -> None:

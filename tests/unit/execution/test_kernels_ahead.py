@@ -98,12 +98,15 @@ with torch.inference_mode(), ShapesOnly(), kernels, launches_go_to(kernels.recor
     run("prompts", (160, 128, 8, Mode.GREEDY))
     run_requests(*[(0, 300)] * 8, (700, 1), (700, 5))
     run_requests((0, 3500), *[(700, 1)] * 3)
-    run("beams", (96, 8, 1, None, SearchShape(1, 1, 64)), (32, None, None, None, SearchShape(1, 32, 64)),
-        (16, None, None, None, SearchShape(2, 8, 16)))
-    for rows, searches in ((1, 11), (32, 32)):
+    run("beams", (16, None, None, None, SearchShape(2, 8, 16)))
+    for num_beams in (32, 4):
+        for wanted in (2 * num_beams, num_beams, 4 * num_beams):  # with one stop token, none, two
+            run("beams", (96, 8, 1, None, SearchShape(1, 1, wanted)),
+                (num_beams, None, None, None, SearchShape(1, num_beams, wanted)))
+    for rows, searches, wanted in ((1, 11, 64), (32, 32, 64), (32, 32, 32), (32, 5, 96)):
         logits = torch.empty(rows * searches, config.vocab_size, dtype=torch.bfloat16, device=META)
         scores = torch.empty(rows * searches, device=META)
-        parts = [SearchRows(rows * place, rows * (place + 1), 64) for place in range(searches)]
+        parts = [SearchRows(rows * place, rows * (place + 1), wanted) for place in range(searches)]
         best_keys_of_searches(logits, scores, parts)
     kernels.stage = "greedy"
     greedy(torch.empty(3, config.vocab_size, dtype=torch.bfloat16, device=META))
