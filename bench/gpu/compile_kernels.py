@@ -210,15 +210,18 @@ def products(compilation: Compilation) -> None:
 
 
 def panels(compilation: Compilation, model: str, gate_up: Tensor, down: Tensor, norm: RMSWeights) -> None:
-    for rows in (1, 32, 64):
-        between, x = torch.zeros(rows, down.shape[1], dtype=BF16), torch.zeros(rows, len(down), dtype=BF16)
-        linear = CudaLinear(down, None, ProductChoices().of("linear", down), dependent=True)
-        gate = CudaLinear(gate_up, None, (), dependent=True)
-        mlp = CudaGatedMLP(gate, linear, ProductChoices().of("gated", gate_up))
-        compilation.part = f"products: {model}, gate and up, {rows} rows"
-        mlp.gate(x, norm)
-        compilation.part = f"products: {model}, down, {rows} rows"
-        linear.fused(between, None, x)
+    for dtype, scales in ((BF16, None), (fp8.DTYPE, torch.ones(len(gate_up)))):
+        first, second = gate_up.to(dtype), down.to(dtype)
+        for rows in (1, 32, 64):
+            between, x = torch.zeros(rows, down.shape[1], dtype=BF16), torch.zeros(rows, len(down), dtype=BF16)
+            linear = CudaLinear(second, None, ProductChoices().of("linear", second), dependent=True, scales=scales)
+            gate = CudaLinear(first, None, (), dependent=True, scales=scales)
+            mlp = CudaGatedMLP(gate, linear, ProductChoices().of("gated", first))
+            bits = f"{rows} rows, {8 * dtype.itemsize} bits"
+            compilation.part = f"products: {model}, gate and up, {bits}"
+            mlp.gate(x, norm)
+            compilation.part = f"products: {model}, down, {bits}"
+            linear.fused(between, None, x)
 
 
 def streams(compilation: Compilation, model: str, gate_up: Tensor, down: Tensor) -> None:

@@ -16,6 +16,8 @@ Triton's interpreter.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -31,6 +33,8 @@ from ratoon.layers.triton.launch import launch
 Tensor = torch.Tensor
 
 MIN_ROWS = 8  # the other side; rows are padded to it
+REGISTER_BYTES = 128  # of a warp: four for each thread
+MAX_REGISTERS = 144  # of a thread, for its weights and inputs, that leave enough for the rest
 
 
 def panel_product(
@@ -61,13 +65,16 @@ def panel_product(
         parts = torch.empty((panel.splits, rows, outputs), dtype=torch.float32, device=x.device)
     step = PANEL_STEP_BYTES // weight.dtype.itemsize  # four threads, 16 bytes each
     steps = triton.cdiv(width, panel.splits * panel.k_warps * step)
+    block_rows = max(MIN_ROWS, triton.next_power_of_2(rows))
+    weight_rows = (2 if gated else 1) * panel.outputs // panel.out_warps
+    num_registers = steps * (weight_rows * PANEL_STEP_BYTES + block_rows * step * x.itemsize) // REGISTER_BYTES
     launch(
         _panel_kernel, (triton.cdiv(outputs, panel.outputs), panel.splits),
         x, weight if scales is None else weight.view(torch.uint8), weight if scales is None else scales,
         weight if bias is None else bias, weight if norm is None else norm.weight, y, parts, arrivals,
         x.stride(0), y.stride(0), rows, outputs, 0.0 if norm is None else norm.eps,
-        WIDTH=width, BLOCK_ROWS=max(MIN_ROWS, triton.next_power_of_2(rows)), BLOCK_OUT=panel.outputs,
-        STEP=step, STEPS=steps, SPLITS=panel.splits,
+        WIDTH=width, BLOCK_ROWS=block_rows, BLOCK_OUT=panel.outputs, STEP=step, STEPS=steps,
+        TOGETHER=steps > 1 and block_rows == MIN_ROWS and num_registers <= MAX_REGISTERS, SPLITS=panel.splits,
         WHOLE=width == panel.splits * panel.k_warps * steps * step, K_WARPS=panel.k_warps, OUT_WARPS=panel.out_warps,
         SCALED=scales is not None, BIAS=bias is not None, NORM=norm is not None, GATED=gated,
         ADD=residual is not None, num_warps=panel.k_warps * panel.out_warps, **launch_options(dependent),
@@ -79,7 +86,7 @@ def panel_product(
 def _panel_kernel(
     x, weight, scales, bias, norm, y, parts, arrivals, x_stride, y_stride, rows, outputs, eps,
     WIDTH: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr,
-    SPLITS: gl.constexpr, WHOLE: gl.constexpr, K_WARPS: gl.constexpr, OUT_WARPS: gl.constexpr,
+    TOGETHER: gl.constexpr, SPLITS: gl.constexpr, WHOLE: gl.constexpr, K_WARPS: gl.constexpr, OUT_WARPS: gl.constexpr,
     SCALED: gl.constexpr, BIAS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
@@ -106,6 +113,9 @@ def _panel_kernel(
         + gl.arange(0, K_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None, None] * STEP
         + gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))[None, :, None]
     )  # [parts, S, 1]
+    parted: gl.constexpr = _parted_layout(BLOCK_OUT, K_WARPS, OUT_WARPS)
+    flat: gl.constexpr = gl.SliceLayout(0, parted)  # [O, T]
+    scale, up_scale, added, up_added = _load_behind(scales, bias, outputs, BLOCK_OUT, flat, SCALED, BIAS, GATED)
     total = gl.zeros([K_WARPS, BLOCK_OUT, BLOCK_ROWS], gl.float32, mma)
     up_total = total
     squares = gl.zeros([K_WARPS, BLOCK_ROWS], gl.float32, gl.SliceLayout(1, right))
@@ -118,72 +128,130 @@ def _panel_kernel(
             up_tiles = up_tiles + (_load(up_weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
         if NORM:
             factors = factors + (_load(norm, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+    if DEPENDENT:
+        gdc_wait()
+    pieces = ()
+    for step in gl.static_range(STEPS):  # all on their way before the first is used
+        pieces = pieces + (_load(inputs, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+    residual = gl.to_tensor(0.0)
+    if ADD:
+        places, inside = _places(y, y_stride, rows, outputs, BLOCK_OUT, BLOCK_ROWS, flat)
+        residual = gl.load(places, mask=inside, other=0.0).to(gl.float32)
+    behind = Behind(scale, up_scale, added, up_added, residual)
     wide_tiles = ()
     wide_up_tiles = ()
     for step in gl.static_range(STEPS):
         wide_tiles = wide_tiles + (_widen(tiles[step], SCALED),)  # type: ignore[assignment]  # noqa: RUF005
         if GATED:
             wide_up_tiles = wide_up_tiles + (_widen(up_tiles[step], SCALED),)  # type: ignore[assignment]  # noqa: RUF005
-    if DEPENDENT:
-        gdc_wait()
-    pieces = ()
-    for step in gl.static_range(STEPS):  # all on their way before the first is used
-        pieces = pieces + (_load(inputs, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+    # Products that add to the same sums wait for each other: where a warp has those of 16 outputs alone, there are two
+    CHAINS: gl.constexpr = 2 if TOGETHER and BLOCK_OUT == 16 * OUT_WARPS and not GATED else 1
+    if TOGETHER:
+        pieces = _after_all(pieces, STEPS, CHAINS)
+    if TOGETHER and SCALED:
+        wide_tiles = _after_all(wide_tiles, STEPS, CHAINS)
+        if GATED:
+            wide_up_tiles = _after_all(wide_up_tiles, STEPS, 1)
+    second_total = total
     for step in gl.static_range(STEPS):
         values = pieces[step]  # type: ignore[var-annotated]
         if NORM:
             squares, values = _apply_norm(squares, values, factors[step])
-        total = mma_v2(wide_tiles[step], values, total)
+        if step % CHAINS == 1:
+            second_total = mma_v2(wide_tiles[step], values, second_total)
+        else:
+            total = mma_v2(wide_tiles[step], values, total)
         if GATED:
             up_total = mma_v2(wide_up_tiles[step], values, up_total)
+    if CHAINS == 2:
+        total += second_total
     _end(
-        total, up_total, squares, y, scales, bias, parts, arrivals, y_stride, rows, outputs, eps, WIDTH,
-        BLOCK_ROWS, BLOCK_OUT, SPLITS, K_WARPS, OUT_WARPS, SCALED, BIAS, NORM, GATED, ADD,
+        total, up_total, squares, behind, y, parts, arrivals, y_stride, rows, outputs, eps, WIDTH, SPLITS, parted,
+        SCALED, BIAS, NORM, GATED, ADD,
     )  # fmt: skip
+
+
+class Behind(NamedTuple):
+    """What the end of a tile needs beside the sums: loaded before them, so that the end does not wait for it. What is
+    not needed is zero."""
+
+    scales: gl.tensor  # [O, 1]
+    up_scales: gl.tensor
+    bias: gl.tensor
+    up_bias: gl.tensor
+    residual: gl.tensor  # [O, T]
+
+
+@gluon.constexpr_function
+def _parted_layout(block_out, k_warps, out_warps):
+    """[parts of the sum, outputs, rows]: all parts of a sum belong to one thread, which has outputs that follow each
+    other."""
+    lanes = min(block_out // 4, 32)
+    return gl.BlockedLayout([k_warps, 4, 1], [1, lanes, 32 // lanes], [1, 1, k_warps * out_warps], [1, 2, 0])
+
+
+@gluon.jit
+def _load_behind(
+    scales, bias, outputs, BLOCK_OUT: gl.constexpr, flat: gl.constexpr,
+    SCALED: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """What comes with the weight. The kernel before this one has not written it."""
+    output = gl.program_id(0) * BLOCK_OUT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, flat))[:, None]
+    scale = gl.to_tensor(0.0)
+    up_scale, added, up_added = scale, scale, scale
+    if SCALED:
+        scale = gl.load(scales + output, mask=output < outputs, other=0.0)
+    if BIAS:
+        added = gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)
+    if GATED and SCALED:
+        up_scale = gl.load(scales + outputs + output, mask=output < outputs, other=0.0)
+    if GATED and BIAS:
+        up_added = gl.load(bias + outputs + output, mask=output < outputs, other=0.0).to(gl.float32)
+    return scale, up_scale, added, up_added
+
+
+@gluon.jit
+def _places(y, y_stride, rows, outputs, BLOCK_OUT: gl.constexpr, BLOCK_ROWS: gl.constexpr, flat: gl.constexpr):
+    """Of a tile in the result."""
+    output = gl.program_id(0) * BLOCK_OUT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, flat))[:, None]
+    row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, flat))[None, :]
+    return y + row * y_stride + output, (output < outputs) & (row < rows)
 
 
 @gluon.jit
 def _end(
-    total, up_total, squares, y, scales, bias, parts, arrivals, y_stride, rows, outputs, eps,
-    WIDTH: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, SPLITS: gl.constexpr,
-    K_WARPS: gl.constexpr, OUT_WARPS: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr, NORM: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr,
+    total, up_total, squares, behind, y, parts, arrivals, y_stride, rows, outputs, eps,
+    WIDTH: gl.constexpr, SPLITS: gl.constexpr, parted: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr,
+    NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The program's sums over all its warps, or over all programs, and what follows the product."""
+    BLOCK_OUT: gl.constexpr = total.shape[1]
+    BLOCK_ROWS: gl.constexpr = total.shape[2]
+    flat: gl.constexpr = gl.SliceLayout(0, parted)  # [O, T]
     tile = gl.program_id(0)
     split = gl.program_id(1)
-    # All parts of a sum to one thread, by a single exchange.
-    LANES: gl.constexpr = min(BLOCK_OUT // 4, 32)
-    parted: gl.constexpr = gl.BlockedLayout(
-        [K_WARPS, 4, 1], [1, LANES, 32 // LANES], [1, 1, K_WARPS * OUT_WARPS], [1, 2, 0]
-    )
-    flat: gl.constexpr = gl.SliceLayout(0, parted)  # [O, T]
-    sums = gl.sum(gl.convert_layout(total, parted), axis=0)
+    sums = gl.sum(gl.convert_layout(total, parted), axis=0)  # by a single exchange
     up_sums = sums
     if GATED:
         up_sums = gl.sum(gl.convert_layout(up_total, parted), axis=0)
-    output = tile * BLOCK_OUT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, flat))[:, None]
-    row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, flat))[None, :]
     if NORM:
         square = gl.sum(gl.convert_layout(squares, gl.SliceLayout(1, parted)), axis=0)
         scale = gl.convert_layout(gl.rsqrt(square / WIDTH + eps), gl.SliceLayout(0, flat))[None, :]
         sums *= scale
         up_sums *= scale
     if SPLITS == 1:
-        _finish(y, scales, bias, sums, up_sums, output, row, rows, outputs, y_stride, SCALED, BIAS, GATED, ADD)
+        _finish(y, behind, sums, up_sums, y_stride, rows, outputs, flat, SCALED, BIAS, GATED, ADD)
     else:
-        inside = (output < outputs) & (row < rows)
-        part = parts + row.to(gl.int64) * outputs + output
-        gl.store(part + split.to(gl.int64) * rows * outputs, sums, mask=inside)
+        place, inside = _places(parts, outputs.to(gl.int64), rows, outputs, BLOCK_OUT, BLOCK_ROWS, flat)
+        stride = rows.to(gl.int64) * outputs
+        gl.store(place + split * stride, sums, mask=inside)
         gl.thread_barrier()
         if gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
             gl.thread_barrier()
             sums = gl.zeros([BLOCK_OUT, BLOCK_ROWS], gl.float32, flat)
             for other in gl.static_range(SPLITS):
-                sums += gl.load(
-                    part + other * rows.to(gl.int64) * outputs, mask=inside, other=0.0, cache_modifier=".cg"
-                )
-            _finish(y, scales, bias, sums, sums, output, row, rows, outputs, y_stride, SCALED, BIAS, GATED, ADD)
+                sums += gl.load(place + other * stride, mask=inside, other=0.0, cache_modifier=".cg")
+            _finish(y, behind, sums, sums, y_stride, rows, outputs, flat, SCALED, BIAS, GATED, ADD)
             gl.store(arrivals + tile, 0)
 
 
@@ -193,6 +261,36 @@ def _load(numbers, place, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
         return gl.load(numbers + place)
     else:
         return gl.load(numbers + place, mask=place < WIDTH, other=0.0)
+
+
+@gluon.jit
+def _after_all(parts, COUNT: gl.constexpr, FIRST: gl.constexpr):
+    """The same parts, of which the first ones depend on all. Otherwise the assembler, to save registers, spreads loads
+    and conversions between the products, where each load waits for those before it. With more rows there are products
+    enough to hide that."""
+    tied = ()
+    for place in gl.static_range(COUNT):
+        if place < FIRST:
+            tied = tied + (_mix(parts, COUNT, place),)  # type: ignore[assignment]  # noqa: RUF005
+        else:
+            tied = tied + (parts[place],)  # type: ignore[assignment]  # noqa: RUF005
+    return tied
+
+
+@gluon.jit
+def _mix(parts, COUNT: gl.constexpr, PLACE: gl.constexpr):
+    CODE: gl.constexpr = _mix_code(COUNT, PLACE)
+    REGISTERS: gl.constexpr = "=r" + ",r" * COUNT
+    return gl.inline_asm_elementwise(CODE, REGISTERS, parts, dtype=parts[0].dtype, is_pure=True, pack=2)
+
+
+@gluon.constexpr_function
+def _mix_code(count, place):
+    """One of `count` registers, changed by the bits of all of them under a mask. The mask is 0, because grids have one
+    layer, which the assembler does not know."""
+    mixed = "".join(f"lop3.b32 z, ${number + 1}, m, z, 0xea;" for number in range(count))  # z |= number & m
+    start = "mov.u32 m, %nctaid.z; sub.u32 m, m, 1; mov.b32 z, 0;"
+    return f"{{ .reg .b32 z, m; {start} {mixed} or.b32 $0, ${place + 1}, z; }}"
 
 
 @gluon.jit
@@ -225,54 +323,49 @@ def _widen(tile, SCALED: gl.constexpr):
 
 @gluon.jit
 def _to_bfloat16(tile):
-    """Four numbers of e4m3 at a time, exactly: their bits to where bfloat16 has them, then the exponents' difference of
-    120 by a multiplication, which is also right for the smallest numbers."""
+    """Four numbers of e4m3 at a time, exactly: each behind a byte of its sign, then its bits to where bfloat16 has
+    them, then the exponents' difference of 120 by a multiplication, which is also right for the smallest numbers."""
     return gl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, b, s, t, m;
+        .reg .b32 t, m;
         mov.b32 m, 0x7b807b80;
-        prmt.b32 a, 0, $2, 0x5040;
-        prmt.b32 b, 0, $2, 0x7060;
-        and.b32 s, a, 0x80008000;
-        and.b32 t, a, 0x7f007f00;
-        shr.u32 t, t, 4;
-        or.b32 t, t, s;
+        prmt.b32 t, $2, 0, 0x9180;
+        shl.b32 t, t, 4;
+        and.b32 t, t, 0x87f087f0;
         mul.rn.bf16x2 $0, t, m;
-        and.b32 s, b, 0x80008000;
-        and.b32 t, b, 0x7f007f00;
-        shr.u32 t, t, 4;
-        or.b32 t, t, s;
+        prmt.b32 t, $2, 0, 0xb3a2;
+        shl.b32 t, t, 4;
+        and.b32 t, t, 0x87f087f0;
         mul.rn.bf16x2 $1, t, m;
         }
         """,
-        "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=False, pack=4,  # stays before the wait
+        "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4,
     )  # fmt: skip
 
 
 @gluon.jit
 def _finish(
-    y, scales, bias, sums, up_sums, output, row, rows, outputs, y_stride,
+    y, behind, sums, up_sums, y_stride, rows, outputs, flat: gl.constexpr,
     SCALED: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """What follows the product, with the roundings that it has alone."""
     kind: gl.constexpr = y.dtype.element_ty
-    inside = (output < outputs) & (row < rows)
-    sums = _finish_sums(sums, scales, bias, output, output < outputs, kind, SCALED, BIAS)
+    sums = _finish_sums(sums, behind.scales, behind.bias, kind, SCALED, BIAS)
     if GATED:
-        up_sums = _finish_sums(up_sums, scales, bias, output + outputs, output < outputs, kind, SCALED, BIAS)
+        up_sums = _finish_sums(up_sums, behind.up_scales, behind.up_bias, kind, SCALED, BIAS)
         gate = sums / (1.0 + gl.exp(-sums))
         sums = (gate.to(kind).to(gl.float32) * up_sums).to(kind).to(gl.float32)
-    places = y + row * y_stride + output
     if ADD:
-        sums += gl.load(places, mask=inside, other=0.0).to(gl.float32)
+        sums += behind.residual
+    places, inside = _places(y, y_stride, rows, outputs, sums.shape[0], sums.shape[1], flat)
     gl.store(places, sums.to(kind), mask=inside)
 
 
 @gluon.jit
-def _finish_sums(sums, scales, bias, output, exists, kind: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr):
+def _finish_sums(sums, scales, bias, kind: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr):
     if SCALED:
-        sums *= gl.load(scales + output, mask=exists, other=0.0)
+        sums *= scales
     if BIAS:
-        sums += gl.load(bias + output, mask=exists, other=0.0).to(gl.float32)
+        sums += bias
     return sums.to(kind).to(gl.float32)
