@@ -104,6 +104,9 @@ static void product(int64_t rows, const float *a, int64_t lda, const float *cons
         c += ROWS * ldc;                                                                            \
         rows -= ROWS;                                                                               \
     }
+#if W == 16  // a panel is one vector: fewer sums than this would wait for each other
+    while (rows >= 8) PRODUCT_TILE(8)
+#endif
     while (rows >= 4) PRODUCT_TILE(4)
     if (rows == 3) PRODUCT_TILE(3)
     else if (rows == 2) PRODUCT_TILE(2)
