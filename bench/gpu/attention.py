@@ -55,8 +55,8 @@ DECODE_TILES = [
     Tiles(16, 128, 8, 3, False),
 ]
 BALANCES = {
-    torch.bfloat16: [Balance(16, 4, 7), Balance(32, 3, 6), Balance(16, 5, 6)],
-    FP8: [Balance(32, 3, 8), Balance(16, 4, 9), Balance(32, 4, 7)],
+    torch.bfloat16: [Balance(64, 3, 3), Balance(64, 4, 2), Balance(128, 3, 1, 8)],
+    FP8: [Balance(128, 3, 2), Balance(64, 3, 3), Balance(64, 4, 4, 4, 128), Balance(128, 3, 2, 8, 128)],
 }
 PREFILL_TILES = [
     Tiles(128, 64, 8, 2, True),
@@ -204,7 +204,8 @@ def apart(tiles: Tiles) -> Variant:
 
 
 def balanced(balance: Balance) -> Variant:
-    name = f"balanced, {balance.block_n} keys, {balance.num_stages} stages, {balance.programs_per_sm} programs"
+    name = f"balanced, {balance.block_n} keys, {balance.num_warps} warps, {balance.num_stages} stages"
+    name += f", {balance.programs_per_sm} programs"
     return Variant(name, lambda: TritonAttentionBackend(balance=balance))
 
 

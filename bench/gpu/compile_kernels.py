@@ -164,10 +164,13 @@ def attention(compilation: Compilation) -> None:
     attend(32, 8, [4096], 8192, tiles=triton_plan.choose_tiles(128, BF16, None))
     if compilation.capability == 90:
         triton_backend.has_wgmma = lambda: True  # type: ignore[attr-defined]
-        compilation.part = "attention: 8B, decode of 64 on Hopper"
-        attend(32, 8, [1] * 64, 1024)
-        compilation.part = "attention: 8B, decode of 64 on Hopper, keys and values in fp8"
-        attend(32, 8, [1] * 64, 1024, kv_dtype=torch.float8_e4m3fn)
+        for model, heads in (("0.6B", 16), ("8B", 32)):
+            compilation.part = f"attention: {model}, decode of 64 on Hopper"
+            attend(heads, 8, [1] * 64, 1024)
+            compilation.part = f"attention: {model}, decode of 64 on Hopper, keys and values in fp8"
+            attend(heads, 8, [1] * 64, 1024, kv_dtype=torch.float8_e4m3fn)
+        compilation.part = "attention: heads of 64, decode of 64 on Hopper, window"
+        attend(32, 8, [1] * 64, 1024, head_dim=64, window=100)
         compilation.part = "attention: 8B, prefill on Hopper"
         attend(32, 8, [4096], 8192)
         compilation.part = "attention: heads of 80, prefill on Hopper, window"

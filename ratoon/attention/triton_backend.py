@@ -84,10 +84,10 @@ class TritonAttentionBackend(AttentionBackend):
         # Given tiles, and results with the same bits in any batch, are attention_kernel's alone.
         self._prefill = Prefill() if not batch_invariant and tiles is None and has_wgmma() else None
         self._balanced: BalancedDecode | None = None
-        self._always_balanced = isinstance(balance, Balance)
+        given = balance if isinstance(balance, Balance) else None
         is_chosen = balance and tiles is None and num_splits is None and not batch_invariant
-        if is_chosen and (self._always_balanced or has_wgmma()):
-            self._balanced = BalancedDecode(balance if isinstance(balance, Balance) else None)
+        if is_chosen and (given is not None or has_wgmma()):
+            self._balanced = BalancedDecode(given)
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -305,19 +305,22 @@ class TritonAttentionBackend(AttentionBackend):
     def _attend_balanced(self, operands: Operands) -> bool:
         """Requests of one token, where the kernel of triton_balanced.py can do it; returns whether it did."""
         layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
-        num_sms = num_multiprocessors(q.device)
-        is_many = operands.metadata.num_requests * layer.num_kv_heads > triton_balanced.MAX_TILES_PER_SM * num_sms
-        if self._balanced is None or (is_many and not self._always_balanced):
+        if self._balanced is None:
             return False
         balance = self._balanced.balance(pages.dtype)
         if not triton_balanced.serves(layer, q.dtype, pages, inputs.block_size, balance.block_n):
             return False
-        num_programs = balance.programs_per_sm * num_sms
-        plans, key = operands.metadata.balanced, (layer.num_kv_heads, balance.block_n, layer.window, num_programs)
+        num_programs = max(balance.programs_per_sm * num_multiprocessors(q.device), layer.num_kv_heads)
+        plans, key = operands.metadata.balanced, (balance.block_n, layer.window, pages.stride(0) // layer.head_dim)
         if key not in plans:
             plans[key] = self._balanced.plan(inputs, *key, self._dependent)
+        plan = plans[key]
+        if plan is None:
+            return False
         parts = self._scratch.take(2 * num_programs * operands.group, layer.head_dim, q.device)
-        self._balanced.attend(layer, q, operands.out, pages, inputs, plans[key], parts, num_programs, self._dependent)
+        self._balanced.attend(
+            layer, q, operands.out, pages, inputs.block_size, plan, parts, num_programs, self._dependent
+        )
         return True
 
     def _attend_cascade(self, operands: Operands, longest: int, cascade: Cascade) -> None:

@@ -2,11 +2,12 @@
 at once, so that all of them end together, whatever the lengths.
 
 The tiles of keys of all requests are numbered, once for each KV head. Program p of G takes those from p · N / G to
-(p + 1) · N / G, of one request after the other. A request that is cut leaves a part of its result with each of its
-programs, and the last of them to arrive merges the parts. plan_kernel counts the tiles, once a step.
+(p + 1) · N / G in one loop, of one request after the other, so that tiles are on their way at any time. A request that
+is cut leaves a part of its result with each of its programs, and the last of them to arrive merges the parts.
+plan_kernel lists the tiles, once a step.
 
-A program is one warp, and a multiprocessor has several of them: each has its own ring of tiles that are on their way,
-and none waits for another one. Pages are copied as they are, by TMA.
+Keys are the rows of products, and query heads, few as they are, the columns: 8 of them, where rows would be 16 at
+least. With 16 columns Triton takes Hopper's own products, and ptxas 12.8 sets no address for one of their operands.
 Imported on a CUDA device only, and under Triton's interpreter in tests.
 """
 
@@ -14,18 +15,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ratoon.attention.triton_kernels import (
-    _fold,
-    _load_part,
-    _store_part,
-    _store_whole,
-    _unpack_pairs,
-    load_pages,
-    load_tile,
-)
-from ratoon.layers.triton.dependent import INTERPRETED, wait_for_kernel_before
+from ratoon.attention.triton_kernels import _fold, _load_part, _unpack_pairs
+from ratoon.layers.triton.dependent import INTERPRETED, start_kernel_behind, wait_for_kernel_before
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_FIRST = tl.constexpr(1)  # flags of a tile: the first one of its request
+_LAST = tl.constexpr(2)  # and the last, which holds the newest key
 
 
 # ---- The plan
@@ -46,13 +41,17 @@ def _count_tiles(
     return tiles
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_programs", "window"])
+@triton.jit(do_not_specialize=["stride_table", "lines_each", "num_requests", "window", "capacity"])
 def plan_kernel(
-    query_start_ptr, seq_lens_ptr, plan_ptr, num_requests, num_programs, window, KV_HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    query_start_ptr, seq_lens_ptr, table_ptr, plan_ptr, boxes_ptr, stride_table, lines_each, num_requests, window,
+    capacity, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BOX: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    STEP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: requests. plan_ptr: the number of each request's first tile, the number of all, then the request at which
-    each program begins. Kernels behind this one start when it has ended: they read the plan before they wait."""
+    """Grid: requests. plan_ptr: the number of all tiles, then of each tile, behind one another and `capacity` apart,
+    its request's token, its request's first tile, how many tiles that has, and which keys of it are seen with its
+    flags. boxes_ptr: of each tile, where its boxes of keys begin, which are pages, or parts of one as large as a tile:
+    in lines of a head of one key or value, of which a page has `lines_each`. Kernels behind this one start when it has
+    ended: they read the plan before they wait."""
     if DEPENDENT:
         gdc_wait()
     request = tl.program_id(0)
@@ -63,21 +62,121 @@ def plan_kernel(
         first += tl.sum(tl.where(others < request, counts, 0))
         count += tl.sum(tl.where(others == request, counts, 0))
         num_tiles += tl.sum(counts)
-    tl.store(plan_ptr + request, first)
-    if request == num_requests - 1:
-        tl.store(plan_ptr + num_requests, num_tiles)
-    if count > 0:
-        total = (num_tiles * KV_HEADS).to(tl.int64)
-        num_used = tl.minimum(num_programs, total)
-        for kv_head in range(KV_HEADS):
-            begin = kv_head * num_tiles + first
-            low = tl.cdiv(begin * num_used, total).to(tl.int32)
-            high = tl.cdiv((begin + count) * num_used, total).to(tl.int32)
-            for program in range(low, high, STEP):
-                places = program + tl.arange(0, STEP)
-                tl.store(plan_ptr + num_requests + 1 + places, request, mask=places < high)
+    if request == 0:
+        tl.store(plan_ptr, num_tiles)
+    plan_ptr += 16
+    token, end = tl.load(query_start_ptr + request), tl.load(seq_lens_ptr + request)
+    begin = end * 0
+    if HAS_WINDOW:
+        begin = tl.maximum(0, end - window)
+    first_key = begin // BLOCK_N * BLOCK_N
+    for start in range(0, count, STEP):
+        tiles = start + tl.arange(0, STEP)
+        here = tiles < count
+        keys = first_key + tiles * BLOCK_N
+        low, high = tl.maximum(begin - keys, 0), tl.minimum(end - keys, BLOCK_N)
+        flags = tl.where(tiles == 0, _FIRST, 0) + tl.where(tiles == count - 1, _LAST, 0)
+        tl.store(plan_ptr + first + tiles, token, mask=here)
+        tl.store(plan_ptr + capacity + first + tiles, first, mask=here)
+        tl.store(plan_ptr + 2 * capacity + first + tiles, count, mask=here)
+        tl.store(plan_ptr + 3 * capacity + first + tiles, low | (high << 12) | (flags << 24), mask=here)
+    EACH: tl.constexpr = BLOCK_N // BOX
+    for start in range(0, count * EACH, STEP):
+        boxes = start + tl.arange(0, STEP)
+        keys = first_key + boxes * BOX
+        seen = (boxes < count * EACH) & (keys < end)
+        pages = tl.load(table_ptr + request.to(tl.int64) * stride_table + keys // BLOCK_SIZE, mask=seen, other=0)
+        tl.store(boxes_ptr + first * EACH + boxes, pages * lines_each + keys % BLOCK_SIZE, mask=boxes < count * EACH)
     if not _INTERPRETED:
         tl.inline_asm_elementwise("fence.acq_rel.gpu; // dummy $0", "=r", [], tl.int32, False, 1)
+
+
+# ---- Attention
+
+
+@triton.jit
+def _load_plan(ptrs):
+    """From the L2 cache: another one may hold the numbers of an earlier step."""
+    return tl.load(ptrs, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_boxes(boxes_ptr, tile, BLOCK_N: tl.constexpr, BOX: tl.constexpr):
+    return _load_plan(boxes_ptr + tile * (BLOCK_N // BOX) + tl.arange(0, BLOCK_N) // BOX)
+
+
+@triton.jit
+def _seen(keys, bounds, HAS_WINDOW: tl.constexpr):
+    """Of the keys of a tile, those of its request that are before its end, and in its window."""
+    seen = keys < ((bounds >> 12) & 0xFFF)
+    if HAS_WINDOW:
+        seen = seen & (keys >= (bounds & 0xFFF))
+    return seen
+
+
+@triton.jit
+def _load_tile(
+    boxes, bounds, cache_ptr, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BOX: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Keys [BLOCK_N, HEAD_DIM] and values [HEAD_DIM, BLOCK_N], or half as wide if PAIRED: pairs of fp8 in 16 bits.
+    Values that are not seen are not read: a weight of zero times a NaN would be NaN."""
+    ROW: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
+    VALUES: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW  # from a page's keys to its values
+    ZERO: tl.constexpr = 0 if PAIRED else 0.0
+    keys, columns = tl.arange(0, BLOCK_N), tl.arange(0, ROW)
+    offsets = boxes.to(tl.int64) * ROW + keys % BOX * ROW
+    seen = _seen(keys, bounds, HAS_WINDOW)
+    k = tl.load(cache_ptr + offsets[:, None] + columns[None, :])
+    v = tl.load(cache_ptr + VALUES + offsets[None, :] + columns[:, None], mask=seen[None, :], other=ZERO)
+    return k, v
+
+
+@triton.jit
+def _load_queries(
+    q_ptr, token, stride_q_token, stride_q_head, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """[HEADS, HEAD_DIM]; PAIRED: in two halves, the even columns and the odd ones, in float16."""
+    heads = tl.arange(0, HEADS)[:, None]
+    q_ptrs = q_ptr + token.to(tl.int64) * stride_q_token + heads * stride_q_head
+    if PAIRED:
+        q_ptrs += 2 * tl.arange(0, HEAD_DIM // 2)[None, :]
+        even = tl.load(q_ptrs, mask=heads < GROUP, other=0.0)
+        odd = tl.load(q_ptrs + 1, mask=heads < GROUP, other=0.0)
+    else:
+        even = tl.load(q_ptrs + tl.arange(0, HEAD_DIM)[None, :], mask=heads < GROUP, other=0.0)
+        odd = even  # not used
+    return even, odd
+
+
+@triton.jit
+def _as_half(q):
+    return tl.trans(tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16))
+
+
+@triton.jit
+def _score(k, q, q_odd, PAIRED: tl.constexpr):
+    """[BLOCK_N, HEADS]"""
+    if PAIRED:
+        even, odd = _unpack_pairs(k)
+        scores = tl.dot(odd, _as_half(q_odd), tl.dot(even, _as_half(q)))
+    else:
+        scores = tl.dot(k, tl.trans(q))
+    return scores
+
+
+@triton.jit
+def _add_values(acc, acc_odd, weights, v, dtype: tl.constexpr, PAIRED: tl.constexpr):
+    """[HEAD_DIM, HEADS], or half as many rows twice."""
+    if PAIRED:
+        even, odd = _unpack_pairs(v)
+        weights = weights.to(tl.float16)
+        acc = tl.dot(even, weights, acc)
+        acc_odd = tl.dot(odd, weights, acc_odd)
+    else:
+        acc = tl.dot(v, weights.to(dtype), acc)
+    return acc, acc_odd
 
 
 @triton.jit
@@ -86,267 +185,159 @@ def _program_of(tile, total, num_programs):
     return (((tile + 1).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
 
 
-# ---- Attention
-
-
 @triton.jit
-def _load_queries(
-    q_ptr, token, kv_head, stride_q_token, stride_q_head, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, PAIRED: tl.constexpr,
+def _store_columns(
+    acc, acc_odd, places, in_rows, ptr, HEAD_DIM: tl.constexpr, PAIRED: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
-    """[BLOCK_M, HEAD_DIM]; PAIRED: in two halves, the even columns and the odd ones, in float16."""
-    rows = tl.arange(0, BLOCK_M)
-    in_rows = (rows < GROUP)[:, None]
-    q_ptrs = q_ptr + token.to(tl.int64) * stride_q_token + (kv_head * GROUP + rows)[:, None] * stride_q_head
+    """Columns of acc as rows at `places`. SHARED: other programs read them."""
+    modifier: tl.constexpr = ".cg" if SHARED else ""
     if PAIRED:
-        q_ptrs += 2 * tl.arange(0, HEAD_DIM // 2)[None, :]
-        even = tl.load(q_ptrs, mask=in_rows, other=0.0).to(tl.float32)
-        odd = tl.load(q_ptrs + 1, mask=in_rows, other=0.0).to(tl.float32)
-        even, odd = tl.clamp(even, -65504.0, 65504.0).to(tl.float16), tl.clamp(odd, -65504.0, 65504.0).to(tl.float16)
+        dims = 2 * tl.arange(0, HEAD_DIM // 2)
+        ptrs = ptr + places[None, :] * HEAD_DIM + dims[:, None]
+        tl.store(ptrs, acc.to(ptr.dtype.element_ty), mask=in_rows[None, :], cache_modifier=modifier)
+        tl.store(ptrs + 1, acc_odd.to(ptr.dtype.element_ty), mask=in_rows[None, :], cache_modifier=modifier)
     else:
-        even = tl.load(q_ptrs + tl.arange(0, HEAD_DIM)[None, :], mask=in_rows, other=0.0)
-        odd = even  # not used
-    return even, odd
-
-
-@triton.jit
-def _score(q, q_odd, k, PAIRED: tl.constexpr):
-    """[BLOCK_M, keys]"""
-    if PAIRED:
-        k_even, k_odd = _unpack_pairs(k)
-        scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k_even)))
-    else:
-        scores = tl.dot(q, tl.trans(k))
-    return scores
-
-
-@triton.jit
-def _add_values(acc, acc_odd, weights, v, dtype: tl.constexpr, PAIRED: tl.constexpr):
-    if PAIRED:
-        v_even, v_odd = _unpack_pairs(v)
-        weights = weights.to(tl.float16)
-        acc = tl.dot(weights, v_even, acc)
-        acc_odd = tl.dot(weights, v_odd, acc_odd)
-    else:
-        acc = tl.dot(weights.to(dtype), v, acc)
-    return acc, acc_odd
-
-
-@triton.jit
-def _add_tile(acc, acc_odd, peak, total, scores, v, scale, dtype: tl.constexpr, PAIRED: tl.constexpr):
-    """A tile, of which at least one key is seen, into the running maximum, sum and weighted sum of each row."""
-    top = tl.maximum(peak, tl.max(scores, 1) * scale)
-    shrink = tl.exp2(peak - top)
-    weights = tl.exp2(scores * scale - top[:, None])
-    total = total * shrink + tl.sum(weights, 1)
-    acc, acc_odd = _add_values(acc * shrink[:, None], acc_odd * shrink[:, None], weights, v, dtype, PAIRED)
-    return acc, acc_odd, top, total
-
-
-@triton.jit
-def _add_two_tiles(
-    acc, acc_odd, peak, total, scores, other_scores, v, other_v, scale, dtype: tl.constexpr, PAIRED: tl.constexpr
-):  # fmt: skip
-    top = tl.maximum(peak, tl.max(tl.maximum(scores, other_scores), 1) * scale)
-    shrink = tl.exp2(peak - top)
-    weights, others = tl.exp2(scores * scale - top[:, None]), tl.exp2(other_scores * scale - top[:, None])
-    total = total * shrink + tl.sum(weights + others, 1)
-    acc, acc_odd = _add_values(acc * shrink[:, None], acc_odd * shrink[:, None], weights, v, dtype, PAIRED)
-    acc, acc_odd = _add_values(acc, acc_odd, others, other_v, dtype, PAIRED)
-    return acc, acc_odd, top, total
-
-
-@triton.jit
-def _attend_boxes(
-    acc, acc_odd, peak, total, q, q_odd, low, high, page, other_page, lines, lines_each, row_ptr, kv_head, scale,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BOX: tl.constexpr, STAGES: tl.constexpr,
-    PAIRED: tl.constexpr,
-):  # fmt: skip
-    """Whole tiles of keys low to high, all of which are seen: one box or two each. `page`, `other_page`: of the first
-    tile."""
-    VALUES: tl.constexpr = KV_HEADS * BLOCK_SIZE  # lines from a page's keys to its values
-    line, other_line = page * lines_each, other_page * lines_each
-    first_line = kv_head * BLOCK_SIZE
-    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-        # Page numbers are read a turn ahead.
-        behind = start + BLOCK_N
-        next_line = tl.load(row_ptr + behind // BLOCK_SIZE, mask=behind < high, other=0) * lines_each
-        if BOX < BLOCK_N:
-            next_other = tl.load(row_ptr + (behind + BOX) // BLOCK_SIZE, mask=behind < high, other=0) * lines_each
-            k, other_k = lines.load([line + first_line, 0]), lines.load([other_line + first_line, 0])
-            v = lines.load([line + first_line + VALUES, 0])
-            other_v = lines.load([other_line + first_line + VALUES, 0])
-            scores, other_scores = _score(q, q_odd, k, PAIRED), _score(q, q_odd, other_k, PAIRED)
-            acc, acc_odd, peak, total = _add_two_tiles(
-                acc, acc_odd, peak, total, scores, other_scores, v, other_v, scale, q.dtype, PAIRED
-            )
-            other_line = next_other
-        else:
-            place = line + first_line + start % BLOCK_SIZE
-            k, v = lines.load([place, 0]), lines.load([place + VALUES, 0])
-            scores = _score(q, q_odd, k, PAIRED)
-            acc, acc_odd, peak, total = _add_tile(acc, acc_odd, peak, total, scores, v, scale, q.dtype, PAIRED)
-        line = next_line
-    return acc, acc_odd, peak, total
+        ptrs = ptr + places[None, :] * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None]
+        tl.store(ptrs, acc.to(ptr.dtype.element_ty), mask=in_rows[None, :], cache_modifier=modifier)
 
 
 @triton.jit
 def _merge_parts(
-    first, last, total, num_programs, out_row, out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    tile, low, high, num_tiles, num_programs, tokens_ptr, capacity, out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A part of a request that is cut is stored; its tiles are `first` to `last`. The last program to arrive writes the
-    output from all parts, in their order."""
-    program, last_program = _program_of(first, total, num_programs), _program_of(last, total, num_programs)
-    arrived_ptr += program
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == last_program - program:
-        tl.store(arrived_ptr, 0)
-        rows = tl.arange(0, GROUP_PAD)
-        in_rows = rows < GROUP
-        peak, sums, acc = _load_part(
-            (2 * program + 1) * GROUP + rows, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, HEAD_DIM
-        )
-        for other in range(program + 1, last_program + 1):
-            peak_next, sums_next, acc_next = _load_part(
-                2 * other * GROUP + rows, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, HEAD_DIM
+    """For the request of a tile, if low to high is not all of it: a part of it is stored, and the last program to
+    arrive writes the output from all parts, in their order."""
+    first = _load_plan(tokens_ptr + capacity + tile)
+    behind = first + _load_plan(tokens_ptr + 2 * capacity + tile)
+    if (first < low) | (behind > high):
+        program = _program_of(first, num_tiles, num_programs)
+        last_program = _program_of(behind - 1, num_tiles, num_programs)
+        if tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel", scope="gpu") == last_program - program:
+            tl.store(arrived_ptr + program, 0)
+            rows = tl.arange(0, HEADS)
+            in_rows = rows < GROUP
+            peak, sums, acc = _load_part(
+                (2 * program + 1) * GROUP + rows, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, HEAD_DIM
             )
-            peak, sums, acc = _fold(peak, sums, acc, peak_next, sums_next, acc_next)
-        _store_whole(acc, sums, out_row + rows, in_rows, out_ptr, HEAD_DIM, HEAD_DIM)
+            for other in range(program + 1, last_program + 1):
+                peak_next, sums_next, acc_next = _load_part(
+                    2 * other * GROUP + rows, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, HEAD_DIM
+                )
+                peak, sums, acc = _fold(peak, sums, acc, peak_next, sums_next, acc_next)
+            out = acc / tl.where(sums == 0.0, 1.0, sums)[:, None]
+            out_rows = _load_plan(tokens_ptr + tile).to(tl.int64) * (KV_HEADS * GROUP) + rows
+            out_ptrs = out_ptr + out_rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None])
 
 
-@triton.jit
-def _attend_masked(
-    acc, acc_odd, peak, total, q, q_odd, start, begin, end, cache_ptr, row_ptr, kv_head, scale, stride_block,
-    HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAIRED: tl.constexpr,
-):  # fmt: skip
-    """A tile of which some keys are not seen: their values are not read, because a weight of zero times a NaN would be
-    NaN."""
-    pages = load_pages(row_ptr, start, end, BLOCK_SIZE, BLOCK_N)
-    k, v = load_tile(
-        pages, start, begin, end, cache_ptr, kv_head, stride_block, HEAD_DIM, HEAD_DIM, KV_HEADS, BLOCK_SIZE, BLOCK_N,
-        PAIRED, True,
-    )  # fmt: skip
-    keys = start + tl.arange(0, BLOCK_N)
-    scores = tl.where(((keys >= begin) & (keys < end))[None, :], _score(q, q_odd, k, PAIRED), float("-inf"))
-    return _add_tile(acc, acc_odd, peak, total, scores, v, scale, q.dtype, PAIRED)
-
-
-@triton.jit
-def _find_request(request, plan_ptr, query_start_ptr, seq_lens_ptr):
-    """Its first tile, the first one of the request behind, its token, the end of its keys."""
-    first, behind = tl.load(plan_ptr + request), tl.load(plan_ptr + request + 1)
-    return first, behind, tl.load(query_start_ptr + request), tl.load(seq_lens_ptr + request)
-
-
-@triton.jit
-def _first_key(tile, end, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The first key that a request sees, and the first one of one of its tiles."""
-    begin = end * 0
-    if HAS_WINDOW:
-        begin = tl.maximum(0, end - window)
-    return begin, (begin // BLOCK_N + tile) * BLOCK_N
-
-
-@triton.jit
-def _first_pages(row_ptr, low, begin, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BOX: tl.constexpr):
-    """Of the first whole tile from key `low` on, if there is one. A tile has one page, or two."""
-    low = tl.maximum(low, tl.cdiv(begin, BLOCK_N) * BLOCK_N)
-    is_whole = low + BLOCK_N <= end
-    page = tl.load(row_ptr + low // BLOCK_SIZE, mask=is_whole, other=0)
-    other_page = page
-    if BOX < BLOCK_N:
-        other_page = tl.load(row_ptr + (low + BOX) // BLOCK_SIZE, mask=is_whole, other=0)
-    return page, other_page
-
-
-@triton.jit(do_not_specialize=["stride_table", "num_requests", "window"])
+@triton.jit(do_not_specialize=["capacity"])
 def balanced_kernel(
-    q_ptr, out_ptr, cache_ptr, lines, table_ptr, query_start_ptr, seq_lens_ptr, plan_ptr, acc_ptr, peak_ptr, total_ptr,
-    arrived_ptr, scale, stride_q_token, stride_q_head, stride_block, lines_each, stride_table, num_requests, window,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOX: tl.constexpr, STAGES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr, DEPENDENT: tl.constexpr,
+    q_ptr, out_ptr, cache_ptr, plan_ptr, boxes_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, scale, stride_q_token,
+    stride_q_head, capacity, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BOX: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: programs. Each has room for two parts: of a request that began before its share, and of one that ends
-    behind it. lines: the pages as [blocks · lines_each, HEAD_DIM], one head of one key or value in a line; PAIRED: half
-    as wide, pairs of fp8."""
+    """Grid: programs of a KV head, KV heads. Each has room for two parts: of a request that began before its share, and
+    of one that ends behind it."""
     # Before the wait: no kernel of a step writes these but plan_kernel, which has ended.
-    num_tiles = tl.load(plan_ptr + num_requests, cache_modifier=".cg")  # of a KV head
-    total = num_tiles * KV_HEADS
-    program, num_programs = tl.program_id(0), tl.minimum(tl.num_programs(0), total)
-    low = (program.to(tl.int64) * total // tl.maximum(num_programs, 1)).to(tl.int32)
-    high = ((program + 1).to(tl.int64) * total // tl.maximum(num_programs, 1)).to(tl.int32)
-    is_used = program < num_programs
-    request = tl.load(plan_ptr + num_requests + 1 + program, mask=is_used, other=0, cache_modifier=".cg")
-    first, behind, token, end = _find_request(request, plan_ptr, query_start_ptr, seq_lens_ptr)
-    tile = low
-    kv_head = tile // tl.maximum(num_tiles, 1)
-    begin, key_low = _first_key(tile - kv_head * num_tiles - first, end, window, BLOCK_N, HAS_WINDOW)
-    page, other_page = _first_pages(
-        table_ptr + request.to(tl.int64) * stride_table, key_low, begin, end, BLOCK_SIZE, BLOCK_N, BOX
-    )
-    if DEPENDENT:
-        wait_for_kernel_before()
-    if not is_used:
+    num_tiles = _load_plan(plan_ptr)
+    program, num_programs = tl.program_id(0), tl.minimum(tl.num_programs(0), num_tiles)
+    if program >= num_programs:
+        if DEPENDENT:
+            wait_for_kernel_before()
         return
-    rows = tl.arange(0, BLOCK_M)
-    COLUMNS: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
-    while tile < high:
-        first, behind = first + kv_head * num_tiles, behind + kv_head * num_tiles
-        stop = tl.minimum(behind, high)
-        next_head = stop // num_tiles
-        # Behind the last request there is none: numbers of another one are loaded, and not used.
-        next_request = tl.where(next_head > kv_head, 0, tl.minimum(request + 1, num_requests - 1))
-        next_first, next_behind, next_token, next_end = _find_request(
-            next_request, plan_ptr, query_start_ptr, seq_lens_ptr
+    low = (program.to(tl.int64) * num_tiles // num_programs).to(tl.int32)
+    high = ((program + 1).to(tl.int64) * num_tiles // num_programs).to(tl.int32)
+    tokens_ptr = plan_ptr + 16
+    bounds_ptr = tokens_ptr + 3 * capacity
+    if DEPENDENT:
+        # Tiles are loaded in front of the loop, while kernels before this one still run. They may be unless they hold a
+        # key that the kernel before this one stores.
+        start_kernel_behind()
+        ahead = low + tl.arange(0, 8)
+        is_loaded = ahead < tl.minimum(low + STAGES, high)
+        bounds_ahead = tl.load(bounds_ptr + ahead, mask=is_loaded, other=0, cache_modifier=".cg")
+        if tl.max(bounds_ahead >> 24, 0) >= _LAST:
+            gdc_wait()
+    kv_head = tl.program_id(1)
+    q_ptr += kv_head * GROUP * stride_q_head
+    out_ptr += kv_head * GROUP * HEAD_DIM
+    if PAIRED:
+        cache_ptr = cache_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
+    DIMS: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
+    cache_ptr += kv_head * (BLOCK_SIZE * DIMS)
+    parts_ptr = kv_head * tl.num_programs(0)  # the number of this head's first program
+    acc_ptr += parts_ptr * (2 * GROUP * HEAD_DIM)
+    peak_ptr += parts_ptr * (2 * GROUP)
+    total_ptr += parts_ptr * (2 * GROUP)
+    arrived_ptr += parts_ptr
+    rows = tl.arange(0, HEADS)
+    acc = tl.zeros([DIMS, HEADS], tl.float32)
+    acc_odd = acc
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK_N, HEADS], tl.float32)
+    q = tl.zeros([HEADS, DIMS], q_ptr.dtype.element_ty)
+    q_odd = q
+    boxes = _load_boxes(boxes_ptr, low, BLOCK_N, BOX)
+    bounds = _load_plan(bounds_ptr + low)
+    next_token = _load_plan(tokens_ptr + tl.minimum(low + 1, high - 1))
+    is_whole = low < 0
+    for tile in range(low, high):
+        # What is known of a tile is read a turn ahead.
+        behind = tl.minimum(tile + 1, high - 1)
+        next_boxes = _load_boxes(boxes_ptr, behind, BLOCK_N, BOX)
+        next_bounds = _load_plan(bounds_ptr + behind)
+        later_token = _load_plan(tokens_ptr + tl.minimum(tile + 2, high - 1))
+        k, v = _load_tile(boxes, bounds, cache_ptr, HEAD_DIM, KV_HEADS, BLOCK_SIZE, BLOCK_N, BOX, HAS_WINDOW, PAIRED)
+        if tile == low:
+            if DEPENDENT:
+                gdc_wait()
+            token = _load_plan(tokens_ptr + tile)
+            q, q_odd = _load_queries(q_ptr, token, stride_q_token, stride_q_head, HEAD_DIM, GROUP, HEADS, PAIRED)
+        next_q, next_odd = _load_queries(
+            q_ptr, next_token, stride_q_token, stride_q_head, HEAD_DIM, GROUP, HEADS, PAIRED
         )
-        acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
-        acc_odd = acc
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        sums = tl.zeros([BLOCK_M], tl.float32)
-        row_ptr = table_ptr + request.to(tl.int64) * stride_table
-        key_high = key_low + (stop - tile) * BLOCK_N
-        q, q_odd = _load_queries(q_ptr, token, kv_head, stride_q_token, stride_q_head, HEAD_DIM, GROUP, BLOCK_M, PAIRED)
-        # Tiles without masks; at most the first and the last one have masks.
-        clear_low = tl.maximum(key_low, tl.cdiv(begin, BLOCK_N) * BLOCK_N)
-        clear_high = tl.maximum(tl.minimum(key_high, end // BLOCK_N * BLOCK_N), clear_low)
-        acc, acc_odd, peak, sums = _attend_boxes(
-            acc, acc_odd, peak, sums, q, q_odd, clear_low, clear_high, page, other_page, lines, lines_each, row_ptr,
-            kv_head, scale, KV_HEADS, BLOCK_SIZE, BLOCK_N, BOX, STAGES, PAIRED,
-        )  # fmt: skip
-        next_begin, next_low = _first_key(
-            stop - next_head * num_tiles - next_first, next_end, window, BLOCK_N, HAS_WINDOW
-        )
-        page, other_page = _first_pages(
-            table_ptr + next_request.to(tl.int64) * stride_table, next_low, next_begin, next_end, BLOCK_SIZE, BLOCK_N,
-            BOX,
-        )  # fmt: skip
-        if HAS_WINDOW:  # noqa: SIM102 (a constant)
-            if key_low < tl.minimum(clear_low, key_high):
-                acc, acc_odd, peak, sums = _attend_masked(
-                    acc, acc_odd, peak, sums, q, q_odd, key_low, begin, end, cache_ptr, row_ptr, kv_head, scale,
-                    stride_block, HEAD_DIM, KV_HEADS, BLOCK_SIZE, BLOCK_N, PAIRED,
-                )  # fmt: skip
-        if clear_high < key_high:
-            acc, acc_odd, peak, sums = _attend_masked(
-                acc, acc_odd, peak, sums, q, q_odd, clear_high, begin, end, cache_ptr, row_ptr, kv_head, scale,
-                stride_block, HEAD_DIM, KV_HEADS, BLOCK_SIZE, BLOCK_N, PAIRED,
-            )  # fmt: skip
+        flags = bounds >> 24
+        is_first = flags % 2 == _FIRST
+        is_whole = is_whole | is_first
+        seen = _seen(tl.arange(0, BLOCK_N), bounds, HAS_WINDOW)
+        scores = tl.where(seen[:, None], _score(k, q, q_odd, PAIRED) * scale, float("-inf"))
+        # A tile has at least one key that is seen.
+        peak = tl.where(is_first, float("-inf"), peak)
+        top = tl.maximum(peak, tl.max(scores, 0))
+        shrink = tl.exp2(peak - top)
+        weights = tl.exp2(scores - top[None, :])
+        # Selected: of another request these may be infinite.
+        sums = tl.where(is_first, 0.0, sums * shrink[None, :]) + weights
+        acc = tl.where(is_first, 0.0, acc * shrink[None, :])
         if PAIRED:
-            acc = tl.interleave(acc, acc_odd)
-        out_row = token.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
-        if tile < stop:  # a request of more tokens has no tiles here
-            if (first >= low) & (behind <= high):
-                _store_whole(acc, sums, out_row + rows, rows < GROUP, out_ptr, HEAD_DIM, HEAD_DIM)
+            acc_odd = tl.where(is_first, 0.0, acc_odd * shrink[None, :])
+        acc, acc_odd = _add_values(acc, acc_odd, weights, v, q_ptr.dtype.element_ty, PAIRED)
+        peak = top
+        if (flags >= _LAST) | (tile == high - 1):
+            sum_here = tl.sum(sums, 0)
+            if is_whole & (flags >= _LAST):
+                inverse = (1.0 / sum_here)[None, :]
+                out_row = _load_plan(tokens_ptr + tile).to(tl.int64) * (KV_HEADS * GROUP)
+                _store_columns(
+                    acc * inverse, acc_odd * inverse, out_row + rows, rows < GROUP, out_ptr, HEAD_DIM, PAIRED, False
+                )
             else:
-                places = (2 * program + (first >= low).to(tl.int32)) * GROUP + rows
-                _store_part(acc, peak, sums, places, rows < GROUP, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, HEAD_DIM)
-                _merge_parts(
-                    first, behind - 1, total, num_programs, out_row, out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr,
-                    HEAD_DIM, GROUP, GROUP_PAD,
-                )  # fmt: skip
-        tile, kv_head, request = stop, next_head, next_request
-        first, behind, token, end = next_first, next_behind, next_token, next_end
-        begin, key_low = next_begin, next_low
+                places = (2 * program + is_whole.to(tl.int32)) * GROUP + rows
+                tl.store(peak_ptr + places, peak, mask=rows < GROUP, cache_modifier=".cg")
+                tl.store(total_ptr + places, sum_here, mask=rows < GROUP, cache_modifier=".cg")
+                _store_columns(acc, acc_odd, places, rows < GROUP, acc_ptr, HEAD_DIM, PAIRED, True)
+            is_whole = low < 0
+        q, q_odd, boxes, bounds, next_token = next_q, next_odd, next_boxes, next_bounds, later_token
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    # A program has a part of the request that it begins with, and of the one that it ends with, or of one alone.
+    _merge_parts(
+        low, low, high, num_tiles, num_programs, tokens_ptr, capacity, out_ptr, acc_ptr, peak_ptr, total_ptr,
+        arrived_ptr, HEAD_DIM, GROUP, HEADS, KV_HEADS,
+    )  # fmt: skip
+    if _load_plan(tokens_ptr + low) != _load_plan(tokens_ptr + high - 1):
+        _merge_parts(
+            high - 1, low, high, num_tiles, num_programs, tokens_ptr, capacity, out_ptr, acc_ptr, peak_ptr, total_ptr,
+            arrived_ptr, HEAD_DIM, GROUP, HEADS, KV_HEADS,
+        )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.attention.shared_prefix import group_prefixes, shared_prefixes
+from ratoon.attention.triton_balanced import EvenPlan
 from ratoon.attention.triton_prefill import LongPages, find_long_pages
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
@@ -179,8 +180,8 @@ class TritonMetadata:
     plans: dict[int, LaunchPlan]  # by query heads per KV head
     cascades: dict[tuple[int, bool], Cascade | None]  # by the longest short request, and whether layers are causal
     long_pages: dict[int, LongPages | None] = field(default_factory=dict)  # by the shortest long request
-    # How keys are divided evenly: by KV heads, keys of a tile, window, programs
-    balanced: dict[tuple[int, int, int | None, int], Tensor] = field(default_factory=dict)
+    # How keys are divided evenly: by the keys of a tile, the window and the lines of a page
+    balanced: dict[tuple[int, int | None, int], EvenPlan | None] = field(default_factory=dict)
 
     def plan(self, group: int) -> LaunchPlan:
         if group not in self.plans:

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from ratoon.attention import triton_balanced
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.attention.triton_balanced import Balance, serves
@@ -114,8 +115,39 @@ def test_requests_of_other_lengths_and_padding_have_no_tiles() -> None:
     assert_exact(GROUPED, [40, 35, 20], Balance(16, 3, 1), [1, 35, 1])
 
 
-def test_pages_may_be_larger_than_tiles() -> None:
-    assert_exact(replace(GROUPED, num_heads=2, num_kv_heads=1), [70, 64, 3], Balance(16, 3, 1), block_size=32)
+@pytest.mark.parametrize("block_size", [8, 32, 64])
+def test_pages_may_be_larger_and_smaller_than_tiles(block_size: int) -> None:
+    layer = replace(GROUPED, num_heads=2, num_kv_heads=1)
+    assert_exact(layer, [70, 64, 3, 129], Balance(32, 3, 1), block_size=block_size)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=["16 bits", "fp8"])
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_heads_of_a_kv_head(group: int, kv_dtype: torch.dtype) -> None:
+    layer = replace(GROUPED, num_heads=2 * group, head_dim=64, scale=0.125, window=50)
+    assert_exact(layer, [70, 130, 3], Balance(64, 3, 1), kv_dtype=kv_dtype)
+
+
+def test_a_request_does_not_spoil_the_one_behind_it() -> None:
+    """A program goes from one to the other with what it has summed."""
+    torch.manual_seed(0)
+    inputs = make_inputs([40, 33, 50], [1, 1, 1], 16, False)
+    q = torch.randn(3, 2, 16).half().to(DEVICE)
+    pages = torch.randn(int(inputs.block_table.max()) + 1, 2, 1, 16, 16).half()
+    layer = replace(GROUPED, num_heads=2, num_kv_heads=1)
+    expected = exact(layer, q, pages, inputs)
+    pages[int(inputs.block_table[0, 0]), 0, :, 3] = float("inf")
+    pages[int(inputs.block_table[1, 0]), 1, :, 3] = float("nan")
+    backend = TritonAttentionBackend(balance=Balance(16, 3, 1), cascade=False)
+    out = backend.attend(layer, q, (pages.to(DEVICE),), backend.build_metadata(inputs)).cpu().double()
+    assert not out[:2].isfinite().all(1).any()
+    torch.testing.assert_close(out[2], expected[2], rtol=0, atol=4e-3)
+
+
+def test_more_tiles_than_a_plan_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of lengths counts, which may be far above them: another kernel attends."""
+    monkeypatch.setattr(triton_balanced, "_MAX_TILES", 5)
+    assert_exact(GROUPED, [40, 33, 50], Balance(16, 3, 1))
 
 
 @pytest.mark.parametrize("block_n", [16, 32])
@@ -136,6 +168,7 @@ def test_what_the_kernel_serves() -> None:
     assert not serves(replace(layer, head_dim=16), torch.bfloat16, small.to(torch.float8_e4m3fn), 16, 32)
     assert not serves(replace(layer, causal=False), torch.bfloat16, pages, 16, 16)
     assert not serves(replace(layer, bias=BIAS), torch.bfloat16, pages, 16, 16)
-    assert not serves(replace(layer, num_heads=64), torch.bfloat16, pages, 16, 16)  # 32 for a KV head
+    assert not serves(replace(layer, num_heads=32), torch.bfloat16, pages, 16, 16)  # 16 for a KV head
     assert not serves(layer, torch.bfloat16, pages, 24, 16)
-    assert not serves(layer, torch.bfloat16, pages, 8, 16)  # boxes of 8 keys
+    assert serves(layer, torch.bfloat16, pages, 8, 16)
+    assert serves(layer, torch.bfloat16, pages, 64, 16)
