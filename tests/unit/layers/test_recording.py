@@ -44,7 +44,7 @@ def test_all_kernels_of_a_pass_have_a_form_that_can_be_recorded():
     kernels = library()
     assert kernels is not None
     setup = {"set_threads", "packed_size", "pack_weight", "quantised_scratch", "fit_scales", "encode", "run_program"}
-    setup |= {"packed_size_16", "pack_weight_16"}
+    setup |= {"packed_size_16", "pack_weight_16", "draw"}  # tokens are drawn behind a pass
     assert kernels.functions.keys() - kernels.words.keys() <= {f"ratoon_{name}" for name in setup}
 
 
