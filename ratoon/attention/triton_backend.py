@@ -19,7 +19,6 @@ from ratoon.attention import triton_balanced
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
 from ratoon.attention.triton_balanced import Balance, BalancedDecode
 from ratoon.attention.triton_plan import (
-    CHUNK,
     LONGEST,
     MAX_PARTS,
     MAX_SHARED_REQUESTS,
@@ -34,6 +33,7 @@ from ratoon.attention.triton_plan import (
     choose_decode_stages,
     choose_num_splits,
     choose_store_tile,
+    choose_tile_programs,
     choose_tiles,
     limit_splits,
 )
@@ -76,10 +76,10 @@ class TritonAttentionBackend(AttentionBackend):
         self._batch_invariant = batch_invariant
         self._tiles = tiles
         self._num_splits = num_splits
-        self._fused_store = False if batch_invariant else fused_store
+        self._fused_store = fused_store
         self._cascade = cascade and not batch_invariant
         self._dependent = dependent_launch and can_launch_dependently()
-        self._launches = Launches(self._dependent, CHUNK if batch_invariant else 0, min_share)
+        self._launches = Launches(self._dependent, batch_invariant, min_share)
         self._scratch = Scratch()
         # Given tiles, and results with the same bits in any batch, are attention_kernel's alone.
         self._prefill = Prefill() if not batch_invariant and tiles is None and has_wgmma() else None
@@ -225,6 +225,8 @@ class TritonAttentionBackend(AttentionBackend):
         layer, metadata = operands.layer, operands.metadata
         num_tiles = metadata.num_requests * layer.num_kv_heads
         is_small = num_tiles <= _MAX_FUSED_TILES_PER_SM * num_multiprocessors(operands.q.device)
+        if self._batch_invariant and (operands.q.dtype == torch.float32 or operands.pages.dtype != operands.q.dtype):
+            return False  # a norm would have another order; the new key can't be placed among pairs of fp8
         if not (is_small if self._fused_store is None else self._fused_store):
             return False
         if metadata.inputs.max_query_len > 1 or operands.group > SHORT_ROWS:
@@ -232,6 +234,9 @@ class TritonAttentionBackend(AttentionBackend):
         return layer.causal and layer.bias is None and self._find_cascade(operands, 1) is None
 
     def _decode(self, operands: Operands, k: Tensor, v: Tensor, transform: HeadTransform | None) -> None:
+        if self._batch_invariant:
+            self._decode_in_tiles(operands, k, v, transform)
+            return
         layer, q = operands.layer, operands.q
         tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, operands.group)
         num_tiles = operands.metadata.num_requests * layer.num_kv_heads
@@ -245,6 +250,19 @@ class TritonAttentionBackend(AttentionBackend):
         if num_splits > 1:
             parts = self._scratch.take(operands.num_rows * num_splits, layer.head_dim, q.device)
         self._launches.decode(operands, k, v, transform, tiles, num_splits, parts)
+
+    def _decode_in_tiles(self, operands: Operands, k: Tensor, v: Tensor, transform: HeadTransform | None) -> None:
+        layer, q = operands.layer, operands.q
+        tiles = choose_tiles(layer.head_dim, q.dtype, operands.group, batch_invariant=True)
+        num_tiles = operands.metadata.num_requests * layer.num_kv_heads
+        num_slots = self._splits_of(operands, num_tiles, tiles.block_n)
+        num_programs = choose_tile_programs(num_tiles, num_slots, num_multiprocessors(q.device))
+        if limit_splits(num_slots, operands.num_rows, True) == 1 or num_tiles > MAX_TILES:
+            num_programs = 1
+        parts = (operands.out,) * 4
+        if num_programs > 1:
+            parts = self._scratch.take(operands.num_rows * num_slots, layer.head_dim, q.device)
+        self._launches.decode_in_tiles(operands, k, v, transform, tiles, num_programs, num_slots, parts)
 
     def _attend_long(self, operands: Operands, shortest: int) -> None:
         """Requests of `shortest` or more query tokens. A program attends to all keys of its tile."""
@@ -287,7 +305,8 @@ class TritonAttentionBackend(AttentionBackend):
         num_tiles = min(tiles_each * metadata.num_requests, q.shape[0] * -(-group // tiles.block_m))
         num_splits = self._splits_of(operands, 1 if is_shared else num_tiles, tiles.block_n)
         num_splits = limit_splits(num_splits, operands.num_rows, self._batch_invariant)
-        if num_tiles * layer.num_kv_heads > MAX_TILES:
+        is_busy = self._batch_invariant and 2 * num_tiles * layer.num_kv_heads >= num_multiprocessors(q.device)
+        if num_tiles * layer.num_kv_heads > MAX_TILES or is_busy:  # one program does all tiles, with the same bits
             num_splits = 1
         grid = (tiles_each * metadata.num_requests, layer.num_kv_heads, num_splits)
         if num_splits == 1:
@@ -357,9 +376,9 @@ class TritonAttentionBackend(AttentionBackend):
         layer, inputs = operands.layer, operands.metadata.inputs
         if self._batch_invariant:
             longest = inputs.max_seq_len
-            if layer.window is not None:  # a window may begin inside a chunk
-                longest = min(longest, layer.window + inputs.max_query_len + CHUNK)
-            return -(-longest // CHUNK)
+            if layer.window is not None:  # a window may begin inside a tile
+                longest = min(longest, layer.window + inputs.max_query_len + block_n)
+            return -(-longest // block_n)
         if self._num_splits is not None:
             return self._num_splits
         num_sms = num_multiprocessors(operands.q.device)

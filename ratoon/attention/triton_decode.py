@@ -8,8 +8,21 @@ device only, and under Triton's interpreter in tests.
 import triton
 import triton.language as tl
 
-from ratoon.attention.triton_kernels import add_tile, load_pages, load_tile, split_of, store_result
-from ratoon.attention.triton_store import normed
+from ratoon.attention.triton_kernels import (
+    _fold,
+    _merge_rows,
+    _store_part,
+    _store_whole,
+    add_tile,
+    attend_keys,
+    load_pages,
+    load_tile,
+    row_sums,
+    split_of,
+    store_result,
+    sums_of,
+)
+from ratoon.attention.triton_store import greatest_square, normed, sum_squares
 from ratoon.layers.triton.dependent import wait_for_kernel_before
 
 
@@ -60,12 +73,13 @@ def _load_heads(
 
 @triton.jit
 def _transform(
-    x, y, weights, others, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr
+    x, y, weights, others, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Heads in float32, after norm and rotation: as triton_store.py's, but with all elements of a head in one tensor.
-    y: their partners."""
+    y: their partners. EXACT: the norm has the bits of that one, too."""
     if HAS_NORM:
-        squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+        squares = sum_squares(x, greatest_square(x), EXACT).to(tl.float32)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)
         x = normed(x, scale, weights)
         if HAS_ROTARY:
@@ -176,10 +190,12 @@ def decode_kernel(
             q_x, q_y = _load_heads(q_ptr, stride_q_head, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
             k_x, k_y = _load_heads(k_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
             value, _ = _load_heads(v_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, False)
-            heads = _transform(q_x, q_y, q_weights, q_others, q_cos, q_sin, q_eps, HEAD_DIM, HAS_Q_NORM, HAS_ROTARY).to(
-                q_ptr.dtype.element_ty
+            heads = _transform(
+                q_x, q_y, q_weights, q_others, q_cos, q_sin, q_eps, HEAD_DIM, HAS_Q_NORM, HAS_ROTARY, False
+            ).to(q_ptr.dtype.element_ty)
+            key = _transform(
+                k_x, k_y, k_weights, k_others, k_cos, k_sin, k_eps, HEAD_DIM, HAS_K_NORM, HAS_ROTARY, False
             )
-            key = _transform(k_x, k_y, k_weights, k_others, k_cos, k_sin, k_eps, HEAD_DIM, HAS_K_NORM, HAS_ROTARY)
             key, value = _as_kept(key, cache_ptr.dtype.element_ty), _as_kept(value, cache_ptr.dtype.element_ty)
             if split == 0:
                 _store_token(
@@ -198,7 +214,7 @@ def decode_kernel(
             q = _repeat(heads, BLOCK_M)
         acc, acc_odd, peak, total = add_tile(
             acc, acc_odd, peak, total, k, v, q, q_odd, start, end, rows * 0 + end, rows, out_ptr, scale, window, 0,
-            BLOCK_N, False, HAS_WINDOW, False, PAIRED, True,
+            BLOCK_N, False, HAS_WINDOW, False, PAIRED, True, 0,
         )  # fmt: skip
         pages = next_pages
     if PAIRED:
@@ -208,3 +224,134 @@ def decode_kernel(
         peak_ptr, total_ptr, arrived_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M, SPLIT, MERGE_ROWS, SPLITS_PAD,
         False, False, False,
     )  # fmt: skip
+
+
+@triton.jit
+def _load_new_tile(
+    tile, begin, end, cache_ptr, table_ptr, kv_head, stride_block, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys and one of values. What the last key's place holds is not used: it is written by this kernel."""
+    pages = load_pages(table_ptr, tile * BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+    return load_tile(
+        pages, tile * BLOCK_N, begin, end - 1, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS,
+        BLOCK_SIZE, BLOCK_N, False, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_tile(
+    q, k, v, key, value, tile, end, scale, window, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """A tile by itself, with the new key and value in their places if they are in it: → weighted sums, maxima, sums."""
+    rows = tl.arange(0, BLOCK_M)
+    is_new = (tile * BLOCK_N + tl.arange(0, BLOCK_N) == end - 1)[:, None]
+    k, v = tl.where(is_new, key, k), tl.where(is_new, value, v)
+    acc, _, peak, total = add_tile(
+        tl.zeros([BLOCK_M, DIM_PAD], tl.float32), rows, tl.full([BLOCK_M], float("-inf"), tl.float32),
+        sums_of(BLOCK_M, q.dtype, BLOCK_N), k, v, q, q, tile * BLOCK_N, end, rows * 0 + (end - 1), rows, rows, scale,
+        window, 0, BLOCK_N, False, HAS_WINDOW, False, False, True, BLOCK_N,
+    )  # fmt: skip
+    return acc, peak, row_sums(total)
+
+
+@triton.jit(do_not_specialize=["stride_table", "window", "num_slots"])
+def tiled_decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, cache_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slots_ptr, positions_ptr,
+    cos_sin_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, q_eps, k_eps, scale, stride_q,
+    stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block, stride_table, window, num_slots,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PAIRED: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """As decode_kernel, with the bits that attention_kernel has where tiles are attended to by themselves: the new key
+    takes its place in the last tile. Not for pages in fp8.
+
+    Grid: requests, KV heads, programs. SPLIT: programs take tiles in turns, and the last of them to arrive folds the
+    results of all, which lie in num_slots of each row. Otherwise one program attends to all tiles, to the last one
+    first: it is loaded before the kernel ahead has ended, as the first one of each program is with SPLIT."""
+    request, kv_head, program, num_programs = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    token = tl.load(query_start_ptr + request)
+    query_len = tl.load(query_start_ptr + request + 1) - token
+    end = tl.load(seq_lens_ptr + request)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(0, end - window)
+    first, last = begin // BLOCK_N, (end - 1) // BLOCK_N
+    num_tiles = last + 1 - first
+    # Without waiting for the kernel before: a kernel behind this one relies on the first program of any request.
+    if (query_len <= 0) | ((program > 0) & (program >= num_tiles)):
+        return
+    table_ptr += request.to(tl.int64) * stride_table
+    tile = last
+    if SPLIT:
+        tile = first + program
+    k, v = _load_new_tile(
+        tile, begin, end, cache_ptr, table_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_N
+    )
+    position, slot = tl.load(positions_ptr + token), tl.load(slots_ptr + token).to(tl.int64)
+    q_weights, q_others, q_cos, q_sin = _load_factors(
+        position, cos_sin_ptr, q_weight_ptr, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF, HAS_Q_NORM, HAS_ROTARY
+    )
+    k_weights, k_others, k_cos, k_sin = _load_factors(
+        position, cos_sin_ptr, k_weight_ptr, 1, HEAD_DIM, DIM_PAD, HALF, HAS_K_NORM, HAS_ROTARY
+    )
+    if DEPENDENT:
+        wait_for_kernel_before()
+    q_ptr += token.to(tl.int64) * stride_q + kv_head * GROUP * stride_q_head
+    k_ptr += token.to(tl.int64) * stride_k + kv_head * stride_k_head
+    v_ptr += token.to(tl.int64) * stride_v + kv_head * stride_v_head
+    q_x, q_y = _load_heads(q_ptr, stride_q_head, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
+    k_x, k_y = _load_heads(k_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
+    value, _ = _load_heads(v_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, False)
+    heads = _transform(q_x, q_y, q_weights, q_others, q_cos, q_sin, q_eps, HEAD_DIM, HAS_Q_NORM, HAS_ROTARY, True)
+    key = _transform(k_x, k_y, k_weights, k_others, k_cos, k_sin, k_eps, HEAD_DIM, HAS_K_NORM, HAS_ROTARY, True)
+    key, value = key.to(cache_ptr.dtype.element_ty), value.to(cache_ptr.dtype.element_ty)
+    if program == 0:
+        _store_token(key, value, slot, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE)
+    q = _repeat(heads.to(q_ptr.dtype.element_ty), BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
+    in_rows = rows < GROUP
+    first_head = token.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
+    out_rows = first_head + rows
+    if SPLIT:
+        for place in range(program, num_tiles, num_programs):
+            if place != program:
+                k, v = _load_new_tile(
+                    first + place, begin, end, cache_ptr, table_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS,
+                    BLOCK_SIZE, BLOCK_N,
+                )  # fmt: skip
+            acc, peak, total = _attend_tile(
+                q, k, v, key, value, first + place, end, scale, window, HEAD_DIM, DIM_PAD, BLOCK_M, BLOCK_N, HAS_WINDOW
+            )
+            if num_tiles == 1:
+                _store_whole(acc, total, out_rows, in_rows, out_ptr, HEAD_DIM, DIM_PAD)
+            else:
+                _store_part(
+                    acc, peak, total, out_rows * num_slots + place, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM,
+                    DIM_PAD,
+                )  # fmt: skip
+        if num_tiles > 1:
+            arrived_ptr += request * KV_HEADS + kv_head
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tl.minimum(num_programs, num_tiles) - 1:
+                tl.store(arrived_ptr, 0)
+                merged = tl.arange(0, GROUP_PAD)
+                _merge_rows(
+                    first_head + merged, merged < GROUP, num_tiles, num_slots, acc_ptr, peak_ptr, total_ptr, out_ptr,
+                    HEAD_DIM, DIM_PAD, 1, True,
+                )  # fmt: skip
+    else:
+        acc_last, peak_last, total_last = _attend_tile(
+            q, k, v, key, value, last, end, scale, window, HEAD_DIM, DIM_PAD, BLOCK_M, BLOCK_N, HAS_WINDOW
+        )
+        high = last * BLOCK_N  # the tiles before it are whole
+        acc, peak, total = attend_keys(
+            q, first * BLOCK_N, high, begin, high, begin, high, rows * 0 + (end - 1), rows, cache_ptr, table_ptr,
+            out_ptr, kv_head, scale, stride_block, window, 0, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+            False, HAS_WINDOW, False, PAIRED, False, BLOCK_N,
+        )  # fmt: skip
+        peak, total, acc = _fold(peak, total, acc, peak_last, total_last, acc_last)
+        _store_whole(acc, total, out_rows, in_rows, out_ptr, HEAD_DIM, DIM_PAD)

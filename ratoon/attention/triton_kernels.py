@@ -106,7 +106,10 @@ def _fold(peak, total, acc, peak_next, total_next, acc_next):
     top = tl.maximum(peak, peak_next)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(peak - safe), tl.exp2(peak_next - safe)
-    total = tl.fma(total, old, total_next * new)
+    if len(total.shape) == 2:
+        total = tl.fma(total, tl.broadcast_to(old[:, None], total.shape), total_next * new[:, None])
+    else:
+        total = tl.fma(total, old, total_next * new)
     acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), acc_next * new[:, None])
     return top, total, acc
 
@@ -154,7 +157,8 @@ def _weigh(
     scores, peak, total, keys, end, positions, heads, bias_ptr, scale, window, reach, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N] → weights, the factor of earlier ones, and the running maximum and sum of each row."""
+    """Scores [BLOCK_M, BLOCK_N] → weights, the factor of earlier ones, and the running maximum and sum of each row. A
+    sum by products (see sums_of) is left to the caller."""
     if HAS_BIAS:
         distances = keys[None, :] - positions[:, None]
         inside = (distances >= -reach) & (distances <= reach)
@@ -180,7 +184,34 @@ def _weigh(
     else:
         weights = tl.exp2(scores * scale - safe[:, None])
     shrink = tl.exp2(peak - safe)
-    return weights, shrink, top, total * shrink + tl.sum(weights, 1)
+    if len(total.shape) == 1:
+        total = total * shrink + tl.sum(weights, 1)
+    return weights, shrink, top, total
+
+
+@triton.jit
+def sums_of(BLOCK_M: tl.constexpr, dtype: tl.constexpr, CHUNK: tl.constexpr):
+    """The running sum of each row's weights, at first. The order in which threads add weights up depends on the shape
+    of a tile. With CHUNK it must not: the sum is a product with ones, which adds 16 of them at a time like any other,
+    [BLOCK_M, 16] with equal columns. float32 has one shape of tiles only."""
+    if CHUNK > 0 and dtype != tl.float32:
+        total = tl.zeros([BLOCK_M, 16], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_M], tl.float32)
+    return total
+
+
+@triton.jit
+def row_sums(total):
+    """[BLOCK_M] of what sums_of began."""
+    if len(total.shape) == 2:
+        total = tl.max(total, 1)
+    return total
+
+
+@triton.jit
+def _multiply_values(weights, v, acc):
+    return tl.dot(weights, v.to(weights.dtype), acc, input_precision="ieee")
 
 
 @triton.jit
@@ -221,27 +252,45 @@ def load_tile(
 def add_tile(
     acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, heads, bias_ptr, scale, window, reach,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A tile into the running maximum peak, sum total and weighted sum acc of each row. PAIRED: q and acc have a part
-    for each half of the pairs."""
+    for each half of the pairs. CHUNK: the tile is attended to by itself, then folded."""
     keys = start + tl.arange(0, BLOCK_N)
     if PAIRED:
         k_even, k_odd = _unpack_pairs(k)
         scores = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k_even)))  # [BLOCK_M, BLOCK_N]
     else:
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-    weights, shrink, peak, total = _weigh(
-        scores, peak, total, keys, end, positions, heads, bias_ptr, scale, window, reach, CAUSAL, HAS_WINDOW, HAS_BIAS,
-        MASKED,
-    )  # fmt: skip
-    if PAIRED:
-        v_even, v_odd = _unpack_pairs(v)
-        weights = weights.to(tl.float16)
-        acc = tl.dot(weights, v_even, acc * shrink[:, None])
-        acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None])
+    if CHUNK > 0:
+        weights, _, peak_next, total_next = _weigh(
+            scores, tl.full(peak.shape, float("-inf"), tl.float32), tl.zeros(total.shape, tl.float32), keys, end,
+            positions, heads, bias_ptr, scale, window, reach, CAUSAL, HAS_WINDOW, HAS_BIAS, MASKED,
+        )  # fmt: skip
+        weights = weights.to(q.dtype)
+        if len(total.shape) == 2:
+            total_next = tl.dot(weights, tl.full([BLOCK_N, 16], 1.0, tl.float32).to(weights.dtype))
+        nothing = tl.zeros(acc.shape, tl.float32)
+        if PAIRED:
+            v_even, v_odd = _unpack_pairs(v)
+            odd_next = _multiply_values(weights, v_odd, nothing)
+            _, _, acc_odd = _fold(peak, total, acc_odd, peak_next, total_next, odd_next)
+            acc_next = _multiply_values(weights, v_even, nothing)
+        else:
+            acc_next = _multiply_values(weights, v, nothing)
+        peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
     else:
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+        weights, shrink, peak, total = _weigh(
+            scores, peak, total, keys, end, positions, heads, bias_ptr, scale, window, reach, CAUSAL, HAS_WINDOW,
+            HAS_BIAS, MASKED,
+        )  # fmt: skip
+        weights = weights.to(q.dtype)
+        if PAIRED:
+            v_even, v_odd = _unpack_pairs(v)
+            acc = _multiply_values(weights, v_even, acc * shrink[:, None])
+            acc_odd = _multiply_values(weights, v_odd, acc_odd * shrink[:, None])
+        else:
+            acc = _multiply_values(weights, v, acc * shrink[:, None])
     return acc, acc_odd, peak, total
 
 
@@ -250,7 +299,7 @@ def _attend_tiles(
     acc, acc_odd, peak, total, pages, q, q_odd, low, high, begin, end, positions, heads, cache_ptr, table_ptr, bias_ptr,
     kv_head, scale, stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, MASKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The tiles of keys low to high. `pages`: those of the first tile; → also those of the tile behind."""
     for start in range(low, high, BLOCK_N):
@@ -261,7 +310,7 @@ def _attend_tiles(
         )  # fmt: skip
         acc, acc_odd, peak, total = add_tile(
             acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, heads, bias_ptr, scale, window, reach,
-            BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, MASKED,
+            BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, MASKED, CHUNK,
         )  # fmt: skip
         pages = next_pages
     return acc, acc_odd, peak, total, pages
@@ -273,11 +322,13 @@ def attend_keys(
     stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, CLEAR_LOOP: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Keys low to high → weighted sums [BLOCK_M, DIM_PAD], maxima, sums. CLEAR_LOOP: tiles that all rows see whole,
-    clear_begin to clear_end, have a loop without masks. PAIRED: products in float16, which holds all numbers of fp8."""
+    clear_begin to clear_end, have a loop without masks. PAIRED: products in float16, which holds all numbers of fp8.
+    CHUNK: see add_tile."""
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = sums_of(BLOCK_M, q.dtype, CHUNK)
     if PAIRED:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
         q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, DIM_PAD // 2, 2]))
@@ -285,7 +336,7 @@ def attend_keys(
         acc_odd = acc
     else:
         acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-        q_odd, acc_odd = q, total  # not used
+        q_odd, acc_odd = q, peak  # not used
     pages = load_pages(table_ptr, low, end, BLOCK_SIZE, BLOCK_N)
     if CLEAR_LOOP:
         clear_low = tl.minimum(tl.maximum(low, tl.cdiv(clear_begin, BLOCK_N) * BLOCK_N), high)
@@ -294,52 +345,22 @@ def attend_keys(
             acc, acc_odd, peak, total, pages = _attend_tiles(
                 acc, acc_odd, peak, total, pages, q, q_odd, low, clear_low, begin, end, positions, heads, cache_ptr,
                 table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS,
-                BLOCK_SIZE, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True,
+                BLOCK_SIZE, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK,
             )  # fmt: skip
         acc, acc_odd, peak, total, pages = _attend_tiles(
             acc, acc_odd, peak, total, pages, q, q_odd, clear_low, clear_high, begin, end, positions, heads, cache_ptr,
             table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE,
-            BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, False,
+            BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, False, CHUNK,
         )  # fmt: skip
         low = clear_high
     acc, acc_odd, peak, total, pages = _attend_tiles(
         acc, acc_odd, peak, total, pages, q, q_odd, low, high, begin, end, positions, heads, cache_ptr, table_ptr,
         bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_N, CAUSAL,
-        HAS_WINDOW, HAS_BIAS, PAIRED, True,
+        HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK,
     )  # fmt: skip
     if PAIRED:
         acc = tl.interleave(acc, acc_odd)
-    return acc, peak, total
-
-
-@triton.jit
-def _attend_in_chunks(
-    q, low, high, begin, end, clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr, kv_head, scale,
-    stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, CLEAR_LOOP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """As attend_keys; the keys of each CHUNK, if it is not 0, by themselves, and the results are folded."""
-    if CHUNK > 0:
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-        for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
-            acc_next, peak_next, total_next = attend_keys(
-                q, tl.maximum(low, chunk * CHUNK), tl.minimum(high, chunk * CHUNK + CHUNK), begin, end,
-                clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr, kv_head, scale, stride_block,
-                window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS,
-                PAIRED, CLEAR_LOOP,
-            )  # fmt: skip
-            peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
-    else:
-        acc, peak, total = attend_keys(
-            q, low, high, begin, end, clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr,
-            kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N,
-            CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP,
-        )  # fmt: skip
-    return acc, peak, total
+    return acc, peak, row_sums(total)
 
 
 @triton.jit
@@ -389,11 +410,15 @@ def _merge_rows(
         peak = tl.full(rows.shape, float("-inf"), tl.float32)
         total = tl.zeros(rows.shape, tl.float32)
         acc = tl.zeros([rows.shape[0], DIM_PAD], tl.float32)
-        for split in range(num_active):
-            peak_next, total_next, acc_next = _load_part(
-                places + split, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, DIM_PAD
-            )
-            peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
+        for first in range(0, num_active, 8):
+            for number in tl.static_range(
+                8
+            ):  # their loads do not wait for each other; one that is not there is nothing
+                split = first + number
+                peak_next, total_next, acc_next = _load_part(
+                    places + split, in_rows & (split < num_active), acc_ptr, peak_ptr, total_ptr, HEAD_DIM, DIM_PAD
+                )
+                peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
     else:
         _, total, acc = _load_parts(
             places, in_rows, num_active, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, DIM_PAD, SPLITS_PAD
@@ -568,10 +593,10 @@ def attention_kernel(
     row_mask = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptrs[:, None] + dims[None, :], mask=row_mask, other=0.0)
     table_ptr += request.to(tl.int64) * stride_table
-    acc, peak, total = _attend_in_chunks(
+    acc, peak, total = attend_keys(
         q, low, high, begin, end, clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr, kv_head,
         scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL,
-        HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP, 0 if SPLIT else CHUNK,
+        HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP, CHUNK,
     )  # fmt: skip
     store_result(
         acc, peak, total, query_start, first_row, num_rows, kv_head, place, split, num_active, num_before, num_slots,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
-from ratoon.attention.triton_decode import decode_kernel
+from ratoon.attention.triton_decode import decode_kernel, tiled_decode_kernel
 from ratoon.attention.triton_kernels import attention_kernel
 from ratoon.attention.triton_plan import MAX_SHARED_REQUESTS, MAX_TILES, Operands, Prefix, Tiles, power_of_two
 from ratoon.attention.triton_store import store_kernel
@@ -77,11 +77,11 @@ class HeadArguments(NamedTuple):
 
 
 class Launches:
-    """`dependent`: kernels start while those before them run. `chunk`: keys of a split that is the same in any batch,
-    or 0. `min_share`: tiles of keys that a split has at least."""
+    """`dependent`: kernels start while those before them run. `batch_invariant`: tiles of keys are attended to by
+    themselves, and a split is one of them. `min_share`: tiles of keys that a split has at least."""
 
-    def __init__(self, dependent: bool, chunk: int, min_share: int) -> None:
-        self._chunk = chunk
+    def __init__(self, dependent: bool, batch_invariant: bool, min_share: int) -> None:
+        self._batch_invariant = batch_invariant
         self._min_share = min_share
         self._options: dict[str, Any] = {"DEPENDENT": dependent}
         if dependent:
@@ -111,7 +111,8 @@ class Launches:
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), Q_HEADS=q_heads,
             KV_HEADS=layer.num_kv_heads, HEAD_DIM=layer.head_dim, BLOCK_SIZE=inputs.block_size,
             HALF_PAD=power_of_two(half), REST_PAD=power_of_two(max(1, layer.head_dim - 2 * half)), TOKENS=tokens,
-            HEADS=heads, num_warps=4, **head.constants, **self._options,
+            HEADS=heads, EXACT=self._batch_invariant and q.dtype != torch.float32, num_warps=4, **head.constants,
+            **self._options,
         )  # fmt: skip
 
     def decode(
@@ -141,6 +142,32 @@ class Launches:
             **head.constants, **self._constants(operands, tiles),
         )  # fmt: skip
 
+    def decode_in_tiles(
+        self,
+        operands: Operands,
+        k: Tensor,
+        v: Tensor,
+        transform: HeadTransform | None,
+        tiles: Tiles,
+        num_programs: int,
+        num_slots: int,
+        parts: Parts,
+    ) -> None:
+        """As decode, with the same bits in any batch. `num_programs`: that share a request's tiles of keys, of which
+        each has one of `num_slots` in `parts`."""
+        layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
+        head = HeadArguments.of(transform, layer.head_dim, q, inputs.slot_mapping)
+        table = inputs.block_table_device
+        launch(
+            tiled_decode_kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_programs),
+            q, k, v, operands.out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
+            inputs.slot_mapping, *head.tensors, *parts, *head.epsilons, layer.scale * LOG2_E, q.stride(0), k.stride(0),
+            v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
+            num_slots, SPLIT=num_programs > 1,
+            GROUP_PAD=max(2, next_power_of_two(operands.group)),  # one head would take more registers
+            **head.constants, **self._constants(operands, tiles),
+        )  # fmt: skip
+
     def attend(
         self,
         operands: Operands,
@@ -165,7 +192,7 @@ class Launches:
         begins, prefix_tile, *numbers = prefix or (inputs.seq_lens_device, 0, 0, keep_slots or num_splits)
         is_split = num_splits > 1 or keep_slots > 0
         splits_pad = max(next_power_of_two(numbers[1]), _SPLITS_PAD)
-        if self._chunk or keep_slots or not is_split:  # nothing is merged, or one part after the other
+        if self._batch_invariant or keep_slots or not is_split:  # nothing is merged, or one part after the other
             splits_pad = 1
         launch(
             attention_kernel, grid,
@@ -175,7 +202,8 @@ class Launches:
             0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share, tiles_each or 0, *numbers,
             CAUSAL=layer.causal and not keep_slots, HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop,
             TILES="shared" if is_shared else "found" if tiles_each is None else "each",
-            REQUESTS_PAD=MAX_SHARED_REQUESTS if is_shared else 0, SPLIT=is_split, CHUNK=self._chunk,
+            REQUESTS_PAD=MAX_SHARED_REQUESTS if is_shared else 0, SPLIT=is_split,
+            CHUNK=tiles.block_n if self._batch_invariant else 0,
             MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, tiles.block_m), SPLITS_PAD=splits_pad,
             PREFIX_TILE=prefix_tile, KEEP_PARTS=keep_slots > 0, **self._constants(operands, tiles),
         )  # fmt: skip

@@ -18,7 +18,6 @@ from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 Tensor = torch.Tensor
 
-CHUNK = 256  # keys of a split that is the same in any batch
 MAX_TILES = 2**18  # that can be split in one launch
 MAX_PARTS = 2**20  # of split keys: rows × splits; half a GiB of scratch with heads of 128
 SHORT_ROWS = 64  # query tokens × query heads of a KV head: up to here a request's keys are split among programs
@@ -51,8 +50,11 @@ def choose_tiles(
     if dtype == torch.float32:  # multiplied without tensor cores, to full precision
         block_m = 16 if max_rows is not None and not batch_invariant else 32
         return Tiles(block_m, 32 if dim <= 128 else 16, 4 if dim <= 64 else 8, 2, False)
-    if batch_invariant:  # one shape for all requests: another one may sum in another order
-        return Tiles(64, 64 if dim <= 128 else 32, 4, 3, False)
+    if batch_invariant:  # as many keys for all requests: sums of 16 bits depend on no other side of a tile
+        if max_rows is None and dim <= 128:
+            return Tiles(128, 64, 8, 3, False)
+        rows = 64 if max_rows is None else min(max(16, power_of_two(max_rows)), 64)
+        return Tiles(rows, 64 if dim <= 128 else 32, 4, 3, False)
     if max_rows is not None:
         block_m = min(max(16, power_of_two(max_rows)), SHORT_ROWS)
         if block_m == 16 and longest is not None and longest <= 32:  # many small programs
@@ -69,6 +71,13 @@ def choose_decode_stages(num_tiles: int, num_sms: int) -> int:
     """Of the kernel for requests of one token. A few programs have one tile each, which is loaded before the others;
     where they fill the device, two of them on each multiprocessor keep it busy with more loads at a time."""
     return 2 if num_tiles <= num_sms // 2 else 4
+
+
+def choose_tile_programs(num_tiles: int, num_key_tiles: int, num_sms: int) -> int:
+    """That share the tiles of keys of a request and a KV head, where results have the same bits in any batch. One:
+    nothing is exchanged."""
+    wanted = 2 * num_sms // max(1, num_tiles)
+    return 1 if wanted < 3 else min(wanted, num_key_tiles)
 
 
 def choose_store_tile(num_tokens: int) -> tuple[int, int]:

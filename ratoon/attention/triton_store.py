@@ -55,20 +55,40 @@ def normed(x, scale, weight):
 
 
 @triton.jit
+def greatest_square(x):
+    """Of each row [rows]; for sum_squares."""
+    return tl.max(x.to(tl.float32) * x.to(tl.float32), 1)
+
+
+@triton.jit
+def sum_squares(x, greatest, EXACT: tl.constexpr):
+    """Of each row [rows]. EXACT, for numbers of 16 bits: in float64 and without rounding, so that it does not depend on
+    the order; squares below 2**-22 of the row's greatest, which rounding could reach, are left out."""
+    squares = x.to(tl.float32) * x.to(tl.float32)
+    if EXACT:
+        squares = tl.where(squares * 4194304.0 < greatest[:, None], 0.0, squares).to(tl.float64)
+    return tl.sum(squares, 1)
+
+
+@triton.jit
 def _transform_heads(
     first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, weight_ptr, eps, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_ROTARY: tl.constexpr,
+    HAS_ROTARY: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of each head, then the rotation of its first 2 · HALF elements, in float32 and rounded once."""
     half = tl.arange(0, HALF_PAD)
     if HAS_NORM:
         columns = 2 * HALF + tl.arange(0, REST_PAD)
-        x, y, z = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
-        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
+        greatest = in_rows  # not used
+        if EXACT:
+            greatest = tl.maximum(greatest_square(first), greatest_square(second))
+            if 2 * HALF < HEAD_DIM:
+                greatest = tl.maximum(greatest, greatest_square(rest))
+        squares = sum_squares(first, greatest, EXACT) + sum_squares(second, greatest, EXACT)
         if 2 * HALF < HEAD_DIM:
-            squares += tl.sum(z * z, 1)
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)
+            squares += sum_squares(rest, greatest, EXACT)
+        scale = tl.rsqrt(squares.to(tl.float32) / HEAD_DIM + eps)
         in_second = (half < HALF) & (half + HALF < HEAD_DIM)
         first = normed(first, scale, tl.load(weight_ptr + half, mask=half < HALF, other=0.0).to(tl.float32))
         second = normed(second, scale, tl.load(weight_ptr + HALF + half, mask=in_second, other=0.0).to(tl.float32))
@@ -93,10 +113,10 @@ def store_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: TOKENS tokens each, HEADS heads each: first those of queries, transformed in place, then those of keys,
-    transformed into the cache, then those of values. Q_HEADS 0: queries stay as they are."""
+    transformed into the cache, then those of values. Q_HEADS 0: queries stay as they are. EXACT: see sum_squares."""
     q_blocks: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     kv_blocks: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     block = tl.program_id(1)
@@ -112,7 +132,7 @@ def store_kernel(
         first, second, rest = _load_parts(q_ptrs, in_rows, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
         first, second, rest = _transform_heads(
             first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, q_weight_ptr, q_eps, HEAD_DIM, HALF,
-            HALF_PAD, REST_PAD, HAS_Q_NORM, HAS_ROTARY,
+            HALF_PAD, REST_PAD, HAS_Q_NORM, HAS_ROTARY, EXACT,
         )  # fmt: skip
         _store_parts(q_ptrs, in_rows, first, second, rest, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
         return
@@ -126,7 +146,7 @@ def store_kernel(
         first, second, rest = _load_parts(k_ptrs, in_rows, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
         first, second, rest = _transform_heads(
             first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, k_weight_ptr, k_eps, HEAD_DIM, HALF,
-            HALF_PAD, REST_PAD, HAS_K_NORM, HAS_ROTARY,
+            HALF_PAD, REST_PAD, HAS_K_NORM, HAS_ROTARY, EXACT,
         )  # fmt: skip
     else:
         v_ptrs = v_ptr + token_offsets * stride_v + heads * stride_v_head

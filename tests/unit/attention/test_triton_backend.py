@@ -30,6 +30,7 @@ from ratoon.attention.triton_plan import (
     LaunchPlan,
     Tiles,
     choose_num_splits,
+    choose_tile_programs,
     choose_tiles,
     limit_splits,
     plan_launches,
@@ -171,7 +172,6 @@ def test_padding_requests_over_the_null_block_change_nothing(padding_queries: in
 def test_batch_invariant_rows_are_the_same_to_the_bit_in_any_batch_and_chunk(
     layer: AttentionLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_backend, "CHUNK", 32)
     batch = Batch([0, 66], [36, 4], layer, 16, device=DEVICE)
     together = batch.run(TritonAttentionBackend(batch_invariant=True))
     for got, expected in zip(together, batch.written_out(), strict=True):
@@ -316,6 +316,55 @@ def test_one_kernel_does_what_store_and_attention_do(
     torch.testing.assert_close(out, expected_out, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("layer", "rotary_dim", "has_norm", "dtype", "kv_dtype"),
+    [
+        (AttentionLayer(0, 4, 2, 32, 0.2), 32, True, torch.bfloat16, torch.bfloat16),
+        (AttentionLayer(0, 3, 1, 40, 0.2, window=100), 24, True, torch.float16, torch.float16),
+        (AttentionLayer(0, 2, 2, 16, 0.2), None, False, torch.bfloat16, torch.bfloat16),
+    ],
+    ids=["norm", "window", "plain"],
+)
+@pytest.mark.parametrize("num_programs", [1, 2, 4])
+def test_one_kernel_for_any_batch_does_what_store_and_attention_do(
+    layer: AttentionLayer, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype,
+    num_programs: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(triton_backend, "choose_tile_programs", lambda *sizes: num_programs)
+    step = DecodeStep(layer, [1, 64, 65, 200], dtype, kv_dtype)
+    transform = None
+    if rotary_dim is not None:
+        transform = make_transform(layer.head_dim, rotary_dim, has_norm, len(step.slots), dtype)
+    expected = step.run(TritonAttentionBackend(batch_invariant=True, fused_store=False), transform)
+    monkeypatch.setattr(TritonAttentionBackend, "_store", None)  # not called
+    out, pages = step.run(TritonAttentionBackend(batch_invariant=True), transform)
+    torch.testing.assert_close(pages, expected[1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_squares_of_16_bits_are_summed_without_rounding(dtype: torch.dtype) -> None:
+    layer, generator = AttentionLayer(0, 1, 1, 128, 0.1), torch.Generator().manual_seed(1)
+    numbers = torch.randn(1, 3, 128, generator=generator) * torch.exp2(
+        torch.randint(-9, 9, (128,), generator=generator)
+    )
+    inputs = CommonAttentionMetadata(
+        np.array([0, 1]), np.array([1]), np.zeros((1, 1)), torch.zeros(2, device=DEVICE), torch.zeros(1, device=DEVICE),
+        torch.zeros(1, 1, device=DEVICE), torch.tensor([8], device=DEVICE), 8, 1, 1,
+    )  # fmt: skip
+    transform = make_transform(128, None, True, 1, dtype)
+    assert transform.q_norm is not None
+    transform.q_norm.weight.fill_(1.0)
+    backend = TritonAttentionBackend(batch_invariant=True)
+    results = []
+    for order in (torch.arange(128), torch.randperm(128, generator=generator)):
+        q, k, v = numbers[:, :, order].to(DEVICE, dtype).split(1, dim=1)
+        pages = torch.zeros(2, 2, 1, 8, 128, dtype=dtype, device=DEVICE)
+        backend._store(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
+        results.append(q[0, 0, order.argsort()])
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize(("fused", "read"), [(True, [34, 3, 39]), (False, [34, 35, 39, 39])])
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
 def test_rows_that_attend_alone_get_what_they_get_among_all(fused: bool, read: list[int], has_norm: bool) -> None:
@@ -380,9 +429,17 @@ def test_short_and_long_requests_are_told_apart_by_rows() -> None:
     assert plan_launches(np.array([1, 2]), 2, group=100) == LaunchPlan(1, True)
 
 
-def test_batch_invariant_tiles_depend_on_nothing_in_the_batch() -> None:
+def test_batch_invariant_tiles_have_as_many_keys_in_any_batch() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert len({choose_tiles(128, dtype, rows, batch_invariant=True) for rows in (None, 1, 16, 64)}) == 1
+        tiles = [choose_tiles(128, dtype, rows, batch_invariant=True) for rows in (None, 1, 16, 64)]
+        assert len({tile.block_n for tile in tiles}) == 1
+        assert dtype != torch.float32 or len(set(tiles)) == 1, "sums of weights depend on all of a tile"
+
+
+def test_programs_share_the_keys_of_few_requests() -> None:
+    assert choose_tile_programs(8, 36, 132) == 33
+    assert choose_tile_programs(8, 4, 132) == 4
+    assert choose_tile_programs(256, 36, 132) == 1
 
 
 def test_outgrown_scratch_stays_allocated_for_captured_graphs() -> None:
