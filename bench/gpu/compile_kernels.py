@@ -38,7 +38,7 @@ from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.journal import Journal
 from ratoon.layers import cuda_ops, fp8
 from ratoon.layers.attention import AttentionLayer, HeadTransform
-from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear
+from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
 from ratoon.layers.triton import elementwise, gemv, matmul, norms, penalties, quantize, sampling, top
@@ -176,7 +176,11 @@ def attention(compilation: Compilation) -> None:
         compilation.part = "attention: heads of 80, prefill on Hopper, window"
         attend(8, 8, [4096], 8192, head_dim=80, window=1024)
     compilation.part = "attention: 8B, decode, the same bits in any batch"
-    attend(32, 8, [1] * 32, 1024, batch_invariant=True)
+    attend(32, 8, [1], 1024, batch_invariant=True)
+    attend(16, 8, [1] * 32, 1024, batch_invariant=True, has_norm=True)
+    attend(32, 8, [1] * 256, 1024, batch_invariant=True)
+    compilation.part = "attention: 8B, prefill, the same bits in any batch"
+    attend(32, 8, [4096], 8192, batch_invariant=True)
     compilation.part = "attention: heads of 80"
     attend(8, 8, [1] * 32, 1024, head_dim=80)
     compilation.part = "attention: float32"
@@ -202,6 +206,8 @@ def products(compilation: Compilation) -> None:
         for rows in (1, 2048):
             compilation.part = f"products: {model}, down, the same bits in any batch of {rows} rows"
             matmul.matmul(between.expand(rows, -1), down, None, invariant_choice(*down.shape))
+        if compilation.capability == 90:
+            segments(compilation, model, gate_up, down, norm)
         if model == "0.6B":  # the other's weights are too large for panels
             panels(compilation, model, gate_up, down, norm)
         elif compilation.capability == 90:
@@ -225,6 +231,17 @@ def panels(compilation: Compilation, model: str, gate_up: Tensor, down: Tensor, 
             mlp.gate(x, norm)
             compilation.part = f"products: {model}, down, {bits}"
             linear.fused(between, None, x)
+
+
+def segments(compilation: Compilation, model: str, gate_up: Tensor, down: Tensor, norm: RMSWeights) -> None:
+    """The same bits in any batch, on Hopper."""
+    ops = CudaOps(ProductChoices(has_wgmma=True), dependent_launch=True, batch_invariant=True)
+    mlp = ops.make_gated_mlp(ops.make_linear(gate_up, None), ops.make_linear(down, None))
+    assert isinstance(mlp, CudaGatedMLP)
+    for rows in (1, 64, 256) if model == "0.6B" else (128, 8192):  # few rows of the other are below
+        compilation.part = f"products: {model}, gate and up, down, the same bits in any batch of {rows} rows on Hopper"
+        x = torch.zeros(rows, len(down), dtype=BF16)
+        mlp.fused(x, norm, x)
 
 
 def streams(compilation: Compilation, model: str, gate_up: Tensor, down: Tensor) -> None:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from ratoon.layers.cuda_ops import CudaLinear, CudaOps
 from ratoon.layers.gpu import has_wgmma
 from ratoon.layers.ops import Ops, RMSWeights
-from ratoon.layers.product_choices import MAX_PANEL_ROWS, ProductKey, Split, Tile, default_choice, invariant_choice
+from ratoon.layers.product_choices import MAX_PANEL_ROWS, ProductKey, Split, Tile, default_choice
 from ratoon.layers.product_measurement import time_graph
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton.gemv import gemv
@@ -197,17 +197,23 @@ def set_form(model: Any, form: str) -> None:
     """fused: by the default choices, with norms and additions inside; dependent: the same, launched early; library:
     cuBLAS, adding to the residual stream itself; library early: the same, with norms and activations launched early;
     apart: cuBLAS, and norms that add; invariant: the same bits in any batch."""
-    ops, by_ours = CudaOps(), form in ("fused", "dependent")
+    is_invariant = form == "invariant"
+    ops, by_ours = CudaOps(batch_invariant=is_invariant), form in ("fused", "dependent")
     for linear in [*linears_of(model), model.lm_head]:
         product = linear.multiply
         product.choices = ops.choices.of("linear", product.weight) if by_ours else []
-        product.beyond = invariant_choice(*product.weight.shape) if form == "invariant" else None
-        product.dependent = form in ("dependent", "library early")
+        product.beyond, product.segments = None, None
+        if is_invariant:
+            made = ops.make_linear(product.weight, None)
+            product.choices, product.beyond, product.segments = made.choices, made.beyond, made.segments
+        product.dependent = form in ("dependent", "library early", "invariant")
     for linear in linears_of(model):
         linear.fused = None if form == "apart" else ops.fuse(linear.multiply)
     for layer in model.layers:
         mlp = layer.mlp
         mlp.multiply.choices = ops.choices.of("gated", mlp.gate_up.multiply.weight) if by_ours else []
+        if is_invariant:
+            mlp.multiply.choices = ops.make_gated_mlp(mlp.gate_up.multiply, mlp.down.multiply).choices
         mlp.fused = None if form == "apart" else ops.fuse(mlp.multiply)
         for norm in (layer.attention_norm, layer.mlp_norm):
             norm.rms = None if form == "apart" else RMSWeights(norm.weight, norm.eps)

@@ -14,8 +14,18 @@ from torch.nn import functional
 
 from ratoon.layers import fp8
 from ratoon.layers.gpu import has_wgmma
+from ratoon.layers.invariant_choices import Segments, segments_of, wide_of
 from ratoon.layers.ops import FusedProduct, Product, RMSWeights, WeightFormat, WeightUse
-from ratoon.layers.product_choices import PANEL_OUTPUTS, Choice, Panel, ProductChoices, Stream, Tile, invariant_choice
+from ratoon.layers.product_choices import (
+    PANEL_OUTPUTS,
+    Choice,
+    Panel,
+    ProductChoices,
+    Stream,
+    Tile,
+    dtype_name,
+    invariant_choice,
+)
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton import elementwise, norms
@@ -23,6 +33,7 @@ from ratoon.layers.triton.gemv import MAX_NORM_WIDTH, gemv
 from ratoon.layers.triton.matmul import matmul
 from ratoon.layers.triton.panel import panel_product
 from ratoon.layers.triton.quantize import quantize_rows
+from ratoon.layers.triton.segment_panel import apply_factors, segment_panel_product
 
 Tensor = torch.Tensor
 
@@ -33,7 +44,7 @@ FEW_ROWS = (Tile, Panel, Stream)  # kernels that take their neighbours in
 class CudaLinear:
     """[T, in] → [T, out]: a kernel of our own where it is faster, the library's elsewhere."""
 
-    __slots__ = ("arrivals", "beyond", "bias", "choices", "dependent", "scales", "weight")
+    __slots__ = ("arrivals", "beyond", "bias", "choices", "dependent", "scales", "segments", "weight")
 
     def __init__(
         self,
@@ -43,8 +54,10 @@ class CudaLinear:
         beyond: Choice = None,
         dependent: bool = False,
         scales: Tensor | None = None,
+        segments: Segments | None = None,
     ) -> None:
-        """`choices`: by number of rows; `beyond`: for more rows. `scales` [out]: of a weight in 8 bits."""
+        """`choices`: by number of rows; `beyond`: for more rows. `scales` [out]: of a weight in 8 bits. `segments`: how
+        sums are cut where they must have the same bits with any number of rows; `choices` are theirs then."""
         self.weight = weight.contiguous()
         if self.weight.data_ptr() % ALIGNMENT:
             self.weight = self.weight.clone()
@@ -53,6 +66,7 @@ class CudaLinear:
         self.beyond = beyond
         self.dependent = dependent
         self.scales = scales
+        self.segments = segments
         # Of programs that share sums (triton/panel.py), from the start: a graph may not allocate it.
         num_tiles = -(-len(weight) // PANEL_OUTPUTS)
         self.arrivals = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
@@ -65,6 +79,8 @@ class CudaLinear:
         choice = self.choices[rows] if rows < len(self.choices) else self.beyond
         if isinstance(choice, FEW_ROWS):
             return self.multiply_few(x, choice, norm, residual)
+        if self.segments is not None:
+            return self.multiply_in_segments(x, self.segments, norm, residual)
         if self.scales is not None:
             return self.multiply_8_bits(x, self.scales, norm, residual)
         if norm is not None:
@@ -89,8 +105,15 @@ class CudaLinear:
         if isinstance(choice, Stream):
             return self.multiply_by_stream(x, choice, norm, residual, is_gate)
         can_norm = choice.splits == 1 if isinstance(choice, Panel) else x.shape[1] <= MAX_NORM_WIDTH
+        if self.segments is not None:
+            can_norm = self.segments.takes_norm
         if norm is not None and not can_norm:
             x, norm = norms.rms_norm(x, *norm, dependent=self.dependent), None
+        if isinstance(choice, Panel) and self.segments is not None:
+            return segment_panel_product(
+                x, self.weight, self.bias, choice, self.arrivals, self.segments.inputs,
+                norm=norm, gated=is_gate, residual=residual, dependent=self.dependent,
+            )  # fmt: skip
         if isinstance(choice, Panel):
             return panel_product(
                 x, self.weight, self.bias, choice, self.arrivals,
@@ -116,6 +139,23 @@ class CudaLinear:
         return stream_product(
             x, self.weight, self.bias, choice, self.arrivals,
             scales=self.scales, row_scales=row_scales, gated=is_gate, residual=residual, dependent=self.dependent,
+        )  # fmt: skip
+
+    def multiply_in_segments(
+        self, x: Tensor, segments: Segments, norm: RMSWeights | None, residual: Tensor | None
+    ) -> Tensor:
+        """Of many rows, with the bits that the kernels for few rows have."""
+        from ratoon.layers.triton.wide import wide_product  # for Hopper alone
+
+        row_scales = None
+        if norm is not None and segments.takes_norm:
+            x, row_scales = apply_factors(x, norm, segments.inputs, segments.group, self.dependent)
+        elif norm is not None:
+            x = norms.rms_norm(x, *norm, dependent=self.dependent)
+        return wide_product(
+            x, self.weight, self.bias, wide_of(x.shape[0], len(self.weight), segments),
+            segments.inputs, segments.group, self.arrivals, row_scales=row_scales, residual=residual,
+            dependent=self.dependent,
         )  # fmt: skip
 
     def multiply_8_bits(
@@ -226,14 +266,25 @@ class CudaOps(TorchOps):
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
         if self.batch_invariant:
-            return CudaLinear(weight, bias, (), invariant_choice(*weight.shape), self.dependent_launch)
+            segments = self.find_segments("linear", weight)
+            few = () if segments is None else segments.few
+            beyond = invariant_choice(*weight.shape)
+            return CudaLinear(weight, bias, few, beyond, self.dependent_launch, segments=segments)
         return CudaLinear(weight, bias, self.choices.of("linear", weight), dependent=self.dependent_launch)
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear):
-            choices = () if self.batch_invariant else self.choices.of("gated", gate_up.weight)
-            return CudaGatedMLP(gate_up, down, choices)
+            if not self.batch_invariant:
+                return CudaGatedMLP(gate_up, down, self.choices.of("gated", gate_up.weight))
+            segments = self.find_segments("gated", gate_up.weight)
+            gate_up.choices, gate_up.segments = (), segments  # one order of sums, with the activation and without
+            return CudaGatedMLP(gate_up, down, () if segments is None else segments.few)
         return super().make_gated_mlp(gate_up, down)
+
+    def find_segments(self, kind: str, weight: Tensor) -> Segments | None:
+        """How the sums of a weight are cut for the same bits in any batch; None: by tiles of one size (matmul.py)."""
+        outputs, inputs = weight.shape
+        return segments_of(kind, outputs, inputs, dtype_name(weight.dtype)) if self.choices.has_wgmma else None
 
     def fuse(self, product: Product) -> FusedProduct | None:
         return product.fused if isinstance(product, CudaLinear | CudaGatedMLP) else None

@@ -165,6 +165,27 @@ def test_batch_invariant_products_have_the_same_bits_for_a_row_in_any_batch(shap
         assert torch.equal(linear(x[part]), together[part]), rows
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(1024, 3072), (4096, 14336), (576, 1536), (200, 264)], ids=str)
+def test_batch_invariant_layers_have_the_same_bits_for_a_row_in_any_batch(
+    sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """With the norm before, and the activation and the addition behind, by all kernels that there are for them."""
+    hidden, inner = sizes
+    ops = CudaOps(batch_invariant=True, dependent_launch=True)
+    gate_up, down = random(2 * inner, hidden, scale=0.02).to(dtype), random(hidden, inner, scale=0.02).to(dtype)
+    mlp = ops.make_gated_mlp(ops.make_linear(gate_up, None), ops.make_linear(down, None))
+    qkv = ops.make_linear(gate_up[: inner + 8], random(inner + 8).to(dtype))
+    norm = RMSWeights(random(hidden).to(dtype), 1e-6)
+    x, residual = random(700, hidden).to(dtype), random(700, hidden).to(dtype)
+    together = ops.fuse(mlp)(x, norm, residual.clone()), ops.fuse(qkv)(x, norm, None)
+    assert all(part.isfinite().all() for part in together)
+    for first, rows in ((0, 1), (699, 1), (3, 8), (11, 9), (64, 32), (5, 64), (7, 65), (100, 128), (1, 256), (8, 511)):
+        part = slice(first, first + rows)
+        got = ops.fuse(mlp)(x[part], norm, residual[part].clone()), ops.fuse(qkv)(x[part], norm, None)
+        assert torch.equal(got[0], together[0][part]) and torch.equal(got[1], together[1][part]), rows
+
+
 @pytest.mark.parametrize("rows", [5, 8, 33, 64])
 def test_products_with_a_split_sum_are_those_of_float64(rows: int) -> None:
     x, weight, residual = random(rows, 3072), random(1024, 3072, scale=0.02), random(rows, 1024)

@@ -92,6 +92,20 @@ def test_the_kernels_of_the_first_steps_are_found_without_a_gpu_and_without_memo
     assert not compilers or quantization == "fp8", "torch's own compiler was imported"
 
 
+def test_the_kernels_for_any_batch_are_found_too() -> None:
+    program = PROGRAM.replace(
+        "CudaOps(quantization=quantization)", "CudaOps(ProductChoices(has_wgmma=True), batch_invariant=True)"
+    ).replace("[TritonAttentionBackend()]", "[TritonAttentionBackend(batch_invariant=True)]")
+    program = "from ratoon.layers.product_choices import ProductChoices\n" + program
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", program, "", str(MODEL)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    names = set(json.loads(done.stdout)[0])
+    assert names >= {"_segment_panel_kernel", "_stream_kernel", "_factors_kernel", "_wide_kernel", "attention_kernel"}
+    assert "tiled_decode_kernel" in names and not names & {"_gemv_kernel", "_matmul_kernel", "decode_kernel"}
+
+
 # What a prompt launches on a Hopper GPU, and what is expected before torch is imported
 GUESS = """
 import sys
