@@ -46,11 +46,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--num-threads", type=int)
     args = parser.parse_args()
+    text = "\n".join(path.read_text() for path in args.text)  # once: files may change during an hour of measuring
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     for label, model in find_models(args):
-        decoded = measure(args, model, DECODED)
+        decoded = measure(args, text, model, DECODED)
         for mode in args.modes:
-            print(format_row(label, mode, decoded, measure(args, model, mode)), flush=True)
+            print(format_row(label, mode, decoded, measure(args, text, model, mode)), flush=True)
 
 
 def find_models(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -64,9 +65,8 @@ def find_models(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [(name, str(make_file(source, name, CACHE_FOLDER / "formats"))) for name in names]
 
 
-def measure(args: argparse.Namespace, model: str, mode: str) -> Quality:
+def measure(args: argparse.Namespace, text: str, model: str, mode: str) -> Quality:
     with LLM(model, device="cpu", quantization=mode, num_threads=args.num_threads) as llm:
-        text = "\n".join(path.read_text() for path in args.text)
         tokens = llm.get_tokenizer().encode(text)[: args.tokens]
         windows = [tokens[first : first + args.window] for first in range(0, len(tokens), args.window)]
         step = max(len(tokens) // args.answers, 1)
