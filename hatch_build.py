@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shlex
 import subprocess
 import sys
@@ -92,6 +93,8 @@ class NativeKernels(BuildHookInterface):
             command = [*shlex.split(os.environ[COMPILER_VARIABLE]), *FLAGS[:6]]
         else:
             command = [sys.executable, "-m", "ziglang", "cc", "-target", zig_target, f"-mcpu={cpu}", *FLAGS]
+        about = runpy.run_path(str(sources[0].with_name("sources.py")))
+        command.append(f"-D{about['MACRO']}={about['digest_of'](sources[0].parent)}")
         command += [*map(str, sources), "-o", str(library), "-lm", "-lpthread"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)

@@ -20,7 +20,7 @@ from ratoon.execution.devices import gpu_name, resolve_device, resolve_dtype, us
 from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.kv_memory import largest_step, num_blocks_of, one_prompt
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.layers.native import has_quantised_kernels, kernel_set_name
+from ratoon.layers.native import kernel_set_name
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
 from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
@@ -192,10 +192,7 @@ def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool,
     if device.type != "cuda":
         if native_ops_reasons(device, dtype):
             return TorchOps()
-        bits = BITS_OF_FLOATS.get(quantization)
-        if bits is not None and not has_quantised_kernels():
-            logger.warning("weights are multiplied in float32: the kernels here can't multiply by quantised ones")
-        return NativeOps(quantization != "none", bits)
+        return NativeOps(quantization != "none", BITS_OF_FLOATS.get(quantization))
     from ratoon.layers.cuda_ops import CudaOps  # imports triton
     from ratoon.layers.gpu import has_wgmma
     from ratoon.layers.product_choices import choices_file, read_choices

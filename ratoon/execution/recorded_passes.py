@@ -14,7 +14,6 @@ import torch
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import StepInputs
-from ratoon.layers.native import can_record
 from ratoon.layers.native.recording import Arena, Program, Recording
 from ratoon.models.base import FinalStates, LanguageModel
 
@@ -50,7 +49,7 @@ class RecordedPasses:
 
     @staticmethod
     def can_serve(kv: KVTensors) -> bool:
-        return can_record() and all(backend.supports_recording for backend in kv.backends)
+        return all(backend.supports_recording for backend in kv.backends)
 
     @property
     def num_bytes(self) -> int:

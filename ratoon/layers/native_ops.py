@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ratoon.layers.native import has_quantised_kernels, has_widening_kernels, kernel_set_name, library
+from ratoon.layers.native import kernel_set_name, library
 from ratoon.layers.native.recording import new_floats
 from ratoon.layers.native_encoding import can_encode, encode
 from ratoon.layers.native_formats import BLOCK, KeptFormats, QuantisedGatedMLP, QuantisedLinear
@@ -140,8 +140,8 @@ class NativeOps:
         assert kernels is not None, "ask `native_ops_reasons` first"
         self._kernels = kernels
         self.bits = bits
-        self.formats = KeptFormats() if keep_formats and has_quantised_kernels() else None
-        self.formats_16 = {name: Kept16Bits(name) for name in DTYPES_16} if has_widening_kernels() else {}
+        self.formats = KeptFormats() if keep_formats else None
+        self.formats_16 = {name: Kept16Bits(name) for name in DTYPES_16}
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
         if stored.format in self.formats_16 and stored.decode is not None and not stored.transposed:

@@ -215,7 +215,7 @@ def _draw_from_all(logits: Tensor, temperature: Tensor, filters: Filters, unifor
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype == torch.float32 and native.can_draw()
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and native.library() is not None
 
 
 def _draw_by_kernel(logits: Tensor, temperature: Tensor, filters: Filters | None, uniforms: Tensor) -> Chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ratoon.layers.native import has_quantised_kernels
+from ratoon.layers.native import library
 from ratoon.layers.native_ops import NativeOps
 from ratoon.layers.ops import Ops
 from ratoon.layers.stored import FLOAT_FORMATS, StoredTensor, TensorSlice
@@ -15,9 +15,7 @@ from tests.golden import tiny_models
 from tests.golden.dense_step import dense_logits
 from tests.golden.tiny_models import TinyModel, random_token_ids
 
-pytestmark = pytest.mark.skipif(
-    not has_quantised_kernels(), reason="no kernels for this processor; `make setup` builds them"
-)
+pytestmark = pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")
 
 FAMILIES = [
     tiny_models.tiny_llama,

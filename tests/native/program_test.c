@@ -136,4 +136,5 @@ void check_program(void) {
     compare_attention(x);
     compare_order();
     release_all();
+    expect_true(strcmp(ratoon_sources(), "unknown") == 0, "built without a digest", 0, 0);
 }

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
 from ratoon.core.errors import ConfigError
+from ratoon.layers.native.sources import digest_of
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "RATOON_KERNELS"  # a kernel set by name instead of the best one, or "none"
 KERNEL_SETS = ("avx512amx", "avx512vnni", "avx512", "avx2", "neondot", "neon")
@@ -40,6 +44,7 @@ class QuantisedWeight(ctypes.Structure):
 
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ratoon_sources": (ctypes.c_char_p, []),
     "ratoon_set_threads": (ctypes.c_int, [ctypes.c_int]),
     "ratoon_packed_size": (_INT, [_INT, _INT]),
     "ratoon_pack_weight": (None, [_POINTER, _INT, _INT, _POINTER]),
@@ -56,19 +61,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 3, *[_POINTER] * 3, *[_INT] * 7, _POINTER, _INT, _FLOAT],
     ),
     "ratoon_store_kv": (None, [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 4]),
-}
-_PROGRAM_SIGNATURES: dict[str, tuple[object, list[object]]] = {"ratoon_run_program": (_INT, [_POINTER, _INT])}
-_DRAW_SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "ratoon_draw": (None, [_POINTER, _INT, _INT, *[_POINTER] * 6])
-}
-# Of weights in 16 bits. A library that was built before these and the next existed does without, and without recorded
-# passes.
-_WIDENING_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "ratoon_run_program": (_INT, [_POINTER, _INT]),
+    "ratoon_draw": (None, [_POINTER, _INT, _INT, *[_POINTER] * 6]),
+    # Of weights in 16 bits
     "ratoon_packed_size_16": (_INT, [_INT, _INT]),
     "ratoon_pack_weight_16": (None, [_POINTER, _INT, _INT, _INT, _POINTER]),
-}
-# Of weights in 4 and 8 bits.
-_QUANTISED_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    # Of weights in 4 and 8 bits
     "ratoon_quantised_scratch": (_INT, [_INT]),
     "ratoon_quantised_linear": (None, [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT]),
     "ratoon_quantised_gated_mlp": (None, [_POINTER, _POINTER, _POINTER, _INT, _INT, *[_POINTER] * 3]),
@@ -81,10 +79,13 @@ class Kernels:
     """The functions of a kernel set, as attributes. They are looked up for each call: while a pass is recorded
     (recording.py), others are in their place."""
 
-    def __init__(self, loaded: ctypes.CDLL, names: list[str]) -> None:
-        self.functions = {name: getattr(loaded, name) for name in names}
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        self.functions: dict[str, Any] = {}
+        for name, (result, arguments) in _SIGNATURES.items():
+            self.functions[name] = function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
         # of those that can be recorded: the addresses of the functions that take their arguments as words
-        recordable = [name for name in (*names, "ratoon_copy") if hasattr(loaded, f"{name}_words")]
+        recordable = [name for name in (*_SIGNATURES, "ratoon_copy") if hasattr(loaded, f"{name}_words")]
         self.words = {name: _address(loaded, f"{name}_words") for name in recordable}
         self.replace(self.functions)
 
@@ -105,30 +106,6 @@ def kernel_set_name() -> str:
     return _found()[0]
 
 
-def has_widening_kernels() -> bool:
-    """Whether the set has products with weights in 16 bits."""
-    kernels = library()
-    return kernels is not None and _WIDENING_SIGNATURES.keys() <= kernels.functions.keys()
-
-
-def has_quantised_kernels() -> bool:
-    """Whether the set has products with weights in 4 and 8 bits."""
-    kernels = library()
-    return kernels is not None and _QUANTISED_SIGNATURES.keys() <= kernels.functions.keys()
-
-
-def can_record() -> bool:
-    """Whether the set can replay recorded passes."""
-    kernels = library()
-    return kernels is not None and _PROGRAM_SIGNATURES.keys() <= kernels.functions.keys()
-
-
-def can_draw() -> bool:
-    """Whether the set can draw tokens."""
-    kernels = library()
-    return kernels is not None and _DRAW_SIGNATURES.keys() <= kernels.functions.keys()
-
-
 @functools.cache
 def _found() -> tuple[str, Kernels | None]:
     for kernel_set in _wanted_sets():
@@ -146,14 +123,23 @@ def _load(kernel_set: str) -> Kernels | None:
         loaded = ctypes.CDLL(str(path))
     except OSError:  # built for another system
         return None
-    if hasattr(loaded, "ratoon_kernels_usable") and not loaded.ratoon_kernels_usable():
+    if not _is_current(loaded):
+        logger.warning("%s is not used: it was built from other sources; install the package again", path.name)
+        return None
+    if not loaded.ratoon_kernels_usable():
         return None  # the system refuses what the processor has
-    later = _WIDENING_SIGNATURES | _QUANTISED_SIGNATURES | _PROGRAM_SIGNATURES | _DRAW_SIGNATURES
-    names = [*_SIGNATURES, *(name for name in later if hasattr(loaded, name))]
-    for name in names:
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = (_SIGNATURES | later)[name]
-    return Kernels(loaded, names)
+    return Kernels(loaded)
+
+
+def _is_current(loaded: ctypes.CDLL) -> bool:
+    """Whether a library was built from the C files that lie beside it. Without these, as in a wheel, it is."""
+    digest = digest_of(Path(__file__).parent)
+    if not digest:
+        return True
+    if not hasattr(loaded, "ratoon_sources"):
+        return False
+    loaded.ratoon_sources.restype = ctypes.c_char_p
+    return bool(loaded.ratoon_sources() == digest.encode())
 
 
 def _address(loaded: ctypes.CDLL, name: str) -> int:

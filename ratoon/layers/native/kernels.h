@@ -3,6 +3,8 @@
 #pragma once
 #include <stdint.h>
 
+const char *ratoon_sources(void);  // the digest of the C files that the library was built from, or "unknown"
+
 int ratoon_set_threads(int threads);  // how many there are then
 
 int64_t ratoon_packed_size(int64_t out, int64_t in);  // floats

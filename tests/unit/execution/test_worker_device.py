@@ -7,7 +7,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.execution.choices import choose_ops
 from ratoon.execution.devices import use_device
 from ratoon.execution.worker import describe_weights
-from ratoon.layers.native import has_quantised_kernels
+from ratoon.layers.native import library
 from ratoon.layers.native_ops import native_ops_reasons
 from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import StoredTensor
@@ -38,7 +38,7 @@ def test_floats_are_kept_in_fewer_bits_beside_float32_on_a_cpu(quantization: str
     cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match=rf"quantization: {quantization} is not there .* torch.bfloat16 on cpu"):
         choose_ops(cpu, torch.bfloat16, quantization=quantization)
-    if has_quantised_kernels():
+    if library() is not None:
         assert choose_ops(cpu, torch.float32, quantization=quantization).bits == int(quantization[-1])
 
 

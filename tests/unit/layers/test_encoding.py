@@ -8,15 +8,13 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ratoon.layers.linear import make_product
-from ratoon.layers.native import has_quantised_kernels
+from ratoon.layers.native import library
 from ratoon.layers.native_formats import QuantisedLinear
 from ratoon.layers.native_ops import NativeOps
 from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import StoredTensor
 
-pytestmark = pytest.mark.skipif(
-    not has_quantised_kernels(), reason="no kernels for this processor; `make setup` builds them"
-)
+pytestmark = pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")
 
 Tensor = torch.Tensor
 HALF = 2.0**-11  # the largest relative error of a half

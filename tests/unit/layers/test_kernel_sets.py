@@ -14,6 +14,7 @@ import pytest
 
 from ratoon.core.errors import ConfigError
 from ratoon.layers import native
+from ratoon.layers.native.sources import digest_of
 
 TESTS = Path(__file__).parents[1]
 KERNEL_TESTS = [
@@ -41,6 +42,30 @@ def test_a_set_that_is_not_the_best_one_passes_the_same_tests(kernel_set: str) -
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(native.library() is None, reason="no kernels for this processor; `make setup` builds them")
+def test_a_library_that_was_built_from_other_sources_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = native.kernel_set_name()
+    assert native._load(name) is not None and not caplog.messages
+    monkeypatch.setattr(native, "digest_of", lambda folder: "another")
+    assert native._load(name) is None
+    (message,) = caplog.messages
+    assert "was built from other sources; install the package again" in message
+    monkeypatch.setattr(native, "digest_of", lambda folder: "")  # no sources: a wheel's library is its own
+    assert native._load(name) is not None
+
+
+def test_every_byte_of_the_sources_counts(tmp_path: Path) -> None:
+    digests = {digest_of(tmp_path)}
+    for name, content in [("a.c", "1"), ("a.c", "2"), ("b.h", ""), ("b.h", "2"), ("c.c", "")]:
+        (tmp_path / name).write_text(content)
+        digests.add(digest_of(tmp_path))
+    (tmp_path / "notes.txt").write_text("of no library")
+    digests.add(digest_of(tmp_path))
+    assert len(digests) == 6 and "" in digests
 
 
 def test_a_set_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

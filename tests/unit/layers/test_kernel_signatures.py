@@ -18,8 +18,9 @@ TYPES = {
     "int": ctypes.c_int,
     "float": ctypes.c_float,
     "void": None,
+    "const char *": ctypes.c_char_p,
 }
-DECLARATION = re.compile(r"^(\w+) (ratoon_\w+)\(([^)]*)\);", re.MULTILINE)
+DECLARATION = re.compile(r"^(\w+ |const char \*)(ratoon_\w+)\(([^)]*)\);", re.MULTILINE)
 
 
 def type_of(parameter: str) -> object:
@@ -31,14 +32,12 @@ def declared() -> dict[str, tuple[object, list[object]]]:
     functions = {}
     for header in HEADERS:
         for result, name, parameters in DECLARATION.findall(header.read_text()):
-            functions[name] = (
-                TYPES[result],
-                [type_of(" ".join(parameter.split())) for parameter in parameters.split(",")],
-            )
+            types = [type_of(" ".join(parameter.split())) for parameter in parameters.split(",") if parameter != "void"]
+            functions[name] = (TYPES.get(result, TYPES.get(result.strip())), types)
     return functions
 
 
-CALLED = native._SIGNATURES | native._WIDENING_SIGNATURES | native._QUANTISED_SIGNATURES | native._DRAW_SIGNATURES
+CALLED = {name: types for name, types in native._SIGNATURES.items() if name != "ratoon_run_program"}  # its own type
 
 
 @pytest.mark.parametrize("name", sorted(CALLED))

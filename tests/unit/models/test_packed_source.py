@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.linear import make_product
-from ratoon.layers.native import has_quantised_kernels
+from ratoon.layers.native import library
 from ratoon.layers.native_ops import NativeOps
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.models.packed_source import PackedSource, read_scheme
@@ -136,7 +136,7 @@ def test_the_parts_of_a_layer_are_one_weight(case: str, tmp_path: Path) -> None:
     assert torch.equal(source.read("norm.weight").floats(), torch.ones(IN))
 
 
-@pytest.mark.skipif(not has_quantised_kernels(), reason="no kernels for this processor; `make setup` builds them")
+@pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")
 @pytest.mark.parametrize("case", CASES)
 def test_a_product_is_that_of_the_weight_and_activations_of_8_bits(case: str, tmp_path: Path) -> None:
     make, pack, config = CASES[case]
