@@ -145,7 +145,8 @@ def _panel_kernel(
         if GATED:
             wide_up_tiles = wide_up_tiles + (_widen(up_tiles[step], SCALED),)  # type: ignore[assignment]  # noqa: RUF005
     # Products that add to the same sums wait for each other: where a warp has those of 16 outputs alone, there are two
-    CHAINS: gl.constexpr = 2 if TOGETHER and BLOCK_OUT == 16 * OUT_WARPS and not GATED else 1
+    # with weights in 8 bits. With others that gains nothing, and so a row has the same bits among any number of rows.
+    CHAINS: gl.constexpr = 2 if TOGETHER and SCALED and BLOCK_OUT == 16 * OUT_WARPS and not GATED else 1
     if TOGETHER:
         pieces = _after_all(pieces, STEPS, CHAINS)
     if TOGETHER and SCALED:
