@@ -68,11 +68,12 @@ class Places:
         self.by_request: dict[str, int] = {}
         take = client.get_outputs
 
-        async def get_outputs() -> EngineCoreOutputs:
-            outputs = await take()
-            for output in outputs.outputs:
-                self.by_request[output.request_id] = outputs.engine_index
-            return outputs
+        async def get_outputs() -> list[EngineCoreOutputs]:
+            steps = await take()
+            for outputs in steps:
+                for output in outputs.outputs:
+                    self.by_request[output.request_id] = outputs.engine_index
+            return steps
 
         client.get_outputs = get_outputs  # type: ignore[method-assign]
 

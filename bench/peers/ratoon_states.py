@@ -87,11 +87,11 @@ def state_calls(llm: Any, known: Known) -> Calls:
         from ratoon.execution import model_runner
 
         core = llm.engine.client.core
-        model = core.executor._worker.runner.model
+        runner = core.executor._worker.runner
         llm.reset_prefix_cache()
         with ExitStack() as stack:
             planning = stack.enter_context(timed(core.scheduler, "schedule"))
-            forward = stack.enter_context(timed(model, "forward"))
+            forward = stack.enter_context(timed(runner, "_run_decoder"))
             reading = stack.enter_context(timed(model_runner, "captured_rows"))
             arrivals = [time.perf_counter() for _ in llm.stream(prompt, _greedy(num_tokens))]
         return {

@@ -72,7 +72,7 @@ class Failing:
         model = executor._worker.runner.model
         self._wrap(patch, executor, "execute_model", self._note_plan)
         if when == BEFORE:
-            self._wrap(patch, model, "forward", self._fail)
+            self._wrap(patch, model, "embed_tokens", self._fail)  # recorded passes begin with it as well
         else:
             self._wrap(patch, executor, "sample_tokens", self._fail)
 
