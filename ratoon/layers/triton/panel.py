@@ -123,16 +123,16 @@ def _panel_kernel(
     up_tiles = ()
     factors = ()
     for step in gl.static_range(STEPS):
-        tiles = tiles + (_load(weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+        tiles = tiles + (load_part(weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
         if GATED:
-            up_tiles = up_tiles + (_load(up_weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+            up_tiles = up_tiles + (load_part(up_weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
         if NORM:
-            factors = factors + (_load(norm, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+            factors = factors + (load_part(norm, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
     if DEPENDENT:
         gdc_wait()
     pieces = ()
     for step in gl.static_range(STEPS):  # all on their way before the first is used
-        pieces = pieces + (_load(inputs, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+        pieces = pieces + (load_part(inputs, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
     residual = gl.to_tensor(0.0)
     if ADD:
         places, inside = _places(y, y_stride, rows, outputs, BLOCK_OUT, BLOCK_ROWS, flat)
@@ -157,7 +157,7 @@ def _panel_kernel(
     for step in gl.static_range(STEPS):
         values = pieces[step]  # type: ignore[var-annotated]
         if NORM:
-            squares, values = _apply_norm(squares, values, factors[step])
+            squares, values = apply_norm(squares, values, factors[step])
         if step % CHAINS == 1:
             second_total = mma_v2(wide_tiles[step], values, second_total)
         else:
@@ -257,7 +257,8 @@ def _end(
 
 
 @gluon.jit
-def _load(numbers, place, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
+def load_part(numbers, place, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
+    """Zeros behind the last input, unless there is nothing behind it."""
     if WHOLE:
         return gl.load(numbers + place)
     else:
@@ -295,7 +296,7 @@ def _mix_code(count, place):
 
 
 @gluon.jit
-def _apply_norm(squares, values, factors):
+def apply_norm(squares, values, factors):
     """All of an RMS norm but the row's scale: the squares that it follows from, and the values times the weight."""
     wide = values.to(gl.float32)
     return squares + gl.sum(wide * wide, axis=1), _multiply_pairs(values, factors)

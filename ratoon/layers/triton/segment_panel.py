@@ -19,10 +19,9 @@ from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import PANEL_STEP_BYTES, Panel
 from ratoon.layers.triton.dependent import launch_options
 from ratoon.layers.triton.launch import launch
+from ratoon.layers.triton.panel import MIN_ROWS, apply_norm, load_part
 
 Tensor = torch.Tensor
-
-MIN_ROWS = 8  # the other side; rows are padded to it
 
 
 def segment_panel_product(
@@ -108,17 +107,17 @@ def _segment_panel_kernel(
     factors = ()
     for step in gl.static_range(GROUPS * STEPS):
         offset = step // STEPS * GROUP_SPAN + step % STEPS * STEP
-        tiles = tiles + (_load(weights, column + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+        tiles = tiles + (load_part(weights, column + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
         if GATED:
-            up_tiles = up_tiles + (_load(up_weights, column + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+            up_tiles = up_tiles + (load_part(up_weights, column + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
         if NORM:
-            factors = factors + (_load(norm, place + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+            factors = factors + (load_part(norm, place + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
     if DEPENDENT:
         gdc_wait()
     pieces = ()
     for step in gl.static_range(GROUPS * STEPS):  # all on their way before the first is used
         offset = step // STEPS * GROUP_SPAN + step % STEPS * STEP
-        pieces = pieces + (_load(inputs, place + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+        pieces = pieces + (load_part(inputs, place + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
     earlier = ()
     for step in gl.static_range(GROUPS * STEPS):
         if step > 0 and step % STEPS == 0:
@@ -126,7 +125,7 @@ def _segment_panel_kernel(
             total = gl.zeros([K_WARPS, BLOCK_OUT, BLOCK_ROWS], gl.float32, mma)
         values = pieces[step]  # type: ignore[var-annotated]
         if NORM:
-            squares, values = _apply_norm(squares, values, factors[step])
+            squares, values = apply_norm(squares, values, factors[step])
         values = _in_order(values)
         total = mma_v2(_in_order(tiles[step]), values, total)
         if GATED:
@@ -225,8 +224,8 @@ def _factors_kernel(
         gdc_launch_dependents()
         gdc_wait()
     for step in gl.static_range(STEPS):
-        values = _load(inputs, place + step * STEP, WIDTH, WHOLE)
-        squares, values = _apply_norm(squares, values, _load(norm, place + step * STEP, WIDTH, WHOLE))
+        values = load_part(inputs, place + step * STEP, WIDTH, WHOLE)
+        squares, values = apply_norm(squares, values, load_part(norm, place + step * STEP, WIDTH, WHOLE))
         inside = (row < rows)[None, None, :] & (place + step * STEP < WIDTH)
         gl.store(results + (place + step * STEP), values, mask=inside)
     parted: gl.constexpr = gl.BlockedLayout([K_WARPS, 4, 1], [1, 4, 8], [1, 1, K_WARPS], [1, 2, 0])
@@ -240,34 +239,6 @@ def _row_scale(squares, eps, WIDTH: gl.constexpr, parted: gl.constexpr):
     """[parts, T] sums of squares → [T] what a norm multiplies with."""
     square = gl.sum(gl.convert_layout(squares, gl.SliceLayout(1, parted)), axis=0)
     return gl.rsqrt(square / WIDTH + eps)
-
-
-@gluon.jit
-def _load(numbers, place, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
-    if WHOLE:
-        return gl.load(numbers + place)
-    else:
-        return gl.load(numbers + place, mask=place < WIDTH, other=0.0)
-
-
-@gluon.jit
-def _apply_norm(squares, values, factors):
-    """All of an RMS norm but the row's scale: the squares that it follows from, and the values times the weight."""
-    wide = values.to(gl.float32)
-    return squares + gl.sum(wide * wide, axis=1), _multiply_pairs(values, factors)
-
-
-@gluon.jit
-def _multiply_pairs(values, factors):
-    """Two products of 16 bits in one instruction, with the rounding of single ones."""
-    if values.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [values, factors], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [values, factors], dtype=gl.float16, is_pure=True, pack=2
-        )
 
 
 @gluon.jit

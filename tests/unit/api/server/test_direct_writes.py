@@ -1,4 +1,5 @@
-"""Most events of a stream are encoded from a template and written without a task: nobody may see a difference."""
+"""Most events of a stream are encoded from a template and written without a task. The bytes that a client gets are
+the same."""
 
 from __future__ import annotations
 
