@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         SamplingParams,
         TimestampRules,
     )
+    from ratoon.core.structured import StructuredOutput
     from ratoon.engine.async_llm import AsyncLLM
     from ratoon.engine.prompts import AudioPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
     from ratoon.transcription.options import TranscriptionOptions
@@ -57,6 +58,7 @@ __all__ = [
     "BeamSearchParams",
     "PoolingParams",
     "HiddenStatesParams",
+    "StructuredOutput",
     "TimestampRules",
     "TranscriptionOptions",
     "Transcription",
@@ -92,6 +94,7 @@ _HOMES = {
     "BeamSearchParams": "ratoon.core.params",
     "PoolingParams": "ratoon.core.params",
     "HiddenStatesParams": "ratoon.core.params",
+    "StructuredOutput": "ratoon.core.structured",
     "TimestampRules": "ratoon.core.params",
     "TranscriptionOptions": "ratoon.transcription.options",
     "Transcription": "ratoon.transcription.results",

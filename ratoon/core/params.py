@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from ratoon.core.errors import RequestError
-from ratoon.core.suggestions import unknown_keyword
+from ratoon.core.structured import StructuredOutput, structured_output, verify_structured_output
+from ratoon.core.suggestions import ParamsMeta
 
 MAX_LOGPROBS = (
     64  # the declared size limit of `logprobs` and `prompt_logprobs`, unless the engine's config sets another
@@ -43,20 +44,6 @@ class RequestOutputKind(enum.IntEnum):
     CUMULATIVE = 0  # every output holds all text and tokens so far
     DELTA = 1  # every output holds what is new
     FINAL_ONLY = 2  # one output, at the end
-
-
-class ParamsMeta(type(msgspec.Struct)):  # type: ignore[misc]
-    """Reports an unknown keyword with a suggestion. Runs only when a caller constructs the params, not when they are
-    decoded from the wire or copied."""
-
-    if not TYPE_CHECKING:  # it would hide the fields from type checkers
-
-        def __call__(cls, *args: Any, **fields: Any) -> Any:
-            known = cls.__struct_fields__
-            for name in fields:
-                if name not in known:
-                    raise unknown_keyword(cls.__name__, name, known)
-            return super().__call__(*args, **fields)
 
 
 class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="sampling"):
@@ -100,6 +87,9 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
     # Prompt and output together, as in transformers. They apply where `max_tokens` is None and `min_tokens` is 0.
     max_length: int | None = None
     min_length: int = 0  # lowered where `max_tokens` ends the text earlier
+    # The text must match a schema, an expression, a grammar or one of some texts. It limits which tokens are possible,
+    # so like all forbidden tokens it affects sampling but not `logprobs`.
+    structured_output: StructuredOutput | None = None  # or a mapping of its fields
 
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None
@@ -113,6 +103,7 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
             self.top_k = 0
         self.forced_eos_token_id = _one_or_many(self.forced_eos_token_id)
         self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
+        self.structured_output = structured_output(self.structured_output)
 
     @property
     def is_greedy(self) -> bool:
@@ -193,6 +184,7 @@ class BeamSearchParams(
     bad_words_ids: list[list[int]] | None = None
     max_length: int | None = None
     min_length: int = 0
+    structured_output: StructuredOutput | None = None  # no beam leaves it
 
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None
@@ -201,6 +193,7 @@ class BeamSearchParams(
 
     def __post_init__(self) -> None:
         self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
+        self.structured_output = structured_output(self.structured_output)
         self.forced_eos_token_id = _one_or_many(self.forced_eos_token_id)
 
     def clone(self) -> BeamSearchParams:
@@ -359,6 +352,7 @@ def _verify_rules(params: GenerationParams) -> None:
     if params.max_length is not None:
         _require_int("max_length", params.max_length, 1, None)
     _require_int("min_length", params.min_length, 0, None)
+    verify_structured_output(params.structured_output)
     rules: Any = params.timestamps
     if rules is None:
         return

@@ -6,6 +6,9 @@ The measure is the number of typing errors, not the share of equal letters: "min
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 LONGEST_NAME = 64  # longer names get no suggestion
 
@@ -35,6 +38,20 @@ def unknown_keyword(of: str, name: str, known: Iterable[str]) -> TypeError:
     """The TypeError for an unknown keyword, with a suggestion."""
     meant = did_you_mean(name, known)
     return TypeError(f"{of} has no {name!r}" + (f"; {meant}" if meant else ""))
+
+
+class ParamsMeta(type(msgspec.Struct)):  # type: ignore[misc]
+    """Reports an unknown keyword with a suggestion. Runs only when a caller constructs the params, not when they are
+    decoded from the wire or copied."""
+
+    if not TYPE_CHECKING:  # it would hide the fields from type checkers
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            known = cls.__struct_fields__
+            for name in fields:
+                if name not in known:
+                    raise unknown_keyword(cls.__name__, name, known)
+            return super().__call__(*args, **fields)
 
 
 def _plain(name: str) -> str:

@@ -1,0 +1,177 @@
+"""Structured output: what the text of a request must match.
+
+Values are checked here for type and size only. Whether a schema or a grammar can be compiled is the validator's
+question (engine/structured_validator.py), and how it limits the next token that of execution/grammar.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ratoon.core.errors import RequestError
+from ratoon.core.suggestions import ParamsMeta, did_you_mean
+
+MAX_GRAMMAR_CHARACTERS = 2**18  # of the text of a schema, an expression or a grammar, and of all choices together
+MAX_OUTPUT_CHOICES = 2**12
+MAX_MARKER_CHARACTERS = 256  # of begins_after
+KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")  # exactly one is set
+VLLM_NAMES = {"json": "json_schema"}
+
+
+class StructuredMeta(ParamsMeta):
+    """Accepts vLLM's names of fields too."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            return super().__call__(*args, **{VLLM_NAMES.get(name, name): value for name, value in fields.items()})
+
+
+class StructuredOutput(
+    msgspec.Struct, metaclass=StructuredMeta, kw_only=True, omit_defaults=True, frozen=True, gc=False
+):
+    """What the text must match: exactly one of `json_schema`, `json_object`, `regex`, `choice`, `grammar` and
+    `structural_tag`. The fields follow vLLM's StructuredOutputsParams."""
+
+    json_schema: str | None = None  # JSON text; also accepted: a mapping, or a pydantic model class
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # the whole text matches it
+    choice: list[str] | None = None  # the text is one of these
+    grammar: str | None = None  # in Lark's or llama.cpp's (GBNF) notation
+    # JSON text, or a mapping: free text in which a part begun by a trigger must match the schema of its structure
+    structural_tag: str | None = None
+
+    # Free text up to the first occurrence of this marker (such as "</think>"); what follows must match. None: all of it
+    begins_after: str | None = None
+    # A continuation goes on with its parent's grammar where the parent's text ended. No other field is set then.
+    continue_grammar: bool = False
+
+    # Of JSON. By default any whitespace is possible where JSON allows it.
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None  # an expression for whitespace between the parts
+    disable_additional_properties: bool = False  # unless a schema has additionalProperties
+
+    # Filled by the InputProcessor; a caller leaves it alone: the prompt's tokens from here on are part of the text
+    first_token: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("json_schema", "structural_tag"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, _json_text(name, value))
+        if isinstance(self.choice, tuple):
+            msgspec.structs.force_setattr(self, "choice", list(self.choice))
+
+    @property
+    def kind(self) -> str | None:
+        """The name of the field that is set."""
+        return next((name for name in KINDS if _is_set(getattr(self, name))), None)
+
+    def verify(self) -> None:
+        """Raise RequestError, naming the field, for values of a wrong type or size and for contradictions."""
+        given = [name for name in KINDS if _is_set(getattr(self, name))]
+        for name in ("json_object", "continue_grammar", "disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, f"{getattr(self, name)!r} is neither true nor false", "true or false")
+        if len(given) > 1:
+            raise RequestError(given[1], f"contradicts {given[0]}", f"one of {', '.join(KINDS)}")
+        if self.continue_grammar and given:
+            raise RequestError("continue_grammar", f"contradicts {given[0]}", "the parent's grammar goes on: only one")
+        if not given and not self.continue_grammar:
+            raise RequestError(KINDS[0], "is missing", f"one of {', '.join(KINDS)}")
+        for name in ("json_schema", "regex", "grammar", "structural_tag", "whitespace_pattern"):
+            _verify_text(name, getattr(self, name), MAX_GRAMMAR_CHARACTERS)
+        _verify_text("begins_after", self.begins_after, MAX_MARKER_CHARACTERS)
+        for name in ("begins_after", "grammar"):
+            if getattr(self, name) == "":
+                raise RequestError(name, "is empty", "at least one character, or leave it out")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise RequestError("whitespace_pattern", "contradicts disable_any_whitespace", "one of the two")
+        if self.choice is not None:
+            _verify_choice(self.choice)
+        for name in ("json_schema", "structural_tag"):
+            _verify_json(name, getattr(self, name))
+
+
+def structured_output(asked: Any) -> Any:
+    """The StructuredOutput that a mapping of its fields or a pydantic model class means; any other value as it is."""
+    if isinstance(asked, Mapping):
+        known = (*StructuredOutput.__struct_fields__[:-1], *VLLM_NAMES)
+        for name in asked:
+            if name not in known:
+                expected = did_you_mean(str(name), known, f"one of {', '.join(KINDS)}")
+                raise RequestError("structured_output", f"has no field {name!r}", expected)
+        try:
+            return StructuredOutput(**asked)
+        except RequestError as error:
+            raise error.inside("structured_output") from None
+    if hasattr(asked, "model_json_schema"):
+        return StructuredOutput(json_schema=asked)
+    return asked
+
+
+def verify_structured_output(asked: Any) -> None:
+    if asked is None:
+        return
+    if not isinstance(asked, StructuredOutput):
+        problem = f"{type(asked).__name__} is not StructuredOutput"
+        raise RequestError("structured_output", problem, "a StructuredOutput, or a mapping of its fields")
+    try:
+        asked.verify()
+    except RequestError as error:
+        raise error.inside("structured_output") from None
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _json_text(field: str, value: Any) -> str:
+    if hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(field, f"is not JSON: {error}", "JSON text, or a mapping of JSON values") from None
+
+
+def _verify_text(field: str, value: Any, longest: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise RequestError(field, f"{type(value).__name__} is not text", "text")
+    if len(value) > longest:
+        raise RequestError(field, f"has {len(value)} characters", f"{longest} at most")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RequestError(field, "holds a lone surrogate", "text that UTF-8 can encode") from None
+
+
+def _verify_choice(choice: Any) -> None:
+    if not isinstance(choice, list):
+        raise RequestError("choice", f"{type(choice).__name__} is not a list", "a list of texts")
+    if not choice:
+        raise RequestError("choice", "is empty", "at least one text")
+    if len(choice) > MAX_OUTPUT_CHOICES:
+        raise RequestError("choice", f"has {len(choice)} entries", f"{MAX_OUTPUT_CHOICES} at most")
+    for index, text in enumerate(choice):
+        _verify_text(f"choice[{index}]", text, MAX_GRAMMAR_CHARACTERS)
+    num_characters = sum(map(len, choice))
+    if num_characters > MAX_GRAMMAR_CHARACTERS:
+        raise RequestError("choice", f"has {num_characters} characters in all", f"{MAX_GRAMMAR_CHARACTERS} at most")
+
+
+def _verify_json(field: str, text: str | None) -> None:
+    if text is None:
+        return
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(field, f"is not JSON: {error}", "JSON text, or a mapping") from None
+    if not isinstance(value, dict) and not (field == "json_schema" and isinstance(value, bool)):
+        raise RequestError(field, f"is {type(value).__name__}, not an object", "a JSON object")
