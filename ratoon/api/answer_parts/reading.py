@@ -1,0 +1,164 @@
+"""Reads a text character by character, as generators that wait for the next one.
+
+A parser written this way can't depend on how its text was cut into pieces. `Source.next` is the one place that waits;
+what was read for nothing is given back and read again, without waiting.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, str, T]  # characters are sent into it; it returns what was read
+Emit = Callable[[str], None]
+
+END = ""  # sent, and read from then on, when the text has ended
+BLANKS = frozenset(" \t\r\n")
+SCALAR = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-.")  # true, null, -1.5e+3, NaN
+OUTSIDE_STRINGS = frozenset("{}[]:,") | SCALAR | BLANKS
+
+
+class MalformedError(Exception):
+    """The text is not what it seemed to be."""
+
+
+class Source:
+    def __init__(self) -> None:
+        self._returned: list[str] = []  # to be read again; the next one is the last
+        self._recorded: list[str] = []
+        self._has_ended = False
+
+    def next(self) -> Reading[str]:
+        """The next character, or END."""
+        if self._returned:
+            char = self._returned.pop()
+        elif self._has_ended:
+            return END
+        else:
+            char = yield
+            if char == END:
+                self._has_ended = True
+                return END
+        self._recorded.append(char)
+        return char
+
+    def give_back(self, char: str) -> None:
+        """Only the last character that was read. END stays the end anyway."""
+        if char != END:
+            self._returned.append(char)
+            self._recorded.pop()
+
+    def mark(self) -> None:
+        """Where `rewind` goes back to."""
+        self._recorded.clear()
+
+    def rewind(self) -> None:
+        self._returned.extend(reversed(self._recorded))
+        self._recorded.clear()
+
+
+def until(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str | None]:
+    """Emit the text up to the first of the marks, and return that mark; None: the text has ended. Only what may be the
+    beginning of a mark is held back."""
+    held = ""
+    while True:
+        source.mark()  # nothing before is read again
+        char = yield from source.next()
+        if char == END:
+            emit(held)
+            return None
+        held += char
+        while held and not any(mark.startswith(held) for mark in marks):
+            emit(held[0])
+            held = held[1:]
+        if held in marks:
+            return held
+
+
+def opens_with(source: Source, marks: Sequence[str], behind: frozenset[str] = BLANKS) -> Reading[bool]:
+    """Whether one of the marks comes next, behind blanks or the like. If not, nothing was read."""
+    source.mark()
+    read = yield from skip(source, behind)
+    while any(mark.startswith(read) for mark in marks) and read != END:
+        if read in marks:
+            return True
+        char = yield from source.next()
+        if char == END:
+            break
+        read += char
+    source.rewind()
+    return False
+
+
+def skip(source: Source, chars: frozenset[str] = BLANKS) -> Reading[str]:
+    """The first character that is none of these."""
+    while True:
+        char = yield from source.next()
+        if char not in chars:
+            return char
+
+
+def json_string(source: Source) -> Reading[str]:
+    """The value of a JSON string whose opening quote was read."""
+    pieces = ['"']
+    yield from copy_string(source, pieces.append)
+    try:
+        return str(json.loads("".join(pieces), strict=False))
+    except ValueError:
+        raise MalformedError from None
+
+
+def copy_string(source: Source, emit: Emit) -> Reading[None]:
+    """The rest of a JSON string, as it is written."""
+    is_escaped = False
+    while True:
+        char = yield from _inside(source)
+        emit(char)
+        if is_escaped:
+            is_escaped = False
+        elif char == "\\":
+            is_escaped = True
+        elif char == '"':
+            return
+
+
+def copy_container(source: Source, first: str, emit: Emit) -> Reading[None]:
+    """A JSON object or list as it is written; `first` is its opening bracket. Brackets and strings are followed; what
+    is between them is not checked, except that a character which JSON does not have there ends it as malformed."""
+    depth, char = 0, first
+    while True:
+        if char not in OUTSIDE_STRINGS and char != '"':
+            source.give_back(char)
+            raise MalformedError
+        emit(char)
+        if char == '"':
+            yield from copy_string(source, emit)
+        elif char in "{[":
+            depth += 1
+        elif char in "}]":
+            depth -= 1
+            if depth == 0:
+                return
+        char = yield from _inside(source)
+
+
+def json_scalar(source: Source, first: str) -> Reading[str]:
+    """A number, true, false or null, as it is written."""
+    text, char = "", first
+    while char in SCALAR and char != END:
+        text += char
+        char = yield from source.next()
+    source.give_back(char)
+    if not text:
+        raise MalformedError
+    return text
+
+
+def _inside(source: Source) -> Reading[str]:
+    """The next character where the text can't end."""
+    char = yield from source.next()
+    if char == END:
+        raise MalformedError
+    return char

@@ -1,0 +1,78 @@
+"""The marks between which models write their reasoning, by name; which ones a chat template asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratoon.api.answer_parts.parts import PartSink
+from ratoon.api.answer_parts.reading import BLANKS, Reading, Source, opens_with, until
+
+CUSTOM_SEPARATOR = "..."  # START...END: marks of one's own
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    name: str
+    start: str
+    end: str
+    opens_by_itself: bool = False  # the answer begins with reasoning even where neither prompt nor answer has the start
+
+    def is_open(self, prompt: str | None) -> bool:
+        """Whether an answer to this prompt begins inside of the reasoning: templates write the start, or, to switch
+        reasoning off, both marks."""
+        text = prompt or ""
+        start, end = text.rfind(self.start), text.rfind(self.end)
+        if start > end and not text[start + len(self.start) :].strip():
+            return True
+        is_closed = end >= 0 and not text[end + len(self.end) :].strip()
+        return self.opens_by_itself and not is_closed
+
+    def read(self, source: Source, sink: PartSink, is_open: bool) -> Reading[None]:
+        """The reasoning, if the answer begins with any. Blanks around it belong to neither side."""
+        if is_open:
+            yield from opens_with(source, (self.start,))  # some models repeat it
+        elif not (yield from opens_with(source, (self.start,))):
+            return
+        blanks, has_begun = "", False
+
+        def emit(text: str) -> None:
+            nonlocal blanks, has_begun
+            for char in text:
+                if char in BLANKS:
+                    blanks += char
+                else:
+                    sink.reasoning(blanks + char if has_begun else char)
+                    blanks, has_begun = "", True
+
+        yield from until(source, (self.end,), emit)
+        sink.begin_content()
+
+
+THINK = ("<think>", "</think>")
+REASONING_FORMATS = {
+    made.name: made
+    for made in (
+        ReasoningFormat("qwen3", *THINK),
+        ReasoningFormat("deepseek_r1", *THINK, opens_by_itself=True),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+        ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+    )
+}
+
+
+def custom_reasoning_format(text: str) -> ReasoningFormat | None:
+    """Marks given as START...END; None if the text is not of that form."""
+    start, separator, end = text.partition(CUSTOM_SEPARATOR)
+    if not separator or not start.strip() or not end.strip() or start == end:
+        return None
+    return ReasoningFormat(text, start, end)
+
+
+def reasoning_format_of_template(template: str | None) -> ReasoningFormat | None:
+    """None: the template knows no reasoning. A template that only removes reasoning from earlier answers knows it."""
+    text = template or ""
+    for name in ("qwen3", "mistral", "seed_oss"):
+        if REASONING_FORMATS[name].end in text:
+            return REASONING_FORMATS[name]
+    return None

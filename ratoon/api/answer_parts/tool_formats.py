@@ -1,0 +1,112 @@
+"""The forms in which models write tool calls, by name; which one a chat template asks for.
+
+A format reads the text behind the reasoning: content and calls. What looks like a call and is none is content.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ratoon.api.answer_parts.calls import CallInProgress, read_arguments, read_call, read_calls
+from ratoon.api.answer_parts.parts import PartSink
+from ratoon.api.answer_parts.reading import BLANKS, END, MalformedError, Reading, Source, opens_with, skip, until
+
+NAME = frozenset(string.ascii_letters + string.digits + "_-.:/")
+MISTRAL_ID_LENGTH = 9  # Mistral's templates refuse other ids
+
+
+def openai_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def mistral_call_id() -> str:
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_LENGTH))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    name: str
+    read: Callable[[Source, PartSink, Collection[str]], Reading[None]]  # the latter: the names of the request's tools
+    marks: tuple[str, ...] = ()  # which must reach the text, even if they are special tokens
+    new_call_id: Callable[[], str] = openai_call_id
+
+
+def _read_hermes(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
+    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, anywhere in the text."""
+    while (mark := (yield from until(source, ("<tool_call>",), sink.content))) is not None:
+        if (yield from read_call(source, sink)):
+            yield from opens_with(source, ("</tool_call>",), BLANKS | {"}"})  # small models close too many braces
+        else:
+            sink.content(mark)
+
+
+def _read_mistral(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
+    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and the later form [TOOL_CALLS]name[ARGS]{…}."""
+    while (mark := (yield from until(source, ("[TOOL_CALLS]",), sink.content))) is not None:
+        is_read = yield from read_calls(source, sink, None)
+        is_read = is_read or (yield from _read_named_call(source, sink))
+        if not is_read:
+            sink.content(mark)
+
+
+def _read_named_call(source: Source, sink: PartSink) -> Reading[bool]:
+    """name{…} or name[ARGS]{…}. False if there is none: then nothing was read."""
+    source.mark()
+    call = CallInProgress(sink, None)
+    try:
+        name, char = "", (yield from skip(source))
+        while char in NAME and char != END:
+            name += char
+            char = yield from source.next()
+        for expected in "[ARGS]" if char == "[" else "":
+            if char != expected:
+                raise MalformedError
+            char = yield from source.next()
+        if char in BLANKS:
+            char = yield from skip(source)
+        if char != "{":
+            raise MalformedError
+        call.begin(name)
+        yield from read_arguments(source, call, char)
+    except MalformedError:
+        if not call.has_begun:
+            source.rewind()
+    return call.has_begun
+
+
+def _read_llama3_json(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
+    """{"name": …, "parameters": {…}}, several separated by semicolons: as the whole text, or behind <|python_tag|>."""
+    yield from read_calls(source, sink, known_names)
+    while (mark := (yield from until(source, ("<|python_tag|>",), sink.content))) is not None:
+        if not (yield from read_calls(source, sink, None)):
+            sink.content(mark)
+
+
+def _read_json(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
+    """The whole text is a call, {"name": …, "arguments": {…}}, or a list of them."""
+    yield from read_calls(source, sink, known_names)
+    yield from until(source, (), sink.content)
+
+
+HERMES = ToolFormat("hermes", _read_hermes, ("<tool_call>", "</tool_call>"))
+LLAMA3_JSON = ToolFormat("llama3_json", _read_llama3_json, ("<|python_tag|>",))
+MISTRAL = ToolFormat("mistral", _read_mistral, ("[TOOL_CALLS]", "[ARGS]"), mistral_call_id)
+PLAIN_JSON = ToolFormat("json", _read_json)
+
+TOOL_FORMATS = {made.name: made for made in (HERMES, LLAMA3_JSON, MISTRAL, PLAIN_JSON)}
+
+
+def tool_format_of_template(template: str | None) -> ToolFormat:
+    """The form that a chat template writes calls in. Where it does not know tools, they are written into the messages
+    in the form of Hermes (models/tool_rendering.py)."""
+    text = template or ""
+    if "<tool_call>" in text:
+        return HERMES
+    if "[TOOL_CALLS]" in text:
+        return MISTRAL
+    if "<|python_tag|>" in text or '"parameters": dictionary of argument name' in text:
+        return LLAMA3_JSON
+    return PLAIN_JSON if "tools" in text else HERMES

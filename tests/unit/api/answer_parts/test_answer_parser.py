@@ -1,0 +1,228 @@
+"""Answers become parts: each format, text that only looks like a call, and any cut of the text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ratoon.api.answer_parts.parser import AnswerParser, choose_answer_format, parse_whole
+from ratoon.api.answer_parts.parts import ContentDelta, ToolCallArguments, ToolCallBegin, WholeAnswer
+from ratoon.api.answer_parts.reasoning_formats import REASONING_FORMATS
+from ratoon.api.answer_parts.tool_formats import TOOL_FORMATS
+from ratoon.core.errors import ConfigError
+
+NAMES = ("add", "weather")
+ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
+ARGUMENTS = '{"a": 1, "b": [2, "}"]}'
+WEATHER = '{"parameters": {"city": "Paris \\"<tool_call>\\""}, "name": "weather", "type": "function"}'
+
+
+def make(tools: str | None = "hermes", reasoning: str | None = None, **options) -> AnswerParser:
+    tool_format = None if tools is None else TOOL_FORMATS[tools]
+    return AnswerParser(None if reasoning is None else REASONING_FORMATS[reasoning], tool_format, NAMES, **options)
+
+
+def summary(answer: WholeAnswer) -> tuple:
+    return answer.reasoning, answer.content, [(call.name, call.arguments) for call in answer.tool_calls]
+
+
+def read(text: str, *formats, **options) -> tuple:
+    return summary(parse_whole(make(*formats, **options), text))
+
+
+def read_pieces(parser: AnswerParser, pieces: list[str]) -> tuple:
+    answer = WholeAnswer()
+    for piece in pieces:
+        answer.add(parser.push(piece))
+    answer.add(parser.finish())
+    return summary(answer)
+
+
+CALLS = [
+    ("hermes", f"<tool_call>\n{ADD}\n</tool_call>", "", ["add"]),
+    ("hermes", f"Let me see.\n<tool_call>{ADD}</tool_call>\n<tool_call>{WEATHER}</tool_call>\n", "Let me see.",
+     ["add", "weather"]),
+    ("hermes", f"<tool_call>{ADD}</tool_call>done", "done", ["add"]),
+    ("hermes", f"<tool_call>{ADD}", "", ["add"]),
+    ("hermes", f"<tool_call>{ADD}}}\n</tool_call>", "", ["add"]),
+    ("hermes", f"<tool_call>{ADD[:-1]}</tool_call> ok", "ok", ["add"]),
+    ("llama3_json", ADD.replace("arguments", "parameters"), "", ["add"]),
+    ("llama3_json", f"<|python_tag|>{ADD}; {WEATHER}", "", ["add", "weather"]),
+    ("llama3_json", f"Sure. <|python_tag|>{ADD}", "Sure.", ["add"]),
+    ("mistral", f"[TOOL_CALLS][{ADD}, {WEATHER}]", "", ["add", "weather"]),
+    ("mistral", f"Well [TOOL_CALLS] [{ADD}]", "Well", ["add"]),
+    ("mistral", f'[TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]weather{{"city": "x"}}', "", ["add", "weather"]),
+    ("json", ADD, "", ["add"]),
+    ("json", f" [{ADD},\n{WEATHER}]", "", ["add", "weather"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "content", "names"), CALLS)
+def test_calls_of_every_format(name, text, content, names):
+    reasoning, found, calls = read(text, name)
+    assert (reasoning, found) == ("", content)
+    assert [called for called, _ in calls] == names
+    assert calls[0][1] == ARGUMENTS
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+NO_CALLS = [
+    ("hermes", "<tool_call> is a tag"),
+    ("hermes", '<tool_call>{"nam": 1}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add'),
+    ("hermes", "a <tool_cal"),
+    ("hermes", ADD),
+    ("hermes", " indented\n\ttext \n"),
+    ("llama3_json", '{"name": "Bob", "parameters": {}}'),
+    ("llama3_json", "<|python_tag|>print(1)"),
+    ("mistral", "[TOOL_CALLS] are calls"),
+    ("mistral", "[TOOL_CALLS]add[ARGS"),
+    ("json", "[1, 2, 3]"),
+    ("json", '{"answer": 42}'),
+    ("json", f"See {ADD}"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NO_CALLS)
+def test_what_only_looks_like_a_call_is_content_to_the_letter(name, text):
+    assert read(text, name) == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"name": "add"}', "{}"),
+        ('{"name": "add", "arguments": null}', "{}"),
+        ('{"arguments": {"a": 1}, "name": "add"}', '{"a": 1}'),
+        ('{"name": "add", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
+        ('{"id": 7, "name": "add", "more": [{}], "arguments": {"a": "\\\\"}}', '{"a": "\\\\"}'),
+    ],
+)
+def test_forms_of_arguments(call, arguments):
+    assert read(f"<tool_call>{call}</tool_call>", "hermes") == ("", "", [("add", arguments)])
+
+
+def test_a_call_that_breaks_off_keeps_what_there_is():
+    assert read('<tool_call>{"name": "add", "arguments": {"a": 1', "hermes") == ("", "", [("add", '{"a": 1')])
+    broken = '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>then'
+    assert read(broken, "hermes") == ("", "then", [("add", '{"a": 1')])
+
+
+def test_a_stream_names_the_call_before_its_arguments():
+    parser = make("hermes")
+    assert parser.push("Hm <tool_call>") == [ContentDelta("Hm")]
+    (begin,) = parser.push('{"name": "add", ')
+    assert isinstance(begin, ToolCallBegin) and (begin.index, begin.name) == (0, "add")
+    assert begin.call_id.startswith("call_")
+    assert parser.push('"arguments": {"a"') == [ToolCallArguments(0, '{"a"')]
+    assert parser.push(": 1}") == [ToolCallArguments(0, ": 1}")]
+    assert parser.push("}</tool_call>") == []
+    assert parser.finish() == []
+
+
+def test_ids_of_mistral_are_what_its_template_accepts():
+    (call,) = parse_whole(make("mistral"), f"[TOOL_CALLS][{ADD}]").tool_calls
+    assert len(call.call_id) == 9 and call.call_id.isalnum()
+
+
+def test_without_parallel_calls_only_the_first_one_counts():
+    text = f"<tool_call>{ADD}</tool_call><tool_call>{WEATHER}</tool_call>end"
+    assert read(text, "hermes", max_calls=1) == ("", "end", [("add", ARGUMENTS)])
+
+
+def test_reasoning_is_split_from_content():
+    assert read("<think>\nHm.\n</think>\n\nYes.", None, "qwen3") == ("Hm.", "Yes.", [])
+    assert read("Hm. \n </think>Yes.\n", None, "qwen3", is_reasoning_open=True) == ("Hm.", "Yes.\n", [])
+    assert read("  Yes <think>", None, "qwen3") == ("", "  Yes <think>", [])
+    assert read("<think>cut </thin", None, "qwen3") == ("cut </thin", "", [])
+    assert read("[THINK]a[/THINK]b", None, "mistral") == ("a", "b", [])
+    text = f"<think>use add</think><tool_call>{ADD}</tool_call>"
+    assert read(text, "hermes", "qwen3") == ("use add", "", [("add", ARGUMENTS)])
+    assert read(f"<think>{ADD}</think>{ADD}", "json", "qwen3") == (ADD, "", [("add", ARGUMENTS)])
+
+
+def test_the_prompts_end_says_whether_reasoning_is_open():
+    qwen3, deepseek = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]
+    assert qwen3.is_open("<assistant><think>\n") and deepseek.is_open("<assistant>")
+    assert not qwen3.is_open("<assistant>")
+    assert not qwen3.is_open("<think> is a tag<assistant>")
+    assert not qwen3.is_open("<think>\n\n</think>\n\n") and not deepseek.is_open("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        (None, "hermes", None),
+        ("{% for tool in tools %}… <tool_call> …</think>", "hermes", "qwen3"),
+        ("{{ '[TOOL_CALLS]' }}[THINK][/THINK]", "mistral", "mistral"),
+        ("<|python_tag|> {{ tools }}", "llama3_json", None),
+        ("{{ tools }}", "json", None),
+        ("{{ messages }}", "hermes", None),
+    ],
+)
+def test_formats_are_chosen_from_the_template(template, tools, reasoning):
+    chosen = choose_answer_format(template)
+    assert chosen.tools.name == tools
+    assert (None if chosen.reasoning is None else chosen.reasoning.name) == reasoning
+
+
+def test_formats_are_chosen_by_name():
+    chosen = choose_answer_format("<tool_call></think>", "mistral", "none")
+    assert (chosen.tools.name, chosen.reasoning) == ("mistral", None)
+    marks = choose_answer_format(None, "auto", "<a>...</a>").reasoning
+    assert marks is not None and (marks.start, marks.end) == ("<a>", "</a>")
+    with pytest.raises(ConfigError, match="did you mean hermes"):
+        choose_answer_format(None, "hermess")
+    with pytest.raises(ConfigError, match=r"one of auto, none, qwen3.*START\.\.\.END"):
+        choose_answer_format(None, "auto", "xyz")
+
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", ADD, WEATHER,
+    '{"name": "', "add", '", "arguments": ', "{", "}", "[", "]", '"', "\\", ",", ":", ";", "<", " ", "\n", "text", "é",
+]  # fmt: skip
+ANSWERS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    ANSWERS,
+    st.sampled_from([None, *TOOL_FORMATS]),
+    st.sampled_from([None, "qwen3"]),
+    st.booleans(),
+    st.lists(st.integers(0, 200)),
+)
+@example(f"<tool_call>\n<tool_call>{ADD}", "hermes", "qwen3", True, [3, 11, 14])
+def test_any_cut_gives_the_same_parts(text, tools, reasoning, is_open, cuts):
+    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
+    whole = read(text, tools, reasoning, is_reasoning_open=is_open)
+    assert read_pieces(make(tools, reasoning, is_reasoning_open=is_open), pieces) == whole
+    assert read_pieces(make(tools, reasoning, is_reasoning_open=is_open), list(text)) == whole
+    if tools is None and reasoning is None:
+        assert whole == ("", text, [])
+
+
+@given(st.dictionaries(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=5)))
+def test_any_arguments_come_back_as_they_are(arguments):
+    call = json.dumps({"name": "add", "arguments": arguments})
+    for name, text in (
+        ("hermes", f"<tool_call>{call}</tool_call>"),
+        ("json", call),
+        ("llama3_json", f"<|python_tag|>{call}"),
+        ("mistral", f"[TOOL_CALLS][{call}]"),
+    ):
+        reasoning, content, [(_, found)] = read(text, name)
+        assert (reasoning, content) == ("", "") and json.loads(found) == arguments
+
+
+def test_a_long_answer_is_read_in_linear_time():
+    """Brackets nested deeply, and marks that never become calls."""
+    nested = '<tool_call>{"name": "add", "arguments": ' + "[" * 20_000
+    assert read(nested, "hermes")[2] == [("add", "[" * 20_000)]
+    text = '<tool_call>{"a": "' * 2_000
+    assert read(text, "hermes") == ("", text, [])
