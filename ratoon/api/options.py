@@ -21,6 +21,7 @@ from ratoon.api.beam_options import (
     leaves_search_open,
     wants_beam_search,
 )
+from ratoon.api.structured_options import add_structured_options, structured_output
 from ratoon.core.setting import Setting
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
 from ratoon.core.sizes import format_size
@@ -143,6 +144,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         "--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated"
     )
     group.add_argument("--ignore-eos", action="store_true", default=None, help="continue after the model's end token")
+    add_structured_options(parser)
 
 
 def add_answer_options(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +176,7 @@ def check_generation_options(args: argparse.Namespace) -> None:
     from ratoon.core.params import SamplingParams
 
     check_beam_options(args)
+    structured_output(args)
     if not wants_beam_search(args):
         SamplingParams(**_given_sampling_options(args)).verify()
 
@@ -184,7 +187,7 @@ def generation_params(args: argparse.Namespace, llm: LLM, may_search: bool = Tru
     from ratoon.engine.default_params import sets_length, with_given
 
     if wants_beam_search(args):
-        return beam_search_params(args)
+        return with_given(beam_search_params(args), _given_structure(args))
     given = _given_sampling_options(args)
     if args.max_tokens is None and sets_length(llm.source.generation_defaults):
         del given["max_tokens"]
@@ -199,7 +202,12 @@ def generation_params(args: argparse.Namespace, llm: LLM, may_search: bool = Tru
 
 
 def _given_sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    return given_options(args, SAMPLING_OPTIONS)
+    return {**given_options(args, SAMPLING_OPTIONS), **_given_structure(args)}
+
+
+def _given_structure(args: argparse.Namespace) -> dict[str, Any]:
+    asked = structured_output(args)
+    return {} if asked is None else {"structured_output": asked}
 
 
 @contextmanager

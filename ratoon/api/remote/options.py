@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratoon.api.beam_options import beam_fields, given_options, wants_beam_search
 from ratoon.api.options import SAMPLING_OPTIONS, engine_settings
+from ratoon.api.structured_options import structured_fields
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ async def choose_model(client: RemoteClient, name: str | None) -> str:
 def generation_fields(args: argparse.Namespace, chat: bool) -> dict[str, Any]:
     """Fields of a request body, from the options that were given. The rest are the server's defaults."""
     if wants_beam_search(args):
-        return beam_fields(args)
-    fields = given_options(args, SAMPLING_OPTIONS)
+        return {**beam_fields(args), **structured_fields(args)}
+    fields = {**given_options(args, SAMPLING_OPTIONS), **structured_fields(args)}
     if chat and "logprobs" in fields:
         fields["top_logprobs"] = fields.pop("logprobs")
         fields["logprobs"] = True

@@ -96,11 +96,12 @@ def _check_content_type(scope: Scope) -> None:
 def check_fields(body: dict[str, Any], model: type[RequestModel], lenient: bool, path: str = "") -> dict[str, Any]:
     """The fields that the model has. The others are refused, with a message for each kind."""
     known = {}
+    fields = model.body_fields()
     for name, value in body.items():
-        if name in model.model_fields:
+        if name in fields:
             inner = model.INNER.get(name)
             if inner is not None and isinstance(value, dict):
-                value = check_fields(value, inner, lenient, f"{name}.")
+                value = check_fields(value, inner, lenient, f"{path}{name}.")
             known[name] = value
         elif (hint := find_hint(model.UNSUPPORTED, name)) is not None:
             if not model.is_harmless(name, value):
@@ -112,7 +113,7 @@ def check_fields(body: dict[str, Any], model: type[RequestModel], lenient: bool,
 
 def _unknown_field(path: str, name: str, model: type[RequestModel]) -> ApiError:
     otherwise = "leave it out (ratoon serve --lenient ignores such fields)"
-    expected = did_you_mean(name, model.model_fields, otherwise)
+    expected = did_you_mean(name, model.body_fields(), otherwise)
     return refused(path + _shorten(name), "is not a field of this request", expected, code="unknown_parameter")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -20,6 +21,7 @@ from pydantic import (
     PlainValidator,
     WithJsonSchema,
 )
+from pydantic.fields import FieldInfo
 
 from ratoon.core.params import MAX_LOGIT_BIAS
 
@@ -37,6 +39,12 @@ class RequestModel(BaseModel):
     HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     # Fields that are models themselves, with equally strict fields.
     INNER: ClassVar[Mapping[str, type[RequestModel]]] = {}
+
+    @classmethod
+    @cache
+    def body_fields(cls) -> Mapping[str, FieldInfo]:
+        """By the names in a body."""
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
     def is_harmless(cls, name: str, value: Any) -> bool:
@@ -223,19 +231,17 @@ class FoundChunkChoice(FoundChoice):
 
 # ---- fields of other servers ----
 
-STRUCTURED = "structured output is not supported yet; leave it out"
+STRUCTURED = "use response_format, or structured_outputs"
 LENGTH = "use max_tokens"
 LOGITS = "use logit_bias, allowed_token_ids or bad_words"
 
 # A * at the end stands for any further characters.
 CONSTRAINTS: Mapping[str, str] = {
     "guided_*": STRUCTURED,  # vLLM
-    "structured_outputs": STRUCTURED,
-    "structural_tag": STRUCTURED,
-    "grammar": STRUCTURED,  # llama.cpp
-    "json_schema": STRUCTURED,
-    "regex": STRUCTURED,  # SGLang
-    "ebnf": STRUCTURED,
+    "grammar": "use structured_outputs.grammar",  # llama.cpp
+    "json_schema": "use response_format, or structured_outputs.json",
+    "regex": "use structured_outputs.regex",  # SGLang
+    "ebnf": "use structured_outputs.grammar",
     "format": STRUCTURED,  # Ollama
     "logits_processors": LOGITS,
     "custom_logit_processor": LOGITS,

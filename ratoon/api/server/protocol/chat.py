@@ -73,12 +73,6 @@ class Message(BaseModel):
     content: Content = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: str = Field(description="text: no other kind is supported yet")
-
-
 class Tool(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -118,7 +112,6 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: Size | None = Field(None, description="The same as max_tokens; takes precedence over it")
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens")
     top_logprobs: Size | None = Field(None, description="Alternatives for each token; needs logprobs")
-    response_format: ResponseFormat | None = None
     tools: Entries[Tool] | None = Field(
         None, description="For the chat template; without support for tools they are added to the system message"
     )
@@ -143,7 +136,7 @@ class ChatCompletionRequest(SamplingFields):
         if field == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         is_number = field == "logprobs" and self.top_logprobs and not self.use_beam_search
-        return "top_logprobs" if is_number else field
+        return "top_logprobs" if is_number else super().body_name(field)
 
 
 class TopLogprob(AnswerModel):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from ratoon.api.server.protocol.base import (
     CONSTRAINTS,
-    STRUCTURED,
     AnswerModel,
     ContinuationAnswer,
     FoundChunkChoice,
@@ -30,9 +29,7 @@ class CompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **CONSTRAINTS,
         "suffix": "is not supported; write the model's own fill-in-the-middle markers into the prompt",
-        "response_format": STRUCTURED,
     }
-    HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"response_format": ({"type": "text"},)}
 
     prompt: Prompts | None = Field(
         None,

@@ -23,6 +23,7 @@ from ratoon.api.server.protocol.base import (
     TokenIds,
 )
 from ratoon.api.server.protocol.hidden_states import HiddenStatesFields, ReturnHiddenStates
+from ratoon.api.server.protocol.structured import StructuredFields
 from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.engine.default_params import with_given
@@ -52,7 +53,7 @@ EarlyStopping = Annotated[
 ]
 
 
-class BeamFields(RequestModel):
+class BeamFields(StructuredFields):
     use_beam_search: bool | None = Field(None, description="Search for the most probable texts instead of sampling")
     beam_width: Int | None = Field(None, description="Number of beams; default: best_of, the model's own, or n")
     length_penalty: float | None = Field(None, description="Above 0 favours long texts, below 0 short ones")
@@ -85,6 +86,7 @@ class BeamFields(RequestModel):
         given = self._given(BEAM_NAMES)
         width = self._width(1 if defaults is None else defaults.beam_width)
         given |= {"beam_width": width, "return_hidden_states": return_hidden_states, **lengths}
+        given["structured_output"] = self.structured_output()
         given["output_kind"] = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
         params = with_given(BeamSearchParams(beam_width=width) if defaults is None else defaults, given)
         try:
@@ -132,6 +134,7 @@ class StreamOptions(RequestModel):
 class SamplingFields(BeamFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = CONSTRAINTS
     INNER: ClassVar[Mapping[str, type[RequestModel]]] = {
+        **StructuredFields.INNER,
         "stream_options": StreamOptions,
         "return_hidden_states": HiddenStatesFields,
     }
@@ -226,6 +229,7 @@ class SamplingFields(BeamFields):
         if given.get("top_k") == -1:
             given["top_k"] = 0
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "return_hidden_states": states, **lengths}
+        given["structured_output"] = self.structured_output()
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         params = with_given(defaults, given)
         params.verify()

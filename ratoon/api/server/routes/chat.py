@@ -110,9 +110,6 @@ async def encode_conversation(
 def check_support(context: ServerContext, asked: ChatCompletionRequest) -> None:
     """Refuse fields of the protocol that this server does not support, each by its name."""
     asked.check_companions()
-    if asked.response_format is not None and asked.response_format.type != "text":
-        problem = f"{asked.response_format.type!r} is not supported yet"
-        raise refused("response_format", problem, '{"type": "text"}, or leave it out', code="unsupported_parameter")
     if asked.tool_choice not in (None, "none", "auto"):
         problem = "a call can't be forced yet"
         raise refused("tool_choice", problem, '"auto", "none", or leave it out', code="unsupported_parameter")

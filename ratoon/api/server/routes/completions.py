@@ -21,6 +21,7 @@ from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_prompts
 from ratoon.api.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from ratoon.api.server.request_bodies import read_body
+from ratoon.core.errors import RequestError
 from ratoon.core.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(tags=["OpenAI"])
@@ -36,8 +37,11 @@ EXAMPLE = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
     asked = await read_body(request, CompletionRequest)
-    renderer = CompletionRenderer(context, asked, await make_batch(context, asked, exchange_of(request.scope)))
-    return await (answer_stream if asked.stream else answer_whole)(request, renderer)
+    try:
+        renderer = CompletionRenderer(context, asked, await make_batch(context, asked, exchange_of(request.scope)))
+        return await (answer_stream if asked.stream else answer_whole)(request, renderer)
+    except RequestError as error:
+        raise type(error)(asked.body_name(error.field), error.problem, error.expected) from None
 
 
 async def make_batch(context: ServerContext, asked: CompletionRequest, exchange: Exchange) -> Batch:

@@ -219,8 +219,6 @@ async def test_a_model_without_a_template_takes_no_conversations():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -276,8 +274,7 @@ async def test_harmless_fields_are_accepted():
 @pytest.mark.parametrize(
     "field",
     [
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whatever", "structured_outputs"),
-        *("structural_tag", "json_schema", "grammar", "regex", "ebnf", "logits_processors", "max_new_tokens"),
+        *("guided_whatever", "json_schema", "grammar", "regex", "ebnf", "logits_processors", "max_new_tokens"),
         *("documents", "truncate_prompt_tokens"),
     ],
 )
@@ -290,8 +287,6 @@ async def test_what_constrains_an_answer_is_refused_by_name_on_a_lenient_server_
         ):
             assert (answer.status, answer.error["param"]) == (400, field)
             assert answer.error["code"] == "unsupported_parameter"
-        formatted = await client.complete(prompt="a", response_format={"type": "json_object"})
-        assert formatted.error["param"] == "response_format"
         assert not client.engine.core.added
 
 

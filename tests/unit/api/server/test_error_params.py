@@ -27,7 +27,9 @@ ENDPOINTS: dict[str, tuple[type[RequestModel], dict]] = {
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
 VALUES = (5.5, -5, 10**12, "x", "", [[]], [{}], {"x": []})
-INNER_WORDS = re.compile(r"input should|pydantic|msgspec|jinja|struct|validation|\bstr\b|\bint\b|\bdict\b|traceback")
+INNER_WORDS = re.compile(
+    r"input should|pydantic|msgspec|jinja|\bstruct\b|validation|\bstr\b|\bint\b|\bdict\b|traceback"
+)
 OTHERS = {"original_request_id": "prompt"}  # of the two, one is too many
 
 

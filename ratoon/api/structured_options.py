@@ -1,0 +1,83 @@
+"""The command-line options of structured output, as a StructuredOutput or as fields of a request."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratoon.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ratoon.core.structured import StructuredOutput
+
+# Option → field of StructuredOutput, and whether the option names a file.
+OPTIONS = {
+    "json_schema": ("json_schema", True),
+    "json_object": ("json_object", False),
+    "regex": ("regex", False),
+    "choice": ("choice", False),
+    "grammar": ("grammar", True),
+    "structural_tag": ("structural_tag", True),
+}
+
+
+def add_structured_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("structured output (one of them)")
+    group.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that matches this JSON schema")
+    group.add_argument("--json-object", action="store_true", default=None, help="the answer is a JSON object")
+    group.add_argument("--regex", metavar="REGEX", help="the answer matches this regular expression")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="the answer is this text; may be repeated")
+    group.add_argument(
+        "--grammar", metavar="FILE", help="the answer matches this grammar, in the notation of Lark or GBNF"
+    )
+    group.add_argument(
+        "--structural-tag", metavar="FILE", help="text with parts that match schemas: JSON with structures and triggers"
+    )
+
+
+def structured_output(args: argparse.Namespace) -> StructuredOutput | None:
+    """RequestError for options that contradict each other and for values that have no meaning."""
+    from ratoon.core.structured import StructuredOutput
+
+    given = [name for name in OPTIONS if getattr(args, name, None) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise RequestError(_option(given[1]), f"contradicts {_option(given[0])}", "leave one of them out")
+    field, is_file = OPTIONS[given[0]]
+    value = getattr(args, given[0])
+    fields: dict[str, Any] = {field: _read(given[0], value) if is_file else value}
+    asked = StructuredOutput(**fields)
+    try:
+        asked.verify()
+    except RequestError as error:
+        raise RequestError(_option(given[0]), error.problem, error.expected) from None
+    return asked
+
+
+def structured_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of a request body: OpenAI's where it has them, else vLLM's."""
+    asked = structured_output(args)
+    if asked is None:
+        return {}
+    if asked.json_schema is not None:
+        schema = {"name": "answer", "schema": json.loads(asked.json_schema), "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if asked.json_object:
+        return {"response_format": {"type": "json_object"}}
+    kind = asked.kind or ""
+    return {"structured_outputs": {kind: getattr(asked, kind)}}
+
+
+def _read(option: str, name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise RequestError(_option(option), f"can't read {name}: {problem}", "the name of a file") from None
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,90 @@
+"""Structured output on the command line, and as fields of a server's request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ratoon.api.cli import parse_arguments
+from ratoon.api.commands.complete import make_request
+from ratoon.cli import main
+from ratoon.core.params import BeamSearchParams
+from ratoon.core.structured import StructuredOutput
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "tag.json").write_text(json.dumps(TAG))
+    (tmp_path / "grammar.lark").write_text('start: "a"+')
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+WAYS = [
+    (["--json-schema", "schema.json"], StructuredOutput(json_schema=json.dumps(SCHEMA))),
+    (["--json-object"], StructuredOutput(json_object=True)),
+    (["--regex", "[0-9]+"], StructuredOutput(regex="[0-9]+")),
+    (["--choice", "a", "--choice", "b"], StructuredOutput(choice=["a", "b"])),
+    (["--grammar", "grammar.lark"], StructuredOutput(grammar='start: "a"+')),
+    (["--structural-tag", "tag.json"], StructuredOutput(structural_tag=json.dumps(TAG))),
+]
+
+
+@pytest.mark.parametrize(("options", "meant"), WAYS)
+def test_options_become_params(client, files, options, meant):
+    assert main(["generate", "fake", "abc", "--raw", *options]) == 0
+    assert client.added[0].params.structured_output == meant
+    assert main(["generate", "fake", "abc", "--raw", "--beam-width", "2", *options]) == 0
+    assert isinstance(client.added[1].params, BeamSearchParams)
+    assert client.added[1].params.structured_output == meant
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (
+            ["--json-schema", "schema.json"],
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+                }
+            },
+        ),
+        (["--json-object"], {"response_format": {"type": "json_object"}}),
+        (["--regex", "[0-9]+"], {"structured_outputs": {"regex": "[0-9]+"}}),
+        (["--choice", "a", "--choice", "b"], {"structured_outputs": {"choice": ["a", "b"]}}),
+        (["--grammar", "grammar.lark"], {"structured_outputs": {"grammar": 'start: "a"+'}}),
+        (["--structural-tag", "tag.json"], {"structured_outputs": {"structural_tag": json.dumps(TAG)}}),
+    ],
+)
+def test_options_become_fields_for_a_server(files, options, fields):
+    for form in ([], ["--chat"], ["--beam-width", "2"]):
+        _, body = make_request("m", "x", parse_arguments(["complete", "--url", "x", "x", *form, *options]))
+        assert fields.items() <= body.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--regex", "a", "--json-object"], "--regex: contradicts --json-object; leave one of them out"),
+        (["--json-schema", "none.json"], "--json-schema: can't read none.json: No such file"),
+        (["--grammar", "bytes"], "--grammar: can't read bytes: it is not UTF-8"),
+        (["--json-schema", "bad.json"], "--json-schema: is not JSON"),
+        (["--json-schema", "."], "--json-schema: can't read .: "),
+    ],
+)
+def test_bad_options_are_refused_before_the_model_is_loaded(client, files, capsys, options, message):
+    assert main(["generate", "fake", "abc", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["complete", "--url", "http://127.0.0.1:9", "abc", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not client.added
