@@ -76,9 +76,20 @@ class Tokenizer:
     def special_token_ids(self) -> frozenset[int]:
         return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
+    def special_token_id(self, text: str) -> int | None:
+        """The special token of this text, which `skip_special_tokens` leaves out; None if there is none."""
+        token_id = self._token_id(text)
+        return token_id if token_id in self.special_token_ids else None
+
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get(DEFAULT_TEMPLATE)
+
+    def template_text(self, asked: str | None = None, has_tools: bool = False) -> str | None:
+        """The template that `render_chat` would use; None: there is none."""
+        if asked is None and has_tools and TOOL_TEMPLATE in self.chat_templates:
+            return self.chat_templates[TOOL_TEMPLATE]
+        return self.chat_template if asked is None else self.chat_templates.get(asked, asked)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """With `add_special_tokens`, the special tokens that the model expects around a text (often bos) are added."""
@@ -194,11 +205,10 @@ class Tokenizer:
             if not isinstance(asked, str):
                 raise RequestError("chat_template", f"{type(asked).__name__} is no text")
             return TrustedTemplate(self.chat_templates[asked]) if asked in self.chat_templates else asked
-        if has_tools and TOOL_TEMPLATE in self.chat_templates:
-            return TrustedTemplate(self.chat_templates[TOOL_TEMPLATE])
-        if self.chat_template is None:
+        template = self.template_text(None, has_tools)
+        if template is None:
             raise RequestError("messages", "this model has no chat template", "send a prompt, or a chat_template")
-        return TrustedTemplate(self.chat_template)
+        return TrustedTemplate(template)
 
 
 def load_tokenizer_from_folder(folder: Path) -> Tokenizer:

@@ -11,6 +11,7 @@ from ratoon.api.answer_parts.reading import END, Reading, Source, until
 from ratoon.api.answer_parts.reasoning_formats import (
     REASONING_FORMATS,
     ReasoningFormat,
+    ReasoningState,
     custom_reasoning_format,
     reasoning_format_of_template,
 )
@@ -31,12 +32,12 @@ class AnswerParser:
         tool_format: ToolFormat | None,  # None: no calls are looked for
         tool_names: Collection[str] = (),
         *,
-        is_reasoning_open: bool = False,
+        reasoning_state: ReasoningState = ReasoningState.POSSIBLE,
         max_calls: int | None = None,  # further ones are dropped
     ) -> None:
         new_call_id = openai_call_id if tool_format is None else tool_format.new_call_id
         self._sink = PartSink(new_call_id, max_calls)
-        self._reading = self._read(reasoning, tool_format, tool_names, is_reasoning_open)
+        self._reading = self._read(reasoning, tool_format, tool_names, reasoning_state)
         next(self._reading)
 
     def push(self, text: str) -> list[Part]:
@@ -57,11 +58,11 @@ class AnswerParser:
         reasoning: ReasoningFormat | None,
         tool_format: ToolFormat | None,
         tool_names: Collection[str],
-        is_reasoning_open: bool,
+        reasoning_state: ReasoningState,
     ) -> Reading[None]:
         source = Source()
         if reasoning is not None:
-            yield from reasoning.read(source, self._sink, is_reasoning_open)
+            yield from reasoning.read(source, self._sink, reasoning_state)
         if tool_format is None:
             yield from until(source, (), self._sink.content)
         else:
@@ -81,17 +82,20 @@ class AnswerFormat:
         prompt: str | None = None,  # the end of it says whether the answer begins with reasoning
         tool_names: Collection[str] = (),  # empty: no calls are looked for
         parallel_tool_calls: bool = True,
+        continued: str | None = None,  # the beginning of the answer, where it is a continuation of that
     ) -> AnswerParser:
         return AnswerParser(
             self.reasoning,
             self.tools if tool_names else None,
             tool_names,
-            is_reasoning_open=self.is_reasoning_open(prompt),
+            reasoning_state=self.reasoning_state(prompt, continued),
             max_calls=None if parallel_tool_calls else 1,
         )
 
-    def is_reasoning_open(self, prompt: str | None) -> bool:
-        return self.reasoning is not None and self.reasoning.is_open(prompt)
+    def reasoning_state(self, prompt: str | None, continued: str | None = None) -> ReasoningState:
+        if self.reasoning is None:
+            return ReasoningState.OVER
+        return self.reasoning.state(prompt) if continued is None else self.reasoning.state_within(continued)
 
     def marks(self, with_tools: bool) -> tuple[str, ...]:
         """What must reach the text, even if it is a special token."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from ratoon.api.answer_parts.parts import PartSink
 from ratoon.api.answer_parts.reading import BLANKS, Reading, Source, opens_with, until
 
 CUSTOM_SEPARATOR = "..."  # START...END: marks of one's own
+
+
+class ReasoningState(enum.Enum):
+    """Of an answer, where it begins."""
+
+    OPEN = "open"  # it is inside of the reasoning
+    POSSIBLE = "possible"  # it may begin with the start mark
+    OVER = "over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +26,26 @@ class ReasoningFormat:
     end: str
     opens_by_itself: bool = False  # the answer begins with reasoning even where neither prompt nor answer has the start
 
-    def is_open(self, prompt: str | None) -> bool:
-        """Whether an answer to this prompt begins inside of the reasoning: templates write the start, or, to switch
-        reasoning off, both marks."""
+    def state(self, prompt: str | None) -> ReasoningState:
+        """How an answer to this prompt begins: templates write the start, or, to switch reasoning off, both marks."""
         text = prompt or ""
         start, end = text.rfind(self.start), text.rfind(self.end)
         if start > end and not text[start + len(self.start) :].strip():
-            return True
-        is_closed = end >= 0 and not text[end + len(self.end) :].strip()
-        return self.opens_by_itself and not is_closed
+            return ReasoningState.OPEN
+        if end >= 0 and not text[end + len(self.end) :].strip():
+            return ReasoningState.OVER
+        return ReasoningState.OPEN if self.opens_by_itself else ReasoningState.POSSIBLE
 
-    def read(self, source: Source, sink: PartSink, is_open: bool) -> Reading[None]:
+    def state_within(self, text: str) -> ReasoningState:
+        """The same for an answer that continues this text of its own."""
+        return ReasoningState.OPEN if text.rfind(self.start) > text.rfind(self.end) else ReasoningState.OVER
+
+    def read(self, source: Source, sink: PartSink, state: ReasoningState) -> Reading[None]:
         """The reasoning, if the answer begins with any. Blanks around it belong to neither side."""
-        if is_open:
-            yield from opens_with(source, (self.start,))  # some models repeat it
-        elif not (yield from opens_with(source, (self.start,))):
+        if state is ReasoningState.OVER:
+            return
+        has_start = yield from opens_with(source, (self.start,))  # some models repeat the prompt's
+        if not has_start and state is ReasoningState.POSSIBLE:
             return
         blanks, has_begun = "", False
 

@@ -27,9 +27,23 @@ def mistral_call_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a call is written, for a grammar: head, name, middle, arguments, tail."""
+
+    head: str = '{"name": '
+    middle: str = ', "arguments": '
+    tail: str = "}"
+    quotes_name: bool = True
+    opening: str = ""  # before the first call
+    between: str = "\n"
+    closing: str = ""  # behind the last one
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     name: str
     read: Callable[[Source, PartSink, Collection[str]], Reading[None]]  # the latter: the names of the request's tools
+    form: CallForm
     marks: tuple[str, ...] = ()  # which must reach the text, even if they are special tokens
     new_call_id: Callable[[], str] = openai_call_id
 
@@ -91,12 +105,19 @@ def _read_json(source: Source, sink: PartSink, known_names: Collection[str]) -> 
     yield from until(source, (), sink.content)
 
 
-HERMES = ToolFormat("hermes", _read_hermes, ("<tool_call>", "</tool_call>"))
-LLAMA3_JSON = ToolFormat("llama3_json", _read_llama3_json, ("<|python_tag|>",))
-MISTRAL = ToolFormat("mistral", _read_mistral, ("[TOOL_CALLS]", "[ARGS]"), mistral_call_id)
-PLAIN_JSON = ToolFormat("json", _read_json)
+HERMES_FORM = CallForm(head='<tool_call>\n{"name": ', tail="}\n</tool_call>")
+LLAMA3_FORM = CallForm(middle=', "parameters": ', between="; ")
+MISTRAL_FORM = CallForm(opening="[TOOL_CALLS][", between=", ", closing="]")
+MISTRAL_V11_FORM = CallForm(head="[TOOL_CALLS]", middle="[ARGS]", tail="", quotes_name=False, between="")
+MISTRAL_MARKS = ("[TOOL_CALLS]", "[ARGS]")
 
-TOOL_FORMATS = {made.name: made for made in (HERMES, LLAMA3_JSON, MISTRAL, PLAIN_JSON)}
+HERMES = ToolFormat("hermes", _read_hermes, HERMES_FORM, ("<tool_call>", "</tool_call>"))
+LLAMA3_JSON = ToolFormat("llama3_json", _read_llama3_json, LLAMA3_FORM, ("<|python_tag|>",))
+MISTRAL = ToolFormat("mistral", _read_mistral, MISTRAL_FORM, MISTRAL_MARKS, mistral_call_id)
+MISTRAL_V11 = ToolFormat("mistral_v11", _read_mistral, MISTRAL_V11_FORM, MISTRAL_MARKS, mistral_call_id)
+PLAIN_JSON = ToolFormat("json", _read_json, CallForm())
+
+TOOL_FORMATS = {made.name: made for made in (HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_V11, PLAIN_JSON)}
 
 
 def tool_format_of_template(template: str | None) -> ToolFormat:
@@ -106,7 +127,7 @@ def tool_format_of_template(template: str | None) -> ToolFormat:
     if "<tool_call>" in text:
         return HERMES
     if "[TOOL_CALLS]" in text:
-        return MISTRAL
+        return MISTRAL_V11 if "[ARGS]" in text else MISTRAL
     if "<|python_tag|>" in text or '"parameters": dictionary of argument name' in text:
         return LLAMA3_JSON
     return PLAIN_JSON if "tools" in text else HERMES

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from ratoon.api.answer_parts.parser import choose_answer_format
+from ratoon.api.answer_parts.plan import AnswerPlan, answer_plan
+from ratoon.api.answer_parts.tool_use import NO_TOOLS, ToolUse
 from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.logprobs import TokenTexts
 from ratoon.api.server.middleware import AllowedHosts
@@ -89,6 +92,16 @@ class ServerContext:
     @cached_property
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self.llm.get_tokenizer())
+
+    def answer_plan(
+        self, tools: ToolUse = NO_TOOLS, template: str | None = None, continued: str | None = None
+    ) -> AnswerPlan:
+        """How answers to a conversation are read. `template` is the request's own, `continued` the text of the
+        assistant's that it continues."""
+        tokenizer, settings = self.llm.get_tokenizer(), self.settings
+        text = tokenizer.template_text(template or settings.chat_template, bool(tools.tools))
+        chosen = choose_answer_format(text, settings.tool_parser, settings.reasoning_parser)
+        return answer_plan(chosen, tokenizer, tools, continued)
 
     def check_model(self, name: str) -> None:
         if name not in self.served_names:

@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import context_length_exceeded, refused
 from ratoon.api.server.prompts import encode_text, render_chat
@@ -40,6 +41,7 @@ class Origin:
     wait: bool = True
     cache_salt: str | None = None
     new_turn: bool = False  # the suffix begins with the end of the parent's turn
+    text: str | None = None  # of the suffix, if it was made from text
     notes: tuple[str, ...] = ()  # features of the new messages that the chat template does not support
 
 
@@ -78,7 +80,9 @@ async def completion_origin(context: ServerContext, asked: CompletionRequest) ->
     )
 
 
-async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body_size: int) -> Origin | None:
+async def chat_origin(
+    context: ServerContext, asked: ChatCompletionRequest, tools: ToolUse, body_size: int
+) -> Origin | None:
     """None: the whole conversation is in the request."""
     if asked.continuation_of is None:
         _refuse_companions(asked)
@@ -92,10 +96,10 @@ async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body
         asked.messages,
         earlier=[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": marker}],
         size=body_size,
-        tools=None if asked.tool_choice == "none" else asked.tools,
+        tools=tools.tools,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=bool(asked.continue_final_message),
-        variables=asked.chat_template_kwargs,
+        variables=asked.template_variables(),
         template=asked.chat_template,
     )
     _, found, suffix = rendered.text.rpartition(marker)
@@ -110,6 +114,7 @@ async def chat_origin(context: ServerContext, asked: ChatCompletionRequest, body
         wait=asked.continuation_wait is not False,
         cache_salt=asked.cache_salt,
         new_turn=True,
+        text=suffix,
         notes=rendered.notes,
     )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
-from ratoon.api.server.protocol.chat import Message, Tool
+from ratoon.api.server.protocol.chat import Message
 from ratoon.api.server.threads import Lane, WorkLanes
 from ratoon.core.errors import RequestError
 from ratoon.models.chat_template import RenderedChat, TrustedTemplate
@@ -151,7 +151,7 @@ async def encode_chat(
     *,
     param: str = "messages",  # the field of the body with the messages
     size: int,  # of all input to the template, in characters, roughly
-    tools: Sequence[Tool] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
@@ -195,7 +195,7 @@ async def render_chat(
     size: int,
     param: str = "messages",
     earlier: Sequence[dict[str, Any]] = (),  # messages before those of the request
-    tools: Sequence[Tool] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     variables: dict[str, Any] | None = None,
@@ -218,7 +218,7 @@ async def render_chat(
             [*earlier, *(message.model_dump(exclude_unset=True) for message in messages)],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=[tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
+            tools=tools or None,
             chat_template=template or None,
             **(variables or {}),
         )

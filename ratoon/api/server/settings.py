@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ratoon.api.answer_parts.parser import check_parser_names
+from ratoon.api.answer_parts.reasoning_formats import REASONING_FORMATS
+from ratoon.api.answer_parts.tool_formats import TOOL_FORMATS
 from ratoon.core.errors import ConfigError
 from ratoon.core.setting import SECONDS, at_least, number, setting, verify_settings, whole_between
 
@@ -23,6 +26,17 @@ class ServerSettings:
     )
     chat_template: str | None = setting(None, "use this template instead of the model's own", metavar="FILE")
     allow_request_template: bool = setting(False, "requests may contain a chat template")
+    tool_parser: str = setting(
+        "auto",
+        f"the form in which the model writes tool calls: {', '.join(TOOL_FORMATS)}; auto: from its chat template",
+        metavar="NAME",
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        f"the marks around the model's reasoning: {', '.join(REASONING_FORMATS)}, START...END, or none; "
+        "auto: from its chat template",
+        metavar="NAME",
+    )
     lenient: bool = setting(False, "ignore unknown fields of requests instead of refusing them")
     admin: bool = setting(False, "serve /admin/…, which needs an admin key")
 
@@ -65,6 +79,7 @@ class ServerSettings:
         from ratoon.api.server.middleware import is_host_name  # here, because the command line imports this module
 
         verify_settings(self)
+        check_parser_names(self.tool_parser, self.reasoning_parser)
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
             if any(not key or not key.isprintable() or key != key.strip() for key in keys):
                 raise ConfigError(name, "is empty, or has spaces around it", "printable characters")

@@ -60,8 +60,31 @@ Content = Annotated[
     ),
 ]
 ToolChoice = Annotated[
-    str | dict[str, Any] | None, PlainValidator(_tool_choice), WithJsonSchema({"enum": ["none", "auto", None]})
+    str | dict[str, Any] | None,
+    PlainValidator(_tool_choice),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required", None]},
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "properties": {"name": {"type": "string"}},
+                            "required": ["name"],
+                        },
+                    },
+                    "required": ["type", "function"],
+                },
+            ]
+        }
+    ),
 ]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+# Variables by which templates switch reasoning on and off: Qwen's and SmolLM's, Granite's and DeepSeek's.
+REASONING_SWITCHES = ("enable_thinking", "thinking")
 
 
 class Message(BaseModel):
@@ -88,7 +111,6 @@ class ChatCompletionRequest(SamplingFields):
         "web_search_options": f"searching {LATER}",
         "functions": "use tools",
         "function_call": "use tool_choice",
-        "reasoning_effort": "use chat_template_kwargs, if the model's chat template supports it",
         "verbosity": f"this {LATER}",
         "prompt": "a conversation is in messages; /v1/completions takes prompts",
         "best_of": "use n, or beam_width",
@@ -115,7 +137,13 @@ class ChatCompletionRequest(SamplingFields):
     tools: Entries[Tool] | None = Field(
         None, description="For the chat template; without support for tools they are added to the system message"
     )
-    tool_choice: ToolChoice = Field(None, description="none or auto")
+    tool_choice: ToolChoice = Field(
+        None, description="none, auto (the default), required, or a function that must be called"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="Passed to the chat template; none switches reasoning off, if the template can"
+    )
     modalities: Entries[str] | None = Field(None, description='["text"]')
 
     # Extensions: the chat template
@@ -127,9 +155,22 @@ class ChatCompletionRequest(SamplingFields):
     )
     chat_template: str | None = Field(None, description="Another template; needs --allow-request-template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
+    include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out of the answer")
 
-    # Accepted, without effect
-    parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect")
+    def template_variables(self) -> dict[str, Any]:
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs or {}
+        switches = dict.fromkeys(REASONING_SWITCHES, self.reasoning_effort != "none")
+        return {"reasoning_effort": self.reasoning_effort, **switches, **(self.chat_template_kwargs or {})}
+
+    def continued_text(self) -> str | None:
+        """The text of the last message, if that is continued."""
+        if not self.continue_final_message:
+            return None
+        content = self.messages[-1].content
+        if isinstance(content, list):
+            return "\n".join(str(part.get("text", "")) for part in content)
+        return content or ""
 
     def body_name(self, field: str) -> str:
         """This request's name for a field that has another name here."""
@@ -153,16 +194,32 @@ class ChatLogprobs(AnswerModel):
     content: list[TokenLogprob]
 
 
+class CalledFunction(AnswerModel):
+    name: str
+    arguments: str = Field(description="JSON text")
+
+
+class ToolCall(AnswerModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(AnswerModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null beside calls, if there is none")
+    reasoning_content: str | None = Field(None, description="What the model wrote before its answer")
+    tool_calls: list[ToolCall] | None = None
+
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class ChatChoice(FoundChoice):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     stop_reason: int | str | None = Field(None, description="The stop token or text that ended it")
     token_ids: list[int] | None = None
     hidden_states: ChoiceHiddenStates | None = None
@@ -180,16 +237,30 @@ class ChatCompletion(AnswerModel):
     continuation: ContinuationAnswer | None = None
 
 
+class FunctionDelta(AnswerModel):
+    name: str | None = Field(None, description="In the first delta of a call")
+    arguments: str
+
+
+class ToolCallDelta(AnswerModel):
+    index: int
+    id: str | None = Field(None, description="In the first delta of a call, as type and name are")
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(AnswerModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(FoundChunkChoice):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     hidden_states: ChoiceHiddenStates | None = Field(None, description="In the choice's last chunk")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ratoon.api.answer_parts.parts import Part, ReasoningDelta, WholeAnswer
+from ratoon.api.answer_parts.plan import AnswerPlan
+from ratoon.api.answer_parts.tool_use import ToolUse, tool_use
+from ratoon.api.server.chat_parts import ChoiceReader, delta_of
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.continuations import chat_origin
 from ratoon.api.server.errors import refused
@@ -45,19 +49,32 @@ async def create_chat_completion(request: Request) -> Response:
     asked = await read_body(request, ChatCompletionRequest)
     exchange = exchange_of(request.scope)
     try:
-        batch = await make_batch(context, asked, exchange)
+        plan = plan_answers(context, asked)
+        batch = await make_batch(context, asked, exchange, plan)
         exchange.notes = batch.prompts[0].notes if batch.origin is None else batch.origin.notes
-        renderer = ChatRenderer(context, asked, batch)
+        renderer = ChatRenderer(context, asked, batch, plan)
         return await (answer_stream if asked.stream else answer_whole)(request, renderer)
     except RequestError as error:
         raise type(error)(asked.body_name(error.field), error.problem, error.expected) from None
 
 
-async def make_batch(context: ServerContext, asked: ChatCompletionRequest, exchange: Exchange) -> Batch:
-    """The engine's part of the request. ApiError or RequestError if it is invalid."""
+def plan_answers(context: ServerContext, asked: ChatCompletionRequest) -> AnswerPlan:
+    """ApiError or RequestError if the request is invalid."""
     context.check_model(asked.model)
     context.llm.verify_generates()
     check_support(context, asked)
+    tools = None if asked.tools is None else [tool.model_dump(exclude_unset=True) for tool in asked.tools]
+    use = tool_use(tools, asked.tool_choice, asked.parallel_tool_calls)
+    if use.must_call:
+        problem = "a call can't be forced yet"
+        raise refused("tool_choice", problem, '"auto", "none", or leave it out', code="unsupported_parameter")
+    return context.answer_plan(use, asked.chat_template, asked.continued_text())
+
+
+async def make_batch(
+    context: ServerContext, asked: ChatCompletionRequest, exchange: Exchange, plan: AnswerPlan
+) -> Batch:
+    """The engine's part of the request. ApiError or RequestError if it is invalid."""
     max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     params = asked.generation_params(
         context.llm.get_default_sampling_params(),
@@ -67,18 +84,18 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, excha
         asked.prompt_logprobs,
     )
     size = len(exchange.body)
-    origin = await chat_origin(context, asked, size)
+    origin = await chat_origin(context, asked, plan.tools, size)
     prompt, fallback = UNKNOWN_PROMPT, None
     if origin is None:
-        prompt = await encode_conversation(context, asked, size, "messages", asked.messages)
+        prompt = await encode_conversation(context, asked, plan.tools, size, "messages", asked.messages)
     elif asked.fallback_messages is not None:
         messages = asked.fallback_messages
-        fallback = partial(encode_conversation, context, asked, size, "fallback_messages", messages)
+        fallback = partial(encode_conversation, context, asked, plan.tools, size, "fallback_messages", messages)
     check_token_limit(context, 1, params, len(prompt.token_ids))
     return Batch(
         id=make_id("chatcmpl", asked.request_id),
         prompts=[prompt],
-        params=params,
+        params=plan.params(params),
         options=engine_options(asked, exchange),
         cache_salt=asked.cache_salt,
         param="messages",
@@ -90,7 +107,12 @@ async def make_batch(context: ServerContext, asked: ChatCompletionRequest, excha
 
 
 async def encode_conversation(
-    context: ServerContext, asked: ChatCompletionRequest, size: int, param: str, messages: list[Message]
+    context: ServerContext,
+    asked: ChatCompletionRequest,
+    tools: ToolUse,
+    size: int,
+    param: str,
+    messages: list[Message],
 ) -> EncodedPrompt:
     """`param` is the field of the body with the messages."""
     return await encode_chat(
@@ -98,11 +120,11 @@ async def encode_conversation(
         messages,
         param=param,
         size=size,
-        tools=None if asked.tool_choice == "none" else asked.tools,
+        tools=tools.tools,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=bool(asked.continue_final_message),
         add_special_tokens=bool(asked.add_special_tokens),
-        variables=asked.chat_template_kwargs,
+        variables=asked.template_variables(),
         template=asked.chat_template,
     )
 
@@ -110,9 +132,6 @@ async def encode_conversation(
 def check_support(context: ServerContext, asked: ChatCompletionRequest) -> None:
     """Refuse fields of the protocol that this server does not support, each by its name."""
     asked.check_companions()
-    if asked.tool_choice not in (None, "none", "auto"):
-        problem = "a call can't be forced yet"
-        raise refused("tool_choice", problem, '"auto", "none", or leave it out', code="unsupported_parameter")
     if asked.modalities not in (None, ["text"]):
         raise refused("modalities", "only text is generated", '["text"], or leave it out', code="unsupported_parameter")
     if asked.top_logprobs and not asked.logprobs:
@@ -126,24 +145,56 @@ class ChatRenderer(Renderer):
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(self, context: ServerContext, asked: ChatCompletionRequest, batch: Batch) -> None:
+    def __init__(self, context: ServerContext, asked: ChatCompletionRequest, batch: Batch, plan: AnswerPlan) -> None:
         super().__init__(context, asked, batch)
         self._logprobs = bool(asked.logprobs)
         self._num_top = asked.top_logprobs or 0
         self._begun = False
+        self._includes_reasoning = asked.include_reasoning is not False
+        prompt = batch.prompts[0].text if batch.origin is None else batch.origin.text
+        self._readers = [ChoiceReader(plan.parser(prompt)) for _ in range(self.num_choices if plan.has_parts else 0)]
 
     def whole_body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        choices = [self._choice(choice, "message", {"role": ROLE, "content": choice.text}) for choice in output.outputs]
-        return {"choices": choices, **self._about_prompt(output)}
+        return {"choices": [self._whole_choice(choice) for choice in output.outputs], **self._about_prompt(output)}
+
+    def _whole_choice(self, choice: CompletionOutput) -> dict[str, Any]:
+        if not self._readers:
+            return self._choice(choice, "message", {"role": ROLE, "content": choice.text})
+        reader = self._readers[choice.index]
+        answer = WholeAnswer()
+        answer.add(reader.read(choice))
+        if not self._includes_reasoning:
+            answer.reasoning = ""
+        return self._choice(choice, "message", answer.as_openai_message(), reader.finish_reason(choice))
 
     def chunk_bodies(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         if not self._begun:
             self._begun = True
             yield from self._role_chunks(output)
         for choice in output.outputs:
-            if self.is_worth_sending(choice):
+            if self._readers:
+                yield from self._parts_chunks(choice)
+            elif self.is_worth_sending(choice):
                 yield {"choices": [self._choice(choice, "delta", {"content": choice.text})]}
+
+    def _parts_chunks(self, choice: CompletionOutput) -> Iterator[dict[str, Any]]:
+        """A chunk for each part. The first one has what is said of the tokens; the end has a chunk of its own."""
+        reader = self._readers[choice.index]
+        deltas = [delta_of(part) for part in reader.read(choice) if self._is_wanted(part)]
+        if choice.finished or (not deltas and (self.return_token_ids or choice.logprobs is not None)):
+            deltas.append({})
+        chunks = [{**self.plain_choice(choice.index), "delta": delta} for delta in deltas]
+        if chunks:
+            about = self._choice(choice, "delta", {})
+            ends = {"finish_reason": reader.finish_reason(choice), "stop_reason": about.pop("stop_reason")}
+            chunks[0] = {**about, "delta": chunks[0]["delta"], "finish_reason": None, "stop_reason": None}
+            chunks[-1] |= ends
+        for chunk in chunks:
+            yield {"choices": [chunk]}
+
+    def _is_wanted(self, part: Part) -> bool:
+        return self._includes_reasoning or not isinstance(part, ReasoningDelta)
 
     def _role_chunks(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The first chunk of each choice has the role; the very first one also has the prompt's fields."""
@@ -158,15 +209,17 @@ class ChatRenderer(Renderer):
         return {"index": place, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def has_begun(self, place: int) -> bool:
-        return self._begun
+        return self._begun and not self._readers  # chunks with parts differ in more than their text
 
-    def _choice(self, choice: CompletionOutput, name: str, words: dict[str, str]) -> dict[str, Any]:
+    def _choice(
+        self, choice: CompletionOutput, name: str, words: Mapping[str, Any], finish_reason: str | None = None
+    ) -> dict[str, Any]:
         """`words` is a message or a delta; `name` says which."""
         body: dict[str, Any] = {
             "index": choice.index,
             name: words,
             "logprobs": None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": finish_reason or choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **figures(choice),
         }

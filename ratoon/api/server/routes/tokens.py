@@ -90,7 +90,7 @@ async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int)
             context,
             asked.messages,
             size=body_size,
-            tools=asked.tools,
+            tools=[tool.model_dump(exclude_unset=True) for tool in asked.tools or ()],
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=bool(asked.continue_final_message),
             add_special_tokens=bool(asked.add_special_tokens),

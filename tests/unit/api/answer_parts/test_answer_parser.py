@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ratoon.api.answer_parts.parser import AnswerParser, choose_answer_format, parse_whole
 from ratoon.api.answer_parts.parts import ContentDelta, ToolCallArguments, ToolCallBegin, WholeAnswer
-from ratoon.api.answer_parts.reasoning_formats import REASONING_FORMATS
+from ratoon.api.answer_parts.reasoning_formats import REASONING_FORMATS, ReasoningState
 from ratoon.api.answer_parts.tool_formats import TOOL_FORMATS
 from ratoon.core.errors import ConfigError
 
@@ -136,7 +136,7 @@ def test_without_parallel_calls_only_the_first_one_counts():
 
 def test_reasoning_is_split_from_content():
     assert read("<think>\nHm.\n</think>\n\nYes.", None, "qwen3") == ("Hm.", "Yes.", [])
-    assert read("Hm. \n </think>Yes.\n", None, "qwen3", is_reasoning_open=True) == ("Hm.", "Yes.\n", [])
+    assert read("Hm. \n </think>Yes.\n", None, "qwen3", reasoning_state=ReasoningState.OPEN) == ("Hm.", "Yes.\n", [])
     assert read("  Yes <think>", None, "qwen3") == ("", "  Yes <think>", [])
     assert read("<think>cut </thin", None, "qwen3") == ("cut </thin", "", [])
     assert read("[THINK]a[/THINK]b", None, "mistral") == ("a", "b", [])
@@ -145,12 +145,27 @@ def test_reasoning_is_split_from_content():
     assert read(f"<think>{ADD}</think>{ADD}", "json", "qwen3") == (ADD, "", [("add", ARGUMENTS)])
 
 
-def test_the_prompts_end_says_whether_reasoning_is_open():
-    qwen3, deepseek = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]
-    assert qwen3.is_open("<assistant><think>\n") and deepseek.is_open("<assistant>")
-    assert not qwen3.is_open("<assistant>")
-    assert not qwen3.is_open("<think> is a tag<assistant>")
-    assert not qwen3.is_open("<think>\n\n</think>\n\n") and not deepseek.is_open("<think>\n\n</think>\n\n")
+@pytest.mark.parametrize(
+    ("name", "prompt", "state"),
+    [
+        ("qwen3", "<assistant><think>\n", "open"),
+        ("deepseek_r1", "<assistant>", "open"),
+        ("qwen3", "<assistant>", "possible"),
+        ("qwen3", None, "possible"),
+        ("qwen3", "<think> is a tag<assistant>", "possible"),
+        ("qwen3", "<think>\n\n</think>\n\n", "over"),
+        ("deepseek_r1", "<think>\n\n</think>\n\n", "over"),
+    ],
+)
+def test_the_prompts_end_says_whether_reasoning_comes(name, prompt, state):
+    assert REASONING_FORMATS[name].state(prompt).value == state
+
+
+def test_an_answer_is_continued_where_it_stopped():
+    answers = choose_answer_format("</think>")
+    inside, behind = answers.parser(continued="<think>a"), answers.parser(continued="<think>a</think>b")
+    assert summary(parse_whole(inside, "b</think>c")) == ("b", "c", [])
+    assert summary(parse_whole(behind, "<think>c")) == ("", "<think>c", [])
 
 
 @pytest.mark.parametrize(
@@ -193,16 +208,16 @@ ANSWERS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).m
     ANSWERS,
     st.sampled_from([None, *TOOL_FORMATS]),
     st.sampled_from([None, "qwen3"]),
-    st.booleans(),
+    st.sampled_from(ReasoningState),
     st.lists(st.integers(0, 200)),
 )
-@example(f"<tool_call>\n<tool_call>{ADD}", "hermes", "qwen3", True, [3, 11, 14])
-def test_any_cut_gives_the_same_parts(text, tools, reasoning, is_open, cuts):
+@example(f"<tool_call>\n<tool_call>{ADD}", "hermes", "qwen3", ReasoningState.OPEN, [3, 11, 14])
+def test_any_cut_gives_the_same_parts(text, tools, reasoning, state, cuts):
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     pieces = [text[start:end] for start, end in itertools.pairwise(places)]
-    whole = read(text, tools, reasoning, is_reasoning_open=is_open)
-    assert read_pieces(make(tools, reasoning, is_reasoning_open=is_open), pieces) == whole
-    assert read_pieces(make(tools, reasoning, is_reasoning_open=is_open), list(text)) == whole
+    whole = read(text, tools, reasoning, reasoning_state=state)
+    assert read_pieces(make(tools, reasoning, reasoning_state=state), pieces) == whole
+    assert read_pieces(make(tools, reasoning, reasoning_state=state), list(text)) == whole
     if tools is None and reasoning is None:
         assert whole == ("", text, [])
 
