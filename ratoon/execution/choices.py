@@ -18,6 +18,7 @@ from ratoon.core.machine import usable_cores
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.devices import gpu_name, resolve_device, resolve_dtype, use_device
 from ratoon.execution.geometry import Geometry, geometry_of
+from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.kv_memory import largest_step, num_blocks_of, one_prompt
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.native import kernel_set_name
@@ -98,8 +99,14 @@ class EngineChoices:
     def build_model(self) -> LanguageModel:
         return build_model(self.model_config, self.tensors, self.ops, self.device, self.dtype, self.max_model_len)
 
-    def make_runner(self, model: LanguageModel, kv_config: KVCacheConfig, capture: Capture | None) -> ModelRunner:
-        return self._runner(model, self.geometry, kv_config, self.device, capture)
+    def make_runner(
+        self,
+        model: LanguageModel,
+        kv_config: KVCacheConfig,
+        capture: Capture | None,
+        grammars: GrammarCompiler | None = None,
+    ) -> ModelRunner:
+        return self._runner(model, self.geometry, kv_config, self.device, capture, grammars)
 
     def make_outline(self, geometry: Geometry, kv_config: KVCacheConfig, capture: Capture) -> ModelRunner:
         """A runner of the same kind on the meta device. `geometry`: with backends of its own."""
@@ -113,6 +120,7 @@ class EngineChoices:
         kv_config: KVCacheConfig,
         device: torch.device,
         capture: Capture | None,
+        grammars: GrammarCompiler | None = None,
     ) -> ModelRunner:
         scheduler = self.config.scheduler
         return ModelRunner(
@@ -128,6 +136,7 @@ class EngineChoices:
             inputs_on_device=device.type != "cpu",
             capture=capture,
             record=self.ops.name == "native",
+            grammars=grammars,
         )
 
 

@@ -22,6 +22,7 @@ from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.buffers import indices_on
 from ratoon.execution.capture import CaptureReader, captured_rows, lay_out_spans
 from ratoon.execution.encoder import EncoderRunner
+from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.journal import Journal
 from ratoon.execution.kv_tensors import KVTensors
@@ -75,11 +76,13 @@ class ModelRunner:
         inputs_on_device: bool | None = None,
         capture: Capture | None = None,
         record: bool = False,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
         encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
         by default on CUDA. `capture`: makes graphs of small steps whose inputs are on the device. `record`: small steps
-        are recorded passes, where the backends allow it: the model's layers use no collective."""
+        are recorded passes, where the backends allow it: the model's layers use no collective. `grammars`: of
+        structured output."""
         self.model = model
         self.device = device
         self.kv = KVTensors(kv_config, backends, device)
@@ -96,7 +99,7 @@ class ModelRunner:
             num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len, journal
         )
         penalties = PenaltyRows(model.config.vocab_size, device) if device.type == "cuda" else None
-        self.sampling_rows = SamplingRows(max_num_reqs, penalties)
+        self.sampling_rows = SamplingRows(max_num_reqs, penalties, grammars)
         self.sampler = Sampler(self.sampling_rows)
         self.pooling = PoolingBranches()
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ratoon.core.params import GenerationParams, SamplingParams
+from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
@@ -36,9 +37,13 @@ class Needs:
 class SamplingRows:
     """Sampling params in arrays indexed by slot. Grows when a slot is beyond its end."""
 
-    def __init__(self, max_slots: int, penalties: PenaltyRows | None = None) -> None:
-        """`penalties`: applies those of sampled rows in place of their rules, where there is one."""
+    def __init__(
+        self, max_slots: int, penalties: PenaltyRows | None = None, grammars: GrammarCompiler | None = None
+    ) -> None:
+        """`penalties`: applies those of sampled rows in place of their rules, where there is one. `grammars`: of
+        structured output."""
         self._penalties = penalties
+        self._grammars = grammars
         self.needs = np.zeros(max_slots, dtype=np.uint16)
         self.seeds = np.zeros(max_slots, dtype=np.uint64)
         self.num_outputs = np.zeros(max_slots, dtype=np.int64)
@@ -65,7 +70,7 @@ class SamplingRows:
         self.needs[slot] = Needs.NOTHING
         if isinstance(params, SamplingParams):  # the trunk of a search is not sampled, and has only rules
             self._set_numbers(slot, params, seed)
-        rules = rules_of(params, prompt_token_ids, encoder_token_ids)
+        rules = rules_of(params, prompt_token_ids, encoder_token_ids, self._grammars)
         if self._penalties is not None and isinstance(params, SamplingParams):
             rules = self._keep_on_device(self._penalties, slot, rules, prompt_token_ids, output_token_ids)
         rules = rules.after_all(output_token_ids)

@@ -21,6 +21,8 @@ from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.choices import EngineChoices, choose_capture, choose_parts
 from ratoon.execution.devices import has_modes_of_its_own, on_stream, use_device
+from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.grammar.interface import GrammarLibrary
 from ratoon.execution.kv_memory import (
     cut_kv_memory,
     free_memory,
@@ -86,7 +88,8 @@ class Worker:
             kv_config = cut_kv_memory(config.cache, choices.geometry, choices.device, step_bytes)
             if choices.device.type == "cuda":
                 verify_longest_sequence(kv_config, config.cache, choices.max_model_len)
-            self.runner = choices.make_runner(model, kv_config, capture)
+            self.grammars = GrammarCompiler(partial(open_grammar_library, config, model_config.vocab_size))
+            self.runner = choices.make_runner(model, kv_config, capture, self.grammars)
         weight_formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
         self.facts = WorkerFacts(
             kv_config=kv_config,
@@ -208,6 +211,15 @@ class Worker:
             with torch.inference_mode():
                 self.runner.model = self._choices.build_model()
         self.runner.kv.allocate()
+
+
+def open_grammar_library(config: EngineConfig, vocab_size: int) -> GrammarLibrary:
+    """With the model's tokenizer, which the engine needs for nothing else."""
+    from ratoon.execution.grammar.llguidance_library import Llguidance
+    from ratoon.models.source import resolve_model
+
+    source = resolve_model(config.model, config.hf_overrides)
+    return Llguidance(source.load_tokenizer(), vocab_size)
 
 
 def compile_ahead(choices: EngineChoices) -> CompileAhead | None:

@@ -99,6 +99,14 @@ def allow_only(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor)
     logits[row_ids, token_ids] = kept
 
 
+def allow_bits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """In `rows` [N], forbid every token whose bit in `words` [N, W] int32 is not set; the lowest bit of the first word
+    is token 0."""
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    forbidden = ((words[:, :, None] >> places) & 1 == 0).flatten(1)[:, : logits.shape[1]]  # [N, V]
+    logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+
+
 def force_tokens(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor) -> None:
     """As allow_only, and the entries become equal."""
     logits.index_fill_(0, rows, -torch.inf)

@@ -65,8 +65,14 @@ def write_word_tokenizer(folder: Path) -> None:
 @contextmanager
 def engine(family: str, **settings: Any) -> Iterator[LLM]:
     """An engine that is checked afterwards: whatever was done with it, no block may be left over."""
+    with engine_of_folder(model_folder(family), **settings) as llm:
+        yield llm
+
+
+@contextmanager
+def engine_of_folder(folder: Path, **settings: Any) -> Iterator[LLM]:
     defaults = {"device": "cpu", "num_blocks": NUM_BLOCKS, "num_threads": 1, "skip_tokenizer": True, "max_num_seqs": 32}
-    with LLM(str(model_folder(family)), **(defaults | depth_settings() | settings)) as llm:
+    with LLM(str(folder), **(defaults | depth_settings() | settings)) as llm:
         yield llm
         check_nothing_left(llm)
 

@@ -28,12 +28,13 @@ class Stage(enum.IntEnum):
     A forced token overrides rules that forbid it. Bias and penalties follow, in vLLM's order.
     """
 
-    ALLOW = 0
-    FORBID = 1
-    TIMESTAMPS = 2
-    FORCE = 3
-    BIAS = 4
-    PENALTIES = 5
+    GRAMMAR = 0
+    ALLOW = 1
+    FORBID = 2
+    TIMESTAMPS = 3
+    FORCE = 4
+    BIAS = 5
+    PENALTIES = 6
 
     @property
     def changes_values(self) -> bool:

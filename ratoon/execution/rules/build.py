@@ -8,11 +8,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ratoon.core.params import GenerationParams, SamplingParams
+from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.rules.allowed_ids import AllowedIds
 from ratoon.execution.rules.bad_words import BadWords
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules
 from ratoon.execution.rules.bias import LogitBias
 from ratoon.execution.rules.forced_end import ForcedEnd
+from ratoon.execution.rules.grammar import grammar_rule
 from ratoon.execution.rules.min_tokens import MinTokens
 from ratoon.execution.rules.ngrams import NoNGramsOf, NoRepeatedNGrams
 from ratoon.execution.rules.penalties import Penalties
@@ -21,10 +23,19 @@ from ratoon.execution.rules.timestamps import Timestamps
 
 
 def rules_of(
-    params: GenerationParams, prompt_token_ids: Sequence[int], encoder_token_ids: Sequence[int] = ()
+    params: GenerationParams,
+    prompt_token_ids: Sequence[int],
+    encoder_token_ids: Sequence[int] = (),
+    grammars: GrammarCompiler | None = None,
 ) -> RowRules:
-    """Without an encoder, the prompt is used as the encoder tokens."""
+    """Without an encoder, the prompt is used as the encoder tokens. `grammars`: for structured output."""
     rules: list[LogitsRule] = []
+    if params.structured_output is not None:
+        assert grammars is not None, "an engine without grammars"
+        ends_of_text = {*(params.stop_token_ids or ()), *(params.all_stop_token_ids or ())}
+        rule = grammar_rule(params.structured_output, ends_of_text, prompt_token_ids, grammars)
+        if rule is not None:
+            rules.append(rule)
     if params.allowed_token_ids is not None:
         rules.append(AllowedIds(_sorted_ids(params.allowed_token_ids)))
     if params.no_repeat_ngram_size:

@@ -1,0 +1,118 @@
+"""Grammars by llguidance: compiled in milliseconds, and a mask in some tens of microseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from ratoon.core.errors import RequestError
+from ratoon.core.structured import StructuredOutput
+from ratoon.execution.grammar.interface import words_of
+from ratoon.execution.grammar.notation import LIMITS, grammar_text
+from ratoon.models.tokenizer import Tokenizer
+
+BYTES_OF_GRAMMAR = 2**16  # the least that a compiled one takes
+BYTES_PER_CHARACTER = 64  # and what each character of its text adds, roughly
+
+
+class State:
+    """See GrammarState."""
+
+    __slots__ = ("_matcher", "_num_bytes", "_vocabulary_words")
+
+    def __init__(self, matcher: LLMatcher, num_words: int, vocabulary_words: int) -> None:
+        self._matcher = matcher
+        self._num_bytes = 4 * num_words
+        self._vocabulary_words = vocabulary_words
+
+    def copy(self) -> State:
+        copy = object.__new__(State)
+        copy._matcher = self._matcher.deep_copy()
+        copy._num_bytes, copy._vocabulary_words = self._num_bytes, self._vocabulary_words
+        return copy
+
+    def consume(self, token_id: int) -> bool:
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def rewind(self, num_tokens: int) -> None:
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            raise RuntimeError(f"a grammar can't go back by {num_tokens} tokens: {self.error}")
+
+    def fill(self, words: np.ndarray) -> None:
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        words[:] = mask[: len(words)]
+
+    @property
+    def is_accepting(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def error(self) -> str | None:
+        return self._matcher.get_error() or None
+
+
+class Grammar:
+    """See CompiledGrammar."""
+
+    def __init__(self, matcher: LLMatcher, num_words: int, vocabulary_words: int, num_bytes: int) -> None:
+        self._first = State(matcher, num_words, vocabulary_words)
+        self.num_bytes = num_bytes
+
+    def begin(self) -> State:
+        return self._first.copy()
+
+
+class Llguidance:
+    """See GrammarLibrary. The library gets an end token of its own behind the vocabulary: which tokens end a text is
+    the request's affair."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        num_tokens = max(vocab_size, tokenizer.vocab_size)
+        self._num_words, self._vocabulary_words = words_of(vocab_size), words_of(num_tokens + 1)
+        self._library_tokenizer = _library_tokenizer(tokenizer, num_tokens)
+        self.special_tokens = frozenset(
+            token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special
+        )
+
+    def compile(self, asked: StructuredOutput) -> Grammar:
+        text = grammar_text(asked, self.special_tokens)
+        matcher = LLMatcher(self._library_tokenizer, text, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise RequestError(asked.kind or "", matcher.get_error(), "")
+        num_bytes = BYTES_OF_GRAMMAR + BYTES_PER_CHARACTER * len(text)
+        return Grammar(matcher, self._num_words, self._vocabulary_words, num_bytes)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._library_tokenizer.decode_bytes([token_id])
+
+
+def _library_tokenizer(tokenizer: Tokenizer, num_tokens: int) -> LLTokenizer:
+    try:
+        return LLTokenizer(tokenizer.backend.to_str(), n_vocab=num_tokens + 1, eos_token=num_tokens)
+    except ValueError:  # a kind of tokenizer that the library can't read: it gets the text of each token
+        return LLTokenizer(TokenizerWrapper(TokenTexts(tokenizer, num_tokens)))
+
+
+class TokenTexts:
+    """What the library needs to know of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        special = tokenizer.special_token_ids
+        self.eos_token_id, self.bos_token_id = num_tokens, None
+        self.tokens = [tokenizer.token_text(token).encode("utf-8", "replace") for token in range(num_tokens)]
+        # A token without text would match anywhere, for ever
+        self.special_token_ids = [token for token, text in enumerate(self.tokens) if token in special or not text]
+        for token in self.special_token_ids:
+            self.tokens[token] = (tokenizer.id_to_token(token) or f"<[{token}]>").encode("utf-8", "replace")
+        self.tokens.append(b"<[end]>")
+        self.special_token_ids.append(num_tokens)
+
+    def __call__(self, text: Any) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,173 @@
+"""From what a request asks for to the notation of the grammar library, an extension of Lark's.
+
+Needs no vocabulary, except for the names of special tokens: these are no text, and are written in another way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
+
+from ratoon.core.errors import RequestError
+from ratoon.core.structured import StructuredOutput
+
+# Bounds of the work of a compilation and of one mask (about 10 to 20 ms each) and of memory (about 2 KB for a state).
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+ANY_TEXT = r"/(.|\n)*/"
+
+
+def grammar_text(asked: StructuredOutput, special_tokens: Collection[str] = ()) -> str:
+    """RequestError where the notation alone is wrong; `problem_of` tells what is wrong with the rest."""
+    if asked.json_schema is not None:
+        return _of_schema(asked, json.loads(asked.json_schema))
+    if asked.json_object:
+        return _of_schema(asked, {"type": "object"})
+    if asked.regex is not None:
+        return LLMatcher.grammar_from_regex(without_anchors(asked.regex))
+    if asked.choice is not None:
+        texts = dict.fromkeys(asked.choice)
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(_literal(text, special_tokens) for text in texts))
+    if asked.grammar is not None:
+        return LLMatcher.grammar_from_lark(_lark(asked.grammar))
+    assert asked.structural_tag is not None, "verified"
+    return LLMatcher.grammar_from_lark(_of_structural_tag(asked, json.loads(asked.structural_tag), special_tokens))
+
+
+def problem_of(grammar: str) -> str | None:
+    """Why the library refuses a grammar. None: it does not."""
+    return LLMatcher.validate_grammar(grammar, limits=LIMITS) or None
+
+
+# ---- JSON ----
+
+
+def _json_options(asked: StructuredOutput) -> dict[str, Any]:
+    """They override those in the schema ("x-guidance"): a keyword that is not supported is never ignored."""
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
+    if asked.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    if asked.whitespace_pattern is not None:
+        options["whitespace_pattern"] = asked.whitespace_pattern
+    return options
+
+
+def _of_schema(asked: StructuredOutput, schema: Any) -> str:
+    if schema is False:
+        raise RequestError("json_schema", "Unsatisfiable schema: false matches nothing", "another schema")
+    if schema is True:
+        schema = {}
+    if asked.disable_additional_properties:
+        schema = without_additional_properties(schema)
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema, ensure_ascii=False),
+        overrides=_json_options(asked),  # type: ignore[arg-type]
+    )
+
+
+def without_additional_properties(schema: Any) -> Any:
+    """Objects of the schema that say nothing of additional properties have none."""
+    if isinstance(schema, list):
+        return [without_additional_properties(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {key: without_additional_properties(value) for key, value in schema.items()}
+    of_object = schema.get("type") == "object" or isinstance(schema.get("properties"), dict)
+    if of_object and "additionalProperties" not in schema and "patternProperties" not in schema:
+        changed["additionalProperties"] = False
+    return changed
+
+
+# ---- expressions and grammars ----
+
+
+def without_anchors(regex: str) -> str:
+    """The whole text must match anyway."""
+    regex = regex.removeprefix("^")
+    backslashes = re.search(r"(\\*)\$\Z", regex)
+    return regex[:-1] if backslashes and len(backslashes[1]) % 2 == 0 else regex
+
+
+def _lark(grammar: str) -> str:
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # its own exceptions have no common class
+        raise RequestError("grammar", f"is not valid: {error}", "a grammar in Lark's notation or in GBNF") from None
+
+
+def _literal(text: str, special_tokens: Collection[str]) -> str:
+    """Text as Lark's notation has it. Special tokens in it stay tokens."""
+    names = sorted((name for name in special_tokens if name and name in text), key=len, reverse=True)
+    parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
+    written = [_special(part) if part in names else json.dumps(part, ensure_ascii=False) for part in parts if part]
+    return " ".join(written) if written else '""'
+
+
+def _special(name: str) -> str:
+    return name if re.fullmatch(r"<[^<>\s]+>", name) else json.dumps(name, ensure_ascii=False)
+
+
+# ---- structural tags ----
+
+
+def _of_structural_tag(asked: StructuredOutput, tag: dict[str, Any], special_tokens: Collection[str]) -> str:
+    """Free text; behind a trigger, one of the structures that begin with it."""
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not structures:
+        raise RequestError("structural_tag", "has no structures", '{"structures": [{"begin": …, "schema": …, …')
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
+        raise RequestError("structural_tag", "has no triggers", 'a list of texts, {"triggers": […], …}')
+    lines = [
+        f"start: ({' | '.join(f'tag_{index}' for index in range(len(structures)))})* rest",
+        "rest: TEXT",
+        f"TEXT: {ANY_TEXT}",
+    ]
+    options = json.dumps(_json_options(asked))
+    for index, structure in enumerate(structures):
+        place = f"structures[{index}]"
+        begin, schema, end = _parts_of(structure, place)
+        trigger = max((text for text in triggers if begin.startswith(text)), key=len, default=None)
+        if trigger is None:
+            raise RequestError("structural_tag", f"{place}.begin {begin!r} begins with no trigger", "one of them")
+        if asked.disable_additional_properties:
+            schema = without_additional_properties(schema)
+        if isinstance(schema, dict):
+            schema = {**schema, "x-guidance": json.loads(options)}
+        rest = begin[len(trigger) :]
+        body = " ".join(
+            [
+                _literal(rest, special_tokens) if rest else "",
+                "%json " + json.dumps(schema, ensure_ascii=False),
+                _literal(end, special_tokens) if end else "",
+            ]
+        )
+        if trigger in special_tokens:
+            lines.append(f"tag_{index}: TEXT {_special(trigger)} {body}")
+        else:
+            lines.append(f"tag_{index}_head[lazy]: TEXT {_literal(trigger, ())}")
+            lines.append(f"tag_{index}: tag_{index}_head {body}")
+    return "\n".join(lines) + "\n"
+
+
+def _parts_of(structure: Any, place: str) -> tuple[str, Any, str]:
+    if not isinstance(structure, dict):
+        raise RequestError("structural_tag", f"{place} is not an object", '{"begin": …, "schema": …, "end": …}')
+    begin, end, schema = structure.get("begin"), structure.get("end", ""), structure.get("schema")
+    for name, text in (("begin", begin), ("end", end)):
+        if not isinstance(text, str):
+            raise RequestError("structural_tag", f"{place}.{name} is not text", "text")
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError("structural_tag", f"{place}.schema is not a JSON schema", "an object")
+    assert isinstance(begin, str) and isinstance(end, str)
+    return begin, schema, end

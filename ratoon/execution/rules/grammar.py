@@ -1,0 +1,159 @@
+"""The text matches a grammar (`structured_output`): only tokens that can go on with it are possible.
+
+A token that ends the text is possible exactly where the grammar is complete, so a text that ends by one always matches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ratoon.core.structured import StructuredOutput
+from ratoon.execution.cells import all_to_device
+from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.grammar.interface import GrammarState, words_of
+from ratoon.execution.rules.base import ForbiddingRule, LogitsRule, Reads, Stage
+from ratoon.layers import sampling
+
+
+class Path:
+    """The grammar's state along one text, which all rules of that text share. It only grows, and each rule knows how
+    many tokens it has consumed. A rule that is no longer the newest goes on with a copy."""
+
+    __slots__ = ("num_tokens", "state")
+
+    def __init__(self, state: GrammarState, num_tokens: int = 0) -> None:
+        self.state = state
+        self.num_tokens = num_tokens
+
+    def at(self, num_tokens: int) -> Path:
+        """Itself, or a copy as of fewer tokens."""
+        if num_tokens == self.num_tokens:
+            return self
+        state = self.state.copy()
+        state.rewind(self.num_tokens - num_tokens)
+        return Path(state, num_tokens)
+
+
+class Ends:
+    """The tokens that end the text, and the size of the vocabulary."""
+
+    __slots__ = ("sorted_ids", "token_ids", "words")
+
+    def __init__(self, token_ids: Iterable[int], vocab_size: int) -> None:
+        self.token_ids = frozenset(token_ids)
+        self.sorted_ids = np.array(sorted(self.token_ids), np.int64)
+        self.words = np.zeros(words_of(vocab_size), np.int32)
+        bits = self.words.view(np.uint32)
+        for token in self.token_ids:
+            bits[token // 32] |= np.uint32(1 << token % 32)
+
+
+class Grammar(LogitsRule):
+    __slots__ = ("_ends", "_mask", "_num_tokens", "_path")
+    stage = Stage.GRAMMAR
+
+    def __init__(self, path: Path, ends: Ends, num_tokens: int = 0) -> None:
+        self._path = path
+        self._ends = ends
+        self._num_tokens = num_tokens
+        self._mask: np.ndarray | None = None
+
+    @property
+    def reads(self) -> Reads:
+        return Reads.TOKENS
+
+    def after(self, token_id: int) -> Grammar | None:
+        """None behind an end."""
+        if token_id in self._ends.token_ids:
+            return None
+        path = self._path.at(self._num_tokens)
+        if not path.state.consume(token_id):
+            return NoWay(self._path, self._ends)
+        path.num_tokens += 1
+        return Grammar(path, self._ends, self._num_tokens + 1)
+
+    def mask(self) -> np.ndarray:
+        """A bit for each token that may follow, [W] int32. None is set after a token that the grammar forbids."""
+        if self._mask is None:
+            self._mask = words = np.empty_like(self._ends.words)
+            state = self._path.at(self._num_tokens).state
+            state.fill(words)
+            words &= ~self._ends.words
+            if state.is_accepting:
+                words |= self._ends.words
+        return self._mask
+
+    @staticmethod
+    def apply(logits: torch.Tensor, rows: np.ndarray, rules: Sequence[Any]) -> None:
+        words = np.stack([rule.mask() for rule in rules])  # [N, W]
+        sampling.allow_bits(logits, *all_to_device([rows, words], logits.device))
+
+
+class NoWay(Grammar):
+    """Behind a token that the grammar forbids, which a forced end may be: no token is possible."""
+
+    __slots__ = ()
+
+    def after(self, token_id: int) -> NoWay:
+        return self
+
+    def mask(self) -> np.ndarray:
+        return np.zeros_like(self._ends.words)
+
+
+class FreeText(ForbiddingRule):
+    """Before the grammar: anything but an end, up to the marker (`begins_after`). The grammar begins with the token
+    after the one that completes the marker."""
+
+    __slots__ = ("_begin", "_ends", "_marker", "_tail", "_token_bytes")
+
+    def __init__(
+        self,
+        marker: bytes,
+        begin: Callable[[], GrammarState],
+        ends: Ends,
+        token_bytes: Callable[[int], bytes],
+        tail: bytes = b"",
+    ) -> None:
+        self._marker = marker
+        self._begin = begin
+        self._ends = ends
+        self._token_bytes = token_bytes
+        self._tail = tail  # of the text, shorter than the marker
+
+    @property
+    def reads(self) -> Reads:
+        return Reads.TOKENS
+
+    def after(self, token_id: int) -> FreeText | Grammar | None:
+        if token_id in self._ends.token_ids:
+            return None
+        text = self._tail + self._token_bytes(token_id)
+        if self._marker in text:
+            return Grammar(Path(self._begin()), self._ends)
+        tail = text[max(0, len(text) - len(self._marker) + 1) :]
+        return FreeText(self._marker, self._begin, self._ends, self._token_bytes, tail)
+
+    def forbidden(self) -> np.ndarray:
+        return self._ends.sorted_ids
+
+
+def grammar_rule(
+    asked: StructuredOutput, ends: Iterable[int], prompt_token_ids: Sequence[int], grammars: GrammarCompiler
+) -> LogitsRule | None:
+    """The rule of a text at the end of its prompt, of which the grammar may have consumed a part."""
+    library = grammars.library
+    tokens_of_end = Ends(ends, library.vocab_size)
+    begin = grammars.get(asked).begin
+    rule: LogitsRule | None
+    if asked.begins_after is None:
+        rule = Grammar(Path(begin()), tokens_of_end)
+    else:
+        rule = FreeText(asked.begins_after.encode(), begin, tokens_of_end, library.token_bytes)
+    for token_id in () if asked.first_token is None else prompt_token_ids[asked.first_token :]:
+        rule = None if rule is None else rule.after(token_id)
+    return rule

@@ -1,0 +1,149 @@
+"""The rule of structured output: an immutable value, whose ends are possible exactly where the grammar is complete."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from ratoon.core.params import BeamSearchParams, SamplingParams
+from ratoon.core.structured import StructuredOutput
+from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.grammar.llguidance_library import Llguidance
+from ratoon.execution.rules.base import NO_RULES, RowRules, apply_rules
+from ratoon.execution.rules.build import rules_of
+from ratoon.models.tokenizer import Tokenizer
+from tests.golden.grammar_engines import END, THOUGHT, json_tokenizer
+from tests.golden.tiny_models import VOCAB_SIZE
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "boolean"}}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(json_tokenizer(), {"eos_token": END})
+
+
+@cache
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(lambda: Llguidance(tokenizer(), VOCAB_SIZE))
+
+
+def end_token() -> int:
+    found = tokenizer().eos_token_id
+    assert found is not None
+    return found
+
+
+def rules_for(prompt: list[int] | None = None, **asked: object) -> RowRules:
+    params = SamplingParams(structured_output=StructuredOutput(**asked), all_stop_token_ids=[end_token()])  # type: ignore[arg-type]
+    return rules_of(params, prompt or [5], (), grammars())
+
+
+def possible(rules: RowRules) -> set[int]:
+    logits = torch.zeros(2, VOCAB_SIZE)
+    apply_rules(logits, [rules.active(), ()])
+    assert logits[1].isfinite().all()  # other rows are not touched
+    return set(np.flatnonzero(logits[0].isfinite()).tolist())
+
+
+def texts_of(tokens: set[int]) -> set[str]:
+    return {tokenizer().id_to_token(token) or "" for token in tokens}
+
+
+def tokens_of(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def test_a_choice_allows_its_letters_and_ends_only_when_it_is_complete() -> None:
+    rules = rules_for(choice=["ab", "b"])
+    assert texts_of(possible(rules)) == {"a", "ab", "b"}
+    assert texts_of(possible(rules.after_all(tokens_of("b")))) == {END}
+    assert texts_of(possible(rules.after(tokens_of("a")[0]))) == {"b"}
+    assert rules.after_all([*tokens_of("b"), end_token()]) == NO_RULES
+
+
+def test_a_text_may_end_where_it_could_also_go_on() -> None:
+    rules = rules_for(regex="a[0-9]*")
+    assert END not in texts_of(possible(rules))
+    assert {END, "1", "12"} <= texts_of(possible(rules.after_all(tokens_of("a"))))
+
+
+def test_a_stop_token_of_the_caller_is_an_end_and_no_text() -> None:
+    (letter,) = tokens_of("b")
+    params = SamplingParams(structured_output=StructuredOutput(regex="a[bc]*"), stop_token_ids=[letter])
+    rules = rules_of(params, [5], (), grammars())
+    assert letter not in possible(rules)
+    assert letter in possible(rules.after_all(tokens_of("a")))
+    assert rules.after_all([*tokens_of("a"), letter]) == NO_RULES
+
+
+def test_nothing_is_possible_after_a_token_that_the_grammar_forbids() -> None:
+    rules = rules_for(choice=["ab", "b"]).after_all(tokens_of("z"))
+    assert possible(rules) == set()
+
+
+@pytest.mark.parametrize("marker", ["ab:", THOUGHT])
+def test_free_text_before_a_marker_never_ends(marker: str) -> None:
+    rules = rules_for(regex="[0-9]", begins_after=marker)
+    before = rules.after_all(tokens_of("x{a"))
+    for free in (rules, before):
+        assert possible(free) == {*range(VOCAB_SIZE)} - {end_token()}
+    behind = before.after_all(tokens_of(marker))
+    assert texts_of(possible(behind)) == set("0123456789")
+    assert texts_of(possible(behind.after_all(tokens_of("7")))) == {END}
+
+
+def test_a_marker_may_be_spread_over_tokens_and_end_inside_one() -> None:
+    rules = rules_for(regex="[0-9]", begins_after="xa").after_all(tokens_of("x"))
+    assert texts_of(possible(rules.after_all(tokens_of("abc")))) == set("0123456789")
+    assert len(possible(rules.after_all(tokens_of("ba")))) == VOCAB_SIZE - 1
+
+
+def test_a_part_of_the_prompt_may_belong_to_the_text() -> None:
+    prompt = [5, 6, *tokens_of('{"a":')]
+    rules = rules_for(prompt, json_schema=json.dumps(SCHEMA), first_token=2)
+    alone = rules_for(json_schema=json.dumps(SCHEMA)).after_all(tokens_of('{"a":'))
+    assert possible(rules) == possible(alone)
+
+
+def test_params_of_beams_have_the_same_rule() -> None:
+    asked = StructuredOutput(choice=["ab", "b"])
+    params = BeamSearchParams(beam_width=2, structured_output=asked, all_stop_token_ids=[end_token()])
+    assert possible(rules_of(params, [5], (), grammars())) == possible(rules_for(choice=["ab", "b"]))
+
+
+KINDS = (
+    {"json_schema": json.dumps(SCHEMA)},
+    {"json_object": True},
+    {"regex": "(ab|c)*[0-9]{2,3}"},
+    {"grammar": 'start: "{" start "}" | /[a-c]/'},
+    {"choice": ["abc", "ab", "true", "trial"]},
+    {"json_schema": json.dumps(SCHEMA), "begins_after": "a"},
+)
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_the_rule_depends_on_its_tokens_and_on_no_fork_of_it(seed: int) -> None:
+    """As the test of all other rules (test_rules.py), over tokens that the grammar allows, and some others."""
+    chance = random.Random(seed)
+    asked = KINDS[seed % len(KINDS)]
+    states: list[tuple[list[int], RowRules]] = [([], rules_for(**asked))]
+    for _ in range(40):
+        text, rules = chance.choice(states[-8:])
+        tokens = sorted(possible(rules))
+        token = chance.choice(tokens) if tokens and chance.random() < 0.95 else chance.randrange(VOCAB_SIZE)
+        states.append(([*text, token], rules.after(token)))
+        text, rules = chance.choice(states)
+        assert possible(rules) == possible(rules_for(**asked).after_all(text)), text
+    for text, rules in states:
+        assert possible(rules) == possible(rules_for(**asked).after_all(text)), text
