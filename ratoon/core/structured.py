@@ -15,7 +15,7 @@ import msgspec
 from ratoon.core.errors import RequestError
 from ratoon.core.suggestions import ParamsMeta, did_you_mean
 
-MAX_GRAMMAR_CHARACTERS = 2**18  # of the text of a schema, an expression or a grammar, and of all choices together
+MAX_GRAMMAR_CHARACTERS = 2**17  # of the text of a schema, an expression or a grammar, and of all choices together
 MAX_OUTPUT_CHOICES = 2**12
 MAX_MARKER_CHARACTERS = 256  # of begins_after
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")  # exactly one is set

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -24,8 +25,10 @@ from ratoon.core.params import (
     RequestOutputKind,
     SamplingParams,
 )
+from ratoon.core.structured import StructuredOutput
 from ratoon.engine.hidden_states import HiddenStatesSelector
 from ratoon.engine.own_rules import SUPPRESSED, OwnRules
+from ratoon.engine.structured_validator import validate
 
 SEED_BITS = 63
 TOKEN_LISTS = (
@@ -98,6 +101,19 @@ class ParamsProcessor:
         if params.return_hidden_states is not None:
             with _inside("return_hidden_states"):
                 self._selector.verify(params.return_hidden_states)
+        if params.structured_output is not None:
+            self._verify_structured_output(params.structured_output)
+
+    def _verify_structured_output(self, asked: StructuredOutput) -> None:
+        if self._tokenizer is None:
+            raise RequestError("structured_output", "needs a tokenizer, and none is loaded", "leave it out")
+        validate(asked, self._special_tokens)
+
+    @cached_property
+    def _special_tokens(self) -> frozenset[str]:
+        """Texts of the tokens that are no text."""
+        tokenizer = self._tokenizer
+        return frozenset() if tokenizer is None else frozenset(map(tokenizer.id_to_token, tokenizer.special_token_ids))
 
     def _verify_sampling(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
