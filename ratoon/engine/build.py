@@ -15,6 +15,7 @@ import msgspec
 from ratoon.attention.early_kernels import expected_launches
 from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model
 from ratoon.engine.core import EngineCore
+from ratoon.engine.torch_parts import without_unused_parts
 from ratoon.execution.cuda_driver import end_compiler, starting_driver
 from ratoon.models.source import ModelSource
 from ratoon.observe.logging import get_logger
@@ -25,7 +26,12 @@ logger = get_logger(__name__)
 
 def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -> EngineCore:
     launches = expected_launches(config, source.config)
-    with timer.phase("import torch"), starting_driver(config.device, launches), no_garbage_collection():
+    with (
+        timer.phase("import torch"),
+        starting_driver(config.device, launches),
+        no_garbage_collection(),
+        without_unused_parts(config.device),
+    ):
         from ratoon.distributed.executor import executor_class
         from ratoon.execution.devices import gpu_bytes
         from ratoon.models.build import collect_shapes
