@@ -87,7 +87,11 @@ def asked_lengths(context: ServerContext, asked: int | None, otherwise: int | No
 
 
 def check_token_limit(
-    context: ServerContext, num_prompts: int, params: GenerationParams, num_prompt_tokens: int | None = None
+    context: ServerContext,
+    num_prompts: int,
+    params: GenerationParams,
+    num_prompt_tokens: int | None = None,
+    field: str = "max_tokens",
 ) -> None:
     """The total work of a request is limited, so that a single one can't occupy the engine for hours. If the
     prompt's length is not known, max_tokens counts in full."""
@@ -104,7 +108,7 @@ def check_token_limit(
     limit = context.settings.max_request_tokens
     if asked > limit:
         raise refused(
-            "max_tokens",
+            field,
             f"{num_prompts} prompts × {num_sequences} {kind} × {max_tokens} tokens is {asked}",
             f"at most {limit} in a request (--max-request-tokens)",
         )

@@ -202,6 +202,35 @@ async def render_chat(
     template: str | None = None,
 ) -> RenderedChat:
     """Rendered by the chat template: the request's, the server's or the model's own, in this order."""
+    try:
+        return await render_messages(
+            context,
+            lambda: [*earlier, *(message.model_dump(exclude_unset=True) for message in messages)],
+            size=size,
+            param=param,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            template=template,
+        )
+    except RequestError as error:
+        raise _of_the_request(error, param, len(earlier)) from None
+
+
+async def render_messages(
+    context: ServerContext,
+    messages: Callable[[], list[dict[str, Any]]],  # called where the template is rendered, off the event loop
+    *,
+    size: int,
+    param: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    variables: dict[str, Any] | None = None,
+    template: str | None = None,
+) -> RenderedChat:
+    """The same for messages and tools as a template gets them. A RequestError names messages by their index."""
     for name in variables or {}:
         if name in RESERVED_VARIABLES:
             problem = "can't be set here"
@@ -215,7 +244,7 @@ async def render_chat(
 
     def render() -> RenderedChat:
         return tokenizer.render_chat(
-            [*earlier, *(message.model_dump(exclude_unset=True) for message in messages)],
+            messages(),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools or None,
@@ -227,8 +256,6 @@ async def render_chat(
         return await lanes.run(size, render)
     except RecursionError:
         raise refused(param, "are nested too deeply for the chat template") from None
-    except RequestError as error:
-        raise _of_the_request(error, param, len(earlier)) from None
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:

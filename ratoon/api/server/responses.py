@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
@@ -167,22 +167,31 @@ def event_parts(content: Any) -> list[Part]:
 
 
 class EventStream(Response):
-    """Sends encoded events: the given ones first, then those of the generator.
+    """Sends encoded events: the given ones first, then those of the generator, then `end`.
 
-    An error becomes the last event before [DONE].
+    An error becomes the last event before the end.
     """
 
     media_type = EVENT_STREAM
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        end: bytes = DONE,
+        error_event: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._end = end
+        self._error_event = error_event or _error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw_send = exchange_of(scope).raw_send
-        last = DONE
+        last = self._end
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await raw_send({"type": "http.response.body", "body": self._first, "more_body": True})
@@ -190,12 +199,16 @@ class EventStream(Response):
                 async for body in events:
                     await raw_send({"type": "http.response.body", "body": body, "more_body": True})
             except Exception as error:
-                last = _last_words(error) + DONE
+                last = self._error_event(_logged(error)) + self._end
         await raw_send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def _last_words(error: Exception) -> bytes:
+def _logged(error: Exception) -> ApiError:
     answer = as_api_error(error)
     if answer.status == 500:
         logger.error("a stream failed: %s", error, exc_info=None if answer is error else error)
-    return event(answer.as_dict())
+    return answer
+
+
+def _error_event(error: ApiError) -> bytes:
+    return event(error.as_dict())

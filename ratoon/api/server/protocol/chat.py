@@ -103,6 +103,14 @@ class Tool(BaseModel):
     function: dict[str, Any]
 
 
+def template_variables(reasoning_effort: str | None, further: dict[str, Any] | None) -> dict[str, Any]:
+    """Of a chat template: the effort, and the switches that templates have for reasoning."""
+    if reasoning_effort is None:
+        return further or {}
+    switches = dict.fromkeys(REASONING_SWITCHES, reasoning_effort != "none")
+    return {"reasoning_effort": reasoning_effort, **switches, **(further or {})}
+
+
 class ChatCompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **CONSTRAINTS,
@@ -158,10 +166,7 @@ class ChatCompletionRequest(SamplingFields):
     include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out of the answer")
 
     def template_variables(self) -> dict[str, Any]:
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs or {}
-        switches = dict.fromkeys(REASONING_SWITCHES, self.reasoning_effort != "none")
-        return {"reasoning_effort": self.reasoning_effort, **switches, **(self.chat_template_kwargs or {})}
+        return template_variables(self.reasoning_effort, self.chat_template_kwargs)
 
     def continued_text(self) -> str | None:
         """The text of the last message, if that is continued."""
