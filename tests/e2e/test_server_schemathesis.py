@@ -30,15 +30,20 @@ REQUIRED = ("model", "prompt", "messages", "input", "tokens", "file")
 NUM_OPTIONAL = 3
 ADMIN_KEY = "admin"
 WITH_INPUT = [
-    *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings", "hidden_states")),
+    *(
+        ("post", f"/v1/{name}")
+        for name in ("completions", "chat/completions", "responses", "embeddings", "hidden_states")
+    ),
     *(("post", f"/v1/audio/{name}") for name in ("transcriptions", "translations")),
     *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep"), ("get", "/v1/requests")),
+    *(("get", "/v1/responses/{response_id}"), ("get", "/v1/responses/{response_id}/input_items")),
 ]
 WHATEVER_INPUT = [  # none, or a name, with which nothing can be wrong
     *(("post", f"/admin/{name}") for name in ("wake_up", "pause", "resume", "reset_prefix_cache")),
     *(("post", "/admin/profile/start"), ("post", "/admin/profile/stop"), ("get", "/admin/stats")),
     *(("get", path) for path in ("/v1/models", "/v1/models/{model}", "/health", "/version", "/metrics")),
     ("delete", "/v1/requests/{request_id}"),
+    *(("delete", "/v1/responses/{response_id}"), ("post", "/v1/responses/{response_id}/cancel")),
 ]
 
 

@@ -49,6 +49,7 @@ from ratoon.api.server.routes import (
     hidden_states,
     pages,
     requests,
+    responses,
     service,
     tokens,
 )
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 ROUTERS = (
     chat.router,
     completions.router,
+    responses.router,
     requests.router,
     embeddings.router,
     audio.router,

@@ -19,6 +19,7 @@ from ratoon.api.answer_parts.tool_use import NO_TOOLS, ToolUse
 from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.logprobs import TokenTexts
 from ratoon.api.server.middleware import AllowedHosts
+from ratoon.api.server.response_store import ResponseStore
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.json_extent import ExtentLimit, extent_limit
@@ -75,6 +76,10 @@ class ServerContext:
     def names(self) -> RequestNames:
         """The clients' names of requests that run or can be continued: two names each, per key."""
         return RequestNames(2 * (self.llm.config.max_roots + self.settings.max_queue))
+
+    @cached_property
+    def responses(self) -> ResponseStore:
+        return ResponseStore(self.settings.max_responses, self.settings.max_response_bytes)
 
     @cached_property
     def max_model_len(self) -> int:

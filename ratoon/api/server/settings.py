@@ -56,6 +56,11 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = setting(
         (), "allow web pages of this origin; may be repeated", name="cors_origin", metavar="ORIGIN"
     )
+    response_lease: float = setting(
+        300.0,
+        "seconds that the memory of a stored response is kept for the next turn, at most max_lease_seconds; 0: not",
+        SECONDS,
+    )
     drain_seconds: float = setting(30.0, "time for running requests to finish at shutdown", SECONDS)
 
     max_body: int = setting(16 * MEBIBYTE, "largest body of a request", size=True, group="limits")
@@ -71,6 +76,8 @@ class ServerSettings:
     max_batch: int = setting(256, "prompts in a request", at_least(1), group="limits")
     max_request_tokens: int = setting(2**20, "prompts × n × max_tokens of a request", at_least(1), group="limits")
     max_queue: int = setting(4096, "unfinished prompts, of all requests together", at_least(1), group="limits")
+    max_responses: int = setting(1024, "stored responses", at_least(0), group="limits")
+    max_response_bytes: int = setting(256 * MEBIBYTE, "conversations of stored responses", size=True, group="limits")
 
     access_log: bool = setting(False, "a line for every request", group="log")
 

@@ -78,7 +78,9 @@ async def test_every_example_of_the_document_works(tmp_path):
                 content = operation.get("requestBody", {}).get("content", {}).get("application/json")
                 for parameter in operation.get("parameters", ()):
                     path = path.replace(f"{{{parameter['name']}}}", str(parameter.get("example")))
-                if "/audio/" in path or method == "delete":  # need a recording, or an answer's id
+                if (
+                    "/audio/" in path or "/responses/" in path or method == "delete"
+                ):  # need a recording, or an answer's id
                     continue
                 answer = await client.open(method.upper(), path, content and content["example"]).answer()
                 assert answer.status == 200, (path, answer.body)

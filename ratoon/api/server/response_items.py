@@ -1,0 +1,214 @@
+"""Items of the Responses API: those of a request, checked and with ids, and the messages that chat templates get.
+
+An item is a dict as the API returns it. One answer of the model can be several items (reasoning, text, calls), which
+are one message of the assistant to a template.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ratoon.api.server.errors import ApiError, refused
+
+Item = dict[str, Any]
+FindItem = Callable[[str], Item | None]  # an item of an earlier response, by its id
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+ITEM_FORM = 'an item such as {"role": "user", "content": "Hello"}'
+KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+MAX_SHOWN = 64
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+def read_input(given: str | Sequence[Item] | None, find_item: FindItem) -> list[Item]:
+    """The items of a request. ApiError names the first that is wrong."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [_message("user", given, "input")]
+    return [_read_item(f"input[{index}]", item, find_item) for index, item in enumerate(given)]
+
+
+def _read_item(name: str, item: Item, find_item: FindItem) -> Item:
+    kind = item.get("type")
+    if kind is None:
+        kind = "message" if "role" in item else "item_reference" if set(item) == {"id"} else None
+    match kind:
+        case "message":
+            role = item.get("role")
+            if role not in ROLES:
+                raise _wrong(f"{name}.role", role, ", ".join(ROLES))
+            return _message(role, item.get("content"), name, item.get("id"))
+        case "function_call":
+            return function_call(
+                _text_of(item, name, "call_id"),
+                _text_of(item, name, "name"),
+                _arguments_of(item, name),
+                item_id=_id_of(item, "fc"),
+            )
+        case "function_call_output":
+            return {
+                "id": _id_of(item, "fco"),
+                "type": "function_call_output",
+                "status": "completed",
+                "call_id": _text_of(item, name, "call_id"),
+                "output": _join_parts(f"{name}.output", item.get("output")),
+            }
+        case "reasoning":
+            texts = [_join_parts(f"{name}.{field}", item.get(field) or "") for field in ("content", "summary")]
+            return reasoning(texts[0] or texts[1], item_id=_id_of(item, "rs"))
+        case "item_reference":
+            found = find_item(_text_of(item, name, "id"))
+            if found is None:
+                problem = f"there is no item {_shown(item['id'])} in a stored response"
+                raise ApiError(404, f"{name}.id: {problem}", param=f"{name}.id", code="item_not_found")
+            return found
+    raise _wrong(f"{name}.type", kind, ", ".join(KINDS))
+
+
+def _message(role: str, content: Any, name: str, given_id: Any = None) -> Item:
+    text = _join_parts(name if name == "input" else f"{name}.content", content)
+    item_id = given_id if isinstance(given_id, str) and given_id else new_id("msg")
+    if role == "assistant":
+        return message(text, item_id=item_id)
+    part = {"type": "input_text", "text": text}
+    return {"id": item_id, "type": "message", "status": "completed", "role": role, "content": [part]}
+
+
+def _join_parts(name: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refused(name, "is missing" if content is None else "is neither text nor a list of parts", ITEM_FORM)
+    return "\n".join(_part_text(f"{name}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part_text(name: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])
+    if kind in TEXT_PARTS:
+        raise refused(f"{name}.text", "is missing, or not text", '{"type": "input_text", "text": "…"}')
+    raise refused(name, f"is a part of type {_shown(kind)}", "this model takes text parts only")
+
+
+def _arguments_of(item: Item, name: str) -> str:
+    arguments = item.get("arguments")
+    if not isinstance(arguments, str) or not isinstance(_parse(arguments or "{}"), dict):
+        raise refused(f"{name}.arguments", "is not an object as JSON text", '"{…}"')
+    return arguments
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _text_of(item: Item, name: str, field: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str) or not value:
+        raise refused(f"{name}.{field}", "is missing, or not text", "text")
+    return value
+
+
+def _id_of(item: Item, prefix: str) -> str:
+    given = item.get("id")
+    return given if isinstance(given, str) and given else new_id(prefix)
+
+
+def _wrong(name: str, value: Any, expected: str) -> ApiError:
+    problem = "is missing" if value is None else f"{_shown(value)} is unknown"
+    return refused(name, problem, f"one of {expected}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+# ---- items of answers ----
+
+
+def output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def message(text: str | None, status: str = "completed", *, item_id: str) -> Item:
+    """Of the assistant. None: its text has not begun."""
+    content = [] if text is None else [output_text(text)]
+    return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def reasoning(text: str | None, status: str = "completed", *, item_id: str) -> Item:
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
+def function_call(call_id: str, name: str, arguments: str, status: str = "completed", *, item_id: str) -> Item:
+    return {
+        "id": item_id,
+        "type": "function_call",
+        "status": status,
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+    }
+
+
+# ---- messages ----
+
+
+def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """As chat templates expect them. A call that was cut off is left out: it has no valid arguments."""
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of the functions, by call id
+    for item in items:
+        match item["type"]:
+            case "message" if item["role"] == "assistant":
+                _assistant(messages, "content")["content"] = _content_of(item)
+            case "message":
+                messages.append({"role": item["role"], "content": _content_of(item)})
+            case "reasoning":
+                _assistant(messages, "reasoning_content")["reasoning_content"] = _content_of(item)
+            case "function_call" if item["status"] != "incomplete":
+                names[item["call_id"]] = item["name"]
+                _assistant(messages).setdefault("tool_calls", []).append(_chat_call(item))
+            case "function_call_output":
+                result = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+                name = names.get(item["call_id"])
+                messages.append(result if name is None else {**result, "name": name})
+    return messages
+
+
+def _assistant(messages: list[dict[str, Any]], field: str | None = None) -> dict[str, Any]:
+    """The assistant's message that the next item belongs to: the last one, unless it has come further already. The
+    order within a message is reasoning, content, calls."""
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if last is not None and field is not None:
+        is_later = "tool_calls" in last or bool(last["content"]) or (field in last and field != "content")
+        last = None if is_later else last
+    if last is None:
+        last = {"role": "assistant", "content": ""}
+        messages.append(last)
+    return last
+
+
+def _content_of(item: Item) -> str:
+    return "".join(part["text"] for part in item["content"])
+
+
+def _chat_call(item: Item) -> dict[str, Any]:
+    parsed = _parse(item["arguments"] or "{}")
+    arguments = parsed if isinstance(parsed, dict) else {"arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": arguments}}

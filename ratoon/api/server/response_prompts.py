@@ -1,0 +1,186 @@
+"""The prompt of a response: its conversation as the chat template writes it, continued from the previous response's
+root as far as the two agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ratoon.api.answer_parts.tool_use import ToolUse
+from ratoon.api.server.context import ServerContext
+from ratoon.api.server.continuations import Origin
+from ratoon.api.server.errors import ApiError, context_length_exceeded
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_text, off_loop, render_messages
+from ratoon.api.server.protocol.chat import template_variables
+from ratoon.api.server.protocol.responses import ResponsesRequest
+from ratoon.api.server.response_items import Item, messages_of
+from ratoon.api.server.response_store import StoredResponse, items_of
+from ratoon.api.server.transcripts import Segment, Transcript, answer_segments, num_equal, shared_segments
+from ratoon.core.errors import RequestError, UnknownParentError
+from ratoon.engine.roots import Root
+from ratoon.models.chat_template import RenderedChat
+
+PARAM = "input"  # the field of the body with the conversation
+SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPrompt:
+    """A prompt, and where it begins: afresh, or in the previous response."""
+
+    text: str
+    num_tokens: int
+    encoded: EncodedPrompt  # unknown for a continuation
+    origin: Origin | None
+    inherited: Transcript  # segments of the previous response that it repeats
+    notes: tuple[str, ...]
+
+    def transcript(self, is_continuation: bool, num_prompt_tokens: int) -> Transcript:
+        """Of the prompt as it was computed."""
+        inherited = self.inherited if is_continuation else ()
+        num_chars = sum(len(segment.text) for segment in inherited)
+        num_tokens = sum(segment.num_tokens for segment in inherited)
+        return (*inherited, Segment(self.text[num_chars:], num_prompt_tokens - num_tokens))
+
+    async def whole(self, context: ServerContext) -> EncodedPrompt:
+        """The prompt without its parent."""
+        return EncodedPrompt(self.text, await _encode(context, self.text))
+
+
+async def place_prompt(
+    context: ServerContext,
+    asked: ResponsesRequest,
+    tools: ToolUse,
+    items: Sequence[Item],
+    parent: StoredResponse | None,
+    size: int,
+) -> PlacedPrompt:
+    """`items` are the new ones, and `size` is roughly that of the request in characters. ApiError if the conversation
+    is too long, and may not be truncated or is too long nevertheless."""
+    before = [] if parent is None else items_of(parent.turn)
+    whole = [*before, *items]
+    size += 0 if parent is None else parent.turn.num_bytes
+
+    async def place(kept: Sequence[Item]) -> PlacedPrompt:
+        return await _place(context, await _render(context, asked, tools, kept, size), parent)
+
+    try:
+        placed = await place(whole)
+        if asked.truncation != "auto" or placed.num_tokens <= _room(context, asked):
+            return placed
+    except ApiError as error:
+        if asked.truncation != "auto" or error.code != "context_length_exceeded":
+            raise
+    return await _truncate(context, asked, whole, place)
+
+
+def _room(context: ServerContext, asked: ResponsesRequest) -> int:
+    """Tokens of a truncated conversation: the rest is left for the answer."""
+    length = context.max_model_len
+    return length - min(asked.max_output_tokens or length // 4, length // 2)
+
+
+async def _truncate(context: ServerContext, asked: ResponsesRequest, items: Sequence[Item], place: Any) -> PlacedPrompt:
+    """The longest conversation that fits, from one of the user's messages on, with all system messages."""
+    starts = [index for index, item in enumerate(items) if item.get("role") == "user"][1:]
+    room = _room(context, asked)
+
+    async def attempt(start: int) -> PlacedPrompt | ApiError:
+        kept = [item for item in items[:start] if item.get("role") in SYSTEM_ROLES]
+        try:
+            return await place([*kept, *items[start:]])
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return error
+
+    low, high, best = 0, len(starts) - 1, None
+    while low <= high:
+        middle = (low + high) // 2
+        found = await attempt(starts[middle])
+        if isinstance(found, PlacedPrompt) and (found.num_tokens <= room or middle == len(starts) - 1):
+            best, high = found, middle - 1
+        else:
+            low = middle + 1
+    if best is None:
+        raise context_length_exceeded(PARAM, "too many", context.max_model_len)
+    return best
+
+
+async def _render(
+    context: ServerContext, asked: ResponsesRequest, tools: ToolUse, items: Sequence[Item], size: int
+) -> RenderedChat:
+    effort = None if asked.reasoning is None else asked.reasoning.effort
+    try:
+        return await render_messages(
+            context,
+            lambda: _with_instructions(messages_of(items), asked.instructions),
+            size=size,
+            param=PARAM,
+            tools=tools.tools,
+            variables=template_variables(effort, asked.chat_template_kwargs),
+        )
+    except RequestError as error:
+        field = PARAM if error.field.startswith("messages") else error.field
+        raise type(error)(field, error.problem, error.expected) from None
+
+
+def _with_instructions(messages: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """One system message: many templates take no second one."""
+    if instructions is None:
+        return messages
+    text, rest = instructions, messages
+    if messages and messages[0]["role"] in SYSTEM_ROLES:
+        text, rest = f"{instructions}\n\n{messages[0]['content']}", messages[1:]
+    return [{"role": "system", "content": text}, *rest]
+
+
+async def _place(context: ServerContext, rendered: RenderedChat, parent: StoredResponse | None) -> PlacedPrompt:
+    text, notes = rendered.text, rendered.notes
+    if parent is None:
+        return await _afresh(context, rendered)
+    try:
+        root = await context.llm.find_parent(parent.id, wait=False, owner=parent.owner)
+    except UnknownParentError:
+        token_ids = await _encode(context, text)  # now, so that one that is too long is refused
+        origin = Origin(parent.id, [], PARAM)
+        return PlacedPrompt(text, len(token_ids), UNKNOWN_PROMPT, origin, (), notes)
+    shared = shared_segments(await _transcript(context, parent, root), text)
+    tail = await _encode(context, text[shared.num_chars :], shared.num_tokens)
+    known = root.tokens(0)
+    num_inherited = shared.num_tokens + num_equal(known[shared.num_tokens :], tail)
+    if num_inherited == 0:
+        return await _afresh(context, rendered)
+    suffix = tail[num_inherited - shared.num_tokens :]
+    at = None if num_inherited == len(known) else num_inherited
+    origin = Origin(parent.id, suffix, PARAM, at=at, cache_salt=root.cache_salt)
+    return PlacedPrompt(text, num_inherited + len(suffix), UNKNOWN_PROMPT, origin, shared.segments, notes)
+
+
+async def _transcript(context: ServerContext, parent: StoredResponse, root: Root) -> Transcript:
+    """Empty if it does not fit the root: then tokens alone are compared."""
+    if not parent.transcript:
+        tokenizer, token_ids = context.llm.get_tokenizer(), root.choices[0]
+        answer = await off_loop(len(token_ids), lambda: answer_segments(tokenizer, token_ids))
+        parent.transcript = (*parent.prompt, *answer)
+    num_tokens = sum(segment.num_tokens for segment in parent.transcript)
+    return parent.transcript if num_tokens == len(root.prompt_token_ids) + len(root.choices[0]) else ()
+
+
+async def _afresh(context: ServerContext, rendered: RenderedChat) -> PlacedPrompt:
+    token_ids = await _encode(context, rendered.text)
+    encoded = EncodedPrompt(rendered.text, token_ids)
+    return PlacedPrompt(rendered.text, len(token_ids), encoded, None, (), rendered.notes)
+
+
+async def _encode(context: ServerContext, text: str, num_before: int = 0) -> list[int]:
+    """Tokens after `num_before` others."""
+    length = context.max_model_len
+
+    def too_long(num_tokens: str) -> ApiError:
+        number = num_tokens.removeprefix("at least ")
+        shown = num_tokens.replace(number, str(int(number) + num_before))
+        return context_length_exceeded(PARAM, shown, length)
+
+    return await encode_text(context, text, False, max(0, length - 1 - num_before), too_long)

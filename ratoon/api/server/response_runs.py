@@ -1,0 +1,357 @@
+"""One response from its request to its end: generated for a client that waits, or in the background.
+
+A client that disconnects cancels its response, unless that runs in the background. Errors before the first token are
+HTTP errors; later ones, and all of a response in the background, are a part of the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing, suppress
+from dataclasses import asdict
+from typing import Any
+
+from ratoon.api.answer_parts.parser import AnswerParser
+from ratoon.api.answer_parts.tool_use import tool_use
+from ratoon.api.server.context import ServerContext
+from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_down
+from ratoon.api.server.exchange import Exchange
+from ratoon.api.server.generated_answers import UsageCounter
+from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, names_of, stream
+from ratoon.api.server.protocol.responses import ResponsesRequest
+from ratoon.api.server.response_events import EventWriter, OutputBuilder
+from ratoon.api.server.response_items import new_id, read_input
+from ratoon.api.server.response_prompts import PARAM, PlacedPrompt, place_prompt
+from ratoon.api.server.response_store import (
+    CANCELLED,
+    COMPLETED,
+    CONTINUABLE,
+    FAILED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    EventLog,
+    StoredResponse,
+)
+from ratoon.core.errors import EngineError, RequestError, UnknownParentError
+from ratoon.core.outputs import RequestOutput
+from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.engine.default_params import with_given
+from ratoon.engine.request_options import GenerationOptions
+from ratoon.observe.logging import get_logger
+
+# Same name and same meaning in SamplingParams. If left out (or null), the model's default applies.
+SAMPLING_NAMES = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos",
+)  # fmt: skip
+# The engine's names of fields that have another name in this body.
+FIELDS = {"max_tokens": "max_output_tokens", "continuation_of": "previous_response_id", "prompt": PARAM}
+LAST_EVENTS = {COMPLETED: "completed", INCOMPLETE: "incomplete", FAILED: "failed", CANCELLED: "incomplete"}
+
+logger = get_logger(__name__)
+
+
+def response_not_found(response_id: str, param: str) -> ApiError:
+    """The same for an unknown id, an evicted one, and one of another key."""
+    shown = response_id if len(response_id) <= 200 else response_id[:200] + "…"
+    message = f"{param}: there is no response {shown!r}; expected the id of a stored one"
+    return ApiError(404, message, param=param, code="response_not_found")
+
+
+def named_as_in_body(error: RequestError) -> RequestError:
+    field = FIELDS.get(error.field, error.field)
+    if field.partition(".")[0] == "structured_output":
+        field = "text.format.schema"
+    return type(error)(field, error.problem, error.expected)
+
+
+async def find_previous(context: ServerContext, response_id: str, owner: str | None) -> StoredResponse:
+    """The response to continue, at its end. ApiError if there is none, or if it has none."""
+    found = context.responses.find(response_id, owner)
+    if found is None:
+        raise response_not_found(response_id, "previous_response_id")
+    await found.ended.wait()
+    if found.status not in CONTINUABLE:
+        raise refused("previous_response_id", f"the response is {found.status}", "one that is completed")
+    return found
+
+
+async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Exchange) -> ResponseRun:
+    """The request, checked, with its prompt. ApiError or RequestError if it is invalid."""
+    check_support(asked)
+    context.check_model(asked.model)
+    context.llm.verify_generates()
+    owner = exchange.tenant
+    tools = [tool.as_chat_tool() for tool in asked.tools or ()]
+    plan = context.answer_plan(tool_use(tools, asked.tool_choice, asked.parallel_tool_calls))
+    if plan.tools.must_call:
+        problem = "a call can't be forced yet"
+        raise refused("tool_choice", problem, '"auto", "none", or leave it out', code="unsupported_parameter")
+    params = make_params(context, asked)
+    parent = None
+    if asked.previous_response_id is not None:
+        parent = await find_previous(context, asked.previous_response_id, owner)
+    items = read_input(asked.input, lambda item_id: context.responses.find_item(item_id, owner))
+    if parent is None and not items:
+        raise refused(PARAM, "is empty", "text, or items")
+    prompt = await place_prompt(context, asked, plan.tools, items, parent, len(exchange.body))
+    check_token_limit(context, 1, params, prompt.num_tokens, "max_output_tokens")
+    response_id = new_id("resp")
+    batch = Batch(
+        id=response_id,
+        prompts=[prompt.encoded],
+        params=plan.params(params),
+        options=_options(context, asked, exchange),
+        cache_salt=asked.cache_salt,
+        param=PARAM,
+        owner=owner,
+        origin=prompt.origin,
+        fallback=lambda: prompt.whole(context),
+        names=names_of(None, exchange),
+    )
+    response = StoredResponse(
+        id=response_id,
+        owner=owner,
+        head=_head(asked, params),
+        before=None if parent is None else parent.turn,
+        input=tuple(items),
+    )
+    return ResponseRun(context, asked, batch, prompt, response, plan.parser(prompt.text))
+
+
+def check_support(asked: ResponsesRequest) -> None:
+    """Refuse fields that contradict each other, or are not supported."""
+    if asked.background and not asked.is_stored:
+        raise refused("background", "needs a stored response", "leave store out, or set it to true")
+
+
+def make_params(context: ServerContext, asked: ResponsesRequest) -> SamplingParams:
+    given = {name: value for name in SAMPLING_NAMES if (value := getattr(asked, name)) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    if "logit_bias" in given:  # JSON has no keys but text
+        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+    given |= asked_lengths(context, asked.max_output_tokens, None)
+    given |= {"output_kind": RequestOutputKind.DELTA, "structured_output": asked.structured_output()}
+    params = with_given(context.llm.get_default_sampling_params(), given)
+    params.verify()
+    return params
+
+
+def _options(context: ServerContext, asked: ResponsesRequest, exchange: Exchange) -> GenerationOptions:
+    lease: float | None = asked.retain_kv
+    if lease is None and asked.is_stored:
+        lease = min(context.settings.response_lease, context.llm.config.cache.max_lease_seconds) or None
+    return {
+        "priority": asked.priority or 0,
+        "retain_kv": lease,
+        "owner": exchange.tenant,
+        "trace_headers": exchange.trace_headers,
+    }
+
+
+def _head(asked: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
+    """Fields of the answer that repeat the request's."""
+    reasoning, text = asked.reasoning, asked.text
+    text_format = None if text is None or text.format is None else text.format
+    return {
+        "background": asked.is_in_background,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": asked.max_tool_calls,
+        "metadata": asked.metadata or {},
+        "model": asked.model,
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": asked.previous_response_id,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": asked.is_stored,
+        "temperature": params.temperature,
+        "text": {
+            "format": {"type": "text"} if text_format is None else text_format.as_answer(),
+            "verbosity": None if text is None else text.verbosity,
+        },
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": [tool.as_answer() for tool in asked.tools or ()],
+        "top_p": params.top_p,
+        "truncation": asked.truncation or "disabled",
+        "user": asked.user,
+    }
+
+
+class ResponseRun:
+    """Generates a response: outputs of the engine go through `take`, and its end is one of three."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        asked: ResponsesRequest,
+        batch: Batch,
+        prompt: PlacedPrompt,
+        response: StoredResponse,
+        parser: AnswerParser,
+    ) -> None:
+        self.response = response
+        self.batch = batch
+        self.has_begun = False  # a token has come
+        self.failure: ApiError | None = None  # after the first token
+        self.notes = prompt.notes  # for the client
+        self._context = context
+        self._prompt = prompt
+        self._is_stored = asked.is_stored
+        self._is_streamed = bool(asked.stream)
+        self._writer = EventWriter(self._is_streamed)
+        self._builder = OutputBuilder(response.output, self._writer)
+        self._parser = parser
+        self._counter = UsageCounter(batch.prompts)
+        self._num_reasoning_tokens = 0
+
+    async def generate(self) -> AsyncGenerator[list[bytes], None]:
+        """Yields events. An error before the first token is raised; a later one is a part of the response. Closing the
+        generator cancels the response."""
+        try:
+            async with aclosing(stream(self._context, self.batch)) as outputs:
+                async for _, output in outputs:
+                    if events := self.take(output):
+                        yield events
+        except Exception as error:
+            if not self.has_begun:
+                raise
+            yield self._fail(error)
+        finally:
+            if self.has_begun and self.response.is_running:  # the client disconnected, or it was cancelled
+                self._cancel()
+
+    def start(self) -> None:
+        """Generate it in the background."""
+        if self._is_streamed:
+            self.response.log = EventLog()
+            self._write_state("created")
+            self._write_state("queued")
+            self.response.log.append(self._writer.take())
+        self._keep()
+        self.response.work = asyncio.create_task(self._work(self.response.log))
+
+    async def _work(self, log: EventLog | None) -> None:
+        events: list[bytes] = []
+        try:
+            async with aclosing(self.generate()) as chunks:
+                async for chunk in chunks:
+                    if log is not None:
+                        log.append(chunk)
+        except Exception as error:
+            events = self._fail(error)
+        finally:
+            if self.response.is_running:
+                self._cancel()
+            if log is not None:
+                log.append(events + self._writer.take())
+                log.end()
+                forget_roots(self._context, self._context.responses.settle(self.response))
+            self.response.work = None
+
+    def take(self, output: RequestOutput) -> list[bytes]:
+        """The events of an output of the engine."""
+        if not self.has_begun:
+            self._begin(output)
+        self._counter.add(0, output)
+        (choice,) = output.outputs
+        parts = self._parser.push(choice.text)
+        was_reasoning = self._builder.is_reasoning
+        self._builder.push(parts)
+        if self._builder.is_reasoning or (was_reasoning and not parts):
+            self._num_reasoning_tokens += len(choice.token_ids)
+        if choice.finish_reason is not None:
+            self._builder.push(self._parser.finish())
+            self._finish(choice.finish_reason)
+        return self._writer.take()
+
+    def _begin(self, output: RequestOutput) -> None:
+        self.has_begun = True
+        response, told = self.response, output.continuation
+        response.status = IN_PROGRESS
+        response.continuation = None if told is None else asdict(told)
+        is_continuation = told is not None and not told.fallback
+        response.prompt = self._prompt.transcript(is_continuation, len(output.prompt_token_ids or ()))
+        if not response.head["background"]:
+            self._write_state("created")
+            self._keep()
+        self._write_state("in_progress")
+
+    def _keep(self) -> None:
+        self.response.snapshot = self._builder.snapshot
+        if self._is_stored:
+            forget_roots(self._context, self._context.responses.add(self.response))
+
+    # ---- ends ----
+
+    def _finish(self, finish_reason: str) -> None:
+        if finish_reason == "abort":
+            raise shutting_down()  # nothing else aborts a response whose client still waits
+        is_cut = finish_reason == "length"
+        self._builder.finish(INCOMPLETE if is_cut else COMPLETED)
+        self.response.completed_at = None if is_cut else time.time()
+        self._end(INCOMPLETE if is_cut else COMPLETED)
+
+    def _fail(self, error: Exception) -> list[bytes]:
+        answer = as_api_error(named_as_in_body(error) if isinstance(error, RequestError) else error)
+        if answer.status == 500:
+            logger.error("a response failed: %s", error, exc_info=None if answer is error else error)
+        self.failure = answer
+        self._builder.finish(INCOMPLETE)
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(answer.status, "server_error")
+        self.response.error = {"code": code, "message": answer.message}
+        self._end(FAILED)
+        return self._writer.take()
+
+    def _cancel(self) -> None:
+        self._builder.finish(INCOMPLETE)
+        self._end(CANCELLED)
+
+    def _end(self, status: str) -> None:
+        response = self.response
+        response.status = status
+        if self.has_begun:
+            response.usage = self._usage()
+        response.snapshot = None
+        self._write_state(LAST_EVENTS[status])
+        if self._is_stored:
+            forget_roots(self._context, self._context.responses.settle(response))
+        else:
+            forget_roots(self._context, [response])
+        response.ended.set()
+
+    def _write_state(self, name: str) -> None:
+        if self._is_streamed:
+            self._writer.write(f"response.{name}", response=self.response.answer())
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._counter.usage()
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+        }
+
+
+_forgetting: set[asyncio.Task[None]] = set()  # the event loop itself keeps no reference
+
+
+def forget_roots(context: ServerContext, responses: Iterable[StoredResponse]) -> None:
+    """Free the memory of responses that can't be continued any more."""
+
+    async def forget(response: StoredResponse) -> None:
+        with suppress(UnknownParentError, EngineError):  # a failed or cancelled one has no root
+            await context.llm.forget(response.id, response.owner)
+
+    for response in responses:
+        task = asyncio.create_task(forget(response))
+        _forgetting.add(task)
+        task.add_done_callback(_forgetting.discard)

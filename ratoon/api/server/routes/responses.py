@@ -1,0 +1,189 @@
+"""/v1/responses: create, retrieve, delete and cancel a response, and list its input."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.server.context import context_of
+from ratoon.api.server.errors import ApiError, refused
+from ratoon.api.server.exchange import BodyWriter, exchange_of
+from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
+from ratoon.api.server.protocol.responses import (
+    DeletedResponse,
+    InputItems,
+    ResponseAnswer,
+    ResponseEvent,
+    ResponsesRequest,
+)
+from ratoon.api.server.request_bodies import read_body
+from ratoon.api.server.response_events import typed_event
+from ratoon.api.server.response_runs import ResponseRun, forget_roots, make_run, named_as_in_body, response_not_found
+from ratoon.api.server.response_store import StoredResponse, items_of
+from ratoon.api.server.responses import EventStream, json_response
+from ratoon.core.errors import RequestError
+from ratoon.core.outputs import RequestOutput
+
+router = APIRouter(tags=["OpenAI"])
+EXAMPLE = {"model": MODEL, "input": "What is the capital of Japan?", "max_output_tokens": 32, "temperature": 0}
+
+
+@router.post(
+    "/v1/responses",
+    summary="Answer a conversation, and keep it for the next turn",
+    responses=answers(ResponseAnswer, *WITH_BODY, 404, 429, stream_of=ResponseEvent),
+    openapi_extra=body(ResponsesRequest, EXAMPLE),
+)
+async def create_response(request: Request) -> Response:
+    context, exchange = context_of(request), exchange_of(request.scope)
+    asked = await read_body(request, ResponsesRequest)
+    try:
+        run = await make_run(context, asked, exchange)
+        exchange.notes = run.notes
+        if asked.is_in_background:
+            with context.admit(1, exchange.tenant):  # 429 now, and not as a response that failed
+                run.start()
+            log = run.response.log
+            return json_response(request, run.response.answer()) if log is None else _stream(request, b"", log.read(0))
+        return await (_answer_stream if asked.stream else _answer_whole)(request, run)
+    except RequestError as error:
+        raise named_as_in_body(error) from None
+
+
+async def _answer_whole(request: Request, run: ResponseRun) -> Response:
+    async with aclosing(run.generate()) as chunks:
+        async for _ in chunks:
+            pass
+    if run.failure is not None:
+        raise run.failure
+    return json_response(request, run.response.answer())
+
+
+async def _answer_stream(request: Request, run: ResponseRun) -> Response:
+    """Waits for the first token: errors until then get an HTTP status instead of an event."""
+    writer = exchange_of(request.scope).writer
+    if writer is not None:
+        run.batch.take = partial(_write, writer, run)
+    events = _joined(run)
+    first = await anext(events, b"")
+    return _stream(request, first, events)
+
+
+async def _joined(run: ResponseRun) -> AsyncGenerator[bytes, None]:
+    async with aclosing(run.generate()) as chunks:
+        async for events in chunks:
+            yield b"".join(events)
+
+
+def _write(writer: BodyWriter, run: ResponseRun, output: RequestOutput) -> bool:
+    """As in generated_answers.py: without waking the stream's task. False: its task must do it."""
+    if not run.has_begun or not writer.is_ready:
+        return False
+    if events := run.take(output):
+        writer.write(b"".join(events))
+    return True
+
+
+def _stream(request: Request, first: bytes, events: AsyncGenerator[bytes, None]) -> Response:
+    headers = exchange_of(request.scope).headers()
+    return EventStream(first, events, headers, end=b"", error_event=_error_event)
+
+
+def _error_event(error: ApiError) -> bytes:
+    return typed_event("error", {"code": error.code, "message": error.message, "param": error.param})
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="Retrieve a response, finished or not",
+    responses=answers(ResponseAnswer, 400, 404, stream_of=ResponseEvent),
+)
+async def get_response(
+    request: Request,
+    response_id: str,
+    stream: Annotated[bool, Query(description="Follow one that runs in the background and is streamed")] = False,
+    starting_after: Annotated[int | None, Query(ge=0, description="Events after this sequence number")] = None,
+) -> Response:
+    found = _find(request, response_id)
+    if not stream:
+        if starting_after is not None:
+            raise refused("starting_after", "has no meaning without stream", "set stream to true, or leave it out")
+        return json_response(request, found.answer())
+    if found.log is None:
+        problem = "the response was not created with background and stream"
+        raise refused("stream", problem, "leave it out")
+    return _stream(request, b"", found.log.read(0 if starting_after is None else starting_after + 1))
+
+
+@router.delete(
+    "/v1/responses/{response_id}",
+    summary="Delete a response, and free the memory that was kept for the next turn",
+    responses=answers(DeletedResponse, 404),
+)
+async def delete_response(request: Request, response_id: str) -> Response:
+    context, found = context_of(request), _find(request, response_id)
+    await _cancel(found)
+    if context.responses.find(response_id, found.owner) is found:  # not deleted meanwhile
+        context.responses.remove(found)
+        forget_roots(context, [found])
+    return json_response(request, {"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    summary="Cancel a response that runs in the background",
+    responses=answers(ResponseAnswer, 400, 404, 408, 413),
+)
+async def cancel_response(request: Request, response_id: str) -> Response:
+    found = _find(request, response_id)
+    if not found.head["background"]:
+        raise refused("response_id", "the response does not run in the background", "close its connection instead")
+    await _cancel(found)
+    return json_response(request, found.answer())
+
+
+async def _cancel(response: StoredResponse) -> None:
+    """Without effect on one that has ended. One that a client waits for ends with its connection."""
+    if response.work is not None:
+        response.work.cancel()
+        await response.ended.wait()
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="List the items that a response answers, those of earlier responses included",
+    responses=answers(InputItems, 400, 404),
+)
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Annotated[Literal["asc", "desc"], Query(description="desc: the newest first")] = "desc",
+    after: Annotated[str | None, Query(description="Only items after the one with this id")] = None,
+) -> Response:
+    found = _find(request, response_id)
+    items = [*items_of(found.before), *found.input]
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise refused("after", "is no item of this response", "the last_id of the list before")
+        items = items[ids.index(after) + 1 :]
+    shown = items[:limit]
+    listed: dict[str, Any] = {"object": "list", "data": shown, "has_more": len(items) > limit}
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return json_response(request, {**listed, **ends})
+
+
+def _find(request: Request, response_id: str) -> StoredResponse:
+    found = context_of(request).responses.find(response_id, exchange_of(request.scope).tenant)
+    if found is None:
+        raise response_not_found(response_id, "response_id")
+    return found
