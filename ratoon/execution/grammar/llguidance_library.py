@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
-from ratoon.execution.grammar.interface import words_of
 from ratoon.execution.grammar.notation import LIMITS, grammar_text
 from ratoon.models.tokenizer import Tokenizer
 
+END_OF_TEXT = "<[end of text]>"
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 BYTES_OF_GRAMMAR = 2**16  # the least that a compiled one takes
 BYTES_PER_CHARACTER = 64  # and what each character of its text adds, roughly
 
@@ -20,18 +22,14 @@ BYTES_PER_CHARACTER = 64  # and what each character of its text adds, roughly
 class State:
     """See GrammarState."""
 
-    __slots__ = ("_matcher", "_num_bytes", "_vocabulary_words")
+    __slots__ = ("_end", "_matcher")
 
-    def __init__(self, matcher: LLMatcher, num_words: int, vocabulary_words: int) -> None:
+    def __init__(self, matcher: LLMatcher, end: int) -> None:
         self._matcher = matcher
-        self._num_bytes = 4 * num_words
-        self._vocabulary_words = vocabulary_words
+        self._end = end  # the library's own token
 
     def copy(self) -> State:
-        copy = object.__new__(State)
-        copy._matcher = self._matcher.deep_copy()
-        copy._num_bytes, copy._vocabulary_words = self._num_bytes, self._vocabulary_words
-        return copy
+        return State(self._matcher.deep_copy(), self._end)
 
     def consume(self, token_id: int) -> bool:
         return self._matcher.try_consume_tokens([token_id]) == 1
@@ -43,6 +41,8 @@ class State:
     def fill(self, words: np.ndarray) -> None:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         words[:] = mask[: len(words)]
+        if self._end // 32 < len(words):
+            words.view(np.uint32)[self._end // 32] &= np.uint32(0xFFFFFFFF ^ 1 << self._end % 32)
 
     @property
     def is_accepting(self) -> bool:
@@ -56,8 +56,8 @@ class State:
 class Grammar:
     """See CompiledGrammar."""
 
-    def __init__(self, matcher: LLMatcher, num_words: int, vocabulary_words: int, num_bytes: int) -> None:
-        self._first = State(matcher, num_words, vocabulary_words)
+    def __init__(self, matcher: LLMatcher, end: int, num_bytes: int) -> None:
+        self._first = State(matcher, end)
         self.num_bytes = num_bytes
 
     def begin(self) -> State:
@@ -65,14 +65,13 @@ class Grammar:
 
 
 class Llguidance:
-    """See GrammarLibrary. The library gets an end token of its own behind the vocabulary: which tokens end a text is
-    the request's affair."""
+    """See GrammarLibrary. The library gets an end token of its own behind those of the tokenizer: which tokens end a
+    text is the request's affair."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
         num_tokens = max(vocab_size, tokenizer.vocab_size)
-        self._num_words, self._vocabulary_words = words_of(vocab_size), words_of(num_tokens + 1)
         self._library_tokenizer = _library_tokenizer(tokenizer, num_tokens)
         self.special_tokens = frozenset(
             token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special
@@ -84,15 +83,19 @@ class Llguidance:
         if matcher.is_error():
             raise RequestError(asked.kind or "", matcher.get_error(), "")
         num_bytes = BYTES_OF_GRAMMAR + BYTES_PER_CHARACTER * len(text)
-        return Grammar(matcher, self._num_words, self._vocabulary_words, num_bytes)
+        return Grammar(matcher, self._library_tokenizer.eos_token, num_bytes)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._library_tokenizer.decode_bytes([token_id])
 
 
 def _library_tokenizer(tokenizer: Tokenizer, num_tokens: int) -> LLTokenizer:
+    described = json.loads(tokenizer.backend.to_str())
+    added = described["added_tokens"]
+    end = max([tokenizer.backend.get_vocab_size(with_added_tokens=False), *(token["id"] + 1 for token in added)])
+    added.append({"id": end, "content": END_OF_TEXT, "special": True, **PLAIN})
     try:
-        return LLTokenizer(tokenizer.backend.to_str(), n_vocab=num_tokens + 1, eos_token=num_tokens)
+        return LLTokenizer(json.dumps(described), n_vocab=num_tokens + 1, eos_token=end)
     except ValueError:  # a kind of tokenizer that the library can't read: it gets the text of each token
         return LLTokenizer(TokenizerWrapper(TokenTexts(tokenizer, num_tokens)))
 
