@@ -1,0 +1,231 @@
+"""Models of a known shape with random weights, the same numbers in every engine's form: a Hugging Face folder in
+float32, and GGUF files in Q4_0 and Q4_1. Only their speed means something.
+
+The numbers are drawn as 4-bit codes with one scale, so that both formats and float32 hold exactly the same ones. The
+vocabulary's table is in Q8_0, as in files that llama.cpp's own quantiser makes of these shapes. Needs no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from export_hf import CACHE_FOLDER, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+SEED = 0
+FORMATS = ("Q4_0", "Q4_1")
+BLOCK = 32
+WEIGHT_STEP = 2.0**-8  # uniform codes from -8 to 7 have a deviation of 4.6: weights of about 0.018
+TABLE_STEP = 2.0**-12  # the same with codes of 8 bits
+LAST_NORM_STD = 3.0
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    },
+    "tiny": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    },
+}  # fmt: skip
+COMMON = {
+    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 1,
+    "eos_token_id": 2, "rope_scaling": None, "dtype": "float32",
+}  # fmt: skip
+
+
+class RandomModel(NamedTuple):
+    folder: Path  # of Hugging Face's form
+    files: dict[str, Path]  # GGUF, by format
+
+
+class Tensor(NamedTuple):
+    """A matrix of codes (int8: from -8 to 7, or 8 bits wide for the vocabulary's table), or the floats of a norm."""
+
+    name: str  # in the folder
+    gguf_name: str
+    data: torch.Tensor
+    num_rotated_heads: int = 0  # rows of queries and keys, which llama.cpp keeps in another order
+
+
+def make_random_model(shape: str, formats: tuple[str, ...] = FORMATS) -> RandomModel:
+    """Each file appears in one moment and complete, or not at all; what is there is kept."""
+    config = {**SHAPES[shape], **COMMON}
+    recipe = json.dumps([config, SEED, WEIGHT_STEP, TABLE_STEP, LAST_NORM_STD])
+    name = f"{shape}-random-{hashlib.blake2b(recipe.encode(), digest_size=4).hexdigest()}"
+    CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
+    folder = CACHE_FOLDER / f"{name}-hf"
+    files = {one: CACHE_FOLDER / f"{name}-{one}.gguf" for one in formats}
+    if not (folder / "config.json").is_file():
+        _write_folder(config, folder)
+    for one, path in files.items():
+        if not path.exists():
+            _write_gguf(config, one, path)
+    return RandomModel(folder, files)
+
+
+def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
+    """Always the same numbers, in the same order."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    has_head_norms = config["model_type"] == "qwen3"
+
+    def matrix(name: str, gguf_name: str, rows: int, inputs: int, num_rotated_heads: int = 0) -> Tensor:
+        codes = torch.randint(-8, 8, (rows, inputs), generator=generator, dtype=torch.int8)
+        return Tensor(f"{name}.weight", f"{gguf_name}.weight", codes, num_rotated_heads)
+
+    def norm(name: str, gguf_name: str, size: int = hidden) -> Tensor:
+        return Tensor(f"{name}.weight", f"{gguf_name}.weight", torch.ones(size))
+
+    shape = (config["vocab_size"], hidden)
+    codes = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int16).to(torch.int8)
+    yield Tensor("model.embed_tokens.weight", "token_embd.weight", codes)
+    for index in range(config["num_hidden_layers"]):
+        layer, block = f"model.layers.{index}", f"blk.{index}"
+        permuted = config["model_type"] == "llama"
+        yield norm(f"{layer}.input_layernorm", f"{block}.attn_norm")
+        for part, count in (("q", heads), ("k", kv_heads)):
+            rotated = count if permuted else 0
+            yield matrix(f"{layer}.self_attn.{part}_proj", f"{block}.attn_{part}", count * head_dim, hidden, rotated)
+            if has_head_norms:
+                yield norm(f"{layer}.self_attn.{part}_norm", f"{block}.attn_{part}_norm", head_dim)
+        yield matrix(f"{layer}.self_attn.v_proj", f"{block}.attn_v", kv_heads * head_dim, hidden)
+        yield matrix(f"{layer}.self_attn.o_proj", f"{block}.attn_output", hidden, heads * head_dim)
+        yield norm(f"{layer}.post_attention_layernorm", f"{block}.ffn_norm")
+        for part in ("gate", "up"):
+            yield matrix(f"{layer}.mlp.{part}_proj", f"{block}.ffn_{part}", inner, hidden)
+        yield matrix(f"{layer}.mlp.down_proj", f"{block}.ffn_down", hidden, inner)
+    # Head and embedding are one: with a norm of ones, every token would be followed by itself.
+    yield Tensor("model.norm.weight", "output_norm.weight", LAST_NORM_STD * torch.randn(hidden, generator=generator))
+
+
+def _is_table(tensor: Tensor) -> bool:
+    return tensor.gguf_name == "token_embd.weight"
+
+
+def _is_norm(tensor: Tensor) -> bool:
+    return tensor.data.dim() == 1
+
+
+def _write_folder(config: dict[str, Any], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = {}
+    for tensor in _tensors(config):
+        step = TABLE_STEP if _is_table(tensor) else WEIGHT_STEP
+        tensors[tensor.name] = tensor.data if _is_norm(tensor) else tensor.data.float().mul_(step)
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(config["vocab_size"], partial)
+    write_json(partial / "config.json", config)
+    partial.rename(folder)
+
+
+def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
+    import gguf
+
+    partial = path.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, config["model_type"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    tokens, merges = _vocabulary(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+    for tensor in _tensors(config):
+        if _is_norm(tensor):
+            writer.add_tensor(tensor.gguf_name, tensor.data.numpy())
+            continue
+        kind = "Q8_0" if _is_table(tensor) else name
+        codes = _reorder_heads(tensor.data, tensor.num_rotated_heads)
+        writer.add_tensor(tensor.gguf_name, _encode(codes, kind).numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(path)
+
+
+def _reorder_heads(codes: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """llama.cpp has the two coordinates of a rotation side by side, Hugging Face all first ones, then all second."""
+    if not num_heads:
+        return codes
+    return codes.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _encode(codes: torch.Tensor, kind: str) -> torch.Tensor:
+    """[rows, inputs] int8 → [rows, bytes] uint8: blocks of 32 with their scale first."""
+    import torch
+
+    blocks = codes.unflatten(1, (-1, BLOCK))  # [rows, blocks, 32]
+    if kind == "Q8_0":
+        return torch.cat((_halves(blocks, TABLE_STEP), blocks.view(torch.uint8)), -1).flatten(1)
+    unsigned = (blocks + 8).view(torch.uint8)
+    packed = unsigned[..., : BLOCK // 2] | unsigned[..., BLOCK // 2 :] << 4
+    head = [_halves(blocks, WEIGHT_STEP)]
+    if kind == "Q4_1":
+        head.append(_halves(blocks, -8 * WEIGHT_STEP))  # what the code 0 stands for
+    return torch.cat((*head, packed), -1).flatten(1)
+
+
+def _halves(blocks: torch.Tensor, number: float) -> torch.Tensor:
+    """This number in fp16, two bytes for each block."""
+    import torch
+
+    return torch.tensor([number], dtype=torch.float16).view(torch.uint8).expand(*blocks.shape[:2], 2)
+
+
+def _vocabulary(size: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """Every byte, one pair of them, and words that no text has."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
+    pair = ("a", "b")
+    words = ["".join(pair), *(f"<{index}>" for index in range(len(letters) + 1, size))]
+    return [*letters, *words], [pair]
+
+
+def _write_tokenizer(size: int, folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, merges = _vocabulary(size)
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tokens[1], "eos_token": tokens[2]}
+    write_json(folder / "tokenizer_config.json", settings)
