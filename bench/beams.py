@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -23,8 +22,9 @@ from beam_parts.plot import draw
 from beam_parts.sizes import QUICK, Sizes
 from cpu_peers import OURS, QUIET_LIMIT_SECONDS, say
 from export_hf import CACHE_FOLDER, DEFAULT_FOLDER, MODEL, export_model
+from peers.conversion import converted_model
 from peers.machine import QUIET_SHARE, describe_machine, usable_cores, wait_for_quiet_machine
-from peers.process import BENCH_FOLDER, EngineFailedError, EngineProcess, engine_environment, engine_python
+from peers.process import EngineFailedError, EngineProcess, engine_python
 from peers.protocol import MAX_MODEL_LEN
 from workloads import PromptSource
 
@@ -77,25 +77,6 @@ class BeamBenchmark:
                 self.foreign_shares += comparison.foreign_shares
             else:
                 self.parts[part] = steps.measure(ours, self.source, self.sizes, rounds, say)
-
-
-def converted_model(folder: Path, python: str) -> Path:
-    """The model in CTranslate2's format, made by its own environment where it is missing."""
-    output = folder.parent / f"{folder.name.removesuffix('-hf')}-ct2"
-    if not (output / "model.bin").exists():
-        say(f"converting to {output}")
-        command = [engine_python("ctranslate2", ctranslate2_python=python), "-m", "peers.ctranslate2_convert"]
-        done = subprocess.run(
-            [*command, str(folder.resolve()), str(output.resolve())],
-            cwd=BENCH_FOLDER,
-            env=engine_environment("ctranslate2", 1),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise EngineFailedError(f"the model can't be converted for CTranslate2:\n{done.stderr[-2000:]}")
-    return output
 
 
 def print_report(benchmark: BeamBenchmark, quiet: bool | None) -> None:

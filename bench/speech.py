@@ -14,9 +14,9 @@ import wave
 from contextlib import ExitStack
 from pathlib import Path
 
-from beams import converted_model
 from cpu_peers import OURS, say
 from export_hf import CACHE_FOLDER
+from peers.conversion import converted_model
 from peers.process import EngineProcess, engine_python
 from program import Program, add_options, settle_options, verify_names
 from speech_parts import pieces, transcription

@@ -1,4 +1,5 @@
-"""CTranslate2 in fp32. Its models have a format of their own (ctranslate2_convert.py), its prompts are tokens as text.
+"""CTranslate2, in fp32 unless the settings have another compute_type. Its models have a format of their own
+(ctranslate2_convert.py), its prompts are tokens as text.
 
 What it can keep between two calls is one static prompt, which the caller names each time.
 """
@@ -17,7 +18,11 @@ def load(args: argparse.Namespace) -> Calls:
     import ctranslate2
 
     generator = ctranslate2.Generator(
-        args.model, device="cpu", compute_type="float32", inter_threads=1, intra_threads=args.threads
+        args.model,
+        device="cpu",
+        compute_type=args.settings.get("compute_type", "float32"),
+        inter_threads=1,
+        intra_threads=args.threads,
     )
     vocabulary: list[str] = json.loads((Path(args.model) / "vocabulary.json").read_text(encoding="utf-8"))
     static: dict[str, Any] = {}
