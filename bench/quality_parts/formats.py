@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,25 +20,30 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 Array = np.ndarray
-GPTQ_GROUP = 64
+GROUP = 64  # inputs that share a scale, in 4 bits of a Hugging Face folder
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of 8, of each four bits of a word
 PACKAGE_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # the gguf package writes these
+FLOAT_FORMATS = ("F16", "BF16")  # and these
 K_BLOCK = 256
 
 
-def make_file(model: Path, name: str, folder: Path) -> Path:
-    """The GGUF file `model` with its large tensors in a format, or as a folder of GPTQ; made once."""
-    if name == "GPTQ":
-        return _make_gptq(folder)
-    path = folder / f"{model.stem}-{name}.gguf"
+def make_file(model: Path, name: str, folder: Path, table: str | None = None) -> Path:
+    """The GGUF file `model` with its large tensors in a format, or a folder of packed ones; made once.
+
+    `table` is another format for the vocabulary's, as llama.cpp's own quantiser has one.
+    """
+    if name in PACKED:
+        return _make_packed(name, folder)
+    path = folder / f"{model.stem}-{name}{f'-table-{table}' if table else ''}.gguf"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        _write_gguf(gguf.GGUFReader(model), name, partial)
+        _write_gguf(gguf.GGUFReader(model), name, table or name, partial)
         partial.rename(path)
     return path
 
 
-def _write_gguf(reader: gguf.GGUFReader, name: str, path: Path) -> None:
+def _write_gguf(reader: gguf.GGUFReader, name: str, table: str, path: Path) -> None:
     writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
     for field in reader.fields.values():
         if field.name == "general.architecture" or field.name.startswith("GGUF."):
@@ -50,7 +56,8 @@ def _write_gguf(reader: gguf.GGUFReader, name: str, path: Path) -> None:
             writer.add_tensor(tensor.name, numbers.astype(np.float32))
             continue
         # A row that blocks of 256 do not divide is in Q8_0, as llama.cpp has it in another format then.
-        chosen = name if name in PACKAGE_FORMATS or numbers.shape[1] % K_BLOCK == 0 else "Q8_0"
+        wanted = table if tensor.name == "token_embd.weight" else name
+        chosen = wanted if wanted not in ENCODERS or numbers.shape[1] % K_BLOCK == 0 else "Q8_0"
         data = encode(numbers, chosen)
         writer.add_tensor(tensor.name, data, raw_dtype=Type[chosen])
     writer.write_header_to_file()
@@ -61,7 +68,7 @@ def _write_gguf(reader: gguf.GGUFReader, name: str, path: Path) -> None:
 
 def encode(numbers: Array, name: str) -> Array:
     """[rows, inputs] floats → [rows, bytes]."""
-    if name in PACKAGE_FORMATS:
+    if name not in ENCODERS:
         return gguf.quants.quantize(numbers, Type[name])
     blocks = numbers.astype(np.float32).reshape(-1, K_BLOCK)
     return ENCODERS[name](blocks).reshape(len(numbers), -1)
@@ -115,41 +122,72 @@ def _divide(a: Array, b: Array) -> Array:
     return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape), np.float32), where=b != 0)
 
 
-def _make_gptq(folder: Path) -> Path:
-    """4 bits in groups of 64 with zero points, for the linear layers of the embedded model's body."""
-    target = folder / "smollm2-135m-gptq"
+def _make_packed(name: str, folder: Path) -> Path:
+    """The linear layers of the embedded model's body in one of PACKED, as a Hugging Face folder."""
+    target = folder / f"smollm2-135m-{name.lower()}"
     if target.exists():
         return target
     floats = export_model("smollm2-135m", folder / "smollm2-135m-floats")
     partial = target.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(floats, partial, ignore=shutil.ignore_patterns("*.safetensors"))
+    make_parts, description = PACKED[name]
     tensors = {}
-    for name, weight in load_file(floats / "model.safetensors").items():
-        if weight.dim() == 2 and ".layers." in name:
-            tensors |= {f"{name.removesuffix('weight')}{part}": data for part, data in _gptq_parts(weight).items()}
+    for key, weight in load_file(floats / "model.safetensors").items():
+        if weight.dim() == 2 and ".layers." in key:
+            tensors |= {f"{key.removesuffix('weight')}{part}": data for part, data in make_parts(weight).items()}
         else:
-            tensors[name] = weight
+            tensors[key] = weight
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((partial / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": GPTQ_GROUP}
+    config["quantization_config"] = description
     (partial / "config.json").write_text(json.dumps(config))
     partial.rename(target)
     return target
 
 
-def _gptq_parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    groups = weight.unflatten(1, (-1, GPTQ_GROUP))
+def _round_with_zeros(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes of 4 bits [out, in], zero points from 1 on and scales [out, groups]."""
+    groups = weight.unflatten(1, (-1, GROUP))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scales = ((high - low) / 15).clamp(min=1e-6).half()
     zeros = (-low / scales.float()).round().clamp(1, 15)
     codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).flatten(1)
+    return codes.int(), zeros.int(), scales
+
+
+def _gptq_parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, zeros, scales = _round_with_zeros(weight)
     return {
-        "qweight": _words(codes.t().int(), 0),
-        "qzeros": _words((zeros.t() - 1).int(), 1),
+        "qweight": _words(codes.t(), 0),
+        "qzeros": _words(zeros.t() - 1, 1),
         "scales": scales.t().contiguous(),
-        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GPTQ_GROUP,
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
     }
+
+
+def _awq_parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, zeros, scales = _round_with_zeros(weight)
+    order = torch.arange(len(weight)).unflatten(0, (-1, 8))[:, list(AWQ_ORDER)].flatten()
+    return {
+        "qweight": _words(codes.t()[:, order], 1),
+        "qzeros": _words(zeros.t()[:, order], 1),
+        "scales": scales.t().contiguous(),
+    }
+
+
+def _w4a16_parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    groups = weight.unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(-1) / 7.5).clamp(min=1e-6).half()
+    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).flatten(1) + 8
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": _words(codes.int(), 1), "weight_scale": scales, "weight_shape": shape}
+
+
+def _w8a8_parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One scale for all inputs of an output."""
+    scales = (weight.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-6)
+    return {"weight": (weight / scales).round().to(torch.int8), "weight_scale": scales}
 
 
 def _words(codes: torch.Tensor, dim: int) -> torch.Tensor:
@@ -164,4 +202,18 @@ ENCODERS: dict[str, Callable[[Array], Array]] = {
     "Q5_K": _encode_q5_k,
     "Q6_K": _encode_q6_k,
 }
-FORMATS = (*PACKAGE_FORMATS, *ENCODERS, "GPTQ")
+PACKED: dict[str, tuple[Callable[[torch.Tensor], dict[str, torch.Tensor]], dict[str, Any]]] = {
+    "GPTQ": (_gptq_parts, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
+    "AWQ": (_awq_parts, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
+    "W4A16": (
+        _w4a16_parts,
+        {"quant_method": "compressed-tensors", "format": "pack-quantized",
+         "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": GROUP, "symmetric": True}}}},
+    ),
+    "W8A8": (
+        _w8a8_parts,
+        {"quant_method": "compressed-tensors", "format": "int-quantized",
+         "config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel", "symmetric": True}}}},
+    ),
+}  # fmt: skip
+FORMATS = (*PACKAGE_FORMATS, *ENCODERS, *FLOAT_FORMATS, *PACKED)
