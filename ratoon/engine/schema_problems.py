@@ -1,14 +1,14 @@
 """Why a JSON schema can't be used: the keyword, and the path to it.
 
-Values of a wrong type are found by a walk over the schema. What a grammar library refuses, without a path, is found by
-trying parts of the schema by themselves. The library is passed as a function.
+Values of a wrong type, and what is not enforced, are found by a walk over the schema. What a grammar library refuses,
+without a path, is found by trying parts of the schema by themselves. The library is passed as a function.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ NUMBERS = ("maximum", "minimum", "exclusiveMaximum", "exclusiveMinimum", "multip
 TEXTS = ("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef", "$id", "$anchor", "$schema")
 DEFINITIONS = ("$defs", "definitions")  # parts that only a $ref uses
 GENERAL = ("type", "properties", "items")  # named last: a narrower keyword says more
+MAX_STEPS = 128  # of a path
 MAX_TRIALS = 400  # parts that are tried by themselves: about 0.2 ms each
 MAX_SHOWN = 80  # characters of a value in a message
 
@@ -51,9 +52,13 @@ class SchemaProblem:
 
 def find_invalid(schema: Any) -> SchemaProblem | None:
     """The first keyword whose value has a wrong type. Unknown keywords are not checked: they mean nothing."""
+    if schema is False:
+        return SchemaProblem("#", None, "allows no value: it is false")
     for path, part in _walk(schema):
         if isinstance(part, bool):
             continue
+        if len(path) > MAX_STEPS:
+            return SchemaProblem(_pointer(path[:4]) + "/…", None, "is nested too deeply")
         if not isinstance(part, dict):
             return SchemaProblem(_pointer(path), None, f"is neither an object nor a boolean: {_shown(part)}")
         for keyword, value in part.items():
@@ -61,6 +66,54 @@ def find_invalid(schema: Any) -> SchemaProblem | None:
             if expected is not None:
                 return SchemaProblem(_pointer(path), keyword, f"is {_shown(value)}, not {expected}")
     return None
+
+
+def find_unenforced(schema: Any) -> SchemaProblem | None:
+    """What the library accepts although texts need not match it, or never end."""
+    references: dict[str, tuple[Path, Any]] = {}
+    for path, part in _walk(schema):
+        if not isinstance(part, dict):
+            continue
+        least, required = part.get("minProperties", 0), part.get("required", [])
+        if least > max(1, len(set(required))):  # in JSON a name may come twice
+            return SchemaProblem(_pointer(path), "minProperties", "is not supported above 1 and the required names")
+        reference = part.get("$ref")
+        if isinstance(reference, str) and (target := _resolve(schema, reference)) is not None:
+            references[reference] = target
+    return _find_endless(schema, references)
+
+
+def _find_endless(schema: Any, references: Mapping[str, tuple[Path, Any]]) -> SchemaProblem | None:
+    """A reference of which every value would hold another one, for ever; where the whole schema is no better."""
+    finite: set[str] = set()
+    while found := {name for name in references.keys() - finite if _is_finite(references[name][1], finite)}:
+        finite |= found
+    if len(finite) == len(references) or _is_finite(schema, finite):
+        return None
+    path = next(path for name, (path, _) in references.items() if name not in finite)
+    return SchemaProblem(_pointer(path), None, "allows no value: it would have to contain itself, for ever")
+
+
+def _is_finite(part: Any, references: Collection[str]) -> bool:
+    """Whether there may be a value that ends, given the references that have one."""
+    if not isinstance(part, dict) or "const" in part or "enum" in part:
+        return True
+    reference = part.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#") and reference not in references:
+        return False
+    if not all(_is_finite(inner, references) for inner in part.get("allOf", ())):
+        return False
+    for several in ("anyOf", "oneOf"):
+        if several in part and not any(_is_finite(inner, references) for inner in part[several]):
+            return False
+    if part.get("type") == "object":
+        properties = part.get("properties", {})
+        return all(_is_finite(properties.get(name), references) for name in part.get("required", ()))
+    if part.get("type") == "array" and not isinstance(part.get("items"), list):
+        least, first = part.get("minItems", 0), part.get("prefixItems", [])
+        items = [*first[:least], *([part.get("items")] if least > len(first) else [])]
+        return all(_is_finite(inner, references) for inner in items)
+    return True
 
 
 def locate(schema: Any, problem: str, problem_of: ProblemOf) -> SchemaProblem:

@@ -8,7 +8,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from ratoon.engine.schema_problems import MAX_TRIALS, SchemaProblem, find_invalid, locate
+from ratoon.engine.schema_problems import MAX_TRIALS, SchemaProblem, find_invalid, find_unenforced, locate
 
 
 def problem_of(text: str) -> str | None:
@@ -22,7 +22,7 @@ def find_problem(schema: Any) -> SchemaProblem | None:
     if invalid is not None:
         return invalid
     problem = problem_of(json.dumps(schema))
-    return None if problem is None else locate(schema, problem, problem_of)
+    return find_unenforced(schema) if problem is None else locate(schema, problem, problem_of)
 
 
 def deep_inside(schema: Any) -> dict[str, Any]:
@@ -80,9 +80,58 @@ def test_keyword_and_path_are_named(schema: Any, keyword: str, text: str) -> Non
 
 
 def test_a_whole_schema_may_be_the_problem() -> None:
-    assert str(find_problem(False)) == "at # allows no value: schema is false"
+    assert str(find_problem(False)) == "at # allows no value: it is false"
     assert str(find_problem([1])) == "at # is neither an object nor a boolean: [1]"
     assert str(find_problem({"items": [{}, 5]})) == "at #/items/1 is neither an object nor a boolean: 5"
+
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+OPTIONAL = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}
+
+
+def test_what_the_library_does_not_enforce_is_refused() -> None:
+    """{"a": 1, "a": 2} has two names for a grammar, and one for a parser."""
+    counted = {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}
+    assert str(find_problem({"items": counted})) == (
+        "'minProperties' at #/items is not supported above 1 and the required names"
+    )
+    assert find_problem({**counted, "minProperties": 1}) is None
+    named = {"properties": {"a": {}, "b": {}}, "required": ["a", "b"]}
+    assert find_problem({**counted, **named}) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"$ref": "#"}, "#"),
+        ({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, "#/$defs/node"),
+        ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "#"),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, "#/$defs/a"),
+    ],
+)
+def test_values_without_an_end_are_refused(schema: Any, path: str) -> None:
+    assert str(find_problem(schema)) == f"at {path} allows no value: it would have to contain itself, for ever"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/node", "$defs": {"node": {**NODE, "required": []}}},
+        {"$ref": "#/$defs/node", "$defs": {"node": {**NODE, "properties": {"next": OPTIONAL}}}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "object", "properties": {"never": {"$ref": "#/$defs/node"}}, "$defs": {"node": NODE}},
+        {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}], "$defs": {"node": NODE}},
+    ],
+)
+def test_recursion_that_can_end_is_usable(schema: Any) -> None:
+    assert find_problem(schema) is None
+
+
+def test_a_deep_schema_is_refused_before_anything_recurses() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    assert "is nested too deeply" in str(find_invalid(schema))
 
 
 @pytest.mark.parametrize("schema", [True, {}, deep_inside({"type": "integer"}), {"x-unknown": 3, "title": 5}])
