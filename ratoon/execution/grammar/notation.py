@@ -25,6 +25,9 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+# Without u: the library lets names of additional properties be written with any \u escape, so that a name that
+# `properties` has could come with any value.
+ESCAPES = 'nrbtf\\"'
 ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -55,7 +58,7 @@ def problem_of(grammar: str) -> str | None:
 
 def _json_options(asked: StructuredOutput) -> dict[str, Any]:
     """They override those in the schema ("x-guidance"): a keyword that is not supported is never ignored."""
-    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": ESCAPES}
     if asked.disable_any_whitespace:
         options["whitespace_flexible"] = False
     if asked.whitespace_pattern is not None:
@@ -70,9 +73,12 @@ def _of_schema(asked: StructuredOutput, schema: Any) -> str:
         schema = {}
     if asked.disable_additional_properties:
         schema = without_additional_properties(schema)
+    text, options = json.dumps(schema, ensure_ascii=False), _json_options(asked)
+    if "\\u00" in text or "\x7f" in text:  # characters that JSON can't write in another way
+        options["json_allowed_escapes"] += "u"
     return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema, ensure_ascii=False),
-        overrides=_json_options(asked),  # type: ignore[arg-type]
+        text,
+        overrides=options,  # type: ignore[arg-type]
     )
 
 

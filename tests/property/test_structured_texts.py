@@ -1,0 +1,167 @@
+"""Texts that end under a grammar match it: random schemas, random logits, and jsonschema as the judge.
+
+No model is needed: a model under a grammar is a choice among the tokens that the grammar allows, and ends where it may.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import cache
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis_jsonschema import from_schema
+from jsonschema import Draft202012Validator, FormatChecker
+
+from ratoon.core.errors import RequestError
+from ratoon.core.structured import StructuredOutput
+from ratoon.engine.structured_validator import validate
+from ratoon.execution.grammar.interface import CompiledGrammar, words_of
+from ratoon.execution.grammar.llguidance_library import Llguidance
+from tests.property.json_vocabulary import json_tokenizer
+from tests.property.random_schemas import random_document, random_schema
+
+NUM_PARTS = 4  # of all seeds, which may run side by side
+SEEDS_OF_A_PART = 150
+TEXTS_OF_A_SCHEMA = 6
+MAX_TOKENS = 150
+CHECKED_FORMATS = (
+    "date",
+    "uuid",
+    "ipv4",
+    "email",
+)  # jsonschema checks others only with further packages, or differently
+
+
+@cache
+def library() -> Llguidance:
+    return Llguidance(json_tokenizer(), json_tokenizer().vocab_size)
+
+
+@cache
+def ending_tokens() -> np.ndarray:
+    """Those that bring a text nearer to its end, [V]."""
+    texts = [library().token_bytes(token) for token in range(library().vocab_size)]
+    return np.array([any(byte in b'"}],:0123456789' for byte in text) for text in texts])
+
+
+def random_text(grammar: CompiledGrammar, random: np.random.Generator) -> tuple[list[int], bool]:
+    """The tokens, and whether the text has ended before MAX_TOKENS. Random logits prefer tokens that end something,
+    some texts more than others."""
+    state, tokens = grammar.begin(), []
+    words = np.zeros(words_of(library().vocab_size), np.int32)
+    bias = ending_tokens() * random.choice([0.0, 3.0, 6.0])
+    ends = random.choice([0.3, 0.9])  # how likely an end is where it is possible
+    while len(tokens) < MAX_TOKENS:
+        state.fill(words)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if state.is_accepting and (not len(allowed) or random.random() < ends):
+            return tokens, True
+        assert len(allowed), f"nothing can follow {text_of(tokens)!r}"
+        logits = random.normal(size=len(allowed)) + bias[allowed]
+        tokens.append(int(allowed[logits.argmax()]))
+        assert state.consume(tokens[-1])
+    return tokens, False
+
+
+def text_of(tokens: list[int]) -> str:
+    return json_tokenizer().decode(tokens)
+
+
+def refusal_of(asked: StructuredOutput) -> RequestError | None:
+    try:
+        validate(asked)
+    except RequestError as error:
+        return error
+    return None
+
+
+def find_violations(schema: Any, text: str) -> list[str]:
+    validator = Draft202012Validator(schema, format_checker=FormatChecker(CHECKED_FORMATS))
+    return [error.message for error in validator.iter_errors(json.loads(text))]
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_no_text_that_ends_violates_its_schema(part: int) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(part * SEEDS_OF_A_PART, (part + 1) * SEEDS_OF_A_PART):
+        schema = random_document(Random(seed))
+        asked = StructuredOutput(json_schema=json.dumps(schema))
+        refusal = refusal_of(asked)
+        if refusal is not None:
+            assert refusal.field == "structured_output.json_schema"
+            assert " #" in refusal.problem  # the path
+            counts["refused"] += 1
+            continue
+        grammar = library().compile(asked)
+        random = np.random.default_rng(seed)
+        for _ in range(TEXTS_OF_A_SCHEMA):
+            tokens, ended = random_text(grammar, random)
+            counts["ended" if ended else "cut"] += 1
+            if ended:
+                text = text_of(tokens)
+                assert not (found := find_violations(schema, text)), (seed, schema, text, found)
+    # The test would show nothing if most schemas were refused, or if most texts did not end.
+    assert counts["refused"] < SEEDS_OF_A_PART / 3
+    assert counts["ended"] > 3 * counts["cut"]
+
+
+def matches(grammar: CompiledGrammar, text: str) -> bool:
+    state = grammar.begin()
+    return all(state.consume(token) for token in json_tokenizer().encode(text)) and state.is_accepting
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_every_value_of_a_schema_is_possible(data: st.DataObject) -> None:
+    """Without objects, whose properties have a fixed order; values are by hypothesis-jsonschema."""
+    schema = random_schema(Random(data.draw(st.integers(0, 400))), depth=2, objects=False)
+    asked = StructuredOutput(json_schema=json.dumps(schema))
+    if refusal_of(asked) is not None:
+        return
+    value = data.draw(from_schema(schema))
+    text = json.dumps(value, ensure_ascii=False)
+    if "\\u" not in text and "e" not in text.replace("true", "").replace("false", "") and not _has_whole_float(value):
+        assert matches(library().compile(asked), text), (schema, text)
+
+
+def _has_whole_float(value: Any) -> bool:
+    """1.0 is an integer for JSON Schema, and is not generated."""
+    if isinstance(value, list):
+        return any(map(_has_whole_float, value))
+    return isinstance(value, float) and value.is_integer()
+
+
+NAMES = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+PATTERNS = {"type": "object", "patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (NAMES, r'{"\u0061": "x"}'),
+        (NAMES, '{"a": 1, "a": "x"}'),
+        (NAMES, r'{"a": 1, "\u0061": "x"}'),
+        (PATTERNS, r'{"\u0061": "x"}'),
+        ({"type": "string", "pattern": "^[^a]*$"}, r'"\u0061"'),
+        ({"type": "string", "maxLength": 1}, '"ab"'),
+        ({"type": "string"}, r'"\ud800"'),
+        ({"type": "integer"}, "1.5"),
+        ({"type": "object", "properties": {"a": {}}, "required": ["a"]}, "{}"),
+    ],
+)
+def test_other_ways_to_write_what_a_schema_forbids_are_forbidden(schema: Any, text: str) -> None:
+    assert not matches(library().compile(StructuredOutput(json_schema=json.dumps(schema))), text)
+
+
+@pytest.mark.parametrize("name", ["\x01", "\x7f", "a\nb", "ü", "\\", '"', "/"])
+def test_constants_of_any_characters_can_be_written(name: str) -> None:
+    grammar = library().compile(StructuredOutput(json_schema=json.dumps({"const": name})))
+    tokens, ended = random_text(grammar, np.random.default_rng(0))
+    assert ended
+    assert json.loads(text_of(tokens)) == name
