@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from ratoon.api.answer_parts.parser import AnswerParser
@@ -20,6 +21,7 @@ from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_d
 from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.generated_answers import UsageCounter
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, names_of, stream
+from ratoon.api.server.prompts import off_loop
 from ratoon.api.server.protocol.responses import ResponsesRequest
 from ratoon.api.server.response_events import EventWriter, OutputBuilder
 from ratoon.api.server.response_items import new_id, read_input
@@ -86,9 +88,6 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
     owner = exchange.tenant
     tools = [tool.as_chat_tool() for tool in asked.tools or ()]
     plan = context.answer_plan(tool_use(tools, asked.tool_choice, asked.parallel_tool_calls))
-    if plan.tools.must_call:
-        problem = "a call can't be forced yet"
-        raise refused("tool_choice", problem, '"auto", "none", or leave it out', code="unsupported_parameter")
     params = make_params(context, asked)
     parent = None
     if asked.previous_response_id is not None:
@@ -98,11 +97,12 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
         raise refused(PARAM, "is empty", "text, or items")
     prompt = await place_prompt(context, asked, plan.tools, items, parent, len(exchange.body))
     check_token_limit(context, 1, params, prompt.num_tokens, "max_output_tokens")
+    params = await off_loop(len(exchange.body), partial(plan.params, params, prompt.text))
     response_id = new_id("resp")
     batch = Batch(
         id=response_id,
         prompts=[prompt.encoded],
-        params=plan.params(params),
+        params=params,
         options=_options(context, asked, exchange),
         cache_salt=asked.cache_salt,
         param=PARAM,

@@ -22,7 +22,7 @@ from ratoon.api.server.generated_answers import Renderer, answer_stream, answer_
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, engine_options, make_id, names_of
 from ratoon.api.server.logprobs import chat_logprobs, prompt_logprobs
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat, off_loop
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, Message
 from ratoon.api.server.request_bodies import read_body
 from ratoon.core.errors import RequestError
@@ -65,9 +65,6 @@ def plan_answers(context: ServerContext, asked: ChatCompletionRequest) -> Answer
     check_support(context, asked)
     tools = None if asked.tools is None else [tool.model_dump(exclude_unset=True) for tool in asked.tools]
     use = tool_use(tools, asked.tool_choice, asked.parallel_tool_calls)
-    if use.must_call:
-        problem = "a call can't be forced yet"
-        raise refused("tool_choice", problem, '"auto", "none", or leave it out', code="unsupported_parameter")
     return context.answer_plan(use, asked.chat_template, asked.continued_text())
 
 
@@ -92,10 +89,12 @@ async def make_batch(
         messages = asked.fallback_messages
         fallback = partial(encode_conversation, context, asked, plan.tools, size, "fallback_messages", messages)
     check_token_limit(context, 1, params, len(prompt.token_ids))
+    text = prompt.text if origin is None else origin.text
+    params = await off_loop(size, partial(plan.params, params, text))
     return Batch(
         id=make_id("chatcmpl", asked.request_id),
         prompts=[prompt],
-        params=plan.params(params),
+        params=params,
         options=engine_options(asked, exchange),
         cache_salt=asked.cache_salt,
         param="messages",

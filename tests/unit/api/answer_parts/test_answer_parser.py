@@ -203,7 +203,7 @@ PIECES = [
 ANSWERS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     ANSWERS,
     st.sampled_from([None, *TOOL_FORMATS]),
@@ -222,6 +222,7 @@ def test_any_cut_gives_the_same_parts(text, tools, reasoning, state, cuts):
         assert whole == ("", text, [])
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=5)))
 def test_any_arguments_come_back_as_they_are(arguments):
     call = json.dumps({"name": "add", "arguments": arguments})

@@ -219,7 +219,6 @@ async def test_a_model_without_a_template_takes_no_conversations():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice.function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "requird", "tools": [TOOL]}, "tool_choice"),

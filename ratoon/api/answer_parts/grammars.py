@@ -1,0 +1,104 @@
+"""Grammars over a whole answer: reasoning, then calls that must be made, or a text that must match.
+
+Written in Lark's notation as llguidance has it: %json is a JSON schema, <[7]> the token with the id 7. A call has the
+form that the model was trained on, so that the same parser reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ratoon.api.answer_parts.reasoning_formats import ReasoningFormat
+from ratoon.api.answer_parts.tool_formats import ToolFormat
+from ratoon.api.answer_parts.tool_use import ToolUse
+from ratoon.core.structured import StructuredOutput
+
+MAX_PARALLEL_CALLS = 16  # in a forced answer, which could otherwise go on without an end
+ANY_TEXT = r"/(.|\n)*/"
+BLANKS = r"/[ \t\n]{0,4}/"  # between reasoning and what follows
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# One way to write a value, the one of Python's json.dumps, which the models have seen most.
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_PIECES = r'[{}]|: |, |"(?:[^"\\]|\\.)*"'
+
+SpecialTokens = Mapping[str, int]  # marks that are no text for the tokenizer, and their ids
+
+
+def call_rules(format: ToolFormat, use: ToolUse, special: SpecialTokens) -> list[str]:
+    """The rule `calls`, and those that it needs."""
+    form = format.form
+    again = f" ({literal(form.between, special)} call){{0,{MAX_PARALLEL_CALLS - 1}}}" if use.parallel else ""
+    rules = []
+    for index, (_, function) in enumerate(callable_functions(use)):
+        name = function["name"]
+        head = form.head + (json.dumps(name, ensure_ascii=False) if form.quotes_name else name) + form.middle
+        tail = literal(form.tail, special)
+        rules += [
+            f"call_{index}: {literal(head, special)} arguments_{index} {tail}",
+            f"arguments_{index}: %json {json.dumps(arguments_schema(function), ensure_ascii=False)}",
+        ]
+    names = " | ".join(f"call_{index}" for index in range(len(use.callable_names)))
+    opening, closing = literal(form.opening, special), literal(form.closing, special)
+    return [f"calls: {opening} call{again} {closing}", f"call: {names}", *rules]
+
+
+def callable_functions(use: ToolUse) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    """Those that may be called, each with the tool's index in the request."""
+    for name in use.callable_names:
+        index = use.names.index(name)
+        yield index, use.tools[index]["function"]
+
+
+def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, and have no properties that the function does not name."""
+    parameters = function.get("parameters")
+    if parameters is None:
+        schema: dict[str, Any] = dict(NO_PARAMETERS)
+    else:
+        schema = {"type": "object", **parameters}
+        if "properties" in schema:
+            schema.setdefault("additionalProperties", False)
+    return {**schema, "x-guidance": JSON_FORM}
+
+
+def text_rule(asked: StructuredOutput, beside_calls: bool = False) -> str | None:
+    """The rule `text` for what a text must match. None: it can't be part of another grammar. Beside calls that are JSON
+    too, its JSON has the same form, since the library's lexer can't tell two forms apart."""
+    if asked.continue_grammar or asked.begins_after is not None:
+        return None
+    if asked.json_schema is not None or asked.json_object:
+        schema = {"type": "object"} if asked.json_schema is None else json.loads(asked.json_schema)
+        if not isinstance(schema, dict) or asked.disable_additional_properties:
+            return None
+        options: dict[str, Any] = JSON_FORM if beside_calls else {}
+        if asked.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        if asked.whitespace_pattern is not None:
+            options = {"whitespace_pattern": asked.whitespace_pattern}
+        return f"text: %json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+    if asked.choice is not None:
+        return "text: " + " | ".join(literal(text, {}) for text in dict.fromkeys(asked.choice))
+    return None
+
+
+def reasoning_rules(format: ReasoningFormat, special: SpecialTokens, is_open: bool) -> list[str]:
+    """The rule `reasoning`, up to its end mark. If it is not open yet, it begins with its start mark."""
+    start = "" if is_open else literal(format.start, special)
+    if format.end in special:
+        return [f"reasoning: {start} {ANY_TEXT} {literal(format.end, special)}"]
+    end = re.escape(format.end).replace("/", r"\/")
+    return [f"reasoning: {start} thoughts", rf"thoughts[lazy]: /(.|\n)*{end}/"]
+
+
+def literal(text: str, special: SpecialTokens) -> str:
+    """Special tokens in the text are tokens. JSON in it is cut into the pieces that the library makes of a schema."""
+    marks = [re.escape(mark) for mark in sorted(special, key=len, reverse=True)]
+    pieces = re.split(f"({'|'.join([*marks, JSON_PIECES])})", text)
+    return " ".join(
+        f"<[{special[piece]}]>" if piece in special else json.dumps(piece, ensure_ascii=False)
+        for piece in pieces
+        if piece
+    )
