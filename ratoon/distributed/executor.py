@@ -15,10 +15,11 @@ from threading import Condition, Lock
 from typing import Any, Protocol, TypeVar
 
 from ratoon.core.config import EngineConfig, ModelConfig
-from ratoon.core.errors import ConfigError, StepSkippedError
+from ratoon.core.errors import ConfigError, RequestError, StepSkippedError
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.stats import GraphStats
+from ratoon.core.structured import StructuredOutput
 from ratoon.execution.worker import Worker, WorkerFacts
 from ratoon.layers.weights import TensorSource
 from ratoon.observe.startup import StartupTimer
@@ -73,6 +74,10 @@ class Executor(Protocol):
     def work_between_calls(self) -> None:
         """For a caller that has its results, and waits: prepare for steps like those that it has seen, briefly. Where
         the executor works when it is idle, nothing."""
+
+    def prepare(self, asked: StructuredOutput) -> Future[Any]:
+        """Compile the grammar of a request that will be in later plans. It raises RequestError if it can't be."""
+        ...
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the thread of the steps, after those in flight."""
@@ -164,6 +169,11 @@ class ThreadedExecutor:
     def on_lent_thread(self) -> AbstractContextManager[object] | None:
         """What a step needs around it on another thread than that of the steps. None: it can't run there."""
         return None
+
+    def prepare(self, asked: StructuredOutput) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_exception(RequestError("structured_output", "this executor has no grammars", "leave it out"))
+        return done
 
     def submit(self, plan: SchedulerOutput, lends_thread: bool = False) -> StepHandle:
         surroundings = self.on_lent_thread() if lends_thread else None
@@ -365,6 +375,9 @@ class UniProcExecutor(ThreadedExecutor):
     def examine_failure(self, error: Exception) -> None:
         self._worker.examine_failure(error)
 
+    def prepare(self, asked: StructuredOutput) -> Future[Any]:
+        return self._worker.grammars.prepare(asked)
+
     def sleep(self, level: int) -> None:
         self.call(lambda: self._worker.sleep(level))
 
@@ -373,4 +386,5 @@ class UniProcExecutor(ThreadedExecutor):
 
     def shutdown(self) -> None:
         super().shutdown()
+        self._worker.grammars.shutdown()
         del self._worker

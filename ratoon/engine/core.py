@@ -24,6 +24,7 @@ from ratoon.core.errors import DeviceLostError, RequestError
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.core.stats import SchedulerStats
+from ratoon.engine.prepared_requests import PreparedRequests
 from ratoon.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 # one takes so long that it is done beside the launch.
 MAX_REQUESTS_OF_LENT_THREAD = 8
 
+MAX_SECONDS_OF_WAITING = 0.05  # in a step without any work, for requests that are being prepared
+
 
 class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,6 +47,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, config.cache, facts.kv_config, facts.max_model_len, facts.swap_costs
         )
+        self.preparing = PreparedRequests()
         self._clock = clock
         self._max_in_flight = config.scheduler.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()  # the oldest first
@@ -56,7 +60,18 @@ class EngineCore:
         self.asleep = False
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """RequestError when it can never be served; nothing is kept of it then."""
+        """RequestError when it can never be served; nothing is kept of it then. One with structured output waits for
+        its grammar first, and may fail then."""
+        params = request.generation_params
+        if params is not None and params.structured_output is not None:
+            future = self.executor.prepare(params.structured_output)
+            if not future.done():
+                self.preparing.add(request, future, self._clock())
+                return
+            future.result()
+        self._add_prepared(request)
+
+    def _add_prepared(self, request: EngineCoreRequest) -> None:
         self.scheduler.add_request(request, self._clock())
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -88,19 +103,20 @@ class EngineCore:
             if isinstance(ended, dict):
                 self._pending += self.scheduler.stop_requests(ended)
             else:
-                self._pending += self.scheduler.abort_requests(ended)
+                self._pending += self.preparing.abort(ended) + self.scheduler.abort_requests(ended)
 
     def _take_pending(self) -> list[EngineCoreOutput]:
         outputs, self._pending = self._pending, []
         return outputs
 
     def has_work(self) -> bool:
-        return bool(self._pending) or bool(self._in_flight) or self.scheduler.has_requests()
+        return bool(self._pending) or bool(self._in_flight) or len(self.preparing) > 0 or self.scheduler.has_requests()
 
     @property
     def can_step(self) -> bool:
         """Whether `step` has work. During a pause that is only steps in flight and ends of requests."""
-        return bool(self._pending) or bool(self._in_flight) or (self.scheduler.has_requests() and self._may_plan)
+        has_own_work = bool(self._pending) or bool(self._in_flight) or self.preparing.has_ready
+        return has_own_work or (self.scheduler.has_requests() and self._may_plan)
 
     @property
     def _may_plan(self) -> bool:
@@ -117,6 +133,8 @@ class EngineCore:
         with self._step_lock:
             self._take_aborts()
             self.expire_leases()
+            if self.preparing:
+                self._take_prepared()
             outputs = self._take_pending()
             self._fill_queue()
             if self._in_flight:
@@ -124,6 +142,11 @@ class EngineCore:
         if not self._aborts.empty():  # came while the lock was still held
             self._take_aborts_between_steps()
         return EngineCoreOutputs(outputs, self.stats(), self.scheduler.state.now)
+
+    def _take_prepared(self) -> None:
+        if not self._pending and not self._in_flight and not self.scheduler.has_requests():
+            self.preparing.wait(MAX_SECONDS_OF_WAITING)  # there is nothing else to do
+        self._pending += self.preparing.take_ready(self._add_prepared)
 
     def _fill_queue(self) -> None:
         # The device has nothing to do: until it has, this thread does nothing but launch the step
@@ -184,11 +207,15 @@ class EngineCore:
             self._in_flight.popleft()
 
     def expire_leases(self) -> None:
-        self._pending += self.scheduler.tick(self._clock())
+        now = self._clock()
+        self._pending += self.scheduler.tick(now)
+        if self.preparing:
+            self._pending += self.preparing.expire(now)
 
     def seconds_to_expiry(self) -> float | None:
         """Until the next lease or deadline ends; None: there is none."""
-        expiry = self.scheduler.next_expiry()
+        ends = (self.scheduler.next_expiry(), self.preparing.next_deadline())
+        expiry = min((end for end in ends if end is not None), default=None)
         return None if expiry is None else max(0.0, expiry - self._clock())
 
     def end_leases(self, branch_ids: list[str]) -> int:
@@ -201,6 +228,7 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         stats = self.scheduler.stats()
+        stats.num_waiting += len(self.preparing)
         graphs = self.executor.graph_stats
         if graphs is not None:
             stats.graphs = graphs
@@ -228,7 +256,7 @@ class EngineCore:
             raise RequestError("level", f"{level!r} is unknown", "1: free the KV cache; 2: free the weights as well")
         if self.asleep:
             return
-        if self.scheduler.has_unfinished_requests():
+        if self.scheduler.has_unfinished_requests() or self.preparing:
             raise RequestError("sleep", "requests are under way", "wait for their end, or abort them")
         while self._in_flight:
             self._pending += self._finish_oldest()

@@ -74,6 +74,10 @@ class Stop:
     """Put among the incoming messages: the loop should end."""
 
 
+class Wake:
+    """Put among them from another thread: the loop has work again."""
+
+
 class EngineCoreProcess:
     def __init__(self, launch: EngineLaunch) -> None:
         self._launch = launch
@@ -125,6 +129,7 @@ class EngineCoreProcess:
             config = place_engine(launch.config, launch.index, launch.num_engines)
         core = build_core(config, source, timer)
         core.executor.works_when_idle = True  # this process has no other user of the device
+        core.preparing.when_ready = lambda: self._inputs.put(Wake())
         return core
 
     def _wait_for_stop(self) -> None:
@@ -172,6 +177,8 @@ class EngineCoreProcess:
                     message.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault_of(error)
                 )
                 self._send_outputs(EngineCoreOutputs([refusal]))
+        elif isinstance(message, Wake):
+            return
         elif isinstance(message, UtilityCall):
             self._send(EngineMessageType.UTILITY_RESULT, utilities.answer(message))
         elif isinstance(message, dict):

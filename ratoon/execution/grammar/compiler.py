@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
+from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.grammar.interface import CompiledGrammar, GrammarLibrary
 
@@ -41,7 +42,8 @@ class GrammarCompiler:
             return self._library
 
     def prepare(self, asked: StructuredOutput) -> Future[CompiledGrammar]:
-        """Compile it in another thread, or find it. The future raises RequestError if it can't be compiled."""
+        """Compile it in another thread, or find it. The future raises RequestError if it can't be compiled. One that
+        is asked for again while it is compiled is compiled once."""
         key = content_of(asked)
         with self._lock:
             found = self._find(key)
@@ -69,14 +71,14 @@ class GrammarCompiler:
     def _compile(self, key: bytes, asked: StructuredOutput) -> CompiledGrammar:
         try:
             compiled = self.library.compile(asked)
-        except BaseException:
+            with self._lock:
+                self._keep(key, compiled)
+            return compiled
+        except RequestError as error:
+            raise error.inside("structured_output") from None
+        finally:
             with self._lock:
                 self._under_way.pop(key, None)
-            raise
-        with self._lock:
-            self._under_way.pop(key, None)
-            self._keep(key, compiled)
-        return compiled
 
     def _find(self, key: bytes) -> CompiledGrammar | None:
         found = self._kept.get(key)

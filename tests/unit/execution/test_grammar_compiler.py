@@ -1,0 +1,87 @@
+"""Compiled grammars are kept by content, the least recently used leave first, and errors name the field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+import pytest
+
+from ratoon.core.errors import RequestError
+from ratoon.core.structured import StructuredOutput
+from ratoon.execution.grammar.compiler import GrammarCompiler
+
+
+@dataclass
+class Compiled:
+    num_bytes: int
+    text: str
+
+    def begin(self) -> Any: ...
+
+
+class Library:
+    vocab_size = 8
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.may_go_on = Event()
+        self.may_go_on.set()
+
+    def compile(self, asked: StructuredOutput) -> Compiled:
+        assert asked.regex is not None
+        self.may_go_on.wait(10)
+        self.compiled.append(asked.regex)
+        if asked.regex == "(":
+            raise RequestError("regex", "is wrong", "another")
+        return Compiled(10, asked.regex)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+
+def test_equal_contents_are_compiled_once() -> None:
+    library = Library()
+    grammars = GrammarCompiler(lambda: library)
+    library.may_go_on.clear()
+    asked = [StructuredOutput(regex="a"), StructuredOutput(regex="a", begins_after="x"), StructuredOutput(regex="b")]
+    futures = [grammars.prepare(one) for one in asked]
+    library.may_go_on.set()
+    results = [future.result(10) for future in futures]
+    assert results[0] is results[1] is grammars.get(asked[0]) and results[2] is not results[0]
+    assert sorted(library.compiled) == ["a", "b"]
+    assert grammars.prepare(asked[0]).done()
+    grammars.shutdown()
+
+
+def test_the_least_recently_used_is_dropped_and_compiled_again() -> None:
+    library = Library()
+    grammars = GrammarCompiler(lambda: library, max_kept_bytes=25)
+    for regex in ("a", "b", "a", "c", "a", "b"):
+        grammars.get(StructuredOutput(regex=regex))
+    assert library.compiled == ["a", "b", "c", "b"]
+
+
+def test_the_library_is_opened_with_the_first_grammar() -> None:
+    opened: list[Library] = []
+
+    def open_library() -> Library:
+        opened.append(Library())
+        return opened[-1]
+
+    grammars = GrammarCompiler(open_library)
+    assert not opened
+    for regex in ("a", "b"):
+        grammars.get(StructuredOutput(regex=regex))
+    assert len(opened) == 1
+
+
+def test_an_error_names_the_field_and_is_not_kept() -> None:
+    library = Library()
+    grammars = GrammarCompiler(lambda: library)
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"structured_output\.regex: is wrong"):
+            grammars.prepare(StructuredOutput(regex="(")).result(10)
+    assert len(library.compiled) == 2
+    grammars.shutdown()
