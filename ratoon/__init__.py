@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ratoon.version import __version__
 
 if TYPE_CHECKING:
+    from ratoon.api.answer_parts.parts import ToolCall, WholeAnswer
+    from ratoon.api.chat_turn import ChatTurn
     from ratoon.api.llm import LLM
     from ratoon.core.errors import (
         ConfigError,
@@ -60,6 +62,9 @@ __all__ = [
     "HiddenStatesParams",
     "StructuredOutput",
     "TimestampRules",
+    "ChatTurn",
+    "WholeAnswer",
+    "ToolCall",
     "TranscriptionOptions",
     "Transcription",
     "async_transcriber",
@@ -96,6 +101,9 @@ _HOMES = {
     "HiddenStatesParams": "ratoon.core.params",
     "StructuredOutput": "ratoon.core.structured",
     "TimestampRules": "ratoon.core.params",
+    "ChatTurn": "ratoon.api.chat_turn",
+    "WholeAnswer": "ratoon.api.answer_parts.parts",
+    "ToolCall": "ratoon.api.answer_parts.parts",
     "TranscriptionOptions": "ratoon.transcription.options",
     "Transcription": "ratoon.transcription.results",
     "async_transcriber": "ratoon.transcription.transcriber",

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from ratoon.api.answer_parts.parts import PartSink
 from ratoon.api.answer_parts.reading import BLANKS, Reading, Source, opens_with, until
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+# Variables by which templates switch reasoning on and off: Qwen's and SmolLM's, Granite's and DeepSeek's.
+SWITCHES = ("enable_thinking", "thinking")
 CUSTOM_SEPARATOR = "..."  # START...END: marks of one's own
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """What `reasoning_effort` is for a chat template."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **dict.fromkeys(SWITCHES, effort != "none")}
 
 
 class ReasoningState(enum.Enum):

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from ratoon.api.answer_parts.parser import AUTO, check_parser_names
+from ratoon.api.answer_parts.reasoning_formats import EFFORTS, effort_variables
 from ratoon.api.commands.chat_answerers import Answer, Answerer, LocalAnswerer, Message, RemoteAnswerer
 from ratoon.api.commands.chat_input import Entry, read_entry, read_lines, terminal_reader
 from ratoon.api.options import (
@@ -43,6 +45,13 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("chat", help="talk with a model", description=f"Talk with a model.\n\n{HELP}")
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a GGUF file, a hub id or an embedded name")
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--reasoning-effort", metavar="LEVEL", help=f"for the template: {', '.join(EFFORTS)}")
+    parser.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        default=AUTO,
+        help="marks around the model's reasoning; see `ratoon serve`",
+    )
     add_remote_options(parser, required=False)
     add_sampling_options(parser, max_tokens=512)
     add_engine_options(parser)
@@ -53,6 +62,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     check_generation_options(args)
     check_where(args)
+    check_reasoning(args)
     with open_answerer(args) as answerer:
         conversation = Conversation(answerer, args.system)
         if sys.stdout.isatty():
@@ -78,17 +88,31 @@ def check_where(args: argparse.Namespace) -> None:
         refuse_engine_options(args)
 
 
+def check_reasoning(args: argparse.Namespace) -> None:
+    """Before a model is loaded."""
+    if args.reasoning_effort not in (None, *EFFORTS):
+        expected = did_you_mean(args.reasoning_effort, EFFORTS, f"one of {', '.join(EFFORTS)}")
+        raise RequestError("--reasoning-effort", f"{args.reasoning_effort!r} is unknown", expected)
+    check_parser_names(AUTO, args.reasoning_parser)
+    if args.url is not None and args.reasoning_parser != AUTO:
+        raise RequestError("--reasoning-parser", "belongs to a local model", "the server has an option of this name")
+
+
 @contextlib.contextmanager
 def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
     if args.url is not None:
         with status(f"asking {args.url}"):
-            answerer = RemoteAnswerer(open_client(args), args.remote_model, generation_fields(args, chat=True))
+            fields = generation_fields(args, chat=True)
+            if args.reasoning_effort is not None:
+                fields["reasoning_effort"] = args.reasoning_effort
+            answerer = RemoteAnswerer(open_client(args), args.remote_model, fields)
         yield answerer
         return
     with open_llm(args) as llm:
         if not llm.has_chat_template:
             raise RequestError("MODEL", "has no chat template", "use `ratoon generate`, or a model for conversations")
-        yield LocalAnswerer(llm, generation_params(args, llm, may_search=False))
+        params, variables = generation_params(args, llm, may_search=False), effort_variables(args.reasoning_effort)
+        yield LocalAnswerer(llm, params, args.reasoning_parser, variables)
 
 
 class Conversation:
@@ -147,6 +171,7 @@ class Conversation:
             answer = Answer(on_first=waiting.close)
             try:
                 self._answerer.answer(self._messages, answer)
+                answer.finish()
             except KeyboardInterrupt:
                 answer.note = "stopped"
                 if not answer.text:

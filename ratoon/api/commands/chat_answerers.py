@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ratoon.api.answer_parts.parser import AUTO, choose_answer_format
+from ratoon.api.answer_parts.parts import ContentDelta, Part, ReasoningDelta
+from ratoon.api.answer_parts.plan import answer_plan
+
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
     from ratoon.api.remote.client import Chunk, RemoteClient
@@ -19,12 +23,20 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+ONLY_REASONING = "ended while reasoning; --max-tokens allows more"
+
+
 class Answer:
-    """An answer while it is generated: printed immediately, and kept. `on_first` is called before its first text."""
+    """An answer while it is generated: printed immediately, and kept. `on_first` is called before its first text.
+
+    Reasoning is printed dimmed, on a terminal only, and not kept.
+    """
 
     def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
         self._on_first = on_first
         self._pieces: list[str] = []
+        self._has_reasoning = False
         self.num_tokens = 0
         self.num_prompt_tokens: int | None = None  # None: unknown, as is what was cached
         self.num_cached_tokens: int | None = None
@@ -34,10 +46,26 @@ class Answer:
         if not text:
             return
         if not self._pieces:
+            if self._has_reasoning and sys.stdout.isatty():
+                sys.stdout.write("\n\n")
             self._on_first()
         self._pieces.append(text)
         sys.stdout.write(text)
         sys.stdout.flush()
+
+    def add_reasoning(self, text: str) -> None:
+        if not text:
+            return
+        self._has_reasoning = True
+        if sys.stdout.isatty():
+            self._on_first()
+            sys.stdout.write(f"{DIM}{text}{PLAIN}")
+            sys.stdout.flush()
+
+    def finish(self) -> None:
+        """The answer has ended by itself."""
+        if self._has_reasoning and not self._pieces and not self.note:
+            self.note = ONLY_REASONING
 
     @property
     def text(self) -> str:
@@ -61,24 +89,41 @@ class Answerer(Protocol):
 
 
 class LocalAnswerer:
-    def __init__(self, llm: LLM, params: GenerationParams) -> None:
+    def __init__(
+        self, llm: LLM, params: GenerationParams, reasoning_parser: str = AUTO, variables: dict[str, Any] | None = None
+    ) -> None:
+        """`variables` are the template's."""
         self._llm = llm
         self._params = params
+        self._variables = variables or {}
+        tokenizer = llm.get_tokenizer()
+        self._format = choose_answer_format(tokenizer.template_text(), reasoning_parser=reasoning_parser)
 
     @property
     def name(self) -> str:
         return self._llm.source.name
 
     def answer(self, messages: Sequence[Message], answer: Answer) -> None:
-        prompt = self._llm.chat_prompt(messages, continue_final_message=goes_on(messages))
-        with closing(self._llm.stream(prompt, self._params)) as stream:
+        continued = messages[-1]["content"] if goes_on(messages) else None
+        prompt = self._llm.chat_prompt(messages, continue_final_message=goes_on(messages), **self._variables)
+        plan = answer_plan(self._format, self._llm.get_tokenizer(), continued=continued)
+        parser, params = plan.parser(prompt["prompt"]), plan.params(self._params, prompt["prompt"])
+        with closing(self._llm.stream(prompt, params)) as stream:
             for output in stream:
                 choice = output.outputs[0]
-                answer.add(choice.text)
+                self._print(parser.push(choice.text) + (parser.finish() if choice.finished else []), answer)
                 answer.num_tokens += len(choice.token_ids)
                 answer.num_prompt_tokens = len(output.prompt_token_ids or ())
                 answer.num_cached_tokens = output.num_cached_tokens or 0
                 answer.note = output.error or ""
+
+    @staticmethod
+    def _print(parts: list[Part], answer: Answer) -> None:
+        for part in parts:
+            if isinstance(part, ReasoningDelta):
+                answer.add_reasoning(part.text)
+            elif isinstance(part, ContentDelta):
+                answer.add(part.text)
 
     def describe_state(self) -> str:
         stats = self._llm.stats()
@@ -121,6 +166,7 @@ class RemoteAnswerer:
         def receive(chunks: list[Chunk]) -> None:
             for chunk in chunks:
                 for choice in chunk.choices:
+                    answer.add_reasoning(choice.new_reasoning)
                     answer.add(choice.new_text)
                     answer.num_tokens += choice.has_text  # an estimate, until the server sends the count
                 if chunk.usage is not None:

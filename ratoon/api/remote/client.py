@@ -110,8 +110,12 @@ class ChunkChoice(msgspec.Struct, gc=False):
         return self.delta.content or ""
 
     @property
+    def new_reasoning(self) -> str:
+        return "" if self.delta is None else self.delta.reasoning_content or ""
+
+    @property
     def has_text(self) -> bool:
-        return bool(self.new_text) or (self.delta is not None and bool(self.delta.reasoning_content))
+        return bool(self.new_text or self.new_reasoning)
 
 
 class Chunk(msgspec.Struct, gc=False):

@@ -61,6 +61,12 @@ class FakeTokenizer:
             return text.removesuffix("\n")
         return text + ("" if add_generation_prompt is False else "[assistant]")
 
+    def template_text(self, asked: str | None = None, has_tools: bool = False) -> str | None:
+        return asked
+
+    def special_token_id(self, text: str) -> int | None:
+        return None
+
     def min_tokens(self, text: str, enough: int) -> int:
         return find_bound(self.backend)(text, enough) if len(text) > enough else 0
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
+from ratoon.api.answer_parts.reasoning_formats import effort_variables
 from ratoon.api.server.protocol.base import (
     CONSTRAINTS,
     AnswerModel,
@@ -83,8 +84,6 @@ ToolChoice = Annotated[
     ),
 ]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-# Variables by which templates switch reasoning on and off: Qwen's and SmolLM's, Granite's and DeepSeek's.
-REASONING_SWITCHES = ("enable_thinking", "thinking")
 
 
 class Message(BaseModel):
@@ -105,10 +104,7 @@ class Tool(BaseModel):
 
 def template_variables(reasoning_effort: str | None, further: dict[str, Any] | None) -> dict[str, Any]:
     """Of a chat template: the effort, and the switches that templates have for reasoning."""
-    if reasoning_effort is None:
-        return further or {}
-    switches = dict.fromkeys(REASONING_SWITCHES, reasoning_effort != "none")
-    return {"reasoning_effort": reasoning_effort, **switches, **(further or {})}
+    return {**effort_variables(reasoning_effort), **(further or {})}
 
 
 class ChatCompletionRequest(SamplingFields):
