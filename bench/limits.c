@@ -25,12 +25,19 @@ enum { READ, FLOATS, BYTES };
 #define MAX_THREADS 256
 #define REPEATS 5         /* the best counts */
 #define SECONDS 0.15      /* of a repeat, about */
-#if defined(__AVX512F__)  /* bytes of a register */
+#if defined(__AVX512F__)  /* bytes of a register, and how assembly names its kind */
 #define VECTOR 64
-#elif defined(__AVX__)
+#define REGISTER "+v"
+#elif defined(__x86_64__)
+#if defined(__AVX__)
 #define VECTOR 32
 #else
 #define VECTOR 16
+#endif
+#define REGISTER "+x"
+#else
+#define VECTOR 16
+#define REGISTER "+w"
 #endif
 typedef uint32_t words __attribute__((vector_size(VECTOR)));
 typedef float floats __attribute__((vector_size(VECTOR)));
@@ -66,8 +73,10 @@ static void multiply_floats(const struct job *job) {
     memset(sums, 0, sizeof sums);
     a += 1.0001f, b += 0.9999f;
     for (long round = 0; round < job->rounds; round++) {
-        for (int i = 0; i < 12; i++) sums[i] += a * b; /* one instruction, with -ffp-contract=fast */
-        __asm__ volatile("" : "+m"(a), "+m"(b));
+        for (int i = 0; i < 12; i++) {
+            sums[i] += a * b; /* one instruction, with -ffp-contract=fast */
+            __asm__ volatile("" : REGISTER(a)); /* another value, as far as the compiler knows: no product is kept */
+        }
     }
     for (int i = 1; i < 12; i++) sums[0] += sums[i];
     sink += (uint32_t)sums[0][0];
