@@ -85,7 +85,7 @@ class _Asked:
 
     def verify_one(self) -> None:
         """That exactly one field says what to match, in the body's names."""
-        given = [self.name_of(kind) for kind in KINDS if self.values.get(kind) not in (None, False)]
+        given = [self.name_of(kind) for kind in KINDS if self.values.get(kind) is not None]
         if len(given) > 1:
             raise RequestError(given[1], f"contradicts {given[0]}", "leave one of them out")
         if not given and not self.values.get("continue_grammar"):
@@ -185,10 +185,14 @@ class StructuredFields(RequestModel):
             for name in type(asked).model_fields
             if name not in WITHOUT_EFFECT and (value := getattr(asked, name)) is not None
         }
+        if values.get("json_object") is False:  # of the others, false is a schema, or an option
+            del values["json_object"]
         return _Asked(field, values, {"json_schema": f"{field}.json"})
 
     def _of_guided(self) -> _Asked | None:
-        given = {name: value for name in GUIDED if (value := getattr(self, name)) not in (None, False)}
+        given = {name: value for name in GUIDED if (value := getattr(self, name)) is not None}
+        if given.get("guided_json_object") is False:
+            del given["guided_json_object"]
         if not given:
             return None
         names = {ours: name for name, ours in GUIDED.items()}

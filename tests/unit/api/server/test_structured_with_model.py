@@ -1,0 +1,152 @@
+"""Structured output of a server over a real engine with a tiny model of random weights: what it writes matches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jsonschema
+import pytest
+
+from ratoon.api.server.context import ServerContext
+from ratoon.api.server.settings import ServerSettings
+from tests.engines_async import thread_engine
+from tests.unit.api.server.harness import MODEL, TINY_SETTINGS, Client, write_tiny_model
+from tests.unit.engine.fakes_async import on_event_loop
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "dog"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["kind", "age", "tags"],
+    "additionalProperties": False,
+}
+COMPACT = {"json": SCHEMA, "disable_any_whitespace": True}
+GBNF = 'root ::= ("ab" | "c")+ "."'
+TAG = {
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@asynccontextmanager
+async def serving(folder):
+    async with thread_engine(str(folder), **TINY_SETTINGS) as llm:
+        yield Client(ServerContext(llm, ServerSettings()))
+
+
+def texts_of(body: dict[str, Any]) -> list[str]:
+    return [choice.get("text") or choice["message"]["content"] for choice in body["choices"]]
+
+
+@on_event_loop
+async def test_answers_match_what_was_asked(folder):
+    async with serving(folder) as client:
+        fields = {"prompt": "x", "max_tokens": 100, "n": 4, "seed": 1, "temperature": 2}
+        asked = [COMPACT, {"choice": ["yes", "no"]}, {"regex": "[a-c]{3}-[0-9]{2}"}, {"grammar": GBNF}]
+        answers = await asyncio.gather(*(client.complete(**fields, structured_outputs=what) for what in asked))
+        objects, choices, expressions, sentences = [answer.json() for answer in answers]
+        for body in (objects, choices, expressions):
+            assert {choice["finish_reason"] for choice in body["choices"]} == {"stop"}
+        for text in texts_of(objects):
+            jsonschema.validate(json.loads(text), SCHEMA)
+        assert set(texts_of(choices)) <= {"yes", "no"}
+        assert all(re.fullmatch("[a-c]{3}-[0-9]{2}", text) for text in texts_of(expressions))
+        assert all(re.fullmatch(r"(ab|c)*a?\.?", text) for text in texts_of(sentences))
+        assert len({*texts_of(objects), *texts_of(expressions)}) > 2  # choices differ
+
+
+@on_event_loop
+async def test_a_stream_has_the_same_text(folder):
+    async with serving(folder) as client:
+        fields = {"max_tokens": 100, "seed": 3, "structured_outputs": COMPACT}
+        whole = (await client.chat("x", **fields)).json()
+        events = (await client.chat("x", stream=True, **fields)).events()
+        pieces = [event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]]
+        assert "".join(pieces) == texts_of(whole)[0]
+        jsonschema.validate(json.loads("".join(pieces)), SCHEMA)
+
+
+@on_event_loop
+async def test_max_tokens_inside_the_grammar_is_told(folder):
+    async with serving(folder) as client:
+        body = (await client.complete(prompt="x", max_tokens=5, structured_outputs=COMPACT)).json()
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert texts_of(body)[0].startswith("{")
+
+
+@on_event_loop
+async def test_beams_stay_in_the_grammar(folder):
+    async with serving(folder) as client:
+        search = {"use_beam_search": True, "beam_width": 3, "n": 3, "max_tokens": 100}
+        body = (await client.complete(prompt="x", **search, structured_outputs=COMPACT)).json()
+        found = [choice for choice in body["choices"] if choice["finish_reason"] == "stop"]
+        assert found
+        for choice in found:
+            jsonschema.validate(json.loads(choice["text"]), SCHEMA)
+
+
+@on_event_loop
+async def test_other_requests_are_not_constrained(folder):
+    async with serving(folder) as client:
+        alone = (await client.complete(prompt="x", max_tokens=20, temperature=0, ignore_eos=True)).json()
+        free, bound = await asyncio.gather(
+            client.complete(prompt="x", max_tokens=20, temperature=0, ignore_eos=True),
+            client.complete(prompt="x", max_tokens=20, structured_outputs={"choice": ["yes", "no"]}),
+        )
+        assert texts_of(free.json()) == texts_of(alone)
+        assert texts_of(bound.json())[0] in ("yes", "no")
+
+
+BAD = {"type": "object", "properties": {"a": {"not": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": BAD, "strict": True}}},
+            "response_format.json_schema.schema",
+            "'not' at #/properties/a is not supported",
+        ),
+        ({"guided_json": BAD}, "guided_json", "'not' at #/properties/a"),
+        ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs.json", "'type' at #"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs.json", "allows no value"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
+        ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
+        ({"structural_tag": {"structures": [], "triggers": []}}, "structural_tag", "has no structures"),
+        (
+            {"response_format": {"type": "structural_tag", **TAG, "triggers": ["<g>"]}},
+            "response_format",
+            "begins with no trigger",
+        ),
+        (
+            {"structured_outputs": {"json": {"enum": ["x" * 200_000]}}},
+            "structured_outputs.json",
+            "characters",
+        ),
+    ],
+)
+@on_event_loop
+async def test_what_can_not_be_compiled_is_a_400(folder, fields, param, text):
+    async with serving(folder) as client:
+        for answer in (
+            await client.chat("x", **fields),
+            await client.complete(prompt="x", **fields),
+            await client.complete(prompt="x", stream=True, **fields),
+        ):
+            assert (answer.status, answer.error["param"]) == (400, param), answer.body
+            assert text in answer.error["message"]
+            assert "\n" not in answer.error["message"]
