@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
 
 from ratoon.api.server.app import create_app
 from ratoon.api.server.settings import ServerSettings
+from ratoon.core.params import SamplingParams
 from tests.engines_async import make_thread_engine
 from tests.unit.api.server.harness import MODEL, TINY_SETTINGS, write_tiny_model
 
@@ -26,14 +27,12 @@ pytestmark = pytest.mark.slow
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 NUM_EXAMPLES = 50  # for each operation, of requests that keep to the document and of those that do not
-REQUIRED = ("model", "prompt", "messages", "input", "tokens", "file")
+REQUIRED = ("model", "max_tokens", "prompt", "messages", "input", "tokens", "file")
 NUM_OPTIONAL = 3
 ADMIN_KEY = "admin"
 WITH_INPUT = [
-    *(
-        ("post", f"/v1/{name}")
-        for name in ("completions", "chat/completions", "responses", "embeddings", "hidden_states")
-    ),
+    *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings", "hidden_states")),
+    *(("post", f"/v1/{name}") for name in ("responses", "messages", "messages/count_tokens")),
     *(("post", f"/v1/audio/{name}") for name in ("transcriptions", "translations")),
     *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep"), ("get", "/v1/requests")),
     *(("get", "/v1/responses/{response_id}"), ("get", "/v1/responses/{response_id}/input_items")),
@@ -61,6 +60,13 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     # Short, so that a request for as much as possible is answered soon.
     llm = make_thread_engine(str(folder), **{**TINY_SETTINGS, "max_model_len": 64})
     on_loop(llm.start())
+
+    async def answer_once() -> None:
+        """The first request takes long on a slow machine, and schemathesis waits ten seconds."""
+        async for _ in llm.generate("x", SamplingParams(max_tokens=1)):
+            pass
+
+    on_loop(answer_once())
     inner = create_app(llm, ServerSettings(admin=True, admin_keys=(ADMIN_KEY,), max_request_tokens=256, max_batch=4))
 
     async def app(scope, receive, send):

@@ -47,6 +47,7 @@ from ratoon.api.server.routes import (
     completions,
     embeddings,
     hidden_states,
+    messages,
     pages,
     requests,
     responses,
@@ -66,6 +67,7 @@ ROUTERS = (
     chat.router,
     completions.router,
     responses.router,
+    messages.router,
     requests.router,
     embeddings.router,
     audio.router,
@@ -76,9 +78,11 @@ ROUTERS = (
     pages.router,
 )
 EXPOSED_HEADERS = ("X-Request-Id", NOTE_HEADER, "Retry-After")
-# Headers that web pages may send beside those that need no preflight: ours, and those of OpenAI's JavaScript client.
+# Headers that web pages may send beside those that need no preflight: ours, and those of OpenAI's
+# and Anthropic's JavaScript clients.
 ALLOWED_HEADERS = (
     "Authorization", "Content-Type", "X-Request-Id", "Traceparent", "Tracestate",
+    "X-Api-Key", "Anthropic-Version", "Anthropic-Beta",
     "OpenAI-Organization", "OpenAI-Project", "OpenAI-Beta", "Idempotency-Key",
     *(f"X-Stainless-{name}" for name in (
         "Arch", "Lang", "OS", "Package-Version", "Retry-Count", "Runtime", "Runtime-Version", "Timeout",

@@ -217,10 +217,11 @@ def is_admin_path(path: str) -> bool:
 
 
 def _sent_key(scope: Scope) -> bytes | None:
+    """From the header of OpenAI's clients, or that of Anthropic's."""
     value = header(scope, b"authorization")
-    if value is None or value[: len(SCHEME)].lower() != SCHEME:
-        return None
-    return value[len(SCHEME) :].strip()
+    if value is None:
+        return header(scope, b"x-api-key")
+    return value[len(SCHEME) :].strip() if value[: len(SCHEME)].lower() == SCHEME else None
 
 
 def _unauthorized(missing: bool, kind: str) -> ApiError:

@@ -95,10 +95,14 @@ WITH_BODY = (400, 408, 413, 415)
 
 
 def answers(
-    model: type[BaseModel], *errors: int, stream_of: type[BaseModel] | None = None, files: Sequence[str] = ()
+    model: type[BaseModel],
+    *errors: int,
+    stream_of: type[BaseModel] | None = None,
+    files: Sequence[str] = (),
+    error: type[BaseModel] = ErrorAnswer,
 ) -> Answers:
     """The successful answer, and the possible errors (beside those of every route). `files` are further media types of
-    the answer."""
+    the answer, `error` is the form of errors."""
     documented: Answers = {200: {"model": model, "description": "The answer"}}
     others = {name: {"schema": {"type": "string", "format": "binary"}} for name in files}
     if stream_of is not None:
@@ -106,7 +110,7 @@ def answers(
     if others:
         documented[200]["content"] = others
     for status in sorted({*ALWAYS, *errors}):
-        documented[status] = {"model": ErrorAnswer, "description": DESCRIPTIONS[status]}
+        documented[status] = {"model": error, "description": DESCRIPTIONS[status]}
     return documented
 
 

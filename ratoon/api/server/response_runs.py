@@ -63,7 +63,7 @@ def response_not_found(response_id: str, param: str) -> ApiError:
 
 
 def named_as_in_body(error: RequestError) -> RequestError:
-    field = FIELDS.get(error.field, error.field)
+    field = FIELDS.get(error.field, error.field).replace("].function.", "].")  # functions are not nested here
     if field.partition(".")[0] == "structured_output":
         field = "text.format.schema"
     return type(error)(field, error.problem, error.expected)

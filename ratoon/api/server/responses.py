@@ -55,8 +55,33 @@ class SlicedResponse(Response):
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:
-    headers = {**error.headers, **exchange_of(scope).headers()}
-    return Response(error.encode(), error.status, headers, JSON)
+    """In the form of the protocol that the path belongs to."""
+    exchange = exchange_of(scope)
+    headers = {**error.headers, **exchange.headers()}
+    content = error.encode()
+    if scope["path"].startswith(MESSAGES_PATH):
+        content = msgspec.json.encode(messages_error(error, exchange.request_id))
+    return Response(content, error.status, headers, JSON)
+
+
+MESSAGES_PATH = "/v1/messages"  # Anthropic's protocol
+MESSAGES_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """As Anthropic's clients expect it."""
+    detail = {"type": MESSAGES_ERRORS.get(error.status, "invalid_request_error"), "message": error.message}
+    return {"type": "error", "error": detail, "request_id": request_id}
 
 
 async def send_error(scope: Scope, send: Send, error: ApiError) -> None:

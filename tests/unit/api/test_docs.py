@@ -18,6 +18,7 @@ from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
 from ratoon.api.server.protocol.hidden_states import HiddenStatesRequest
+from ratoon.api.server.protocol.messages import MessagesRequest, MessageToolChoice, OutputConfig, Thinking
 from ratoon.api.server.protocol.responses import ReasoningConfig, ResponsesRequest, TextConfig
 from ratoon.api.server.protocol.sampling import StreamOptions
 from ratoon.api.server.routes.embeddings import EmbeddingRequest
@@ -87,12 +88,12 @@ async def test_every_endpoint_is_documented_and_every_documented_one_exists():
     [
         *(CompletionRequest, ChatCompletionRequest, StreamOptions, EmbeddingRequest, HiddenStatesRequest),
         *(TokenizeRequest, DetokenizeRequest),
-        *(ResponsesRequest, TextConfig, ReasoningConfig),
+        *(ResponsesRequest, TextConfig, ReasoningConfig, MessagesRequest, MessageToolChoice, Thinking, OutputConfig),
     ],
 )
 def test_every_field_of_a_request_is_documented(model: type[RequestModel]):
-    pages = ("responses.md",) if model.__module__.endswith(".responses") else ("serving.md",)
-    text = "".join((DOCS / page).read_text() for page in pages)
+    page = f"{model.__module__.rpartition('.')[2]}.md"
+    text = (DOCS / (page if page in ("responses.md", "messages.md") else "serving.md")).read_text()
     mentioned = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`|\{[^}]+\}", text))))
     unsupported = {name.removesuffix("*") for name in model.UNSUPPORTED}
     assert {*model.model_fields, *unsupported} - mentioned <= NO_EFFECT

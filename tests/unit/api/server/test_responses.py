@@ -536,3 +536,66 @@ async def test_an_engine_that_dies_fails_a_stream_with_an_event():
         client.engine.die()
         events = read_events((await opened.answer()).body)
         assert events[-1]["type"] == "response.failed" and events[-1]["response"]["status"] == "failed"
+
+
+# ---- tools and reasoning ----
+
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+HERMES = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}"
+    "{% if tools %}[{{ tools | length }}]{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@on_event_loop
+async def test_calls_are_items_and_their_results_continue_the_conversation():
+    async with scripted(say(f"Wait.{CALL}{CALL}"), template=HERMES) as client:
+        first = await create(client, "1+0?", tools=[TOOL])
+        assert first["tools"][0]["name"] == "add" and first["tool_choice"] == "auto"
+        assert [item["type"] for item in first["output"]] == ["message", "function_call", "function_call"]
+        assert text_of(first) == "Wait." and json.loads(first["output"][1]["arguments"]) == {"a": 1}
+        results = [
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "1"} for item in first["output"][1:]
+        ]
+        await create(client, results, previous_response_id=first["id"], tools=[TOOL])
+        prompt = client.engine.core.added[-1].prompt_token_ids
+        assert bytes(token for token in prompt if token < 256).decode().count("<tool>1") == 2
+        answer = await client.post(PATH, {"model": MODEL, "input": "x", "stream": True, "tools": [TOOL]})
+        events = read_events(answer.body)
+        kinds = [event["type"].removeprefix("response.") for event in events]
+        begin = kinds.index("output_item.added", 3)
+        assert kinds[begin - 1] == "output_item.done" and kinds[begin + 1] == "function_call_arguments.delta"
+        done = kinds.index("function_call_arguments.done")
+        assert json.loads(events[done]["arguments"]) == {"a": 1} and kinds[done + 1] == "output_item.done"
+        assert [event["output_index"] for event in events if event["type"] == "response.output_item.added"] == [0, 1, 2]
+        single = await create(client, "x", tools=[TOOL], parallel_tool_calls=False)
+        assert [item["type"] for item in single["output"]] == ["message", "function_call"]
+
+
+@on_event_loop
+async def test_a_call_that_is_cut_off_is_incomplete_and_left_out_of_the_next_turn():
+    async with scripted(say(CALL), template=HERMES) as client:
+        first = await create(client, "1+0?", tools=[TOOL], max_output_tokens=45)
+        assert first["status"] == "incomplete" and first["output"][-1]["status"] == "incomplete"
+        assert first["output"][-1]["type"] == "function_call"
+        await create(client, "Again", previous_response_id=first["id"], tools=[TOOL])
+        prompt = client.engine.core.added[-1].prompt_token_ids
+        assert b"tool_call" not in bytes(token for token in prompt if token < 256)
+
+
+@on_event_loop
+async def test_reasoning_is_an_item_and_its_tokens_are_counted():
+    template = ENDS_TURNS + "{# </think> #}<think>"
+    async with scripted(say("let me see</think>Yes"), template=template) as client:
+        found = await create(client, reasoning={"effort": "low"})
+        assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
+        assert found["output"][0]["content"][0]["text"] == "let me see" and text_of(found) == "Yes"
+        assert found["reasoning"]["effort"] == "low"
+        reasoning_tokens = found["usage"]["output_tokens_details"]["reasoning_tokens"]
+        assert len("let me see") <= reasoning_tokens <= len("let me see</think>")
+        answer = await client.post(PATH, {"model": MODEL, "input": "x", "stream": True})
+        kinds = [event["type"] for event in read_events(answer.body)]
+        assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")

@@ -1,0 +1,288 @@
+"""/v1/messages: Anthropic's Messages API, and the count of a conversation's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ratoon.api.answer_parts.plan import AnswerPlan
+from ratoon.api.answer_parts.reasoning_formats import SWITCHES, effort_variables
+from ratoon.api.answer_parts.tool_use import tool_use
+from ratoon.api.server.context import ServerContext, context_of
+from ratoon.api.server.errors import context_length_exceeded, refused, shutting_down
+from ratoon.api.server.exchange import BodyWriter, Exchange, exchange_of
+from ratoon.api.server.generated_answers import UsageCounter
+from ratoon.api.server.generation import Batch, check_token_limit, names_of, stream
+from ratoon.api.server.message_blocks import BlockBuilder, chat_messages
+from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
+from ratoon.api.server.prompts import EncodedPrompt, count_text, encode_text, off_loop, render_messages
+from ratoon.api.server.protocol.messages import (
+    CountedMessages,
+    MessageAnswer,
+    MessageEvent,
+    MessagesErrorAnswer,
+    MessagesRequest,
+    TokensCount,
+)
+from ratoon.api.server.request_bodies import read_body
+from ratoon.api.server.response_events import typed_event
+from ratoon.api.server.response_items import new_id
+from ratoon.api.server.responses import EventStream, json_response, messages_error
+from ratoon.core.errors import RequestError
+from ratoon.core.outputs import CompletionOutput, RequestOutput
+from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.engine.default_params import with_given
+from ratoon.models.chat_template import RenderedChat
+
+router = APIRouter(tags=["Anthropic"])
+PARAM = "messages"
+EXAMPLE = {
+    "model": MODEL,
+    "max_tokens": 32,
+    "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+}
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "seed")
+
+
+@router.post(
+    "/v1/messages",
+    summary="Answer a conversation, by Anthropic's protocol",
+    responses=answers(MessageAnswer, *WITH_BODY, 404, 429, stream_of=MessageEvent, error=MessagesErrorAnswer),
+    openapi_extra=body(MessagesRequest, EXAMPLE),
+)
+async def create_message(request: Request) -> Response:
+    context, exchange = context_of(request), exchange_of(request.scope)
+    asked = await read_body(request, MessagesRequest)
+    try:
+        run = await make_run(context, asked, exchange)
+        exchange.notes = run.notes
+        return await (_answer_stream if asked.stream else _answer_whole)(request, run)
+    except RequestError as error:
+        raise _named_as_in_body(error) from None
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Count the tokens of a conversation",
+    responses=answers(TokensCount, *WITH_BODY, 404, error=MessagesErrorAnswer),
+    openapi_extra=body(CountedMessages, {name: EXAMPLE[name] for name in ("model", "messages")}),
+)
+async def count_tokens(request: Request) -> Response:
+    context, size = context_of(request), len(exchange_of(request.scope).body)
+    asked = await read_body(request, CountedMessages)
+    context.check_model(asked.model)
+    try:
+        rendered = await render(context, asked, make_plan(context, asked), size)
+    except RequestError as error:
+        raise _named_as_in_body(error) from None
+    return json_response(request, {"input_tokens": len(await count_text(context, PARAM, rendered.text, False))})
+
+
+def _named_as_in_body(error: RequestError) -> RequestError:
+    field = {"stop": "stop_sequences", "tool_choice.function.name": "tool_choice.name"}.get(error.field, error.field)
+    field = field.replace("].function.parameters", "].input_schema")
+    if field.partition(".")[0] == "structured_output":
+        field = "output_config.format.schema"
+    return type(error)(field, error.problem, error.expected)
+
+
+# ---- the prompt ----
+
+
+def make_plan(context: ServerContext, asked: CountedMessages) -> AnswerPlan:
+    choice = asked.tool_choice
+    tools = [tool.as_chat_tool() for tool in asked.tools or ()]
+    is_parallel = choice is None or not choice.disable_parallel_tool_use
+    use = tool_use(tools, None if choice is None else choice.as_chat_choice(), is_parallel)
+    return context.answer_plan(use, continued=_begun_answer(asked))
+
+
+def _begun_answer(asked: CountedMessages) -> str | None:
+    """The text of the last message, if that is the beginning of the answer."""
+    last = asked.messages[-1]
+    if last.role != "assistant":
+        return None
+    (message,) = chat_messages(None, [last])
+    if "tool_calls" in message:
+        raise refused(PARAM, "end with a call of a tool", "its result as the last message")
+    return str(message["content"])
+
+
+async def render(context: ServerContext, asked: CountedMessages, plan: AnswerPlan, size: int) -> RenderedChat:
+    messages = chat_messages(asked.system, asked.messages)
+    effort = None if asked.output_config is None else asked.output_config.effort
+    switches: dict[str, Any] = {}
+    if asked.thinking is not None:
+        switches = dict.fromkeys(SWITCHES, asked.thinking.type != "disabled")
+    return await render_messages(
+        context,
+        lambda: messages,
+        size=size,
+        param=PARAM,
+        tools=plan.tools.tools,
+        continue_final_message=plan.continued is not None,
+        variables={**effort_variables(effort), **switches, **(asked.chat_template_kwargs or {})},
+    )
+
+
+async def make_run(context: ServerContext, asked: MessagesRequest, exchange: Exchange) -> MessageRun:
+    """ApiError or RequestError if the request is invalid."""
+    context.check_model(asked.model)
+    context.llm.verify_generates()
+    plan = make_plan(context, asked)
+    params = make_params(context, asked)
+    rendered = await render(context, asked, plan, len(exchange.body))
+    length = context.max_model_len
+    token_ids = await encode_text(
+        context, rendered.text, False, length - 1, lambda count: context_length_exceeded(PARAM, count, length)
+    )
+    check_token_limit(context, 1, params, len(token_ids))
+    params = await off_loop(len(exchange.body), partial(plan.params, params, rendered.text))
+    batch = Batch(
+        id=new_id("msg"),
+        prompts=[EncodedPrompt(rendered.text, token_ids)],
+        params=params,
+        options={
+            "priority": asked.priority or 0,
+            "retain_kv": asked.retain_kv,
+            "owner": exchange.tenant,
+            "trace_headers": exchange.trace_headers,
+        },
+        cache_salt=asked.cache_salt,
+        param=PARAM,
+        owner=exchange.tenant,
+        names=names_of(None, exchange),
+    )
+    return MessageRun(context, asked, batch, plan, rendered.notes)
+
+
+def make_params(context: ServerContext, asked: MessagesRequest) -> SamplingParams:
+    given = {name: value for name in SAMPLING_NAMES if (value := getattr(asked, name)) is not None}
+    given |= {
+        "max_tokens": asked.max_tokens,
+        "stop": asked.stop_sequences or [],
+        "structured_output": asked.structured_output(),
+        "output_kind": RequestOutputKind.DELTA,
+    }
+    params = with_given(context.llm.get_default_sampling_params(), given)
+    params.verify()
+    return params
+
+
+# ---- the answer ----
+
+
+class MessageRun:
+    """Generates an answer: outputs of the engine go through `take`, which returns their events."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        asked: MessagesRequest,
+        batch: Batch,
+        plan: AnswerPlan,
+        notes: tuple[str, ...],
+    ) -> None:
+        self.batch = batch
+        self.notes = notes
+        self.has_begun = False
+        self._context = context
+        self._asked = asked
+        self._parser = plan.parser(batch.prompts[0].text)
+        self._builder = BlockBuilder()
+        self._counter = UsageCounter(batch.prompts)
+        self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    async def generate(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(stream(self._context, self.batch)) as outputs:
+            async for _, output in outputs:
+                if events := self.take(output):
+                    yield events
+
+    def take(self, output: RequestOutput) -> bytes:
+        events = []
+        self._counter.add(0, output)
+        if not self.has_begun:
+            self.has_begun = True
+            events.append(typed_event("message_start", {"message": self.answer(num_output_tokens=0)}))
+        (choice,) = output.outputs
+        events += self._builder.push(self._parser.push(choice.text))
+        if choice.finish_reason is not None:
+            events += self._builder.push(self._parser.finish())
+            events += self._builder.finish()
+            self._stop = self._stopped(choice)
+            events.append(typed_event("message_delta", {"delta": self._stop, "usage": self._usage()}))
+            events.append(typed_event("message_stop", {}))
+        return b"".join(events)
+
+    def _stopped(self, choice: CompletionOutput) -> dict[str, Any]:
+        if choice.finish_reason == "abort":
+            raise shutting_down()  # nothing else aborts a request whose client still waits
+        reason, sequence = "end_turn", None
+        if choice.finish_reason == "length":
+            is_full = self._counter.num_completion_tokens < self._asked.max_tokens
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif isinstance(choice.stop_reason, str):
+            reason, sequence = "stop_sequence", choice.stop_reason
+        elif self._builder.has_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def answer(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        usage = self._usage()
+        if num_output_tokens is not None:
+            usage["output_tokens"] = num_output_tokens
+        return {
+            "id": self.batch.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._asked.model,
+            "content": self._builder.content,
+            **self._stop,
+            "usage": usage,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        usage = self._counter.usage()
+        num_cached = usage.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - num_cached,
+            "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+async def _answer_whole(request: Request, run: MessageRun) -> Response:
+    async with aclosing(run.generate()) as events:
+        async for _ in events:
+            pass
+    return json_response(request, run.answer())
+
+
+async def _answer_stream(request: Request, run: MessageRun) -> Response:
+    """Waits for the first token: errors until then get an HTTP status instead of an event."""
+    exchange = exchange_of(request.scope)
+    if exchange.writer is not None:
+        run.batch.take = partial(_write, exchange.writer, run)
+    events = run.generate()
+    first = await anext(events, b"")
+    error_event = partial(messages_error, request_id=exchange.request_id)
+    return EventStream(
+        first, events, exchange.headers(), end=b"", error_event=lambda error: typed_event("error", error_event(error))
+    )
+
+
+def _write(writer: BodyWriter, run: MessageRun, output: RequestOutput) -> bool:
+    """As in generated_answers.py: without waking the stream's task. False: its task must do it."""
+    if not run.has_begun or not writer.is_ready:
+        return False
+    if body := run.take(output):
+        writer.write(body)
+    return True
