@@ -10,9 +10,10 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 import requests
 
@@ -516,3 +517,38 @@ def test_two_engines_behind_one_server(folder: Path) -> None:
             assert client.completions.create(**fields, extra_body={"data_parallel_rank": rank}).choices
         health = requests.get(f"{server.url}/health", timeout=10).json()
         assert [engine["state"] for engine in health["engines"]] == ["ok", "ok"]
+
+
+class Pet(pydantic.BaseModel):
+    """Bounded, so that a model of random weights comes to its end."""
+
+    kind: Literal["cat", "dog"]
+    age: int = pydantic.Field(ge=0, le=30)
+    friends: list[bool] = pydantic.Field(max_length=2)
+    owner: Literal["me", "you"] | None
+
+
+def test_answers_are_parsed_into_pydantic_models(client: openai.OpenAI) -> None:
+    # A random model likes whitespace as much as anything else: it is made unlikely.
+    fields: dict[str, Any] = {"max_tokens": 200, "logit_bias": {str(byte): -100 for byte in b" \t\r\n"}}
+    for seed in range(3):
+        answer = client.chat.completions.parse(
+            model=MODEL, messages=HELLO, response_format=Pet, seed=seed, temperature=1.5, **fields
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        assert isinstance(answer.choices[0].message.parsed, Pet)
+    with client.chat.completions.stream(model=MODEL, messages=HELLO, response_format=Pet, seed=1, **fields) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Pet)
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Pet, max_tokens=3)
+
+
+def test_vllms_fields_go_in_the_extra_body(client: openai.OpenAI) -> None:
+    for extra in ({"structured_outputs": {"choice": ["yes", "no"]}}, {"guided_choice": ["yes", "no"]}):
+        answer = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra)
+        assert answer.choices[0].message.content in ("yes", "no")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"guided_json": {"not": {}}})
+    assert refused.value.param == "guided_json"
+    assert "'not' at # is not supported" in refused.value.message
