@@ -60,6 +60,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     candidates: dict[str, BeamCandidates] = {}  # for `beam_steps` that want them
     hidden_states: dict[str, WireTensor] = {}  # [layers, rows, hidden], for `captures`
     errors: dict[str, str] = {}  # branches that failed in this step, and why (such as NaN logits)
+    completed: list[str] = []  # branches without a token: their grammar is complete, and no end token is possible
 
 
 @dataclass(slots=True)

@@ -109,6 +109,9 @@ class InputProcessor:
     ) -> EngineCoreRequest:
         envelope = self._envelope(request_id, arrival_time, priority, cache_salt, owner, retain_kv)
         self.verify_params(params)
+        if params.structured_output is not None and params.structured_output.continue_grammar:
+            problem = "this request continues no other" if in_place_of is None else "the parent is forgotten"
+            raise RequestError("structured_output.continue_grammar", problem, "a schema or grammar of its own")
         token_ids, encoder_input, num_forced = self._prompts.process(prompt, num_places=1)  # for the first new token
         return EngineCoreRequest(
             prompt_token_ids=token_ids,
@@ -136,6 +139,9 @@ class InputProcessor:
         envelope = self._envelope(request_id, arrival_time, priority, parent.cache_salt, parent.owner, retain_kv)
         self.verify_params(params)
         inherited, suffix_ids = parent.tokens(choice, at), self._prompts.process_suffix(suffix)
+        if params.structured_output is not None and params.structured_output.continue_grammar:
+            params = params.clone()
+            params.structured_output = parent.structured_output_at(len(inherited))
         num_prompt_tokens, longest = len(inherited) + len(suffix_ids), self._max_model_len - 1
         if num_prompt_tokens > longest:
             raise RequestError(

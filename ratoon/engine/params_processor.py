@@ -126,6 +126,9 @@ class ParamsProcessor:
     def _verify_beams(self, params: BeamSearchParams) -> None:
         stop_tokens = self._stop_token_ids(params)
         num_stop_tokens = len(stop_tokens)
+        if params.structured_output is not None and not stop_tokens:
+            problem = "a beam search with structured output needs a token that ends a text"
+            raise RequestError("ignore_eos", problem, "false, or stop_token_ids")
         if num_stop_tokens > MAX_BEAM_STOP_TOKENS:
             raise RequestError(
                 "stop_token_ids",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import (
@@ -36,6 +38,7 @@ from ratoon.core.request import (
     InheritedFrom,
     branch_id_of,
 )
+from ratoon.core.structured import StructuredOutput
 from ratoon.engine.answers import Answer, HiddenStatesAnswer, Output, VectorAnswer
 from ratoon.engine.choice_state import ChoiceState, make_choices
 from ratoon.engine.faults import refusal_of
@@ -309,7 +312,15 @@ class RequestState:
             engine=self.engine,
             leased=self.leased,
             searching=self.beam_search and not self.finished,
+            structured_output=self._structured_output(),
         )
+
+    def _structured_output(self) -> StructuredOutput | None:
+        """With the place where it begins, for continuations."""
+        asked = None if self.params is None else self.params.structured_output
+        if asked is None or asked.first_token is not None:
+            return asked
+        return msgspec.structs.replace(asked, first_token=len(self.prompt_token_ids))
 
 
 def make_request_state(

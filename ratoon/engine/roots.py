@@ -15,6 +15,7 @@ from ratoon.core.config import MAX_ROOTS
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.request import branch_id_of
+from ratoon.core.structured import StructuredOutput
 
 MAX_FEATURE_BYTES = 256 * 2**20  # of the audio features of all roots together; tokens are few beside them
 
@@ -33,6 +34,7 @@ class Root:
     searching: bool = False  # a beam search that still runs: its choices are not known yet
     ended_at: float = field(default_factory=time.time)  # wall-clock time
     encoder_input: EncoderInput | None = None  # what its encoder read; the prompt is then the decoder's
+    structured_output: StructuredOutput | None = None  # what its text had to match; `first_token` is where that begins
 
     @property
     def feature_bytes(self) -> int:
@@ -58,6 +60,16 @@ class Root:
         if isinstance(at, bool) or not isinstance(at, int) or not 1 <= at <= len(token_ids):
             raise RequestError("at", f"{at!r} is not a position in the parent", f"1 to {len(token_ids)} tokens")
         return token_ids[:at]
+
+    def structured_output_at(self, num_tokens: int) -> StructuredOutput:
+        """For a continuation that goes on with the grammar after so many tokens of the sequence."""
+        asked, field = self.structured_output, "structured_output.continue_grammar"
+        if asked is None or asked.first_token is None:
+            raise RequestError(field, "the parent has no structured output", "a schema or grammar of its own")
+        if num_tokens < asked.first_token:
+            problem = f"the parent's structured output begins after {asked.first_token} tokens"
+            raise RequestError(field, problem, "a later place in the parent (`at`)")
+        return asked
 
     def verify_choice(self, choice: int) -> None:
         if isinstance(choice, bool) or not isinstance(choice, int) or not 0 <= choice < len(self.choices):

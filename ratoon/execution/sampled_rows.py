@@ -14,6 +14,8 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.cells import to_device
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.readers import Finish, StepLayout
+from ratoon.execution.rules.base import RowRules
+from ratoon.execution.rules.grammar import Grammar
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from ratoon.execution.device_inputs import DeviceRows
 
 NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidden)"
+NO_WAY = "the grammar allows no token: the text does not match it, or it exceeds a limit of the grammar library"
 
 
 class Tokens(Protocol):
@@ -69,10 +72,10 @@ class SampledRowsReader:
         own = rows[:num_branches]
         self._sampler.rows.append_on_device(own, sampled.token_ids)
         if self._resident is None:
-            append_known(sampled, ids, own, self._branches, self._sampler.rows, output)
+            append_known(sampled, ids, rows, num_branches, self._branches, self._sampler.rows, output)
             return None
         self._resident.append_tokens(own, sampled.token_ids[:num_branches])
-        return append_pending(sampled, ids, own, self._branches, self._sampler.rows, output)
+        return append_pending(sampled, ids, rows, num_branches, self._branches, self._sampler.rows, output)
 
     def _draws(self) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
         """The branches that get a token: ids, rows, seeds, and the sampled row that each draws from.
@@ -105,13 +108,15 @@ class SampledPass:
     sampling_rows: SamplingRows
 
     def read(self, output: ModelRunnerOutput) -> Finish | None:
-        return append_pending(self.tokens, self.ids, self.rows, self.branches, self.sampling_rows, output)
+        num_rows = len(self.rows)
+        return append_pending(self.tokens, self.ids, self.rows, num_rows, self.branches, self.sampling_rows, output)
 
 
 def append_pending(
     sampled: Tokens,
     ids: list[str],
-    own: np.ndarray,
+    rows: np.ndarray,
+    num_own: int,
     branches: InputBatch,
     sampling_rows: SamplingRows,
     output: ModelRunnerOutput,
@@ -119,9 +124,10 @@ def append_pending(
     """As `append_known`, for tokens that the device has written to its rows. The host waits for them only if the rules
     of a row read them; otherwise what `Finish` does is left."""
     sampled.start_copy()
+    own = rows[:num_own]
     if sampling_rows.need_tokens(own):
         sampled.wait()
-        append_known(sampled, ids, own, branches, sampling_rows, output)
+        append_known(sampled, ids, rows, num_own, branches, sampling_rows, output)
         return None
     branches.append_pending(own)
     sampling_rows.append_tokens(own, np.zeros(len(own), np.int64))
@@ -131,21 +137,37 @@ def append_pending(
 def append_known(
     sampled: Tokens,
     ids: list[str],
-    own: np.ndarray,
+    rows: np.ndarray,
+    num_own: int,
     branches: InputBatch,
     sampling_rows: SamplingRows,
     output: ModelRunnerOutput,
 ) -> None:
-    """Append the first tokens to the rows `own` of their branches; put all of them, which are those of `ids`, into the
-    output."""
-    tokens = sampled.to_numpy()[: len(own)]  # the only device synchronisation of a step
+    """Put the tokens of `ids`, which were sampled from `rows`, into the output. The first `num_own` rows are those of
+    their branches, and get their tokens; the others belong to the branches that these are forked from."""
+    own = rows[:num_own]
+    tokens = sampled.to_numpy()[:num_own]  # the only device synchronisation of a step
     bad = set(sampled.bad_rows)
+    put_tokens(sampled, ids, output)
     if bad:
-        good = np.array([index for index in range(len(own)) if index not in bad], np.int64)
+        for index in sorted(bad):
+            _explain(ids[index], sampling_rows.rules[rows[index]], output)
+        good = np.array([index for index in range(num_own) if index not in bad], np.int64)
         own, tokens = own[good], tokens[good]
     branches.append_tokens(own, tokens)
     sampling_rows.append_tokens(own, tokens)
-    put_tokens(sampled, ids, output)
+
+
+def _explain(req_id: str, rules: RowRules, output: ModelRunnerOutput) -> None:
+    """Why a branch with a grammar got no token: it is complete, or allows none."""
+    grammar = next((rule for rule in rules if isinstance(rule, Grammar)), None)
+    if grammar is None or (grammar.mask().any() and not grammar.is_complete):
+        return
+    if grammar.is_complete:
+        del output.errors[req_id]
+        output.completed.append(req_id)
+    else:
+        output.errors[req_id] = NO_WAY
 
 
 def put_tokens(sampled: Tokens, ids: list[str], output: ModelRunnerOutput) -> None:

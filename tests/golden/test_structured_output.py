@@ -7,10 +7,12 @@ import re
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
 from ratoon.core.errors import RequestError
-from ratoon.core.params import SamplingParams
+from ratoon.core.params import BeamSearchParams, SamplingParams
+from ratoon.core.request import ResumedChoice
 from ratoon.core.structured import StructuredOutput
 from tests.golden.engines import engine
 from tests.golden.grammar_engines import FAMILY, grammar_engine
@@ -135,3 +137,97 @@ def test_a_bad_schema_is_refused_before_it_is_queued() -> None:
 def test_without_a_tokenizer_it_is_refused() -> None:
     with engine(FAMILY) as llm, pytest.raises(RequestError, match="structured_output: needs a tokenizer"):
         llm.generate([[1, 2]], [params(1, regex="a")], progress=False)
+
+
+def test_a_text_that_can_t_go_on_ends_without_an_end_token() -> None:
+    each = [
+        SamplingParams(structured_output={"choice": ["abc", "12"]}, seed=1, n=3, max_tokens=20, **changes)  # type: ignore[arg-type]
+        for changes in ({"ignore_eos": True}, {"min_tokens": 10})
+    ]
+    with grammar_engine() as llm:
+        outputs = llm.generate([PROMPTS[0]] * 2, each, progress=False)
+    for output in outputs:
+        assert output.error is None
+        for answer in output.outputs:
+            assert answer.text in ("abc", "12") and answer.finish_reason == "stop"
+
+
+def test_beams_never_leave_the_grammar() -> None:
+    with grammar_engine(max_num_seqs=64) as llm:
+        for asked in ({"choice": ["red", "green", "blue"]}, {"regex": "[ab]{2,4}"}, KINDS[0], {"json_object": True}):
+            params = BeamSearchParams(beam_width=6, n=3, max_tokens=60, structured_output=asked)  # type: ignore[arg-type]
+            (output,) = llm.generate([PROMPTS[0]], [params], progress=False)
+            assert output.error is None and len({answer.text for answer in output.outputs}) == 3
+            for answer in output.outputs:
+                assert answer.finish_reason == "length" or matches(asked, answer.text), answer.text
+        with pytest.raises(RequestError, match="needs a token that ends a text"):
+            llm.generate([PROMPTS[0]], [BeamSearchParams(beam_width=2, structured_output=asked, ignore_eos=True)])  # type: ignore[arg-type]
+
+
+def test_a_continuation_goes_on_with_the_parent_s_grammar() -> None:
+    asked = {"regex": "[a-z]{40}"}
+    goes_on = SamplingParams(structured_output={"continue_grammar": True}, seed=7, max_tokens=60)  # type: ignore[arg-type]
+    with grammar_engine() as llm:
+        (parent,) = llm.generate([PROMPTS[0]], [params(1, max_tokens=10, **asked)], progress=False)
+        assert parent.outputs[0].finish_reason == "length"
+        child = llm.generate_continuation(parent, "", goes_on)
+        whole = parent.outputs[0].text + child.outputs[0].text
+        assert re.fullmatch("[a-z]{40}", whole) and child.outputs[0].finish_reason == "stop"
+        # A suffix is a part of the text, and so is what a continuation of a continuation has
+        begun = llm.generate_continuation(parent, "abc", params_of(goes_on, max_tokens=2))
+        ended = llm.generate_continuation(begun, "", goes_on)
+        texts = parent.outputs[0].text, "abc", begun.outputs[0].text, ended.outputs[0].text
+        assert re.fullmatch("[a-z]{40}", "".join(texts))
+        complete = llm.generate_continuation(child, "", goes_on)
+        assert (complete.outputs[0].text, complete.outputs[0].finish_reason) == ("", "stop")
+        # A grammar of its own is over the new part
+        other = llm.generate_continuation(parent, " x", params(3, regex="[0-9]{3}"))
+        assert re.fullmatch("[0-9]{3}", other.outputs[0].text)
+        (free,) = llm.generate([PROMPTS[0]], [SamplingParams(max_tokens=2)], progress=False)
+        for name, refused in (("no structured output", free), ("begins after", parent)):
+            with pytest.raises(RequestError, match=name):
+                llm.generate_continuation(refused, "", goes_on, at=1)
+        with pytest.raises(RequestError, match="continues no other"):
+            llm.generate([PROMPTS[0]], [goes_on], progress=False)
+
+
+def params_of(some: SamplingParams, **changes: Any) -> SamplingParams:
+    changed = some.clone()
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def test_a_suffix_that_leaves_the_grammar_fails_alone() -> None:
+    goes_on = SamplingParams(structured_output={"continue_grammar": True}, max_tokens=60)  # type: ignore[arg-type]
+    with grammar_engine() as llm:
+        (parent,) = llm.generate([PROMPTS[0]], [params(1, max_tokens=3, regex="[a-z]{9}")], progress=False)
+        child = llm.generate_continuation(parent, "123", goes_on)
+        assert child.error is not None and "the grammar allows no token" in child.error
+
+
+def test_steps_in_flight_change_nothing() -> None:
+    each = [params(seed, **KINDS[seed % len(KINDS)]) for seed in range(10)]
+    answers = []
+    for depth in (1, 2):
+        with grammar_engine(max_steps_in_flight=depth) as llm:
+            outputs = llm.generate([PROMPTS[0]] * len(each), each, progress=False)
+            answers.append([(out.outputs[0].token_ids, out.outputs[0].finish_reason) for out in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_a_request_that_another_engine_began_goes_on_with_the_same_tokens() -> None:
+    """As after the death of an engine process, with what the client's ledger sends."""
+    asked = params(5, json_object=True)
+    with grammar_engine() as llm:
+        (whole,) = llm.generate([PROMPTS[0]], [asked], progress=False)
+        tokens = list(whole.outputs[0].token_ids)
+        for count in (1, 7, len(tokens) - 1):
+            request = llm.engine.prepare("again", PROMPTS[0], asked).request
+            request = msgspec.structs.replace(request, resumed=[ResumedChoice(tokens[:count])])
+            core = llm._client.core
+            core.add_request(request)
+            rest: list[int] = []
+            while core.has_work():
+                rest += [token for output in core.step().outputs for token in output.new_token_ids]
+            assert tokens[:count] + rest == tokens

@@ -33,9 +33,7 @@ def rules_of(
     if params.structured_output is not None:
         assert grammars is not None, "an engine without grammars"
         ends_of_text = {*(params.stop_token_ids or ()), *(params.all_stop_token_ids or ())}
-        rule = grammar_rule(params.structured_output, ends_of_text, prompt_token_ids, grammars)
-        if rule is not None:
-            rules.append(rule)
+        rules.append(grammar_rule(params.structured_output, ends_of_text, prompt_token_ids, grammars))
     if params.allowed_token_ids is not None:
         rules.append(AllowedIds(_sorted_ids(params.allowed_token_ids)))
     if params.no_repeat_ngram_size:

@@ -87,6 +87,12 @@ class Grammar(LogitsRule):
                 words |= self._ends.words
         return self._mask
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but an end may follow."""
+        words = self.mask()
+        return self._path.at(self._num_tokens).state.is_accepting and not (words & ~self._ends.words).any()
+
     @staticmethod
     def apply(logits: torch.Tensor, rows: np.ndarray, rules: Sequence[Any]) -> None:
         words = np.stack([rule.mask() for rule in rules])  # [N, W]
@@ -103,6 +109,20 @@ class NoWay(Grammar):
 
     def mask(self) -> np.ndarray:
         return np.zeros_like(self._ends.words)
+
+    @property
+    def is_complete(self) -> bool:
+        return False
+
+
+class AllSaid(NoWay):
+    """Behind an end that is in the prompt: the text of a continuation was complete before."""
+
+    __slots__ = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return True
 
 
 class FreeText(ForbiddingRule):
@@ -144,16 +164,16 @@ class FreeText(ForbiddingRule):
 
 def grammar_rule(
     asked: StructuredOutput, ends: Iterable[int], prompt_token_ids: Sequence[int], grammars: GrammarCompiler
-) -> LogitsRule | None:
+) -> Grammar | FreeText:
     """The rule of a text at the end of its prompt, of which the grammar may have consumed a part."""
     library = grammars.library
     tokens_of_end = Ends(ends, library.vocab_size)
     begin = grammars.get(asked).begin
-    rule: LogitsRule | None
+    rule: Grammar | FreeText
     if asked.begins_after is None:
         rule = Grammar(Path(begin()), tokens_of_end)
     else:
         rule = FreeText(asked.begins_after.encode(), begin, tokens_of_end, library.token_bytes)
     for token_id in () if asked.first_token is None else prompt_token_ids[asked.first_token :]:
-        rule = None if rule is None else rule.after(token_id)
+        rule = rule.after(token_id) or AllSaid(Path(begin()), tokens_of_end)
     return rule

@@ -187,8 +187,10 @@ class GenerationKind(RequestKind):
             if branch is not None and branch.choice == 0 and branch.first_step <= plan.step:
                 _task_of(branch).keep_prompt_logprobs(chunk)
         self._take_tokens(plan.step, output, outputs)
+        if output.completed:
+            self._end_completed(plan.step, output, outputs)
         num_expected = len(plan.sampled_req_ids) + sum(map(len, plan.fanout.values()))
-        if len(output.req_ids) < num_expected or not all(output.sampled_token_ids):
+        if len(output.req_ids) + len(output.completed) < num_expected or not all(output.sampled_token_ids):
             outputs += self._fail_unanswered(plan, output)
         return outputs
 
@@ -241,10 +243,31 @@ class GenerationKind(RequestKind):
         if finished:
             self._state.release(finished, ended_well=True)
 
+    def _end_completed(self, step: int, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
+        """Branches whose text can't go on: they end like those with a stop token, without one."""
+        finished: list[Branch] = []
+        for branch_id in output.completed:
+            branch = self._state.branches.get(branch_id)
+            if branch is None or branch.first_step > step:
+                continue
+            prompt_logprobs = _task_of(branch).take_prompt_logprobs() if branch.choice == 0 else None
+            outputs.append(
+                EngineCoreOutput(
+                    branch.request_id,
+                    [],
+                    branch.choice,
+                    FinishReason.STOP,
+                    prompt_logprobs=prompt_logprobs,
+                    num_cached_tokens=branch.num_cached_tokens,
+                )
+            )
+            finished.append(branch)
+        self._state.release(finished, ended_well=True)
+
     def _fail_unanswered(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         answered = {req_id for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids) if token_ids}
         expected = plan.sampled_req_ids + [child_id for children in plan.fanout.values() for child_id, _ in children]
-        missing = [req_id for req_id in expected if req_id not in answered]
+        missing = [req_id for req_id in expected if req_id not in answered and req_id not in output.completed]
         return self._state.fail_requests(missing, "the runner returned no token")
 
 
