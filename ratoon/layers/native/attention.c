@@ -1,11 +1,6 @@
-// Attention over the paged cache, with an online softmax: causal, where a row sees earlier keys and its own, or not,
+// Attention over the paged cache (kv_cache.h), with an online softmax: causal, where a row sees earlier keys and its own, or not,
 // where it sees all keys of its request. A bias by distance may be added to the scores.
-//
-// A block of the cache holds, for each KV head, the keys transposed and the values in panels:
-//     keys   [kv_heads][head_dim][block_size]              a run of 16 tokens is a ready-made tile of B for q · kᵀ
-//     values [kv_heads][head_dim / 16][block_size][16]     and so is a run of tokens here, for p · v
-// as floats, as halves, or as bytes with a scale for each token and head ([2][kv_heads][block_size], keys first). Halves and
-// bytes are widened, a tile at a time; the scales of keys multiply scores, those of values weights.
+// Halves and bytes are widened, a tile at a time; the scales of keys multiply scores, those of values weights.
 //
 // A unit of work is one KV head and a part of the batch: a few tokens of one request, or the one token of each of a few
 // requests whose block tables share a prefix (beams, choices, one prompt). It has the rows of all query heads that share
@@ -25,21 +20,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "dot.h"
 #include "kernels.h"
+#include "kv_cache.h"
 #include "threads.h"
-#include "tile.h"
 
 #define STRETCH 64
 #define GROUP 8  // stretches
 #define UNIT_ROWS 32
-#define MAX_HEAD_DIM 256
-#define SMALLEST_MAXIMUM 1e-30f  // of a head in bytes: 127 / maximum would overflow below it
 #define FETCH_ROWS 24   // with more, there is so much to compute that the processor's own fetching ahead is enough
 #define READING_ROWS 2  // reading a stretch takes about as long as computing it for so many rows
-
-enum { HALVES = FLOATS + 1, BYTES };  // what keys and values are kept as, if not as FLOATS (tile.h)
-static const int64_t size_of[] = {4, 2, 1};
 
 typedef struct {
     int32_t first_request, requests;
@@ -176,7 +165,7 @@ INLINE void fetch(const char *p, int64_t bytes) {
 }
 
 INLINE const char *keys_at(const attention_call *c, const int32_t *table, int64_t kv_head, int64_t key, int kind) {
-    return c->cache + table[key / c->block_size] * c->block_bytes + kv_head * c->head_dim * c->block_size * size_of[kind];
+    return c->cache + table[key / c->block_size] * c->block_bytes + kv_head * c->head_dim * c->block_size * size_of(kind);
 }
 
 typedef int8_t signed_bytes __attribute__((vector_size(W), aligned(1)));
@@ -209,9 +198,9 @@ INLINE int64_t position_of(const attention_call *c, int64_t request, int64_t tok
 
 // `kind` is a constant wherever this is inlined.
 INLINE void attend_stretch(const attention_call *c, scratch *s, const row_run *run, int64_t first_key, int kind) {
-    const int64_t group = c->heads / c->kv_heads, to_values = c->kv_heads * c->head_dim * c->block_size * size_of[kind];
+    const int64_t group = c->heads / c->kv_heads, to_values = c->kv_heads * c->head_dim * c->block_size * size_of(kind);
     const int64_t keys = run->keys - first_key < STRETCH ? run->keys - first_key : STRETCH;
-    const int64_t panel_bytes = c->block_size * size_of[kind];  // of one of the head_dim rows of keys, or columns of values
+    const int64_t panel_bytes = c->block_size * size_of(kind);  // of one of the head_dim rows of keys, or columns of values
     const char *values[STRETCH / TILE], *next_values[STRETCH / TILE];
     float *p = s->p + run->first_row * STRETCH;
     int64_t num_next = 0;
@@ -223,16 +212,16 @@ INLINE void attend_stretch(const attention_call *c, scratch *s, const row_run *r
         const char *block = keys_at(c, run->table, run->kv_head, first_key + i, kind);
         int64_t offset = (first_key + i) % c->block_size;
         const float *tile = (const float *)block + offset;
-        values[i / TILE] = block + to_values + offset * TILE * size_of[kind];
+        values[i / TILE] = block + to_values + offset * TILE * size_of(kind);
         int64_t ahead = first_key + STRETCH + i;
         if (run->rows <= FETCH_ROWS && ahead < run->keys) {
             const char *next = keys_at(c, run->table, run->kv_head, ahead, kind);
-            next_values[num_next++] = next + to_values + ahead % c->block_size * TILE * size_of[kind];
-            fetch(next + ahead % c->block_size * c->head_dim * size_of[kind], TILE * c->head_dim * size_of[kind]);
+            next_values[num_next++] = next + to_values + ahead % c->block_size * TILE * size_of(kind);
+            fetch(next + ahead % c->block_size * c->head_dim * size_of(kind), TILE * c->head_dim * size_of(kind));
         }
         if (kind != FLOATS) {
             for (int64_t k = 0; k < c->head_dim; k++)
-                widen_run(block + k * panel_bytes + offset * size_of[kind], s->widened + k * TILE, kind);
+                widen_run(block + k * panel_bytes + offset * size_of(kind), s->widened + k * TILE, kind);
             tile = s->widened;
         }
         if (kind == BYTES) read_scales(c, s, run, first_key, i);
@@ -248,12 +237,12 @@ INLINE void attend_stretch(const attention_call *c, scratch *s, const row_run *r
     if (kind == BYTES) scale_columns(p, run->rows, s->value_scales, skipped, keys);
     for (int64_t column = 0; column < c->head_dim; column += TILE) {
         const float *pieces[STRETCH / TILE];
-        for (int64_t i = 0; i < num_next; i++) fetch(next_values[i] + column * panel_bytes, TILE * TILE * size_of[kind]);
+        for (int64_t i = 0; i < num_next; i++) fetch(next_values[i] + column * panel_bytes, TILE * TILE * size_of(kind));
         for (int64_t i = skipped; i < keys; i += TILE) {
             const char *piece = values[i / TILE] + column * panel_bytes;
             float *room = s->widened + i * TILE;
             if (kind != FLOATS)
-                for (int64_t k = 0; k < TILE * TILE; k += TILE) widen_run(piece + k * size_of[kind], room + k, kind);
+                for (int64_t k = 0; k < TILE * TILE; k += TILE) widen_run(piece + k * size_of(kind), room + k, kind);
             pieces[i / TILE] = kind == FLOATS ? (const float *)piece : room;
         }
         product(run->rows, p + skipped, STRETCH, pieces + skipped / TILE, 0, TILE, TILE, keys - skipped,
@@ -408,83 +397,4 @@ int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64
     free(parts);
     free(starts);
     return 0;
-}
-
-typedef struct {
-    const float *k, *v;
-    char *cache, *scales;
-    const int64_t *slots;
-    int64_t kind, ldk, ldv, rows, rows_per_unit, block_bytes, scale_block_bytes, kv_heads, head_dim, block_size;
-} store_call;
-
-INLINE uint16_t half_of(float x) {
-    _Float16 half = (_Float16)x;
-    uint16_t bits;
-    memcpy(&bits, &half, sizeof bits);
-    return bits;
-}
-
-// The codes of one head of a token, and their scale: codes of -127…127 times it. A number that is infinite or none makes the
-// scale NaN, so that results show it.
-INLINE float round_to_bytes(const float *x, int64_t count, int8_t *codes) {
-    float largest = 0.0f, nothing = 0.0f;
-    for (int64_t i = 0; i < count; i++) {
-        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-        nothing += x[i] * 0.0f;
-    }
-    const float inverse = largest > SMALLEST_MAXIMUM ? 127.0f / largest : 0.0f;
-    for (int64_t i = 0; i < count; i++) codes[i] = (int8_t)lrintf(fminf(fmaxf(x[i] * inverse, -127.0f), 127.0f));
-    return largest / 127.0f + nothing;
-}
-
-// Keys of a head are head_dim rows of block_size, its values panels of 16 columns.
-INLINE void store_head(const store_call *c, const float *k, const float *v, char *keys, char *values, int64_t offset, int kind) {
-    for (int64_t i = 0; i < c->head_dim; i++) {
-        int64_t key_place = i * c->block_size + offset, value_place = (i / TILE * c->block_size + offset) * TILE + i % TILE;
-        if (kind == FLOATS) {
-            ((float *)keys)[key_place] = k[i];
-            ((float *)values)[value_place] = v[i];
-        } else {
-            ((uint16_t *)keys)[key_place] = half_of(k[i]);
-            ((uint16_t *)values)[value_place] = half_of(v[i]);
-        }
-    }
-}
-
-static void store_head_as_bytes(const store_call *c, const float *k, const float *v, char *keys, char *values, int64_t offset,
-                                float *scales) {
-    int8_t key_codes[MAX_HEAD_DIM], value_codes[MAX_HEAD_DIM];
-    scales[0] = round_to_bytes(k, c->head_dim, key_codes);
-    scales[c->kv_heads * c->block_size] = round_to_bytes(v, c->head_dim, value_codes);
-    for (int64_t i = 0; i < c->head_dim; i++) {
-        keys[i * c->block_size + offset] = (char)key_codes[i];
-        values[(i / TILE * c->block_size + offset) * TILE + i % TILE] = (char)value_codes[i];
-    }
-}
-
-static void store_unit(void *context, int64_t unit) {
-    const store_call *c = context;
-    const int64_t head_bytes = c->head_dim * c->block_size * size_of[c->kind];
-    int64_t last = (unit + 1) * c->rows_per_unit < c->rows ? (unit + 1) * c->rows_per_unit : c->rows;
-    for (int64_t row = unit * c->rows_per_unit; row < last; row++) {
-        int64_t block = c->slots[row] / c->block_size, offset = c->slots[row] % c->block_size;
-        for (int64_t h = 0; h < c->kv_heads; h++) {
-            char *keys = c->cache + block * c->block_bytes + h * head_bytes, *values = keys + c->kv_heads * head_bytes;
-            const float *k = c->k + row * c->ldk + h * c->head_dim, *v = c->v + row * c->ldv + h * c->head_dim;
-            if (c->kind == FLOATS) store_head(c, k, v, keys, values, offset, FLOATS);
-            else if (c->kind == HALVES) store_head(c, k, v, keys, values, offset, HALVES);
-            else {
-                float *scales = (float *)(c->scales + block * c->scale_block_bytes) + h * c->block_size + offset;
-                store_head_as_bytes(c, k, v, keys, values, offset, scales);
-            }
-        }
-    }
-}
-
-void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t kind, void *cache, int64_t block_bytes,
-                     void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
-                     int64_t head_dim, int64_t block_size) {
-    store_call c = {k, v, cache, scales, slots, kind, ldk, ldv, rows, 32, block_bytes, scale_block_bytes, kv_heads, head_dim,
-                    block_size};
-    if (rows > 0) parallel_units(store_unit, &c, (rows + c.rows_per_unit - 1) / c.rows_per_unit);
 }

@@ -1,0 +1,88 @@
+// Writing keys and values to the paged cache (kv_cache.h).
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "kv_cache.h"
+#include "threads.h"
+
+#define SMALLEST_MAXIMUM 1e-30f  // of a head in bytes: 127 / maximum would overflow below it
+
+typedef struct {
+    const float *k, *v;
+    char *cache, *scales;
+    const int64_t *slots;
+    int64_t kind, ldk, ldv, rows, rows_per_unit, block_bytes, scale_block_bytes, kv_heads, head_dim, block_size;
+} store_call;
+
+INLINE uint16_t half_of(float x) {
+    _Float16 half = (_Float16)x;
+    uint16_t bits;
+    memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+
+// The codes of one head of a token, and their scale: codes of -127…127 times it. A number that is infinite or none makes the
+// scale NaN, so that results show it.
+INLINE float round_to_bytes(const float *x, int64_t count, int8_t *codes) {
+    float largest = 0.0f, nothing = 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+        nothing += x[i] * 0.0f;
+    }
+    const float inverse = largest > SMALLEST_MAXIMUM ? 127.0f / largest : 0.0f;
+    for (int64_t i = 0; i < count; i++) codes[i] = (int8_t)lrintf(fminf(fmaxf(x[i] * inverse, -127.0f), 127.0f));
+    return largest / 127.0f + nothing;
+}
+
+// Keys of a head are head_dim rows of block_size, its values panels of 16 columns.
+INLINE void store_head(const store_call *c, const float *k, const float *v, char *keys, char *values, int64_t offset, int kind) {
+    for (int64_t i = 0; i < c->head_dim; i++) {
+        int64_t key_place = i * c->block_size + offset, value_place = (i / TILE * c->block_size + offset) * TILE + i % TILE;
+        if (kind == FLOATS) {
+            ((float *)keys)[key_place] = k[i];
+            ((float *)values)[value_place] = v[i];
+        } else {
+            ((uint16_t *)keys)[key_place] = half_of(k[i]);
+            ((uint16_t *)values)[value_place] = half_of(v[i]);
+        }
+    }
+}
+
+static void store_head_as_bytes(const store_call *c, const float *k, const float *v, char *keys, char *values, int64_t offset,
+                                float *scales) {
+    int8_t key_codes[MAX_HEAD_DIM], value_codes[MAX_HEAD_DIM];
+    scales[0] = round_to_bytes(k, c->head_dim, key_codes);
+    scales[c->kv_heads * c->block_size] = round_to_bytes(v, c->head_dim, value_codes);
+    for (int64_t i = 0; i < c->head_dim; i++) {
+        keys[i * c->block_size + offset] = (char)key_codes[i];
+        values[(i / TILE * c->block_size + offset) * TILE + i % TILE] = (char)value_codes[i];
+    }
+}
+
+static void store_unit(void *context, int64_t unit) {
+    const store_call *c = context;
+    const int64_t head_bytes = c->head_dim * c->block_size * size_of(c->kind);
+    int64_t last = (unit + 1) * c->rows_per_unit < c->rows ? (unit + 1) * c->rows_per_unit : c->rows;
+    for (int64_t row = unit * c->rows_per_unit; row < last; row++) {
+        int64_t block = c->slots[row] / c->block_size, offset = c->slots[row] % c->block_size;
+        for (int64_t h = 0; h < c->kv_heads; h++) {
+            char *keys = c->cache + block * c->block_bytes + h * head_bytes, *values = keys + c->kv_heads * head_bytes;
+            const float *k = c->k + row * c->ldk + h * c->head_dim, *v = c->v + row * c->ldv + h * c->head_dim;
+            if (c->kind == FLOATS) store_head(c, k, v, keys, values, offset, FLOATS);
+            else if (c->kind == HALVES) store_head(c, k, v, keys, values, offset, HALVES);
+            else {
+                float *scales = (float *)(c->scales + block * c->scale_block_bytes) + h * c->block_size + offset;
+                store_head_as_bytes(c, k, v, keys, values, offset, scales);
+            }
+        }
+    }
+}
+
+void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t kind, void *cache, int64_t block_bytes,
+                     void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
+                     int64_t head_dim, int64_t block_size) {
+    store_call c = {k, v, cache, scales, slots, kind, ldk, ldv, rows, 32, block_bytes, scale_block_bytes, kv_heads, head_dim,
+                    block_size};
+    if (rows > 0) parallel_units(store_unit, &c, (rows + c.rows_per_unit - 1) / c.rows_per_unit);
+}
