@@ -8,6 +8,7 @@
 
 #define TILE 16
 #define STRETCH 64  // keys whose weights and sums are taken together
+#define LONGEST (36 * STRETCH)
 #define MOST_REQUESTS 8
 
 #define UNTOUCHED 0xa5  // bytes of the cache that nothing was stored in
@@ -91,6 +92,7 @@ static void lay_out(batch *b, int decode) {
     for (int64_t r = 0; r < b->requests; r++) {
         int64_t length = random_between(1, 3 * STRETCH), query = decode ? 1 : random_between(1, length < 40 ? length : 40);
         if (random_between(0, 5) == 0) length = 9 * STRETCH + random_between(0, STRETCH);  // more than a group of stretches
+        if (random_between(0, 15) == 0) length = LONGEST - random_between(0, 2 * STRETCH);  // several groups
         b->seq_lens[r] = (int32_t)length;
         b->query_start[r + 1] = b->query_start[r] + (int32_t)query;
         int64_t common = 0;
@@ -186,19 +188,43 @@ static void expect_row(const batch *b, int64_t r, int64_t token, int64_t head) {
     free(scores);
 }
 
+// Requests [first, end) of a batch, on their own.
+static int run(const batch *b, int64_t first, int64_t end, float *out) {
+    int32_t query_start[MOST_REQUESTS + 1], shared[MOST_REQUESTS];
+    for (int64_t r = first; r <= end; r++) query_start[r - first] = b->query_start[r] - b->query_start[first];
+    for (int64_t r = first; r < end; r++) shared[r - first] = r > first ? b->shared[r] : 0;
+    return ratoon_attention(b->q + b->query_start[first] * b->ldq, b->ldq, out + b->query_start[first] * b->ldo, b->ldo, b->kind,
+                            b->cache, b->block_bytes, b->scales, b->scale_block_bytes, b->table + first * b->table_width,
+                            b->table_width, query_start, b->seq_lens + first, shared, end - first, b->heads, b->kv_heads,
+                            b->head_dim, b->block_size, b->window, b->causal, b->bias, b->reach, b->scale);
+}
+
+// The bits of a row depend neither on the number of threads nor on the requests beside its own.
+static void compare_bits(const batch *b) {
+    float *alone = guarded_floats(b->num_tokens * b->ldo);
+    for (int64_t r = 0; r < b->requests; r++) {
+        ratoon_set_threads((int)random_between(1, 8));
+        run(b, r, r + 1, alone);
+    }
+    for (int64_t token = 0; token < b->num_tokens; token++)
+        for (int64_t i = 0; i < b->heads * b->head_dim; i++)
+            expect_true(same_bits(alone[token * b->ldo + i], b->out[token * b->ldo + i]), "the same bits alone", token, i);
+    ratoon_set_threads((int)random_between(1, 8));
+}
+
 static void compare(int kind, int decode) {
     batch b = {.kind = kind, .requests = random_between(1, decode ? MOST_REQUESTS : 3), .kv_heads = random_between(1, 2), .head_dim = TILE * random_between(1, 4)};
     b.heads = b.kv_heads * random_between(1, 4);
     b.block_size = TILE << random_between(0, 2);
     b.causal = random_between(0, 3) > 0;
     b.window = b.causal && random_between(0, 3) == 0 ? random_between(1, 100) : 0;
-    b.table_width = 10 * STRETCH / b.block_size + 2;
+    b.table_width = LONGEST / b.block_size + 2;
     b.block_bytes = 2 * b.kv_heads * b.head_dim * b.block_size * size_of[kind] + 64 * random_between(0, 1);  // rows may be wider
     b.scale_block_bytes = 2 * b.kv_heads * b.block_size * 4 + 64 * random_between(0, 1);
     b.scale = 1 / sqrtf((float)b.head_dim);
     b.ldq = b.heads * b.head_dim + 5;
     b.ldo = b.heads * b.head_dim + 3;
-    b.reach = 10 * STRETCH + 1;
+    b.reach = LONGEST + 1;
     b.table = guarded(b.requests * b.table_width * 4);
     lay_out(&b, decode);
     b.cache = guarded(b.num_blocks * b.block_bytes);
@@ -208,10 +234,7 @@ static void compare(int kind, int decode) {
     b.out = guarded_floats(b.num_tokens * b.ldo);
     b.bias = random_between(0, 3) == 0 ? random_floats(b.heads * (2 * b.reach + 1), 2) : NULL;
     store_all(&b);
-    int result = ratoon_attention(b.q, b.ldq, b.out, b.ldo, b.kind, b.cache, b.block_bytes, b.scales, b.scale_block_bytes, b.table,
-                                  b.table_width, b.query_start, b.seq_lens, b.shared, b.requests, b.heads, b.kv_heads, b.head_dim, b.block_size, b.window, b.causal,
-                                  b.bias, b.reach, b.scale);
-    expect_true(result == 0, "attention has memory", 0, 0);
+    expect_true(run(&b, 0, b.requests, b.out) == 0, "attention has memory", 0, 0);
     for (int64_t r = 0; r < b.requests; r++)
         for (int64_t token = b.query_start[r]; token < b.query_start[r + 1]; token++) {
             expect_row(&b, r, token, random_between(0, b.heads - 1));
@@ -220,6 +243,7 @@ static void compare(int kind, int decode) {
             for (int64_t i = b.heads * b.head_dim; i < b.ldo; i++)
                 expect_true(is_poison(b.out[token * b.ldo + i]), "attention leaves what is between its rows", token, i);
         }
+    compare_bits(&b);
     release_all();
 }
 

@@ -1,11 +1,11 @@
-// Attention over the paged cache (kv_cache.h), with an online softmax: causal, where a row sees earlier keys and its own, or not,
-// where it sees all keys of its request. A bias by distance may be added to the scores.
-// Halves and bytes are widened, a tile at a time; the scales of keys multiply scores, those of values weights.
+// Attention over the paged cache (kv_cache.h), with an online softmax: causal, where a row sees earlier keys and its own, or
+// not, where it sees all keys of its request. A bias by distance may be added to the scores. Halves and bytes are widened;
+// the scales of keys multiply scores, those of values weights.
 //
-// A unit of work is one KV head and a part of the batch: a few tokens of one request, or the one token of each of a few
-// requests whose block tables share a prefix (beams, choices, one prompt). It has the rows of all query heads that share
-// the KV head, so that keys and values are read once for them. Requests that begin alike go through what they have in
-// common together, then in smaller groups as their tables part:
+// A part of the batch is a few tokens of one request, or the one token of each of a few requests whose block tables share a
+// prefix (beams, choices, one prompt). For a KV head it has the rows of all query heads that share the head, so that keys and
+// values are read once for them. Requests that begin alike go through what they have in common together, then in smaller
+// groups as their tables part:
 //
 //     keys         0          64         128        192
 //     request 0    │ together │ together │   own    │ own
@@ -13,262 +13,204 @@
 //     request 2    │ together │   own    │   own    │
 //
 // Keys are taken in stretches of 64 that start at multiples of 64, whatever the batch or the chunk; a stretch that is
-// masked for a row changes nothing in it, and a row does the same arithmetic in a tile of any height. So a row comes out
-// the same, to the bit, in any batch. Sums over keys have three levels, so that their error does not grow with a long
-// context: within a stretch, over GROUP stretches, over all groups.
-#include <math.h>
+// masked for a row changes nothing in it, and a row does the same arithmetic in a tile of any height. The sums of a stretch
+// are put together with those of the stretches before it in a group of GROUP, in order, and the sums of groups likewise, so
+// that errors do not grow with a long context. Where there are fewer parts than threads could work on, the keys of a part
+// are shared between units of work. Each keeps the sums of its stretches, or of its groups, and the last one to finish puts
+// them together in the same order. So a row comes out the same, to the bit, in any batch and with any number of threads.
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention_tile.h"
 #include "kernels.h"
-#include "kv_cache.h"
 #include "threads.h"
 
-#define STRETCH 64
-#define GROUP 8  // stretches
-#define UNIT_ROWS 32
-#define FETCH_ROWS 24   // with more, there is so much to compute that the processor's own fetching ahead is enough
+#define GROUP (8 * STRETCH)  // keys
 #define READING_ROWS 2  // reading a stretch takes about as long as computing it for so many rows
+#define FEWEST_ROWS 24      // of a part with many tokens
+#define UNITS_PER_THREAD 4  // so many at least, where the keys allow it: threads then end at about the same time
 
 typedef struct {
     int32_t first_request, requests;
     int32_t first_token, tokens;  // rows of the batch; with several requests one token each
+    int32_t first_key, keys_end;
+    int32_t unit_keys;  // that a unit has
+    int32_t piece;      // keys whose sums are kept: GROUP or STRETCH. 0: one unit has all keys of the part, and keeps none
+    int32_t units;      // for each KV head
+    int64_t room;       // where the pieces lie, in floats
 } part;
 
 typedef struct {
-    const float *q;
-    float *out;
-    const char *cache, *scales;
-    int64_t kind, block_bytes, scale_block_bytes;  // of a block, to the next one
-    const int32_t *block_table, *query_start, *seq_lens, *shared;
-    int64_t ldq, ldo, table_width, requests;
-    int64_t heads, kv_heads, head_dim, block_size, window, causal;
-    const float *bias;  // [heads][2 · reach + 1], or NULL: a key at distance d from the row has [d + reach]
-    int64_t reach;
-    float scale;
-    const part *parts;  // each is a unit for each KV head
-} attention_call;
+    int32_t part, first_key, keys_end;
+} unit;
 
 typedef struct {
-    float q[UNIT_ROWS * MAX_HEAD_DIM];
-    float sum[UNIT_ROWS * MAX_HEAD_DIM];  // of p · v over the stretches of a group, not yet divided
-    float grand_sum[UNIT_ROWS * MAX_HEAD_DIM];  // over the groups that are complete
-    float p[UNIT_ROWS * STRETCH];
-    float widened[(MAX_HEAD_DIM > STRETCH ? MAX_HEAD_DIM : STRETCH) * TILE];  // keys or values
-    float key_scales[STRETCH], value_scales[STRETCH];
-    float highest[UNIT_ROWS], total[UNIT_ROWS], grand_total[UNIT_ROWS];
-} scratch;
-
-// Rows of the scratch that go through a stretch together, with the table that all of them have there.
-typedef struct {
-    const int32_t *table;
-    int64_t kv_head, first_row, rows;
-    int64_t first_position, keys;  // the first row's; how many keys its last row sees
-} row_run;
+    attention_call call;
+    part *parts;
+    unit *units;  // each for each KV head
+    float *pieces;
+    atomic_int *units_left;  // of a part and KV head
+    int64_t num_parts, num_units;
+} plan;
 
 static _Thread_local scratch *own_scratch;
 
+// Sums of `rows` rows, one array behind another.
+INLINE sums place_sums(float *memory, int64_t rows, int64_t head_dim) {
+    return (sums){memory, memory + rows * head_dim, memory + rows * (head_dim + W)};
+}
+
+INLINE int64_t floats_of_sums(int64_t rows, int64_t head_dim) { return rows * (head_dim + W) + (rows + W - 1) / W * W; }
+
 static scratch *get_scratch(void) {
-    if (!own_scratch) own_scratch = aligned_alloc(64, (sizeof(scratch) + 63) / 64 * 64);
+    if (!own_scratch) {
+        own_scratch = aligned_alloc(64, (sizeof(scratch) + 63) / 64 * 64);
+        const int64_t half = sizeof own_scratch->memory / sizeof(float) / 2;
+        own_scratch->open = place_sums(own_scratch->memory, UNIT_ROWS, MAX_HEAD_DIM);
+        own_scratch->closed = place_sums(own_scratch->memory + half, UNIT_ROWS, MAX_HEAD_DIM);
+    }
     return own_scratch;
 }
 
-// c[rows][16 of ldc] = a · b, rows in tiles; with `add`, c += a · b, where the product is summed by itself first. b comes in
-// `pieces` of `piece_depth` rows each: together they have `depth` rows, at most 256.
-static void product(int64_t rows, const float *a, int64_t lda, const float *const *pieces, int64_t offset, int64_t ldb,
-                    int64_t piece_depth, int64_t depth, float *c, int64_t ldc, int add) {
-#define PRODUCT_TILE(ROWS)                                                                          \
-    {                                                                                               \
-        vec acc[ROWS][TILE_VECS];                                                                   \
-        clear_tile(ROWS, acc);                                                                      \
-        for (int64_t k = 0; k < depth; k += piece_depth)                                            \
-            tile_chain(ROWS, a + k, lda, pieces[k / piece_depth] + offset, ldb,                     \
-                       depth - k < piece_depth ? depth - k : piece_depth, acc);                     \
-        for (int i = 0; i < ROWS; i++)                                                              \
-            for (int j = 0; j < TILE_VECS; j++) {                                                   \
-                float *target = c + i * ldc + j * W;                                                \
-                store(target, add ? load(target) + acc[i][j] : acc[i][j]);                          \
-            }                                                                                       \
-        a += ROWS * lda;                                                                            \
-        c += ROWS * ldc;                                                                            \
-        rows -= ROWS;                                                                               \
+static void clear_sums(const attention_call *c, sums *to, int64_t rows) {
+    memset(to->sum, 0, (size_t)(rows * c->head_dim) * sizeof(float));
+    memset(to->total, 0, (size_t)(rows * W) * sizeof(float));
+    for (int64_t i = 0; i < UNIT_ROWS + W; i++) to->highest[i] = NOTHING;
+}
+
+// The sums of later keys join those of earlier ones.
+static void merge_sums(const attention_call *c, sums *to, const sums *from, int64_t rows) {
+    for (int64_t row = 0; row < rows; row += W) {
+        weights_of_sums w;
+        weigh_sums(to->highest + row, from->highest + row, &w);
+        store(to->highest + row, load(w.highest));
+        for (int64_t i = 0; i < W && row + i < rows; i++) {
+            if (from->highest[row + i] == NOTHING) continue;
+            float *total = to->total + (row + i) * W, *sum = to->sum + (row + i) * c->head_dim;
+            const float *added = from->sum + (row + i) * c->head_dim;
+            store(total, merged(load(total), load(from->total + (row + i) * W), w.keep[i], w.take[i]));
+            for (int64_t k = 0; k < c->head_dim; k += W)
+                store(sum + k, merged(load(sum + k), load(added + k), w.keep[i], w.take[i]));
+        }
     }
-#if W == 16  // a panel is one vector: fewer sums than this would wait for each other
-    while (rows >= 8) PRODUCT_TILE(8)
-#endif
-    while (rows >= 4) PRODUCT_TILE(4)
-    if (rows == 3) PRODUCT_TILE(3)
-    else if (rows == 2) PRODUCT_TILE(2)
-    else if (rows == 1) PRODUCT_TILE(1)
 }
 
-INLINE void add_bias(const attention_call *c, float *p, int64_t head, int64_t position, int64_t first_key, int64_t keys) {
-    const float *bias = c->bias + head * (2 * c->reach + 1) + c->reach + first_key - position;
-    for (int64_t i = 0; i < keys; i++) p[i] += bias[i];
-}
-
-// Scores of one row turn into weights; the row's running maximum, total and sum follow.
-INLINE void softmax_row(const attention_call *c, scratch *s, int64_t row, int64_t position, int64_t first_key,
-                        int64_t keys) {
-    float *p = s->p + row * STRETCH;
-    int64_t lowest = c->window > 0 && position - c->window + 1 > 0 ? position - c->window + 1 : 0;
-    int64_t begin = lowest > first_key ? lowest - first_key : 0;  // visible: [begin, end)
-    int64_t end = c->causal && position + 1 - first_key < keys ? position + 1 - first_key : keys;
-    for (int64_t i = 0; i < begin && i < keys; i++) p[i] = -INFINITY;
-    const int64_t width = (keys + TILE - 1) / TILE * TILE;
-    for (int64_t i = end > 0 ? end : 0; i < width; i++) p[i] = -INFINITY;
-    vec top = load(p);
-    for (int64_t i = W; i < width; i += W) top = max_(top, load(p + i));
-    float highest = max_lanes(top);
-    if (s->highest[row] > highest) highest = s->highest[row];
-    if (highest == -INFINITY) {  // nothing visible yet
-        memset(p, 0, (size_t)width * sizeof(float));
+// The group in work joins those before it, of which there are none at first.
+static void close_group(const attention_call *c, scratch *s, int64_t rows, int is_first) {
+    if (!is_first) {
+        merge_sums(c, &s->closed, &s->open, rows);
         return;
     }
-    vec total = {};
-#pragma GCC unroll 2
-    for (int64_t i = 0; i < width; i += W) {
-        vec weight = exp_(load(p + i) - splat(highest));
-        store(p + i, weight);
-        total += weight;
-    }
-    if (highest > s->highest[row]) {
-        float shrink = s->highest[row] == -INFINITY ? 0.0f : exp_scalar(s->highest[row] - highest);
-        s->total[row] *= shrink;
-        s->grand_total[row] *= shrink;
-        float *sum = s->sum + row * c->head_dim, *grand_sum = s->grand_sum + row * c->head_dim;
-        for (int64_t i = 0; i < c->head_dim; i += W) {
-            store(sum + i, load(sum + i) * splat(shrink));
-            store(grand_sum + i, load(grand_sum + i) * splat(shrink));
-        }
-        s->highest[row] = highest;
-    }
-    s->total[row] += sum_lanes(total);
+    const sums open = s->open;
+    s->open = s->closed;
+    s->closed = open;
 }
 
-// The sums of a group that is complete, or of the last one, go to those of all groups.
-INLINE void close_group(const attention_call *c, scratch *s, int64_t first_row, int64_t rows) {
-    float *sum = s->sum + first_row * c->head_dim, *grand_sum = s->grand_sum + first_row * c->head_dim;
-    for (int64_t i = 0; i < rows * c->head_dim; i += W) {
-        store(grand_sum + i, load(grand_sum + i) + load(sum + i));
-        store(sum + i, (vec){});
-    }
-    for (int64_t row = first_row; row < first_row + rows; row++) {
-        s->grand_total[row] += s->total[row];
-        s->total[row] = 0.0f;
+INLINE const char *block_of(const attention_call *c, const row_run *run, int64_t key) {
+    const int64_t head_bytes = c->head_dim * c->block_size * size_of(c->kind);
+    return c->cache + run->table[key / c->block_size] * c->block_bytes + run->kv_head * head_bytes;
+}
+
+static void read_scales(const attention_call *c, scratch *s, const row_run *run, const stretch *t) {
+    for (int64_t i = t->first_run * TILE; i < t->keys; i += TILE) {
+        const int64_t key = t->first_key + i;
+        const float *keys = (const float *)(c->scales + run->table[key / c->block_size] * c->scale_block_bytes) +
+                            run->kv_head * c->block_size + key % c->block_size;
+        memcpy(s->key_scales + i, keys, TILE * sizeof(float));
+        memcpy(s->value_scales + i, keys + c->kv_heads * c->block_size, TILE * sizeof(float));
     }
 }
 
-// With few rows the time goes into waiting for memory: ask for a run of keys or values before it is needed.
+// Runs of keys before the window of every row are not read: their blocks may belong to another sequence by now, and zero
+// times a NaN there is not zero. Tiles have the keys of all runs of a stretch; in the place of one that is not there they
+// have another one, whose scores are masked.
+static void find_stretch(const attention_call *c, const row_run *run, int64_t first_key, int64_t keys_end, stretch *t) {
+    const int64_t size = size_of(c->kind), to_values = c->kv_heads * c->head_dim * c->block_size * size;
+    const int64_t lowest = c->window > 0 ? run->first_position - c->window + 1 - first_key : 0;
+    t->first_key = first_key;
+    t->keys = run->keys - first_key < STRETCH ? run->keys - first_key : STRETCH;
+    t->first_run = lowest > 0 ? lowest / TILE : 0;
+    t->key_step = c->block_size;
+    t->panel_bytes = c->block_size * TILE * size;
+    t->fetches = first_key + STRETCH < keys_end && first_key + STRETCH < run->keys;
+    for (int64_t i = 0; i < RUNS; i++) {
+        const int64_t last = (t->keys - 1) / TILE, there = i < t->first_run ? t->first_run : i > last ? last : i;
+        const int64_t key = first_key + there * TILE, offset = key % c->block_size;
+        const char *block = block_of(c, run, key);
+        t->keys_of[i] = block + offset * size;
+        t->values_of[i] = block + to_values + offset * TILE * size;
+        if (!t->fetches) continue;
+        const int64_t ahead = first_key + STRETCH + i * TILE < run->keys ? first_key + STRETCH + i * TILE : run->keys - 1;
+        const char *next = block_of(c, run, ahead);
+        // All runs of a block together fetch all of it.
+        t->next_keys[i] = next + ahead % c->block_size / TILE * TILE * c->head_dim * size;
+        t->next_values[i] = next + to_values + ahead % c->block_size / TILE * TILE * TILE * size;
+    }
+}
+
 INLINE void fetch(const char *p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
-INLINE const char *keys_at(const attention_call *c, const int32_t *table, int64_t kv_head, int64_t key, int kind) {
-    return c->cache + table[key / c->block_size] * c->block_bytes + kv_head * c->head_dim * c->block_size * size_of(kind);
+// Halves and bytes as floats, for several tiles.
+INLINE void widen(int kind, const attention_call *c, scratch *s, stretch *t) {
+    const int64_t size = size_of(kind), panels = c->head_dim / TILE;
+    for (int64_t run = t->first_run; run * TILE < t->keys; run++) {
+        float *keys = s->keys + run * TILE * c->head_dim, *values = s->values + run * TILE * TILE;
+        if (t->fetches) fetch(t->next_keys[run], TILE * c->head_dim * size);
+        for (int64_t k = 0; k < c->head_dim; k++)
+            for (int64_t i = 0; i < TILE; i += W)
+                store(keys + k * TILE + i, load_kept(kind, t->keys_of[run] + (k * t->key_step + i) * size));
+        for (int64_t panel = 0; panel < panels; panel++) {
+            if (t->fetches) fetch(t->next_values[run] + panel * t->panel_bytes, TILE * TILE * size);
+            for (int64_t i = 0; i < TILE * TILE; i += W)
+                store(values + panel * STRETCH * TILE + i,
+                      load_kept(kind, t->values_of[run] + panel * t->panel_bytes + i * size));
+        }
+        t->keys_of[run] = (const char *)keys;
+        t->values_of[run] = (const char *)values;
+    }
+    for (int64_t run = 0; run < RUNS; run++)
+        if (run < t->first_run || run * TILE >= t->keys) t->keys_of[run] = t->keys_of[t->first_run];
+    t->key_step = TILE;
+    t->panel_bytes = STRETCH * TILE * sizeof(float);
+    t->fetches = 0;
 }
 
-typedef int8_t signed_bytes __attribute__((vector_size(W), aligned(1)));
-
-INLINE vec load_signed_bytes(const int8_t *p) { return __builtin_convertvector(*(const signed_bytes *)p, vec); }
-
-// A run of 16 keys or values, as floats.
-INLINE void widen_run(const char *from, float *to, int kind) {
-    for (int64_t i = 0; i < TILE; i += W)
-        store(to + i, kind == HALVES ? load_halves((const uint16_t *)from + i) : load_signed_bytes((const int8_t *)from + i));
+static void attend_floats(const attention_call *c, scratch *s, const row_run *run, stretch *t) {
+    attend_tiles(FLOATS, c, s, run, t);
 }
 
-INLINE void read_scales(const attention_call *c, scratch *s, const row_run *run, int64_t first_key, int64_t i) {
-    const int64_t key = first_key + i;
-    const float *keys = (const float *)(c->scales + run->table[key / c->block_size] * c->scale_block_bytes) +
-                        run->kv_head * c->block_size + key % c->block_size;
-    memcpy(s->key_scales + i, keys, TILE * sizeof(float));
-    memcpy(s->value_scales + i, keys + c->kv_heads * c->block_size, TILE * sizeof(float));
+static void attend_halves(const attention_call *c, scratch *s, const row_run *run, stretch *t) {
+    if (run->rows <= TALLEST) {
+        attend_tiles(HALVES, c, s, run, t);
+        return;
+    }
+    widen(HALVES, c, s, t);
+    attend_floats(c, s, run, t);
 }
 
-// [rows][STRETCH], the columns [begin, end) of it
-INLINE void scale_columns(float *p, int64_t rows, const float *scales, int64_t begin, int64_t end) {
-    for (int64_t row = 0; row < rows; row++, p += STRETCH)
-        for (int64_t i = begin; i < end; i += W) store(p + i, load(p + i) * load(scales + i));
+static void attend_bytes(const attention_call *c, scratch *s, const row_run *run, stretch *t) {
+    read_scales(c, s, run, t);
+    if (run->rows <= TALLEST) {
+        attend_tiles(BYTES, c, s, run, t);
+        return;
+    }
+    widen(BYTES, c, s, t);
+    attend_floats(c, s, run, t);
 }
+
+static void (*const attend[])(const attention_call *, scratch *, const row_run *, stretch *) = {attend_floats, attend_halves,
+                                                                                               attend_bytes};
 
 INLINE int64_t position_of(const attention_call *c, int64_t request, int64_t token) {
     return c->seq_lens[request] - (c->query_start[request + 1] - token);
 }
 
-// `kind` is a constant wherever this is inlined.
-INLINE void attend_stretch(const attention_call *c, scratch *s, const row_run *run, int64_t first_key, int kind) {
-    const int64_t group = c->heads / c->kv_heads, to_values = c->kv_heads * c->head_dim * c->block_size * size_of(kind);
-    const int64_t keys = run->keys - first_key < STRETCH ? run->keys - first_key : STRETCH;
-    const int64_t panel_bytes = c->block_size * size_of(kind);  // of one of the head_dim rows of keys, or columns of values
-    const char *values[STRETCH / TILE], *next_values[STRETCH / TILE];
-    float *p = s->p + run->first_row * STRETCH;
-    int64_t num_next = 0;
-    // Runs of keys before the window of every row are not read: their blocks may belong to another sequence by now, and
-    // zero times a NaN there is not zero.
-    int64_t lowest = c->window > 0 ? run->first_position - c->window + 1 : 0;
-    int64_t skipped = lowest > first_key ? (lowest - first_key) / TILE * TILE : 0;
-    for (int64_t i = skipped; i < keys; i += TILE) {
-        const char *block = keys_at(c, run->table, run->kv_head, first_key + i, kind);
-        int64_t offset = (first_key + i) % c->block_size;
-        const float *tile = (const float *)block + offset;
-        values[i / TILE] = block + to_values + offset * TILE * size_of(kind);
-        int64_t ahead = first_key + STRETCH + i;
-        if (run->rows <= FETCH_ROWS && ahead < run->keys) {
-            const char *next = keys_at(c, run->table, run->kv_head, ahead, kind);
-            next_values[num_next++] = next + to_values + ahead % c->block_size * TILE * size_of(kind);
-            fetch(next + ahead % c->block_size * c->head_dim * size_of(kind), TILE * c->head_dim * size_of(kind));
-        }
-        if (kind != FLOATS) {
-            for (int64_t k = 0; k < c->head_dim; k++)
-                widen_run(block + k * panel_bytes + offset * size_of(kind), s->widened + k * TILE, kind);
-            tile = s->widened;
-        }
-        if (kind == BYTES) read_scales(c, s, run, first_key, i);
-        product(run->rows, s->q + run->first_row * c->head_dim, c->head_dim, &tile, 0, kind == FLOATS ? c->block_size : TILE,
-                c->head_dim, c->head_dim, p + i, STRETCH, 0);
-    }
-    if (kind == BYTES) scale_columns(p, run->rows, s->key_scales, skipped, keys);
-    for (int64_t row = 0; row < run->rows; row++) {
-        int64_t position = run->first_position + row / group;
-        if (c->bias) add_bias(c, p + row * STRETCH, run->kv_head * group + row % group, position, first_key, keys);
-        softmax_row(c, s, run->first_row + row, position, first_key, keys);
-    }
-    if (kind == BYTES) scale_columns(p, run->rows, s->value_scales, skipped, keys);
-    for (int64_t column = 0; column < c->head_dim; column += TILE) {
-        const float *pieces[STRETCH / TILE];
-        for (int64_t i = 0; i < num_next; i++) fetch(next_values[i] + column * panel_bytes, TILE * TILE * size_of(kind));
-        for (int64_t i = skipped; i < keys; i += TILE) {
-            const char *piece = values[i / TILE] + column * panel_bytes;
-            float *room = s->widened + i * TILE;
-            if (kind != FLOATS)
-                for (int64_t k = 0; k < TILE * TILE; k += TILE) widen_run(piece + k * size_of(kind), room + k, kind);
-            pieces[i / TILE] = kind == FLOATS ? (const float *)piece : room;
-        }
-        product(run->rows, p + skipped, STRETCH, pieces + skipped / TILE, 0, TILE, TILE, keys - skipped,
-                s->sum + run->first_row * c->head_dim + column, c->head_dim, 1);
-    }
-    if ((first_key / STRETCH + 1) % GROUP == 0) close_group(c, s, run->first_row, run->rows);
-}
-
-static void attend_floats(const attention_call *c, scratch *s, const row_run *run, int64_t first_key) {
-    attend_stretch(c, s, run, first_key, FLOATS);
-}
-
-static void attend_halves(const attention_call *c, scratch *s, const row_run *run, int64_t first_key) {
-    attend_stretch(c, s, run, first_key, HALVES);
-}
-
-static void attend_bytes(const attention_call *c, scratch *s, const row_run *run, int64_t first_key) {
-    attend_stretch(c, s, run, first_key, BYTES);
-}
-
-static void (*const attend[])(const attention_call *, scratch *, const row_run *, int64_t) = {attend_floats, attend_halves,
-                                                                                            attend_bytes};
-
-// Requests [begin, end) of a part, from first_key on: together while their tables are alike, then in smaller groups.
+// Requests [begin, end) of a part, keys [first_key, keys_end): together while their tables are alike, then in smaller groups.
 static void attend_requests(const attention_call *c, scratch *s, const part *part, int64_t kv_head, int64_t begin,
-                            int64_t end, int64_t first_key) {
+                            int64_t end, int64_t first_key, int64_t keys_end) {
     const int64_t group = c->heads / c->kv_heads, tokens = part->tokens / part->requests;  // of each request
     const int64_t request = part->first_request + begin;
     const int64_t first_position = position_of(c, request, part->first_token + begin);
@@ -276,46 +218,96 @@ static void attend_requests(const attention_call *c, scratch *s, const part *par
     const row_run run = {c->block_table + request * c->table_width, kv_head, begin * group, (end - begin) * tokens * group,
                          first_position, keys};
     const int32_t *shared = c->shared + part->first_request;
-    int64_t keys_end = keys;
+    int64_t together_end = keys;
     int all_alike = 1;  // they have the very same keys
     for (int64_t i = begin + 1; i < end; i++) {
         if (!c->causal && shared[i] == keys && c->seq_lens[part->first_request + i] == keys) continue;
         all_alike = 0;
-        if (shared[i] / STRETCH * STRETCH < keys_end) keys_end = shared[i] / STRETCH * STRETCH;
+        if (shared[i] / STRETCH * STRETCH < together_end) together_end = shared[i] / STRETCH * STRETCH;
     }
-    for (; first_key < keys_end; first_key += STRETCH) attend[c->kind](c, s, &run, first_key);
-    if (all_alike) return;
+    for (; first_key < together_end && first_key < keys_end; first_key += STRETCH) {
+        stretch t;
+        find_stretch(c, &run, first_key, keys_end, &t);
+        attend[c->kind](c, s, &run, &t);
+    }
+    if (all_alike || first_key >= keys_end) return;
     for (int64_t next; begin < end; begin = next) {
         for (next = begin + 1; next < end && shared[next] >= first_key + STRETCH;) next++;
-        attend_requests(c, s, part, kv_head, begin, next, first_key);
+        attend_requests(c, s, part, kv_head, begin, next, first_key, keys_end);
     }
 }
 
-static void attention_unit(void *context, int64_t unit) {
-    const attention_call *c = context;
-    const part *part = c->parts + unit / c->kv_heads;
-    const int64_t kv_head = unit % c->kv_heads, group = c->heads / c->kv_heads, rows = part->tokens * group;
-    scratch *s = get_scratch();
+static void load_queries(const attention_call *c, scratch *s, const part *part, int64_t kv_head, int64_t rows) {
+    const int64_t group = c->heads / c->kv_heads;
     for (int64_t row = 0; row < rows; row++) {
-        const float *q = c->q + (part->first_token + row / group) * c->ldq + (kv_head * group + row % group) * c->head_dim;
-        for (int64_t i = 0; i < c->head_dim; i += W) store(s->q + row * c->head_dim + i, load(q + i) * splat(c->scale));
-        s->highest[row] = -INFINITY;
-        s->total[row] = s->grand_total[row] = 0.0f;
+        const int32_t token = s->token_of_row[row] = (int32_t)(row / group), head = s->head_of_row[row] = (int32_t)(row % group);
+        const float *q = c->q + (part->first_token + token) * c->ldq + (kv_head * group + head) * c->head_dim;
+        for (int64_t i = 0; i < c->head_dim; i += W) store(s->q + row * Q_STRIDE + i, load(q + i) * splat(c->scale));
     }
-    memset(s->sum, 0, (size_t)(rows * c->head_dim) * sizeof(float));
-    memset(s->grand_sum, 0, (size_t)(rows * c->head_dim) * sizeof(float));
+}
 
-    int64_t first_visible = c->window > 0 ? position_of(c, part->first_request, part->first_token) - c->window + 1 : 0;
-    int64_t first_key = first_visible > 0 ? first_visible / STRETCH * STRETCH : 0;
-    attend_requests(c, s, part, kv_head, 0, part->requests, first_key);
-
-    close_group(c, s, 0, rows);
+static void write_rows(const attention_call *c, const part *part, int64_t kv_head, const sums *from, int64_t rows) {
+    const int64_t group = c->heads / c->kv_heads;
     for (int64_t row = 0; row < rows; row++) {
         float *out = c->out + (part->first_token + row / group) * c->ldo + (kv_head * group + row % group) * c->head_dim;
-        vec scale = splat(1.0f / s->grand_total[row]);
-        for (int64_t i = 0; i < c->head_dim; i += W)
-            store(out + i, load(s->grand_sum + row * c->head_dim + i) * scale);
+        vec scale = splat(1.0f / sum_of_lanes(load(from->total + row * W)));
+        for (int64_t i = 0; i < c->head_dim; i += W) store(out + i, load(from->sum + row * c->head_dim + i) * scale);
     }
+}
+
+INLINE int64_t next_piece(int64_t key, int64_t piece, int64_t keys_end) {
+    const int64_t next = (key / piece + 1) * piece;
+    return next < keys_end ? next : keys_end;
+}
+
+static sums piece_at(const plan *plan, const part *part, int64_t kv_head, int64_t key, int64_t rows) {
+    const int64_t head_dim = plan->call.head_dim, first = part->first_key / part->piece;
+    const int64_t count = (part->keys_end - 1) / part->piece + 1 - first, index = kv_head * count + key / part->piece - first;
+    return place_sums(plan->pieces + part->room + index * floats_of_sums(rows, head_dim), rows, head_dim);
+}
+
+// Puts the pieces of a part together: what one unit with all keys does while it computes them.
+static void merge_pieces(const plan *plan, scratch *s, const part *part, int64_t kv_head, int64_t rows) {
+    const attention_call *c = &plan->call;
+    int is_first = 1;
+    clear_sums(c, &s->open, rows);
+    for (int64_t key = part->first_key, next; key < part->keys_end; key = next) {
+        next = next_piece(key, part->piece, part->keys_end);
+        const sums piece = piece_at(plan, part, kv_head, key, rows);
+        merge_sums(c, &s->open, &piece, rows);
+        if (next % GROUP && next < part->keys_end) continue;
+        close_group(c, s, rows, is_first);
+        clear_sums(c, &s->open, rows);
+        is_first = 0;
+    }
+    write_rows(c, part, kv_head, &s->closed, rows);
+}
+
+static void attention_unit(void *context, int64_t index) {
+    const plan *plan = context;
+    const attention_call *c = &plan->call;
+    const unit *unit = plan->units + index / c->kv_heads;
+    const part *part = plan->parts + unit->part;
+    const int64_t kv_head = index % c->kv_heads, rows = part->tokens * (c->heads / c->kv_heads);
+    scratch *s = get_scratch();
+    load_queries(c, s, part, kv_head, rows);
+    for (int64_t key = unit->first_key, next; key < unit->keys_end; key = next) {
+        next = next_piece(key, part->piece ? part->piece : GROUP, unit->keys_end);
+        clear_sums(c, &s->open, rows);
+        attend_requests(c, s, part, kv_head, 0, part->requests, key, next);
+        if (part->piece) {
+            const sums piece = piece_at(plan, part, kv_head, key, rows);
+            memcpy(piece.sum, s->open.sum, (size_t)(rows * c->head_dim) * sizeof(float));
+            memcpy(piece.total, s->open.total, (size_t)(rows * W) * sizeof(float));
+            memcpy(piece.highest, s->open.highest, (size_t)((rows + W - 1) / W * W) * sizeof(float));
+        } else {
+            close_group(c, s, rows, key == unit->first_key);
+        }
+    }
+    if (!part->piece)
+        write_rows(c, part, kv_head, &s->closed, rows);
+    else if (atomic_fetch_sub(&plan->units_left[unit->part * c->kv_heads + kv_head], 1) == 1)
+        merge_pieces(plan, s, part, kv_head, rows);
 }
 
 INLINE int64_t query_len(const attention_call *c, int64_t request) {
@@ -323,54 +315,128 @@ INLINE int64_t query_len(const attention_call *c, int64_t request) {
 }
 
 // Whether a request is better computed together with the one before it. Where less than half is shared there is little to
-// save, and units of unequal requests leave threads idle. A window is short enough without; a bias needs every row's place.
+// save. A window is short enough without; a bias needs every row's place.
 INLINE int belongs_to_previous(const attention_call *c, int64_t request) {
     if (c->window > 0 || c->bias || query_len(c, request - 1) != 1 || query_len(c, request) != 1) return 0;
     const int64_t one = c->seq_lens[request - 1], other = c->seq_lens[request];
     return c->shared[request] >= STRETCH && 2 * (int64_t)c->shared[request] >= (one > other ? one : other);
 }
 
-// Families are consecutive requests that belong together; most have one member. Family i is [starts[i], starts[i + 1]).
-static int64_t find_families(const attention_call *c, int32_t *starts) {
-    int64_t families = 0;
-    for (int64_t request = 0; request < c->requests; request++)
-        if (request == 0 || !belongs_to_previous(c, request)) starts[families++] = (int32_t)request;
-    starts[families] = (int32_t)c->requests;
-    return families;
+static part make_part(const attention_call *c, int32_t first_request, int32_t requests, int32_t first_token, int32_t tokens) {
+    part made = {.first_request = first_request, .requests = requests, .first_token = first_token, .tokens = tokens};
+    const int64_t lowest = c->window > 0 ? position_of(c, first_request, first_token) - c->window + 1 : 0;
+    made.first_key = (int32_t)(lowest > 0 ? lowest / STRETCH * STRETCH : 0);
+    for (int32_t i = 0; i < requests; i++) {
+        const int64_t request = first_request + i, last = requests > 1 ? first_token + i : first_token + tokens - 1;
+        const int64_t keys = c->causal ? position_of(c, request, last) + 1 : c->seq_lens[request];
+        if (keys > made.keys_end) made.keys_end = (int32_t)keys;
+    }
+    return made;
 }
 
-// How many members of a family go into a unit. Many save reading; few make more units, which spread over the threads.
-static int64_t members_per_unit(const attention_call *c, const int32_t *starts, int64_t families) {
-    const int64_t group = c->heads / c->kv_heads, threads = thread_count();
-    int64_t best = 1, least_time = INT64_MAX;
-    for (int64_t size = 1; size <= UNIT_ROWS / group; size++) {
-        int64_t units = 0;
-        for (int64_t i = 0; i < families; i++) {
-            int64_t members = starts[i + 1] - starts[i];
-            if (members > 1) units += (members + size - 1) / size * c->kv_heads;
-        }
-        int64_t turns = (units + threads - 1) / threads, time = turns * (size * group + READING_ROWS);
-        if (time < least_time) best = size, least_time = time;
-    }
-    return best;
+// Of one request. Many rows save reading; fewer make more parts, which spread over the threads.
+static int32_t tokens_per_part(const attention_call *c) {
+    const int64_t group = c->heads / c->kv_heads, rows = c->query_start[c->requests] * c->heads;
+    int64_t most = UNIT_ROWS;
+    while (most > FEWEST_ROWS && most > group && rows < most * UNITS_PER_THREAD * thread_count()) most /= 2;
+    return (int32_t)(most > group ? most / group : 1);
 }
 
-// Fills `parts`, never more than there are tokens, and returns how many.
-static int64_t divide_batch(const attention_call *c, const int32_t *starts, int64_t families, part *parts) {
-    const int32_t tokens_per_unit = (int32_t)(UNIT_ROWS / (c->heads / c->kv_heads));
-    const int32_t members = families < c->requests ? (int32_t)members_per_unit(c, starts, families) : 1;
-    int64_t num_parts = 0;
-    for (int64_t i = 0; i < families; i++) {
-        const int32_t first = starts[i], first_token = c->query_start[first], token_end = c->query_start[starts[i + 1]];
-        const int alone = starts[i + 1] - first == 1;
-        const int32_t most = alone ? tokens_per_unit : members;
-        for (int32_t token = first_token; token < token_end; token += most) {
-            int32_t tokens = token_end - token < most ? token_end - token : most;
-            parts[num_parts++] = alone ? (part){first, 1, token, tokens}
-                                       : (part){first + token - first_token, tokens, token, tokens};
+// Fills parts, never more than there are tokens. Consecutive requests that belong together are in one part.
+static void divide_batch(plan *plan) {
+    const attention_call *c = &plan->call;
+    const int32_t members = (int32_t)(UNIT_ROWS / (c->heads / c->kv_heads)), most = tokens_per_part(c);
+    for (int32_t request = 0, next; request < c->requests; request = next) {
+        for (next = request + 1; next < c->requests && next - request < members && belongs_to_previous(c, next);) next++;
+        const int32_t requests = next - request, token_end = c->query_start[next], step = requests > 1 ? members : most;
+        for (int32_t token = c->query_start[request]; token < token_end; token += step) {
+            const int32_t tokens = token_end - token < step ? token_end - token : step;
+            plan->parts[plan->num_parts++] = make_part(c, request, requests, token, tokens);
         }
     }
-    return num_parts;
+}
+
+INLINE int64_t stretches_of(const part *part) { return (part->keys_end - part->first_key + STRETCH - 1) / STRETCH; }
+
+INLINE int64_t cost_of_stretch(const attention_call *c, const part *part) {
+    return part->tokens * (c->heads / c->kv_heads) + READING_ROWS;
+}
+
+// Keys of a part that one unit has: a power of two of stretches within a group, or whole groups, or all.
+static int64_t keys_per_unit(int64_t stretches, int64_t wanted) {
+    if (wanted >= stretches) return stretches * STRETCH;
+    if (wanted >= GROUP / STRETCH) return wanted * STRETCH / GROUP * GROUP;
+    int64_t run = 1;
+    while (2 * run <= wanted) run *= 2;
+    return run * STRETCH;
+}
+
+// Shares the keys of parts that are too much for one unit. Returns the floats that their pieces need.
+static int64_t divide_parts(plan *plan) {
+    const attention_call *c = &plan->call;
+    const int64_t threads = thread_count(), group = c->heads / c->kv_heads;
+    int64_t cost = 0, room = 0;
+    for (int64_t i = 0; i < plan->num_parts; i++) cost += stretches_of(plan->parts + i) * cost_of_stretch(c, plan->parts + i);
+    const int64_t most = threads > 1 ? cost * c->kv_heads / (threads * UNITS_PER_THREAD) : cost;
+    for (part *part = plan->parts; part < plan->parts + plan->num_parts; part++) {
+        const int64_t stretches = stretches_of(part), keys = keys_per_unit(stretches, most / cost_of_stretch(c, part));
+        part->units = 1;
+        if (keys < stretches * STRETCH) {
+            part->unit_keys = (int32_t)keys;
+            part->piece = keys < GROUP ? STRETCH : GROUP;
+            part->units = (int32_t)((part->keys_end - 1) / keys + 1 - part->first_key / keys);
+            part->room = room;
+            const int64_t pieces = (part->keys_end - 1) / part->piece + 1 - part->first_key / part->piece;
+            room += pieces * c->kv_heads * floats_of_sums(part->tokens * group, c->head_dim);
+        }
+        plan->num_units += part->units;
+    }
+    return room;
+}
+
+static void list_units(plan *plan) {
+    unit *next = plan->units;
+    for (int64_t i = 0; i < plan->num_parts; i++) {
+        const part *part = plan->parts + i;
+        const int32_t keys_end = part->keys_end;
+        for (int64_t h = 0; h < plan->call.kv_heads; h++) atomic_init(&plan->units_left[i * plan->call.kv_heads + h], part->units);
+        for (int32_t key = part->first_key, end; key < keys_end; key = end) {
+            end = part->piece ? (int32_t)next_piece(key, part->unit_keys, keys_end) : keys_end;
+            *next++ = (unit){(int32_t)i, key, end};
+        }
+    }
+}
+
+// Memory of the calling thread that is kept from call to call: new memory would cost more than a small call.
+typedef struct {
+    void *memory;
+    size_t size;
+} room;
+
+static void *at_least(room *room, size_t size) {
+    if (room->size < size) {
+        free(room->memory);
+        room->memory = malloc(size);
+        room->size = room->memory ? size : 0;
+    }
+    return room->memory;
+}
+
+static _Thread_local room room_of_parts, room_of_units, room_of_pieces;
+
+static int make_plan(plan *plan) {
+    const attention_call *c = &plan->call;
+    plan->parts = at_least(&room_of_parts, (size_t)c->query_start[c->requests] * sizeof(part));
+    if (!plan->parts) return -1;
+    divide_batch(plan);
+    const size_t floats = (size_t)divide_parts(plan), units = (size_t)plan->num_units * sizeof(unit);
+    char *memory = at_least(&room_of_units, units + (size_t)(plan->num_parts * c->kv_heads) * sizeof(atomic_int));
+    plan->pieces = floats ? at_least(&room_of_pieces, floats * sizeof(float)) : NULL;
+    if (!memory || (floats && !plan->pieces)) return -1;
+    plan->units = (unit *)memory;
+    plan->units_left = (atomic_int *)(memory + units);
+    list_units(plan);
+    return 0;
 }
 
 // `kind`: 0 floats, 1 halves, 2 bytes, which have `scales`. `shared` [requests]: how many keys a request's table has in
@@ -380,21 +446,11 @@ int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64
                      const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared, int64_t requests,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t causal,
                      const float *bias, int64_t reach, float scale) {
-    attention_call c = {q, out, cache, scales, kind, block_bytes, scale_block_bytes, block_table, query_start, seq_lens, shared,
-                        ldq, ldo, table_width, requests, heads, kv_heads, head_dim, block_size, window, causal, bias, reach,
-                        scale, NULL};
+    plan plan = {.call = {q, out, cache, scales, kind, block_bytes, scale_block_bytes, block_table, query_start, seq_lens,
+                          shared, ldq, ldo, table_width, requests, heads, kv_heads, head_dim, block_size, window, causal, bias,
+                          reach, (float)(scale * LOG2_E)}};
     if (query_start[requests] == 0) return 0;
-    part *parts = malloc((size_t)query_start[requests] * sizeof(part));
-    int32_t *starts = malloc((size_t)(requests + 1) * sizeof(int32_t));
-    if (!parts || !starts) {
-        free(parts);
-        free(starts);
-        return -1;
-    }
-    c.parts = parts;
-    int64_t num_parts = divide_batch(&c, starts, find_families(&c, starts), parts);
-    parallel_units(attention_unit, &c, num_parts * kv_heads);
-    free(parts);
-    free(starts);
+    if (make_plan(&plan)) return -1;
+    parallel_units(attention_unit, &plan, plan.num_units * kv_heads);
     return 0;
 }
