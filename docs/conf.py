@@ -26,6 +26,7 @@ NAVIGATION = {
     "Serve it": {
         "Run a server": "docs/serving",
         "Ask a server": "docs/clients",
+        "Run it on a CPU": "docs/cpu",
         "Run it on a GPU": "docs/gpu",
         "Deploy it": "docs/deployment",
         "Watch it": "docs/metrics",

@@ -58,17 +58,48 @@ class Groups(NamedTuple):
     def group(self) -> int:
         return self.codes.shape[1] * BLOCK // self.scales.shape[1]
 
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1] * BLOCK
+
+    def pack_codes(self) -> Tensor:
+        """[panels, blocks, bytes / 4, 16, 4]: the same four bytes of 16 columns side by side."""
+        quads = _fill_panels(self.codes.contiguous()).view(torch.int32)  # [out, blocks, bytes / 4]
+        panels = quads.view(-1, PANEL, *quads.shape[1:])
+        return panels.permute(0, 2, 3, 1).contiguous()
+
+
+class Blocks:
+    """A weight as GGUF stores it, whose codes are repacked by a kernel: the file's bytes are read once. It packs to the
+    same as the groups that BLOCK_READERS makes of it."""
+
+    def __init__(self, name: str, data: Tensor) -> None:
+        """`data`: [out, blocks of a row, bytes of a block]."""
+        self._name, self._data = name, data.contiguous()
+        self.scales, self.offsets = SCALE_READERS[name](self._data)
+        self.bits = 4 if name in FOUR_BITS else 8
+        self.in_features = data.shape[1] * BLOCK_SIZES[name]
+        self.group = self.in_features // self.scales.shape[1]
+
+    def pack_codes(self) -> Tensor:
+        kernels = library()
+        assert kernels is not None
+        out, row_blocks = self._data.shape[:2]
+        packed = torch.empty(-(-out // PANEL), self.in_features // BLOCK, self.bits // 2 * BLOCK, dtype=torch.int32)
+        number = BLOCK_NAMES.index(self._name)
+        kernels.ratoon_repack_codes(number, self._data.data_ptr(), out, row_blocks, packed.data_ptr())
+        return packed
+
 
 class PackedWeight:
     """Groups in the layout of the kernels, and the C structure that points to them."""
 
     __slots__ = ("_tensors", "bits", "in_features", "multiplier", "num_bytes", "out_features", "pointer", "structure")
 
-    def __init__(self, groups: Groups, bias: Tensor | None) -> None:
-        self.out_features, num_blocks = groups.codes.shape[:2]
-        self.in_features, self.bits = num_blocks * BLOCK, groups.bits
-        self.multiplier = _multiplier(groups)
-        codes, scales = _pack_codes(groups.codes), self._pack_halves(groups.scales)
+    def __init__(self, groups: Groups | Blocks, bias: Tensor | None) -> None:
+        self.out_features, self.in_features, self.bits = len(groups.scales), groups.in_features, groups.bits
+        self.multiplier = _multiplier(groups.scales, groups.offsets)
+        codes, scales = groups.pack_codes(), self._pack_halves(groups.scales)
         offsets = None if groups.offsets is None else self._pack_halves(groups.offsets)
         bias = None if bias is None else bias.contiguous()
         self._tensors = (codes, scales, offsets, bias)
@@ -82,8 +113,15 @@ class PackedWeight:
         """[out, groups] → [panels, groups, 16] halves, divided by the multiplier."""
         if self.multiplier != 1.0:
             numbers = numbers / self.multiplier
-        panels = _fill_panels(numbers.half()).view(-1, PANEL, numbers.shape[1])
-        return panels.transpose(1, 2).contiguous()
+        halves, kernels = numbers.half(), library()
+        assert kernels is not None
+        rows, groups = halves.shape
+        if halves.stride(0) != groups * halves.stride(1):
+            halves = halves.contiguous()
+        packed = torch.empty(-(-rows // PANEL), groups, PANEL, dtype=torch.float16)
+        stride = halves.stride(1) * halves.itemsize
+        kernels.ratoon_repack_halves(halves.data_ptr(), rows, groups, stride, packed.data_ptr())
+        return packed
 
 
 class QuantisedLinear:
@@ -145,7 +183,7 @@ class QuantisedGatedMLP:
 class KeptFormat:
     """A format that is kept in its own bits, and what is kept of it."""
 
-    def __init__(self, name: str, read: Callable[[Sequence[StoredTensor]], Groups]) -> None:
+    def __init__(self, name: str, read: Callable[[Sequence[StoredTensor]], Groups | Blocks]) -> None:
         self.name = name
         self._read = read  # parts, one above the other
         self.num_weights = 0
@@ -184,7 +222,7 @@ class KeptFormats:
     """The formats of one model's weights."""
 
     def __init__(self) -> None:
-        self.by_name = {name: KeptFormat(name, partial(_read_blocks, read)) for name, read in BLOCK_READERS.items()}
+        self.by_name = {name: KeptFormat(name, partial(_read_blocks, name)) for name in BLOCK_NAMES}
         self.by_name |= {name: KeptFormat(name, _read_codes) for name in grouped.FORMATS.values()}
 
     def find(self, stored: StoredTensor) -> KeptFormat | None:
@@ -225,35 +263,27 @@ class KeptFormats:
         ]
 
 
-def _pack_codes(codes: Tensor) -> Tensor:
-    """[out, blocks, bytes] → [panels, blocks, bytes / 4, 16, 4]: the same four bytes of 16 columns side by side."""
-    quads = _fill_panels(codes.contiguous()).view(torch.int32)  # [out, blocks, bytes / 4]
-    panels = quads.view(-1, PANEL, *quads.shape[1:])
-    return panels.permute(0, 2, 3, 1).contiguous()
-
-
 def _fill_panels(rows: Tensor) -> Tensor:
     """With rows of zeros behind the last, up to a whole panel."""
     missing = -len(rows) % PANEL
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 
-def _multiplier(groups: Groups) -> float:
+def _multiplier(scales: Tensor, offsets: Tensor | None) -> float:
     """A power of two that all scales are divided by before they are rounded to halves, so that none is too large or
     too small for one. 1 for scales that are halves already."""
-    if groups.scales.dtype == torch.float16:
+    if scales.dtype == torch.float16:
         return 1.0
-    largest = float(groups.scales.abs().max()) if groups.scales.numel() else 0.0
-    if groups.offsets is not None and groups.offsets.numel():
-        largest = max(largest, float(groups.offsets.abs().max()))
+    largest = float(scales.abs().max()) if scales.numel() else 0.0
+    if offsets is not None and offsets.numel():
+        largest = max(largest, float(offsets.abs().max()))
     if not (0 < largest < math.inf):
         return 1.0
     return 2.0 ** (math.frexp(largest)[1] - LARGEST_EXPONENT)
 
 
-def _read_blocks(read: Callable[[Tensor], Groups], parts: Sequence[StoredTensor]) -> Groups:
-    """Of GGUF's blocks."""
-    return read(parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts]))
+def _read_blocks(name: str, parts: Sequence[StoredTensor]) -> Blocks:
+    return Blocks(name, parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts]))
 
 
 def _read_codes(parts: Sequence[StoredTensor]) -> Groups:
@@ -283,26 +313,24 @@ def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _read_q4_0(blocks: Tensor) -> Groups:
-    return Groups(blocks[..., 2:], _halves(blocks[..., :2])[..., 0])
+    return Groups(blocks[..., 2:], *_one_half(blocks))
 
 
 def _read_q4_1(blocks: Tensor) -> Groups:
-    scales, offsets = _halves(blocks[..., :4]).unbind(-1)
-    return Groups(blocks[..., 4:], scales, offsets)
+    return Groups(blocks[..., 4:], *_two_halves(blocks))
 
 
 def _read_q8_0(blocks: Tensor) -> Groups:
-    return Groups(blocks[..., 2:] ^ 128, _halves(blocks[..., :2])[..., 0])
+    return Groups(blocks[..., 2:] ^ 128, *_one_half(blocks))
 
 
 def _read_q5_0(blocks: Tensor) -> Groups:
     """Codes from -16 to 15."""
-    return Groups(_five_bits(blocks[..., 2:]) + (128 - 16), _halves(blocks[..., :2])[..., 0])
+    return Groups(_five_bits(blocks[..., 2:]) + (128 - 16), *_one_half(blocks))
 
 
 def _read_q5_1(blocks: Tensor) -> Groups:
-    scales, offsets = _halves(blocks[..., :4]).unbind(-1)
-    return Groups(_five_bits(blocks[..., 4:]) + 128, scales, offsets)
+    return Groups(_five_bits(blocks[..., 4:]) + 128, *_two_halves(blocks))
 
 
 def _five_bits(data: Tensor) -> Tensor:
@@ -338,8 +366,23 @@ def _read_q6_k(blocks: Tensor) -> Groups:
     low = torch.cat((low & 15, low >> 4), -2).flatten(-2).unflatten(-1, (4, 32))
     high = torch.cat([(high >> shift & 3) << 4 for shift in (0, 2, 4, 6)], -2)
     codes = ((low | high) + (128 - 32)).flatten(1, 3)  # [rows, blocks · 8, 32]
+    return Groups(codes, *_scales_of_16(blocks))
+
+
+def _one_half(blocks: Tensor) -> tuple[Tensor, None]:
+    """A block's scale, where it lies."""
+    return blocks[..., :2].view(torch.float16)[..., 0], None
+
+
+def _two_halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    scales, offsets = blocks[..., :4].view(torch.float16).unbind(-1)
+    return scales, offsets
+
+
+def _scales_of_16(blocks: Tensor) -> tuple[Tensor, None]:
+    """Of Q6_K: 16 bytes, times a half."""
     scales = blocks[..., 192:208].view(torch.int8) * _halves(blocks[..., 208:210]).float()
-    return Groups(codes, scales.flatten(1))
+    return scales.flatten(1), None
 
 
 def _small_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -366,6 +409,14 @@ BLOCK_READERS: dict[str, Callable[[Tensor], Groups]] = {
     "Q5_K": _read_q5_k,
     "Q6_K": _read_q6_k,
 }
+BLOCK_NAMES = tuple(BLOCK_READERS)  # repack.c numbers the formats in this order
+FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
+BLOCK_SIZES = {name: 256 if name.endswith("K") else BLOCK for name in BLOCK_NAMES}  # inputs
+# The same → scales and offsets, [rows, groups of a row]
+SCALE_READERS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor | None]]] = {
+    "Q4_0": _one_half, "Q4_1": _two_halves, "Q5_0": _one_half, "Q5_1": _two_halves, "Q8_0": _one_half,
+    "Q4_K": _small_scales, "Q5_K": _small_scales, "Q6_K": _scales_of_16,
+}  # fmt: skip
 # Where a block has its halves: scales and offsets, or what they are multiplied with
 SCALE_BYTES = {
     "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4), "Q8_0": (0, 2), "Q4_K": (0, 4), "Q5_K": (0, 4),

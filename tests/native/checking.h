@@ -37,6 +37,7 @@ void check_attention(void);
 void check_encode(void);
 void check_quantised(void);
 void check_program(void);
+void check_repack(void);
 void check_sampling(void);
 
 // A bound for a sum of `terms` products that is taken in chains of 64, whose sums are added up one after another: the number

@@ -116,4 +116,15 @@ def test_every_kernel_is_as_exact_as_its_arithmetic_allows(kernel_set: str, tmp_
     done = subprocess.run([*start, str(program), seed, padding], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, f"seed {seed}, status {done.returncode}\n{done.stdout}{done.stderr}"
     sections = [line.removesuffix(": 0 wrong") for line in done.stdout.splitlines()]
-    assert sections == ["threads", "linear", "mlp", "rows", "attention", "encode", "quantised", "program", "sampling"]
+    assert sections == [
+        "threads",
+        "linear",
+        "mlp",
+        "rows",
+        "attention",
+        "encode",
+        "quantised",
+        "program",
+        "sampling",
+        "repack",
+    ]

@@ -70,6 +70,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_quantised_scratch": (_INT, [_INT]),
     "ratoon_quantised_linear": (None, [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT]),
     "ratoon_quantised_gated_mlp": (None, [_POINTER, _POINTER, _POINTER, _INT, _INT, *[_POINTER] * 3]),
+    "ratoon_repack_codes": (None, [_INT, _POINTER, _INT, _INT, _POINTER]),
+    "ratoon_repack_halves": (None, [_POINTER, _INT, _INT, _INT, _POINTER]),
     "ratoon_fit_scales": (None, [_POINTER, _INT, ctypes.c_int32, _POINTER, _POINTER]),
     "ratoon_encode": (None, [_POINTER, _INT, ctypes.c_int32, _POINTER, _POINTER, _POINTER]),
 }

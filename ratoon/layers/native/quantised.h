@@ -44,3 +44,9 @@ void ratoon_fit_scales(const float *x, int64_t blocks, int32_t bits, float *scal
 // The codes that come nearest, with these scales and offsets, in GGUF's order: 32 bytes of -127…127 (8 bits), or 16 bytes with
 // code i in the low half of byte i and code 16 + i in the high one (4 bits, 0…15).
 void ratoon_encode(const float *x, int64_t blocks, int32_t bits, const float *scales, const float *offsets, uint8_t *codes);
+
+// GGUF's blocks [rows][row_blocks] in the layout of a weight. format: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K are 0…7.
+void ratoon_repack_codes(int64_t format, const uint8_t *blocks, int64_t rows, int64_t row_blocks, uint8_t *codes);
+
+// Halves [rows][groups], `stride` bytes from each to the next, in the layout of a weight's scales.
+void ratoon_repack_halves(const void *halves, int64_t rows, int64_t groups, int64_t stride, uint16_t *packed);

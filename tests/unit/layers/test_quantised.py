@@ -16,6 +16,7 @@ from ratoon.layers.native import library
 from ratoon.layers.native.recording import Arena, Recording
 from ratoon.layers.native_formats import (
     BLOCK_READERS,
+    Blocks,
     Groups,
     KeptFormats,
     PackedWeight,
@@ -149,6 +150,20 @@ def test_a_format_holds_the_numbers_of_the_file(name: str) -> None:
         held = held._replace(offsets=_as_halves(groups.offsets, packed))
     torch.testing.assert_close(decoded(held), exact, rtol=0, atol=2.0**-11 * float(exact.abs().max() * 2))
     assert_close(QuantisedLinear(packed)(x), x, decoded(held))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 35, 64])
+def test_a_files_blocks_are_packed_as_their_groups_are(name: str, rows: int) -> None:
+    data = stored_tensor(name, rows, 512).data
+    packed, expected = PackedWeight(Blocks(name, data), None), PackedWeight(BLOCK_READERS[name](data), None)
+    sizes = ("out_features", "in_features", "bits", "multiplier", "num_bytes")
+    assert [getattr(packed, size) for size in sizes] == [getattr(expected, size) for size in sizes]
+    assert (packed.structure.bits, packed.structure.group) == (expected.structure.bits, expected.structure.group)
+    for one, other in zip(packed._tensors, expected._tensors, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _as_halves(numbers: Tensor, packed: PackedWeight) -> Tensor:
