@@ -15,6 +15,7 @@ typedef struct {
     const int64_t *words;
 } recorded_call;
 int64_t ratoon_run_program(const recorded_call *calls, int64_t count);
+int64_t ratoon_time_program(const recorded_call *calls, int64_t count, int64_t *ends);
 
 #define WORDS(NAME) int NAME##_words(const int64_t *words);
 WORDS(ratoon_copy) WORDS(ratoon_linear) WORDS(ratoon_gated_mlp) WORDS(ratoon_quantised_linear) WORDS(ratoon_quantised_gated_mlp)
@@ -127,6 +128,12 @@ static void compare_order(void) {
     expect_true(ratoon_run_program(calls, 0) == -1, "an empty program", 0, 0);
     expect_true(ratoon_run_program(calls, 4) == 2, "the call that failed", 0, 0);
     expect_true(values[0] == 2 && values[2] == 2, "calls in order", 0, 0);
+    int64_t ends[4] = {-1, -1, -1, -1};
+    values[0] = values[2] = 0;
+    expect_true(ratoon_time_program(calls, 4, ends) == 2, "the timed call that failed", 0, 0);
+    expect_true(values[0] == 2 && values[2] == 2, "timed calls in order", 0, 0);
+    expect_true(0 <= ends[0] && ends[0] <= ends[1] && ends[2] == -1 && ends[3] == -1, "times in order", 0, 0);
+    expect_true(ratoon_time_program(calls, 2, ends) == -1, "a timed program", 0, 0);
 }
 
 void check_program(void) {

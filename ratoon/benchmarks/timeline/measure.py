@@ -1,4 +1,4 @@
-"""Decode steps of a batch of requests: timed alone, then again while everything is recorded.
+"""Decode steps of a batch of requests, or a prompt: timed alone, then again while everything is recorded.
 
 Recording slows a step down, so the device's share is what it worked in a recorded step, divided by the time of a step
 that was not recorded.
@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ratoon.benchmarks.timeline.spans import CORE, DEVICE, STEPS, Span, SpanRecorder, busy_time
+from ratoon.benchmarks.timeline.parts import parts_of_steps
+from ratoon.benchmarks.timeline.spans import CORE, DEVICE, KERNELS, STEPS, Span, SpanRecorder, busy_time
 from ratoon.benchmarks.timeline.trace import DeviceTrace
 from ratoon.core.errors import EngineError
 from ratoon.core.params import RequestOutputKind, SamplingParams
@@ -26,7 +27,7 @@ SPARE_TOKENS = 8  # no answer may end before the last step that is recorded
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Some decode steps of one batch."""
+    """Some decode steps of one batch, or the computation of one prompt, which counts as one step."""
 
     batch: int
     num_steps: int
@@ -36,6 +37,26 @@ class Timeline:
     device_events: list[dict[str, Any]]  # of torch's profiler; none on a CPU
     begin: float  # of the recorded steps, in the clock of the spans
     end: float
+    prompt_len: int = 0  # 0: decode steps
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"prefill-{self.prompt_len}" if self.prompt_len else f"batch-{self.batch}"
+
+    @property
+    def title(self) -> str:
+        if self.prompt_len:
+            return f"a prompt of {self.prompt_len:,}"
+        return "1 request" if self.batch == 1 else f"{self.batch} requests"
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Of a step that was recorded on a CPU: milliseconds by kind of work. Empty where kernels are not recorded."""
+        if not any(span.lane == KERNELS for span in self.spans):
+            return {}
+        parts = parts_of_steps(self.spans, self.begin, self.end)
+        return {part: microseconds / self.num_steps / 1e3 for part, microseconds in parts.items()}
 
     @property
     def has_device(self) -> bool:
@@ -50,11 +71,13 @@ class Timeline:
         shares = {name: self.share(lane) for name, lane in (("steps_thread", STEPS), ("core_thread", CORE))}
         return {
             "batch": self.batch,
+            "prompt_len": self.prompt_len or None,
             "steps": self.num_steps,
             "step_ms": 1e3 * self.step_seconds,
             "recorded_step_ms": 1e3 * self.recorded_seconds,
             "device_busy": self.share(DEVICE) if self.has_device else None,
             **{f"{name}_busy": share for name, share in shares.items()},
+            "parts_ms": self.parts or None,
         }
 
 
@@ -87,6 +110,28 @@ class BatchRun:
         events = [] if trace is None else trace.events
         return Timeline(batch, num_steps, step_seconds, recorded_seconds, recorder.spans + device, events, begin, end)
 
+    def measure_prompt(self, length: int) -> Timeline:
+        """One prompt, from its request to its first token."""
+        self._compute_prompt(length)  # memory of this size is there afterwards
+        begin = time.perf_counter()
+        self._compute_prompt(length)
+        step_seconds = time.perf_counter() - begin
+        recorder = SpanRecorder()
+        trace = DeviceTrace() if self._on_gpu else None
+        with recorder.recording(self._llm):
+            if trace is not None:
+                trace.start()
+            first = recorder.now()
+            self._compute_prompt(length)
+            last = recorder.now()
+            device = [] if trace is None else trace.stop()
+        events, spans = [] if trace is None else trace.events, recorder.spans + device
+        return Timeline(1, 1, step_seconds, (last - first) / 1e6, spans, events, first, last, length)
+
+    def _compute_prompt(self, length: int) -> None:
+        request_ids = self._send(1, length, 1)
+        self._reach_decoding(set(request_ids))
+
     def num_tokens(self, batch: int, input_len: int, num_steps: int) -> int:
         """Of an answer: the first requests decode while the prompts of the last are computed."""
         prefill_steps = -(-batch * input_len // self._llm.describe()["max_num_batched_tokens"])
@@ -101,7 +146,7 @@ class BatchRun:
             temperature=0.0,
             max_tokens=num_tokens,
             ignore_eos=True,
-            detokenize=False,
+            detokenize=not (self._on_gpu or self._llm.front_end_config.skip_tokenizer),
             output_kind=RequestOutputKind.DELTA,
         )
         vocab_size = self._llm.source.config.vocab_size

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
 
-DEVICE, STEPS, CORE = "device", "steps thread", "core thread"
-LANES = (DEVICE, STEPS, CORE)
+DEVICE, KERNELS, STEPS, CORE = "device", "kernels", "steps thread", "core thread"
+LANES = (DEVICE, KERNELS, STEPS, CORE)  # kernels are those of a CPU, which the steps thread calls
+NOT_OF_A_PASS = ("ratoon_run_program", "ratoon_time_program", "ratoon_quantised_scratch", "ratoon_packed_size")
 WAIT = "wait"  # the core's thread has nothing to do until the oldest step has ended
 
 
@@ -54,27 +55,64 @@ class SpanRecorder:
                 executor, "submit", lambda submit: lambda *plan, **how: TimedHandle(submit(*plan, **how), self)
             ),
         ]
+        worker = getattr(executor, "_worker", None)  # an executor of another kind may have none in this process
+        if worker is not None:
+            preparing = ("_apply_changes", "_batch", "_prepare")
+            wrapped += [self._wrap(worker.runner, method, STEPS, "prepare") for method in preparing]
+            wrapped += self._wrap_kernels()
         try:
             yield
         finally:
             for undo in reversed(wrapped):
                 undo()
 
+    def _wrap_kernels(self) -> list[Callable[[], None]]:
+        """Of a CPU: each call of one, and the calls of a recorded pass, are spans."""
+        from ratoon.layers.native import library
+        from ratoon.layers.native.recording import Program
+
+        kernels = library()
+        if kernels is None:
+            return []
+        timed = {name: self._timed(call, KERNELS, name) for name, call in kernels.functions.items()}
+        for name in NOT_OF_A_PASS:
+            timed.pop(name, None)
+        kernels.replace(timed)
+        run = Program.run
+        Program.run = self._run_timed  # type: ignore[method-assign, assignment]
+
+        def undo() -> None:
+            kernels.replace(kernels.functions)
+            Program.run = run  # type: ignore[method-assign]
+
+        return [undo]
+
+    @property
+    def _run_timed(self) -> Callable[[Any], None]:
+        def run(program: Any) -> None:
+            begin = last = self.now()
+            for name, nanoseconds in zip(program.names, program.run_timed(), strict=True):
+                end = begin + nanoseconds / 1e3
+                self.spans.append(Span(KERNELS, name, last, end))
+                last = end
+
+        return run
+
     def add(self, lane: str, name: str, begin: float) -> None:
         self.spans.append(Span(lane, name, begin, self.now()))
 
     def _wrap(self, owner: Any, method: str, lane: str, name: str) -> Callable[[], None]:
-        def wrapper(call: Callable[..., Any]) -> Callable[..., Any]:
-            def timed(*arguments: Any, **options: Any) -> Any:
-                begin = self.now()
-                try:
-                    return call(*arguments, **options)
-                finally:
-                    self.add(lane, name, begin)
+        return self._replace(owner, method, lambda call: self._timed(call, lane, name))
 
-            return timed
+    def _timed(self, call: Callable[..., Any], lane: str, name: str) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = self.now()
+            try:
+                return call(*arguments, **options)
+            finally:
+                self.add(lane, name, begin)
 
-        return self._replace(owner, method, wrapper)
+        return timed
 
     @staticmethod
     def _replace(

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ratoon.benchmarks.timeline.spans import CORE, DEVICE, STEPS, Span, SpanRecorder
+from ratoon.benchmarks.timeline.spans import CORE, DEVICE, KERNELS, STEPS, Span, SpanRecorder
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 MARKER = "ratoon: clock"  # an event at a moment that both clocks know
 HOST_PROCESS = 2**22 + 1  # no process has this number, so that the profiler's own lanes stay apart
-THREAD_NUMBERS = {CORE: 1, STEPS: 2}
+THREAD_NUMBERS = {CORE: 1, STEPS: 2, KERNELS: 3}
 
 
 class DeviceTrace:
@@ -68,13 +68,16 @@ def write_trace(path: Path, host_spans: Sequence[Span], device_events: Sequence[
     """Host spans as a process of their own beside what the profiler recorded."""
     pid = HOST_PROCESS
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": "ratoon, host"}}]
+    lanes = {span.lane for span in host_spans}
     for lane, number in THREAD_NUMBERS.items():
+        if lane == KERNELS and lane not in lanes:
+            continue
         events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": {"name": lane}})
     events += [
         {
             "ph": "X",
             "cat": "ratoon",
-            "name": span.name,
+            "name": span.name.removeprefix("ratoon_"),
             "pid": pid,
             "tid": THREAD_NUMBERS[span.lane],
             "ts": span.begin,

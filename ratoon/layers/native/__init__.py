@@ -62,6 +62,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "ratoon_store_kv": (None, [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 4]),
     "ratoon_run_program": (_INT, [_POINTER, _INT]),
+    "ratoon_time_program": (_INT, [_POINTER, _INT, _POINTER]),
     "ratoon_draw": (None, [_POINTER, _INT, _INT, *[_POINTER] * 6]),
     # Of weights in 16 bits
     "ratoon_packed_size_16": (_INT, [_INT, _INT]),

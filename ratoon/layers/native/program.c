@@ -3,7 +3,9 @@
 // A call is a function and its arguments, a word of 64 bits each in the order of the kernel's own parameters: a pointer or
 // an integer as it is, a float in the low half. Kernels that can be recorded have such a function, NAME_words; it returns 0,
 // or -1 if the kernel failed. ratoon_copy has no other form.
+#define _POSIX_C_SOURCE 199309L  // clock_gettime
 #include <string.h>
+#include <time.h>
 
 #include "kernels.h"
 #include "quantised.h"
@@ -19,6 +21,22 @@ typedef struct {
 int64_t ratoon_run_program(const recorded_call *calls, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         if (calls[i].function(calls[i].words)) return i;
+    return -1;
+}
+
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+// The same, and how long each call took: ends[i] is when call i had ended, in nanoseconds after the begin.
+int64_t ratoon_time_program(const recorded_call *calls, int64_t count, int64_t *ends) {
+    int64_t begin = nanoseconds();
+    for (int64_t i = 0; i < count; i++) {
+        if (calls[i].function(calls[i].words)) return i;
+        ends[i] = nanoseconds() - begin;
+    }
     return -1;
 }
 

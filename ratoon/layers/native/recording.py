@@ -50,12 +50,14 @@ def new_bytes(count: int) -> Tensor:
 class Program:
     """The calls of a recorded pass."""
 
-    def __init__(self, kernels: Kernels, calls: list[tuple[int, list[int]]]) -> None:
-        """`calls`: the address of a function that takes words, and the words."""
+    def __init__(self, kernels: Kernels, calls: list[tuple[str, list[int]]]) -> None:
+        """`calls`: names of kernels that can be recorded, and their arguments as words."""
+        self.names = [name for name, _ in calls]
         self._words = [np.array(words, np.int64) for _, words in calls]
-        pairs = [(address, words.ctypes.data) for (address, _), words in zip(calls, self._words, strict=True)]
+        pairs = [(kernels.words[name], words.ctypes.data) for (name, _), words in zip(calls, self._words, strict=True)]
         self._calls = np.array(pairs, np.uint64).reshape(-1, 2)
         self._run = kernels.functions["ratoon_run_program"]
+        self._time = kernels.functions["ratoon_time_program"]
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -63,6 +65,13 @@ class Program:
     def run(self) -> None:
         if self._run(self._calls.ctypes.data, len(self._calls)) >= 0:
             raise MemoryError("a kernel ran out of memory")
+
+    def run_timed(self) -> list[int]:
+        """Run, and say when each call had ended: nanoseconds after the begin."""
+        ends = np.zeros(len(self._calls), np.int64)
+        if self._time(self._calls.ctypes.data, len(self._calls), ends.ctypes.data) >= 0:
+            raise MemoryError("a kernel ran out of memory")
+        return ends.tolist()
 
 
 class Arena:
@@ -116,7 +125,7 @@ class Recording(TorchDispatchMode):
         self.arena = arena
         self.obstacles: list[str] = []  # why there is no program
         self._kernels = kernels
-        self._calls: list[tuple[int, list[int]]] = []
+        self._calls: list[tuple[str, list[int]]] = []
         self._thread = threading.get_ident()
 
     @property
@@ -152,23 +161,21 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         if function is torch.ops.aten.copy_.default and _is_plain_copy(*arguments[:2]):
             target, source = arguments[:2]
-            self._calls.append(
-                (self._kernels.words["ratoon_copy"], [target.data_ptr(), source.data_ptr(), source.nbytes])
-            )
+            self._calls.append(("ratoon_copy", [target.data_ptr(), source.data_ptr(), source.nbytes]))
         elif not function.is_view:
             self.obstacles.append(str(function))
         return function(*arguments, **(settings or {}))
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        address, types = self._kernels.words.get(name), call.argtypes  # type: ignore[attr-defined]
+        types = call.argtypes  # type: ignore[attr-defined]
 
         def record(*arguments: Any) -> Any:
             if self.is_of_this_thread:  # kernels are those of the process; another engine may run meanwhile
-                if address is None:
-                    self.obstacles.append(name)
-                else:
+                if name in self._kernels.words:
                     words = [_as_word(value, kind) for value, kind in zip(arguments, types, strict=True)]
-                    self._calls.append((address, words))
+                    self._calls.append((name, words))
+                else:
+                    self.obstacles.append(name)
             return call(*arguments)
 
         return record

@@ -44,7 +44,16 @@ def test_all_kernels_of_a_pass_have_a_form_that_can_be_recorded():
     kernels = library()
     assert kernels is not None
     setup = {"sources", "set_threads", "packed_size", "pack_weight", "packed_size_16", "pack_weight_16"}
-    setup |= {"quantised_scratch", "fit_scales", "encode", "run_program", "draw"}
+    setup |= {
+        "quantised_scratch",
+        "repack_codes",
+        "repack_halves",
+        "fit_scales",
+        "encode",
+        "run_program",
+        "time_program",
+    }
+    setup.add("draw")
     assert kernels.functions.keys() - kernels.words.keys() <= {f"ratoon_{name}" for name in setup}
 
 
@@ -124,7 +133,7 @@ def test_after_a_failure_nothing_is_recorded_any_more():
     assert len(recording.program() or ()) == 2
 
 
-def test_a_kernel_that_fails_ends_the_program():
+def test_a_kernel_that_fails_ends_the_program(monkeypatch):
     calls = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
@@ -136,9 +145,26 @@ def test_a_kernel_that_fails_ends_the_program():
     assert address is not None
     kernels = library()
     assert kernels is not None
-    with pytest.raises(MemoryError, match="ran out of memory"):
-        Program(kernels, [(address, [number]) for number in (1, 2, 3)]).run()
-    assert calls == [1, 2]
+    monkeypatch.setitem(kernels.words, "ratoon_test", address)
+    program = Program(kernels, [("ratoon_test", [number]) for number in (1, 2, 3)])
+    for run in (program.run, program.run_timed):
+        calls.clear()
+        with pytest.raises(MemoryError, match="ran out of memory"):
+            run()
+        assert calls == [1, 2]
+
+
+def test_a_timed_program_computes_the_same_and_says_when_each_call_ended():
+    x, function = normed_product()
+    with Recording(Arena()) as recording:
+        y = function(x)
+    program = recording.program()
+    assert program is not None
+    x.copy_(torch.randn(x.shape))
+    ends = program.run_timed()
+    assert torch.equal(y, function(x))
+    assert program.names == ["ratoon_rms_norm", "ratoon_linear"]
+    assert len(ends) == 2 and 0 < ends[0] <= ends[1]
 
 
 # ---- memory ----
