@@ -24,6 +24,8 @@ from peers.process import EngineFailedError, EngineProcess
 class Program(ABC):
     """One run: its options, the engines that it has started, and what was measured so far."""
 
+    precision = "fp32"  # of the weights
+
     def __init__(self, args: argparse.Namespace, model: str, sizes: Any) -> None:
         self.args = args
         self.model = model  # its name, for the report
@@ -70,7 +72,7 @@ class Program(ABC):
         if args.json:
             args.json.write_text(json.dumps(self._as_dict(quiet), indent=2) + "\n", encoding="utf-8")
         if args.plot:
-            self.draw(args.plot, f"{self.model}, fp32, {args.threads} threads, {describe_machine()['cpu']}")
+            self.draw(args.plot, f"{self.model}, {self.precision}, {args.threads} threads, {describe_machine()['cpu']}")
         return 0
 
     @property
@@ -83,7 +85,7 @@ class Program(ABC):
 
     def _print_report(self, quiet: bool | None) -> None:
         args, machine = self.args, describe_machine()
-        print(f"{self.model} in fp32, {args.threads} threads, {args.rounds} rounds; ", end="")
+        print(f"{self.model} in {self.precision}, {args.threads} threads, {args.rounds} rounds; ", end="")
         print(f"{machine['cpu']}, {machine['cores']} cores")
         for name, versions in self._versions.items():
             print(f"  {name}: " + ", ".join(f"{package} {version}" for package, version in versions.items()))
@@ -105,7 +107,7 @@ class Program(ABC):
         return {
             "machine": describe_machine(),
             "model": self.model,
-            "dtype": "float32",
+            "dtype": self.precision,
             "threads": self.args.threads,
             "rounds": self.args.rounds,
             "quick": self.args.quick,

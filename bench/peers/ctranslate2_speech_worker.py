@@ -1,4 +1,5 @@
-"""CTranslate2 hearing, in fp32. It makes no features: transformers' extractor does, as in its documentation.
+"""CTranslate2 hearing, in fp32 unless the settings have another compute_type. It makes no features: transformers'
+extractor does, as in its documentation.
 
 Its models have a format of their own (ctranslate2_convert.py).
 """
@@ -21,7 +22,11 @@ def load(args: argparse.Namespace) -> Calls:
 
     torch.set_num_threads(args.threads)
     model = ctranslate2.models.Whisper(
-        args.model, device="cpu", compute_type="float32", inter_threads=1, intra_threads=args.threads
+        args.model,
+        device="cpu",
+        compute_type=args.settings.get("compute_type", "float32"),
+        inter_threads=1,
+        intra_threads=args.threads,
     )
     return CTranslate2Speech(model, WhisperFeatureExtractor(feature_size=model.n_mels)).calls()
 

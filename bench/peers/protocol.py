@@ -11,6 +11,7 @@ The model is loaded before the first answer, so the first answer is what start-u
 every engine has the first two, and those that can keep something between two requests have the others:
 
     generate(prompts, num_tokens)               greedy; the new tokens of each prompt
+    answer(prompts, most_tokens)                the same up to the end token
     beam_search(prompt, width, num_tokens)      {"token_ids": of all beams, best first, …}
     prepare(prompt)                             make the prompt known; all tokens that a search then finds before it
     search_behind(suffix, width, num_tokens)    the same as beam_search, behind what was prepared and a suffix

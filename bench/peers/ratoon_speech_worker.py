@@ -17,7 +17,7 @@ from peers.speech import SAMPLE_RATE, Cuts, SpeechEngine
 def load(args: argparse.Namespace) -> Calls:
     from ratoon import LLM
 
-    llm = LLM(args.model, device="cpu", dtype="float32", num_threads=args.threads, kv_memory="2GiB")
+    llm = LLM(args.model, device="cpu", dtype="float32", num_threads=args.threads, kv_memory="2GiB", **args.settings)
     return RatoonSpeech(llm).calls()
 
 

@@ -34,9 +34,14 @@ def load(args: argparse.Namespace) -> Calls:
         outputs = llm.generate(prompts, params, progress=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
+    def answer(prompts: TokenIds, most_tokens: int) -> TokenIds:
+        params = SamplingParams(temperature=0.0, max_tokens=most_tokens, detokenize=False)
+        outputs = llm.generate(prompts, params, progress=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
     known = Known()
     facts = {"weight_bytes": lambda: llm.describe()["weight_bytes"]}
-    return {"generate": generate, **facts, **_searches(llm, known), **state_calls(llm, known)}
+    return {"generate": generate, "answer": answer, **facts, **_searches(llm, known), **state_calls(llm, known)}
 
 
 def has_tokenizer(model: Path) -> bool:

@@ -151,6 +151,16 @@ def test_speech_is_measured_whole_and_in_pieces(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_bart_in_8_bits_is_compared_in_speed_and_in_errors(tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    files = ("--json", str(tmp_path / "out.json"))
+    run_program("cpu_encoder_peers.py", "--quick", "--threads", "1", "--parts", "bart", *files)
+    result = json.loads((tmp_path / "out.json").read_text())["parts"]["bart"]
+    assert result["errors"]["ratoon, float32"] == 0 and 0 < result["errors"]["ratoon"] < 0.1
+    assert result["ratios"]["beams"].keys() == {"ctranslate2"}
+
+
 def small_whisper(folder: Path) -> Path:
     """One that reads 30 seconds, and has the tokens of a language and a task."""
     torch.manual_seed(0)

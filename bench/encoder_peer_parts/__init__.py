@@ -1,0 +1,1 @@
+"""The parts of cpu_encoder_peers.py."""
