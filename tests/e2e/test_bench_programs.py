@@ -16,6 +16,7 @@ import transformers
 from tests.golden.engines import model_folder, write_word_tokenizer
 from tests.golden.tiny_encoder_models import BART_SIZES, NUM_MEL_BINS
 from tests.real_models import needs_embedded_model
+from tests.unit.api.server.harness import write_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = 600  # seconds; a run takes about ten, but the machine may be busy
@@ -184,3 +185,27 @@ def noise(path: Path) -> Path:
         file.setparams((1, 2, 16_000, len(samples), "NONE", ""))
         file.writeframes(samples.tobytes())
     return path
+
+
+@pytest.mark.slow
+def test_turns_through_both_ways_are_compared(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    sizes = (
+        "--threads",
+        "1",
+        "--turns",
+        "2",
+        "--context",
+        "512",
+        "--result",
+        "10",
+        "--load",
+        "1",
+        "--load-length",
+        "64",
+    )
+    options = ("--model", str(folder), "--load-format", "dummy", "--json", str(tmp_path / "out.json"))
+    assert "| turn |" in run_program("responses.py", *sizes, *options)
+    turns = json.loads((tmp_path / "out.json").read_text())["turns"]
+    assert turns["With load"]["responses"][1]["source"] == "lease"
+    assert turns["With load"]["chat"][1]["cached_tokens"] == 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
+import agents
 import anthropic
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from tests.e2e.servers import Server, serving
 from tests.unit.api.server.harness import MODEL, write_tiny_model
@@ -19,7 +23,9 @@ KEY, OTHER = "sk-of-the-tests", "sk-another"
 LETTERS = {str(token): 100 for token in range(ord("a"), ord("z") + 1)}
 GREEDY = {"temperature": 0, "extra_body": {"logit_bias": LETTERS}}
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
+    "{% if tools %}[{{ tools | length }}]{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -107,6 +113,82 @@ def test_another_key_finds_nothing(client: openai.OpenAI, server: Server) -> Non
                 ask(made.id)
         with pytest.raises(openai.NotFoundError):
             other.responses.create(model=MODEL, input="And?", previous_response_id=made.id)
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    mood: Literal["good", "bad"]
+
+
+def test_a_text_is_parsed_into_a_model(client: openai.OpenAI) -> None:
+    no_blanks = {"logit_bias": {str(ord(blank)): -100 for blank in " \t\r\n"}}  # a random model writes nothing else
+    found = client.responses.parse(
+        model=MODEL, input="How are you?", text_format=Answer, temperature=0, extra_body=no_blanks
+    )
+    assert found.status == "completed" and isinstance(found.output_parsed, Answer)
+    wrong = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "dance"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="x", text=wrong)
+    assert caught.value.param == "text.format.schema"
+
+
+@pytest.mark.check
+def test_a_call_is_enforced_and_its_result_continues_the_conversation(client: openai.OpenAI) -> None:
+    parameters = Answer.model_json_schema()
+    tool = {"type": "function", "name": "tell", "parameters": parameters, "strict": True}
+    fields = {"model": MODEL, "tools": [tool], "parallel_tool_calls": False, "temperature": 0}
+    first = client.responses.create(input="How are you?", tool_choice="required", **fields)
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    assert call.name == "tell" and Answer.model_validate_json(call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "told"}
+    second = client.responses.create(
+        input=[result], previous_response_id=first.id, max_output_tokens=4, tool_choice="none", **fields
+    )
+    assert first.usage is not None and second.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - len("[1]") - 16
+
+
+def test_an_agent_calls_its_tool(server: Server) -> None:
+    called = []
+
+    @agents.function_tool
+    def tell(mood: Literal["good", "bad"]) -> str:
+        """Say how you are."""
+        called.append(mood)
+        return "told"
+
+    async def run() -> str:
+        async with openai.AsyncOpenAI(base_url=server.api, api_key=KEY, max_retries=0) as client:
+            model = agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
+            settings = agents.ModelSettings(tool_choice="required", temperature=0, parallel_tool_calls=False)
+            agent = agents.Agent(
+                name="Agent",
+                instructions="Help.",
+                model=model,
+                tools=[tell],
+                model_settings=settings,
+                tool_use_behavior="stop_on_first_tool",
+            )
+            return (await agents.Runner.run(agent, "How are you?")).final_output
+
+    agents.set_tracing_disabled(True)
+    assert asyncio.run(run()) == "told" and called[0] in ("good", "bad")
+
+
+def test_messages_with_a_tool(claude: anthropic.Anthropic) -> None:
+    tool = {"name": "tell", "input_schema": Answer.model_json_schema()}
+    conversation: list = [{"role": "user", "content": "How are you?"}]
+    fields = {"model": MODEL, "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "tool", "name": "tell"}}
+    first = claude.messages.create(messages=conversation, **fields)
+    assert first.stop_reason == "tool_use"
+    (call,) = [block for block in first.content if block.type == "tool_use"]
+    assert Answer.model_validate(call.input)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "told"}
+    conversation += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    with claude.messages.stream(messages=conversation, **fields) as stream:
+        final = stream.get_final_message()
+    assert [block.name for block in final.content if block.type == "tool_use"] == ["tell"]
 
 
 @pytest.mark.check

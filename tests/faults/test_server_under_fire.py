@@ -108,6 +108,25 @@ def test_streams_go_on_while_the_engine_dies_again_and_again(server: Server) -> 
     wait_until("nothing is left", lambda: is_idle(server), seconds=60)
 
 
+def test_a_response_in_the_background_survives_its_engine(server: Server) -> None:
+    wait_until("it is well", lambda: health(server).status_code == 200, 30)
+    with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=120) as client:
+        fields = {"model": MODEL, "input": "Hello", "max_output_tokens": 300, "temperature": 0}
+        fields["extra_body"] = {"ignore_eos": True}
+        right = client.responses.create(**fields)
+        made = client.responses.create(background=True, **fields)
+        wait_until("it runs", lambda: client.responses.retrieve(made.id).status != "queued", 60)
+        os.kill(engine_pid(server), signal.SIGKILL)
+        wait_until("it ends", lambda: client.responses.retrieve(made.id).status not in ("queued", "in_progress"), 60)
+        found = client.responses.retrieve(made.id)
+        assert (found.status, found.output_text) == ("incomplete", right.output_text)
+        # Its memory is lost, and its tokens are not.
+        again = client.responses.create(previous_response_id=right.id, **{**fields, "max_output_tokens": 2})
+        assert again.model_extra["continuation"]["parent"] == right.id
+        for response in (right, found, again):
+            client.responses.delete(response.id)
+
+
 def test_requests_that_come_while_the_engine_is_away_are_answered(server: Server) -> None:
     wait_until("it is well", lambda: health(server).status_code == 200, 30)
     with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=120) as client:

@@ -1,0 +1,288 @@
+"""Turns of an agent's conversation with tools, while other requests fill the KV cache: `/v1/responses`, which continues
+roots, against `/v1/chat/completions` with the prefix cache.
+
+    .venv/bin/python bench/responses.py --json responses.json
+    .venv/bin/python bench/responses.py --turns 4 --context 2048 --result 200 --load-length 256     # a short run
+
+A turn sends the result of the last call, a text of --result tokens, and is answered with the next call, which the
+server enforces. Before each turn, other requests with prompts of their own go through as many tokens as the KV cache
+has, --load at a time; then the same without them. Both ways send the same results, and share no blocks (cache_salt).
+The figure is the time from sending a turn to its first event, which comes with the first token. The expected ratio at
+the last turn, with load, is 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import secrets
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+from cpu_peers import QUIET_LIMIT_SECONDS, say
+from export_hf import MODEL
+from peers.machine import describe_machine, usable_cores, wait_for_quiet_machine
+from service.server import ServerFailedError, ServerProcess
+
+AIM = 5.0
+BLOCK_SIZE = 16
+SERVED_NAME = "model"
+AGENT_KEY, LOAD_KEY = "sk-agent", "sk-load"
+ANSWER_TOKENS = 128
+PARAMETERS = {
+    "type": "object",
+    "properties": {"page": {"enum": ["next", "last"]}},
+    "required": ["page"],
+    "additionalProperties": False,
+}
+NAME, DESCRIPTION = "read_page", "Read a page of the manual"
+INSTRUCTIONS = "You read a manual page by page, and call a tool for each page."
+QUESTION = "Read the manual from its first page on."
+WORDS = (
+    "rice", "field", "water", "seed", "grain", "root", "shoot", "harvest", "plant", "season", "soil", "rain", "sun",
+    "farmer", "stalk", "leaf", "straw",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Turn:
+    seconds: float  # to the first token
+    input_tokens: int
+    cached_tokens: int
+    source: str | None = None  # of what a response inherited
+
+
+class Responses:
+    """The server keeps the conversation."""
+
+    def __init__(self, client: openai.AsyncOpenAI, salt: str) -> None:
+        self._client = client
+        self._previous: str | None = None
+        self._call_id: str | None = None
+        self._extra = {"cache_salt": salt}
+        self._tools = [{"type": "function", "name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}]
+
+    async def turn(self, text: str) -> Turn:
+        item = {"role": "user", "content": text}
+        if self._call_id is not None:
+            item = {"type": "function_call_output", "call_id": self._call_id, "output": text}
+        begin = time.perf_counter()
+        first = None
+        stream = await self._client.responses.create(
+            model=SERVED_NAME,
+            input=[item],
+            instructions=INSTRUCTIONS,
+            previous_response_id=self._previous,
+            tools=self._tools,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=0,
+            max_output_tokens=ANSWER_TOKENS,
+            stream=True,
+            extra_body=self._extra,
+        )
+        final: Any = None
+        async for event in stream:
+            first = first or time.perf_counter() - begin
+            if event.type in ("response.completed", "response.incomplete", "response.failed"):
+                final = event.response
+        if final.status != "completed" or first is None:
+            raise ServerFailedError(f"a response is {final.status}: {final.error}")
+        self._previous = final.id
+        self._call_id = next(found.call_id for found in final.output if found.type == "function_call")
+        continuation = final.model_extra.get("continuation")
+        source = None if continuation is None else continuation["source"]
+        return Turn(first, final.usage.input_tokens, final.usage.input_tokens_details.cached_tokens, source)
+
+
+class Chat:
+    """The client keeps the conversation, and sends all of it."""
+
+    def __init__(self, client: openai.AsyncOpenAI, salt: str) -> None:
+        self._client = client
+        self._messages: list[dict[str, Any]] = [{"role": "system", "content": INSTRUCTIONS}]
+        self._call_id: str | None = None
+        self._extra = {"cache_salt": salt}
+        function = {"name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}
+        self._tools = [{"type": "function", "function": function}]
+
+    async def turn(self, text: str) -> Turn:
+        message = {"role": "user", "content": text}
+        if self._call_id is not None:
+            message = {"role": "tool", "tool_call_id": self._call_id, "content": text}
+        self._messages.append(message)
+        begin = time.perf_counter()
+        first, usage = None, None
+        call: dict[str, Any] = {}
+        stream = await self._client.chat.completions.create(
+            model=SERVED_NAME,
+            messages=self._messages,
+            tools=self._tools,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=ANSWER_TOKENS,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=self._extra,
+        )
+        async for chunk in stream:
+            first = first or time.perf_counter() - begin
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                for piece in choice.delta.tool_calls or ():
+                    if piece.id is not None:
+                        call = {"id": piece.id, "type": "function", "function": {"name": NAME, "arguments": ""}}
+                    call["function"]["arguments"] += piece.function.arguments or ""
+        if first is None or usage is None or not call:
+            raise ServerFailedError("an answer has no call")
+        self._call_id = call["id"]
+        self._messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        return Turn(first, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens)
+
+
+class Load:
+    """Requests that share nothing with any other."""
+
+    def __init__(self, client: openai.AsyncOpenAI, args: argparse.Namespace) -> None:
+        self._client = client
+        self._args = args
+        self._random = random.Random(1)
+
+    async def fill(self) -> None:
+        """As many tokens as the KV cache has."""
+        length = self._args.load_length
+        left = -(-self._args.num_tokens // length)
+        gate = asyncio.Semaphore(self._args.load)
+
+        async def send() -> None:
+            prompt = [self._random.randrange(20, 250) for _ in range(length)]
+            async with gate:
+                await self._client.completions.create(model=SERVED_NAME, prompt=prompt, max_tokens=1)
+
+        await asyncio.gather(*(send() for _ in range(left)))
+
+
+def page(number: int, num_tokens: int) -> str:
+    """A text of about so many tokens: each word is one."""
+    chosen = random.Random(number)
+    return f"Page {number}: " + " ".join(chosen.choice(WORDS) for _ in range(num_tokens))
+
+
+async def converse(server: ServerProcess, args: argparse.Namespace, with_load: bool) -> dict[str, list[Turn]]:
+    base = f"http://{server.host}:{server.port}/v1"
+    salt = secrets.token_hex(8)
+    async with (
+        openai.AsyncOpenAI(base_url=base, api_key=AGENT_KEY, max_retries=0, timeout=600) as agent,
+        openai.AsyncOpenAI(base_url=base, api_key=LOAD_KEY, max_retries=0, timeout=600) as other,
+    ):
+        ways = {name: way(agent, f"{name}-{salt}") for name, way in (("chat", Chat), ("responses", Responses))}
+        load = Load(other, args)
+        turns: dict[str, list[Turn]] = {name: [] for name in ways}
+        for number in range(args.turns):
+            text = QUESTION if number == 0 else page(number, args.result)
+            for name, way in ways.items():
+                if with_load:
+                    await load.fill()
+                turns[name].append(await way.turn(text))
+                seconds = turns[name][-1].seconds
+                say(f"{'with' if with_load else 'without'} load, turn {number + 1}: {name} {1000 * seconds:.0f} ms")
+    return turns
+
+
+def ratios(turns: dict[str, list[Turn]]) -> list[float]:
+    return [chat.seconds / response.seconds for chat, response in zip(turns["chat"], turns["responses"])]
+
+
+def print_report(measured: dict[str, dict[str, list[Turn]]], args: argparse.Namespace, quiet: bool | None) -> None:
+    machine = describe_machine()
+    print(f"{args.model}, {args.threads} threads; {machine['cpu']}, {machine['cores']} cores")
+    print(f"KV cache of {args.num_tokens} tokens; {args.load} other requests of {args.load_length} tokens at a time")
+    if quiet is False:
+        print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
+    for title, turns in measured.items():
+        print(f"\n{title}: time to first token in ms (cached of input tokens)\n")
+        print("| turn | chat completions | responses | inherited from | ratio |")
+        print("|---:|---:|---:|---|---:|")
+        for number, ratio in enumerate(ratios(turns)):
+            chat, response = turns["chat"][number], turns["responses"][number]
+            cells = [
+                f"{1000 * one.seconds:.0f} ({one.cached_tokens} of {one.input_tokens})" for one in (chat, response)
+            ]
+            print(f"| {number + 1} | {cells[0]} | {cells[1]} | {response.source or ''} | {ratio:.1f}× |")
+    last = ratios(measured["With load"])[-1]
+    verdict = "reached" if last >= AIM else "missed"
+    print(f"\nTurn {args.turns} with load: {last:.1f}×; the aim of {AIM:g}× is {verdict}.")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=MODEL, help="default: %(default)s")
+    parser.add_argument("--load-format", default="auto", metavar="NAME", help="dummy: random weights")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=10, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--context", type=int, default=8192, metavar="N", help="tokens; default: the model's, %(default)s"
+    )
+    parser.add_argument(
+        "--result", type=int, default=700, metavar="N", help="tokens of a tool's result; default: %(default)s"
+    )
+    parser.add_argument(
+        "--load", type=int, default=4, metavar="N", help="other requests at a time; default: %(default)s"
+    )
+    parser.add_argument("--load-length", type=int, default=1024, metavar="N", help="their tokens; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=len(usable_cores()), metavar="N", help="default: all cores")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write all figures")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
+    args = parser.parse_args()
+    for option in ("turns", "context", "result", "load", "load_length", "threads"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option.replace('_', '-')}: {getattr(args, option)}; expected at least 1")
+    # Room for both conversations, of which half of the memory may be leased, and for the other requests.
+    args.num_tokens = 2 * args.context + args.load * args.load_length
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all processes are ended
+    quiet = None if args.no_wait else wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
+    options = [args.model, "--served-model-name", SERVED_NAME, "--load-format", args.load_format]
+    options += ["--device", args.device, "--threads", str(args.threads), "--max-model-len", str(args.context)]
+    options += ["--num-blocks", str(args.num_tokens // BLOCK_SIZE + 1), "--block-size", str(BLOCK_SIZE)]
+    options += ["--api-key", AGENT_KEY, "--api-key", LOAD_KEY, "--response-lease", "3600"]
+    measured = {}
+    try:
+        with ServerProcess(options) as server:
+            asyncio.run(converse(server, argparse.Namespace(**{**vars(args), "turns": 1}), False))  # warm-up
+            for title, with_load in (("With load", True), ("Without load", False)):
+                measured[title] = asyncio.run(converse(server, args, with_load))
+    except (ServerFailedError, openai.OpenAIError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print_report(measured, args, quiet)
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        result = {
+            "machine": describe_machine(),
+            "model": args.model,
+            "settings": settings,
+            "quiet_at_start": quiet,
+            "turns": {
+                title: {way: [asdict(turn) for turn in turns[way]] for way in turns} | {"ratios": ratios(turns)}
+                for title, turns in measured.items()
+            },
+        }
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
