@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ratoon.api.server.errors import ApiError, refused
 
 Item = dict[str, Any]
-FindItem = Callable[[str], Item | None]  # an item of an earlier response, by its id
-
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ITEM_FORM = 'an item such as {"role": "user", "content": "Hello"}'
-KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+REFERENCE = "item_reference"
+KINDS = ("message", "function_call", "function_call_output", "reasoning", REFERENCE)
 MAX_SHOWN = 64
 
 
@@ -27,19 +26,29 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
-def read_input(given: str | Sequence[Item] | None, find_item: FindItem) -> list[Item]:
-    """The items of a request. ApiError names the first that is wrong."""
+def has_references(given: str | Sequence[Item] | None) -> bool:
+    """Whether items of earlier responses are needed to read a request's."""
+    return not isinstance(given, str) and any(_kind_of(item) == REFERENCE for item in given or ())
+
+
+def read_input(given: str | Sequence[Item] | None, known: Mapping[str, Item]) -> list[Item]:
+    """The items of a request; `known` are those that it may refer to, by id. ApiError names the first that is wrong."""
     if given is None:
         return []
     if isinstance(given, str):
         return [_message("user", given, "input")]
-    return [_read_item(f"input[{index}]", item, find_item) for index, item in enumerate(given)]
+    return [_read_item(f"input[{index}]", item, known) for index, item in enumerate(given)]
 
 
-def _read_item(name: str, item: Item, find_item: FindItem) -> Item:
+def _kind_of(item: Item) -> Any:
     kind = item.get("type")
     if kind is None:
-        kind = "message" if "role" in item else "item_reference" if set(item) == {"id"} else None
+        kind = "message" if "role" in item else REFERENCE if set(item) == {"id"} else None
+    return kind
+
+
+def _read_item(name: str, item: Item, known: Mapping[str, Item]) -> Item:
+    kind = _kind_of(item)
     match kind:
         case "message":
             role = item.get("role")
@@ -65,7 +74,7 @@ def _read_item(name: str, item: Item, find_item: FindItem) -> Item:
             texts = [_join_parts(f"{name}.{field}", item.get(field) or "") for field in ("content", "summary")]
             return reasoning(texts[0] or texts[1], item_id=_id_of(item, "rs"))
         case "item_reference":
-            found = find_item(_text_of(item, name, "id"))
+            found = known.get(_text_of(item, name, "id"))
             if found is None:
                 problem = f"there is no item {_shown(item['id'])} in a stored response"
                 raise ApiError(404, f"{name}.id: {problem}", param=f"{name}.id", code="item_not_found")

@@ -24,7 +24,7 @@ from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit
 from ratoon.api.server.prompts import off_loop
 from ratoon.api.server.protocol.responses import ResponsesRequest
 from ratoon.api.server.response_events import EventWriter, OutputBuilder
-from ratoon.api.server.response_items import new_id, read_input
+from ratoon.api.server.response_items import has_references, new_id, read_input
 from ratoon.api.server.response_prompts import PARAM, PlacedPrompt, place_prompt
 from ratoon.api.server.response_store import (
     CANCELLED,
@@ -41,6 +41,7 @@ from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind, SamplingParams
 from ratoon.engine.default_params import with_given
 from ratoon.engine.request_options import GenerationOptions
+from ratoon.engine.structured_validator import validate
 from ratoon.observe.logging import get_logger
 
 # Same name and same meaning in SamplingParams. If left out (or null), the model's default applies.
@@ -92,12 +93,16 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
     parent = None
     if asked.previous_response_id is not None:
         parent = await find_previous(context, asked.previous_response_id, owner)
-    items = read_input(asked.input, lambda item_id: context.responses.find_item(item_id, owner))
+    size = len(exchange.body)
+    known = context.responses.items(owner) if has_references(asked.input) else {}
+    items = await off_loop(size, partial(read_input, asked.input, known))
     if parent is None and not items:
         raise refused(PARAM, "is empty", "text, or items")
-    prompt = await place_prompt(context, asked, plan.tools, items, parent, len(exchange.body))
+    prompt = await place_prompt(context, asked, plan.tools, items, parent, size)
     check_token_limit(context, 1, params, prompt.num_tokens, "max_output_tokens")
-    params = await off_loop(len(exchange.body), partial(plan.params, params, prompt.text))
+    params = await off_loop(size, partial(plan.params, params, prompt.text))
+    if asked.background and params.structured_output is not None:  # else the engine's front end does it
+        await off_loop(size, partial(validate, params.structured_output))
     response_id = new_id("resp")
     batch = Batch(
         id=response_id,

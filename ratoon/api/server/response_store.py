@@ -104,6 +104,7 @@ class StoredResponse:
     work: asyncio.Task[None] | None = None  # of one that runs in the background
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _turn: Turn | None = None
+    _head_bytes: int | None = None
 
     @property
     def is_running(self) -> bool:
@@ -121,9 +122,11 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """At least: turns and texts that several responses share count for each, so that evicting one is enough."""
+        """At most: turns and texts that several responses share count for each of them."""
+        if self._head_bytes is None:
+            self._head_bytes = len(msgspec.json.encode(self.head))
         texts = sum(len(segment.text) for segment in self.prompt)
-        return self.turn.num_bytes + texts + (0 if self.log is None else self.log.num_bytes)
+        return self._head_bytes + self.turn.num_bytes + texts + (0 if self.log is None else self.log.num_bytes)
 
     def answer(self) -> dict[str, Any]:
         if self.snapshot is not None:
@@ -189,13 +192,13 @@ class ResponseStore:
             own.move_to_end(response_id)
         return found
 
-    def find_item(self, item_id: str, owner: str | None) -> Item | None:
-        """An item of a stored response of this owner, the newest first."""
-        for response in reversed(self._by_owner.get(owner, {}).values()):
-            for item in (*response.output, *response.input):
-                if item["id"] == item_id:
-                    return item
-        return None
+    def items(self, owner: str | None) -> dict[str, Item]:
+        """The items of all stored responses of this owner, by id."""
+        return {
+            item["id"]: item
+            for response in self._by_owner.get(owner, {}).values()
+            for item in (*response.input, *response.output)
+        }
 
     def remove(self, response: StoredResponse) -> None:
         own = self._by_owner[response.owner]

@@ -115,20 +115,23 @@ def _begun_answer(asked: CountedMessages) -> str | None:
 
 
 async def render(context: ServerContext, asked: CountedMessages, plan: AnswerPlan, size: int) -> RenderedChat:
-    messages = chat_messages(asked.system, asked.messages)
     effort = None if asked.output_config is None else asked.output_config.effort
     switches: dict[str, Any] = {}
     if asked.thinking is not None:
         switches = dict.fromkeys(SWITCHES, asked.thinking.type != "disabled")
-    return await render_messages(
-        context,
-        lambda: messages,
-        size=size,
-        param=PARAM,
-        tools=plan.tools.tools,
-        continue_final_message=plan.continued is not None,
-        variables={**effort_variables(effort), **switches, **(asked.chat_template_kwargs or {})},
-    )
+    try:
+        return await render_messages(
+            context,
+            partial(chat_messages, asked.system, asked.messages),
+            size=size,
+            param=PARAM,
+            tools=plan.tools.tools,
+            continue_final_message=plan.continued is not None,
+            variables={**effort_variables(effort), **switches, **(asked.chat_template_kwargs or {})},
+        )
+    except RequestError as error:  # of a message as the template gets it, which has another index
+        field = PARAM if error.field.startswith("messages[") else error.field
+        raise type(error)(field, error.problem, error.expected) from None
 
 
 async def make_run(context: ServerContext, asked: MessagesRequest, exchange: Exchange) -> MessageRun:

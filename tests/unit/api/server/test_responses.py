@@ -22,6 +22,7 @@ from tests.unit.engine.fakes_async import on_event_loop
 PATH = "/v1/responses"
 LETTERS = {str(token): 100.0 for token in range(ord("a"), ord("z") + 1)}  # else a random model writes half characters
 GREEDY = {"temperature": 0, "max_output_tokens": 6, "logit_bias": LETTERS}
+WRONG_FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "dance"}}}
 EVENT = TypeAdapter(ResponseStreamEvent)
 # Ends every turn with the model's end token, so that a new turn repeats all that was generated.
 ENDS_TURNS = (
@@ -100,6 +101,17 @@ async def test_events_come_in_order_with_numbers():
 
 
 @on_event_loop
+async def test_events_are_written_without_waking_the_task():
+    async with scripted(say("Hi you"), by_hand=True) as client:
+        opened = client.open("POST", PATH, {"model": MODEL, "input": "Hello", "stream": True})
+        for _ in range(10):
+            client.engine.step(1)
+            await asyncio.sleep(0.01)
+        read_events((await opened.answer()).body)
+        assert opened.num_direct_writes > 1
+
+
+@on_event_loop
 async def test_an_answer_that_is_cut_off_is_incomplete():
     async with scripted(say("a long answer")) as client:
         found = await create(client, max_output_tokens=4)
@@ -167,6 +179,11 @@ async def test_items_of_all_kinds_reach_the_template():
         ({"input": "x", "max_tokens": 5}, "max_tokens"),
         ({"input": "x" * 600}, "input"),
         ({"input": "x", "retain_kv": -1}, "retain_kv"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"input": "x", "text": WRONG_FORMAT}, "text.format.schema"),
+        ({"input": "x", "text": WRONG_FORMAT, "background": True}, "text.format.schema"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "frobnicate": 1}, "frobnicate"),
     ],
 )
@@ -261,6 +278,11 @@ async def test_a_full_store_evicts_what_was_used_least_recently():
         assert client.context.responses.num_bytes <= 3000
         assert (await client.get(f"{PATH}/{made[-1]['id']}")).status == 200
         assert (await client.get(f"{PATH}/{made[0]['id']}")).status == 404
+    async with scripted(say("Hi"), max_response_bytes=3000) as client:  # all that a request can make large counts
+        for fields in ({"instructions": "x" * 400}, {"metadata": {"a": "x" * 900}}, {"user": "x" * 900}):
+            for _ in range(5):
+                await create(client, **fields)
+            assert client.context.responses.num_bytes <= 3000 and len(client.context.responses) < 4
     async with scripted(say("Hi"), max_responses=0) as client:
         made = await create(client)
         assert (await client.get(f"{PATH}/{made['id']}")).status == 404
