@@ -209,3 +209,14 @@ def test_turns_through_both_ways_are_compared(tmp_path: Path) -> None:
     turns = json.loads((tmp_path / "out.json").read_text())["turns"]
     assert turns["With load"]["responses"][1]["source"] == "lease"
     assert turns["With load"]["chat"][1]["cached_tokens"] == 0
+
+
+@needs_embedded_model
+@pytest.mark.slow
+def test_structured_output_is_compared_with_free_text(tmp_path: Path) -> None:
+    sizes = ("--rounds", "1", "--tokens", "16", "--prompt-tokens", "8", "--json", str(tmp_path / "out.json"))
+    shown = run_program("structured.py", "--parts", "load,compile", *sizes)
+    assert "median share" in shown and "longest time between tokens" in shown
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["load"]["rounds"][0]["tokens"] > 32
+    assert len(found["compile"]["compile"]) == 10

@@ -1,0 +1,269 @@
+"""Structured output: what it costs a loaded engine, how long grammars take to compile, and what libraries accept.
+
+    .venv/bin/python bench/structured.py [--parts load,compile,libraries] [--suite FOLDER] [--xgrammar PYTHON]
+
+load: 32 requests with 32 different JSON schemas, 128 tokens in and up to 128 out, against the same requests without
+schemas and with the same numbers of tokens, in turns. Every round has new schemas, so compiling them is included.
+compile: ten schemas of 1 to 4 KB; then the longest time between two tokens of a running answer while ten requests with
+new schemas arrive, against ten requests without.
+libraries: llguidance and, with --xgrammar (an interpreter that has it), xgrammar: times at 49 and 152 thousand tokens,
+and which schemas they accept of a hundred real ones (of installed packages) and of JSON-Schema-Test-Suite (--suite: a
+draft's folder, such as json/tests/draft2020-12 of the source package of jsonschema).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cpu_peers import QUIET_LIMIT_SECONDS, say
+from peers.machine import describe_machine, wait_for_quiet_machine
+from structured_parts.schemas import made_schema, made_value, real_schemas, suite_cases
+from tokenizers import Tokenizer
+
+from ratoon import LLM, AsyncLLM, SamplingParams, StructuredOutput
+from ratoon.engine.structured_validator import validate
+from ratoon.execution.grammar.llguidance_library import Llguidance
+from ratoon.models.source import resolve_model
+
+PARTS = ("load", "compile", "libraries")
+NUM_REQUESTS = 32
+SCHEMA_BYTES = 700  # of the load's schemas: their answers have about 128 tokens
+SIZES = [1000 + 300 * index for index in range(10)]  # bytes of the schemas that are compiled
+LARGE_VOCABULARY = 151_936
+PARTS_OF_PROGRAM = Path(__file__).parent / "structured_parts"
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    choose = random.Random(seed)
+    return [[choose.randrange(1000, 40_000) for _ in range(length)] for _ in range(count)]
+
+
+# ---- load ----
+
+
+def measure_load(args: argparse.Namespace) -> dict[str, Any]:
+    settings = {"max_num_seqs": NUM_REQUESTS, "enable_prefix_caching": False, "disable_log_stats": True}
+    rounds = []
+    with LLM(args.model, num_threads=args.threads, **settings) as llm:
+        for number in range(args.rounds + 1):
+            schemas = [made_schema(1000 * number + index, SCHEMA_BYTES) for index in range(NUM_REQUESTS)]
+            found = measure_round(llm, schemas, prompts(NUM_REQUESTS, args.prompt_tokens, number), args.tokens)
+            if number > 0:  # the first one warms up, and loads the library
+                rounds.append(found)
+    shares = [found["free_seconds"] / found["structured_seconds"] for found in rounds]
+    return {"rounds": rounds, "share": statistics.median(shares), "shares": shares}
+
+
+def measure_round(llm: LLM, schemas: list[Any], asked: list[list[int]], num_tokens: int) -> dict[str, Any]:
+    structured = [
+        SamplingParams(temperature=0.8, seed=seed, max_tokens=num_tokens, structured_output={"json_schema": schema})
+        for seed, schema in enumerate(schemas)
+    ]
+    begin = time.perf_counter()
+    outputs = llm.generate(asked, structured, progress=False)
+    structured_seconds = time.perf_counter() - begin
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    ended = sum(output.outputs[0].finish_reason == "stop" for output in outputs)
+    free = [
+        SamplingParams(temperature=0.8, seed=seed, max_tokens=length, ignore_eos=True)
+        for seed, length in enumerate(lengths)
+    ]
+    begin = time.perf_counter()
+    llm.generate(asked, free, progress=False)
+    free_seconds = time.perf_counter() - begin
+    return {
+        "structured_seconds": structured_seconds,
+        "free_seconds": free_seconds,
+        "tokens": sum(lengths),
+        "ended": ended,
+    }
+
+
+# ---- compile ----
+
+
+def measure_compile(args: argparse.Namespace) -> dict[str, Any]:
+    source = resolve_model(args.model)
+    library = Llguidance(source.load_tokenizer(), source.config.vocab_size)
+    validating, compiling = [], []
+    for index, size in enumerate(SIZES):
+        asked = StructuredOutput(json_schema=json.dumps(made_schema(50_000 + index, size)))
+        begin = time.perf_counter()
+        validate(asked)
+        validated = time.perf_counter()
+        library.compile(asked)
+        validating.append(validated - begin)
+        compiling.append(time.perf_counter() - validated)
+    gaps = asyncio.run(measure_gaps(args))
+    return {"validate": validating, "compile": compiling, "longest_gaps": gaps}
+
+
+async def measure_gaps(args: argparse.Namespace) -> dict[str, list[float]]:
+    """The longest time between two tokens of an answer while requests arrive, in seconds, by round."""
+    gaps: dict[str, list[float]] = {"with schemas": [], "without": []}
+    async with AsyncLLM(args.model, num_threads=args.threads, enable_prefix_caching=False) as llm:
+        for number in range(args.rounds + 1):
+            for kind in gaps if number % 2 else reversed(gaps):
+                longest = await longest_gap(llm, kind == "with schemas", number, args)
+                if number > 0:
+                    gaps[kind].append(longest)
+    return gaps
+
+
+async def longest_gap(llm: AsyncLLM, with_schemas: bool, number: int, args: argparse.Namespace) -> float:
+    times: list[float] = []
+
+    async def answer(prompt: list[int], params: SamplingParams, name: str, times: list[float]) -> None:
+        async for _ in llm.generate(prompt, params, f"{name}-{with_schemas}-{number}"):
+            times += [time.perf_counter()]
+
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, temperature=0)
+    running = asyncio.create_task(answer(prompts(1, args.prompt_tokens, 1)[0], params, "long", times))
+    while len(times) < 8:
+        await asyncio.sleep(0.001)
+    begin = time.perf_counter()
+    others = []
+    for index, size in enumerate(SIZES):
+        schema = {"json_schema": made_schema(100_000 + 1000 * number + index, size)} if with_schemas else None
+        short = SamplingParams(max_tokens=2, temperature=0, structured_output=schema)
+        others.append(asyncio.create_task(answer(prompts(1, 8, index)[0], short, f"short-{index}", [])))
+        await asyncio.sleep(0.01)
+    await asyncio.gather(running, *others)
+    after = [before for before in times if before > begin]
+    return max(later - earlier for earlier, later in pairwise(after))
+
+
+# ---- libraries ----
+
+
+def measure_libraries(args: argparse.Namespace) -> dict[str, Any]:
+    schemas = [made_schema(50_000 + index, size) for index, size in enumerate(SIZES)]
+    speed = {"schemas": schemas, "values": [made_value(schema) for schema in schemas]}
+    real: list[dict[str, Any]] = [{"schema": schema} for schema in real_schemas()]
+    acceptance = {"real": real, "suite": suite_cases(args.suite) if args.suite else []}
+    interpreters = {"llguidance": sys.executable, **({"xgrammar": args.xgrammar} if args.xgrammar else {})}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        small, large = Path(folder) / "small.json", Path(folder) / "large.json"
+        backend = resolve_model(args.model).load_tokenizer().backend
+        backend.save(str(small))
+        enlarged(backend, LARGE_VOCABULARY).save(str(large))
+        for name, interpreter in interpreters.items():
+            say(f"{name}: {backend.get_vocab_size()} tokens, and what it accepts")
+            first = run_library(interpreter, name, small, {**speed, **acceptance})
+            say(f"{name}: {LARGE_VOCABULARY} tokens")
+            found[name] = {"small": first, "large": run_library(interpreter, name, large, speed)}
+    return found
+
+
+def run_library(interpreter: str, name: str, tokenizer: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    command = [interpreter, str(PARTS_OF_PROGRAM / "libraries.py"), name, str(tokenizer)]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"error: {name} failed\n{done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def enlarged(backend: Tokenizer, num_tokens: int) -> Tokenizer:
+    """The same tokenizer with further tokens, each of two that it has: a vocabulary as large models have it."""
+    described = json.loads(backend.to_str())
+    vocabulary, merges = described["model"]["vocab"], described["model"]["merges"]
+    words = [token for token in vocabulary if token.lstrip("Ġ").isalpha()]
+    choose = random.Random(0)
+    while len(vocabulary) < num_tokens:
+        first, second = choose.choice(words), choose.choice(words).lstrip("Ġ")
+        if second in vocabulary and first + second not in vocabulary:
+            vocabulary[first + second] = len(vocabulary)
+            merges.append([first, second])
+    return Tokenizer.from_str(json.dumps(described))
+
+
+# ---- report ----
+
+
+def show_load(found: dict[str, Any]) -> None:
+    print(f"\n{NUM_REQUESTS} requests with as many JSON schemas, against the same without schemas\n")
+    print("| round | tokens | ended | with schemas, tok/s | without, tok/s | share |")
+    print("|---|---|---|---|---|---|")
+    for number, (one, share) in enumerate(zip(found["rounds"], found["shares"]), 1):
+        with_schemas, free = (one["tokens"] / one[f"{kind}_seconds"] for kind in ("structured", "free"))
+        print(f"| {number} | {one['tokens']} | {one['ended']} | {with_schemas:.1f} | {free:.1f} | {share:.1%} |")
+    print(f"\nmedian share {found['share']:.1%} (aim: at least 93 %)")
+
+
+def show_compile(found: dict[str, Any]) -> None:
+    print(f"\nTen schemas of {SIZES[0]} to {SIZES[-1]} bytes (aim: a median under 30 ms)\n")
+    print("| | median | longest |\n|---|---|---|")
+    for kind in ("validate", "compile"):
+        print(f"| {kind} | {1e3 * statistics.median(found[kind]):.1f} ms | {1e3 * max(found[kind]):.1f} ms |")
+    for kind, gaps in found["longest_gaps"].items():
+        name = f"longest time between tokens while ten requests {kind} arrive"
+        print(f"| {name} | {1e3 * statistics.median(gaps):.1f} ms | {1e3 * max(gaps):.1f} ms |")
+
+
+def show_libraries(found: dict[str, Any]) -> None:
+    print("\nGrammar libraries: median / 99th percentile / longest\n")
+    print("| library | tokens | vocabulary | compile | fill a mask | consume a token |\n|---|---|---|---|---|---|")
+    for name, of_sizes in found.items():
+        for result in of_sizes.values():
+            cells = [
+                " / ".join(f"{1e3 * result[kind][at]:.3f}" for at in ("median", "p99", "max")) + " ms"
+                for kind in ("compile", "fill", "consume")
+            ]
+            print(f"| {name} | {result['num_tokens']} | {result['vocabulary']:.2f} s | {' | '.join(cells)} |")
+    print("\n| library | of | schemas that compile | valid values that match | invalid values that match |")
+    print("|---|---|---|---|---|")
+    for name, of_sizes in found.items():
+        for kind in ("real", "suite"):
+            if one := of_sizes["small"].get(kind):
+                cells = [f"{one[f'{value}_matched']} of {one[value]}" for value in ("valid", "invalid")]
+                print(f"| {name} | {kind} | {one['compiled']} of {one['schemas']} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--threads", type=int, help="default: the engine's own")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    parser.add_argument("--suite", type=Path, metavar="FOLDER", help="a draft's tests in JSON-Schema-Test-Suite")
+    parser.add_argument("--xgrammar", metavar="PYTHON", help="an interpreter that can import xgrammar")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
+    args = parser.parse_args()
+    parts = args.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--parts: {args.parts}; expected some of {', '.join(PARTS)}")
+    quiet = None
+    if not args.no_wait:
+        say("waiting for a quiet machine")
+        quiet = wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
+    machine = describe_machine()
+    print(f"{args.model}; {machine['cpu']}, {machine['cores']} cores")
+    if quiet is False:
+        print("Warning: the machine did not get quiet.")
+    found: dict[str, Any] = {"machine": machine, "quiet": quiet}
+    for part in parts:
+        say(part)
+        found[part] = {"load": measure_load, "compile": measure_compile, "libraries": measure_libraries}[part](args)
+        {"load": show_load, "compile": show_compile, "libraries": show_libraries}[part](found[part])
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of structured.py: schemas, and measurements of grammar libraries."""
