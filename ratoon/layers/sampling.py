@@ -102,6 +102,13 @@ def allow_only(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor)
 def allow_bits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """In `rows` [N], forbid every token whose bit in `words` [N, W] int32 is not set; the lowest bit of the first word
     is token 0."""
+    if _has_kernel(logits) and logits.is_contiguous():
+        kernels = native.library()
+        assert kernels is not None
+        rows, words = rows.long().contiguous(), words.contiguous()
+        pointers = logits.data_ptr(), logits.shape[1], rows.data_ptr(), len(rows), words.data_ptr(), words.shape[1]
+        kernels.ratoon_allow_bits(*pointers)
+        return
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     forbidden = ((words[:, :, None] >> places) & 1 == 0).flatten(1)[:, : logits.shape[1]]  # [N, V]
     logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)

@@ -85,7 +85,25 @@ static void compare(int64_t rows, int64_t columns, int with_filters) {
     release_all();
 }
 
+static void allow(int64_t rows, int64_t columns) {
+    const int64_t count = (rows + 1) / 2, width = (columns + 31) / 32;  // of every other row
+    float *logits = guarded_floats(rows * columns);
+    int64_t *chosen = guarded(count * 8);
+    uint32_t *words = guarded(count * width * 4);
+    for (int64_t i = 0; i < rows * columns; i++) logits[i] = 1;
+    for (int64_t i = 0; i < count; i++) chosen[i] = 2 * i;
+    for (int64_t i = 0; i < count * width; i++) words[i] = i % 3 == 0 ? 0 : i % 3 == 1 ? UINT32_MAX : random_bits();
+    ratoon_allow_bits(logits, columns, chosen, count, words, width);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < columns; i++) {
+            int kept = row % 2 || words[row / 2 * width + i / 32] >> i % 32 & 1;
+            expect_true(logits[row * columns + i] == (kept ? 1 : -INFINITY), "a token without its bit is forbidden", row, i);
+        }
+    release_all();
+}
+
 void check_sampling(void) {
+    for (int i = 0; i < 10; i++) allow(random_between(1, 5), random_between(1, 200));
     compare(1, 1, 1);
     compare(5, 9001, 1);  // more than are taken out of a row at once
     compare(5, 3000, 0);

@@ -64,6 +64,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_run_program": (_INT, [_POINTER, _INT]),
     "ratoon_time_program": (_INT, [_POINTER, _INT, _POINTER]),
     "ratoon_draw": (None, [_POINTER, _INT, _INT, *[_POINTER] * 6]),
+    "ratoon_allow_bits": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT]),
     # Of weights in 16 bits
     "ratoon_packed_size_16": (_INT, [_INT, _INT]),
     "ratoon_pack_weight_16": (None, [_POINTER, _INT, _INT, _INT, _POINTER]),

@@ -41,3 +41,7 @@ void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, i
 // and 1 leave all tokens. bad: 1 where a row is not made of numbers, or has nothing to draw.
 void ratoon_draw(float *probabilities, int64_t rows, int64_t columns, const int64_t *top_k, const double *top_p,
                  const float *min_p, const double *uniforms, int64_t *token_ids, uint8_t *bad);
+
+// Bits over tokens, `words_per_row` words of 32 for each of `count` rows: tokens whose bit is not set get -inf.
+void ratoon_allow_bits(float *logits, int64_t columns, const int64_t *rows, int64_t count, const uint32_t *words,
+                       int64_t words_per_row);

@@ -218,3 +218,29 @@ void ratoon_draw(float *probabilities, int64_t rows, int64_t columns, const int6
     draw_call c = {probabilities, top_k, top_p, min_p, uniforms, token_ids, bad, columns};
     if (rows > 0 && columns > 0) parallel_units(draw_row, &c, rows);
 }
+
+typedef struct {
+    float *logits;
+    const int64_t *rows;
+    const uint32_t *words;
+    int64_t columns, words_per_row;
+} allow_call;
+
+// Most words of a mask allow all of their tokens or none: neither reads a logit.
+static void allow_row(void *context, int64_t place) {
+    const allow_call *c = context;
+    float *p = c->logits + c->rows[place] * c->columns;
+    const uint32_t *words = c->words + place * c->words_per_row;
+    for (int64_t first = 0, i = 0; first < c->columns; first += 32, i++) {
+        const int64_t n = c->columns - first < 32 ? c->columns - first : 32;
+        const uint32_t word = words[i];
+        if (word == UINT32_MAX) continue;
+        for (int64_t j = 0; j < n; j++) p[first + j] = word >> j & 1 ? p[first + j] : -__builtin_inff();
+    }
+}
+
+void ratoon_allow_bits(float *logits, int64_t columns, const int64_t *rows, int64_t count, const uint32_t *words,
+                       int64_t words_per_row) {
+    allow_call c = {logits, rows, words, columns, words_per_row};
+    if (count > 0 && columns > 0) parallel_units(allow_row, &c, count);
+}

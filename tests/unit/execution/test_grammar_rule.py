@@ -16,6 +16,8 @@ from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.execution.rules.base import NO_RULES, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
+from ratoon.execution.rules.grammar import fill_ahead
+from ratoon.layers import sampling
 from ratoon.models.tokenizer import Tokenizer
 from tests.golden.grammar_engines import END, THOUGHT, json_tokenizer
 from tests.golden.tiny_models import VOCAB_SIZE
@@ -147,3 +149,30 @@ def test_the_rule_depends_on_its_tokens_and_on_no_fork_of_it(seed: int) -> None:
         assert possible(rules) == possible(rules_for(**asked).after_all(text)), text
     for text, rules in states:
         assert possible(rules) == possible(rules_for(**asked).after_all(text)), text
+
+
+@pytest.mark.parametrize("vocab_size", [5, 32, 97, 1000])
+def test_bits_forbid_what_is_not_set(vocab_size: int) -> None:
+    chance = np.random.default_rng(vocab_size)
+    logits = torch.from_numpy(chance.standard_normal((5, vocab_size)).astype(np.float32))
+    words = chance.integers(-(2**31), 2**31, (3, -(-vocab_size // 32))).astype(np.int32)
+    words[0], words[1, 0] = -1, 0
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size] != 0
+    rows = np.array([0, 2, 4])
+    expected = logits.numpy().copy()
+    expected[rows] = np.where(bits, expected[rows], -np.inf)
+    for changed in (logits.clone(), logits.double()):  # by the kernel, where it was built, and by torch
+        sampling.allow_bits(changed, torch.from_numpy(rows), torch.from_numpy(words))
+        np.testing.assert_array_equal(changed.float().numpy(), expected)
+
+
+def test_masks_that_are_filled_ahead_are_the_same() -> None:
+    asked = {"json_schema": json.dumps(SCHEMA)}
+    ahead, plain = rules_for(**asked), rules_for(**asked)
+    for token in tokens_of('{"a":12,"b":[true,false]}'):
+        fill_ahead(ahead)
+        assert token in possible(plain)
+        ahead, plain = ahead.after(token), plain.after(token)  # with and without its use
+        if token % 2:
+            assert possible(ahead) == possible(plain)
+    assert texts_of(possible(ahead)) == {END}
