@@ -192,6 +192,11 @@ class SchedulerConfig:
     )
     policy: SchedulingPolicy = setting(SchedulingPolicy.FCFS, "fcfs, or priority: by the priority of requests")
     enable_chunked_prefill: bool = setting(True, "compute a long prompt in several steps")
+    jump_forward: bool = setting(
+        True,
+        "tokens for which structured output leaves no choice are computed together with the next one, not by a step "
+        "of their own; the answers are the same; not on a GPU",
+    )
     whole_prompts: bool = False  # attention is not causal, so a sequence must be computed in one step
 
     @property
@@ -272,7 +277,9 @@ class FrontEndConfig:
 
 def fit_to_device(config: EngineConfig, gpu_bytes: int) -> EngineConfig:
     """Resolve settings whose defaults depend on the GPU's memory; 0: there is no GPU. A large one computes long prompts
-    faster in large steps, and has the memory for them."""
+    faster in large steps, and has the memory for them. Rows that are on a GPU get one token in a step."""
+    if gpu_bytes:
+        config = replace(config, scheduler=replace(config.scheduler, jump_forward=False))
     if config.scheduler.max_num_batched_tokens is not None or gpu_bytes < LARGE_GPU_BYTES:
         return config
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=LARGE_GPU_TOKEN_BUDGET))

@@ -137,6 +137,7 @@ class EngineChoices:
             capture=capture,
             record=self.ops.name == "native",
             grammars=grammars,
+            jump_forward=scheduler.jump_forward,
         )
 
 

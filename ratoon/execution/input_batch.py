@@ -133,6 +133,12 @@ class InputBatch:
         self.token_ids[rows, self.num_tokens[rows]] = tokens
         self.num_tokens[rows] += 1
 
+    def append_run(self, row: int, tokens: list[int]) -> None:
+        """Several tokens for one row. Not noted: only where rows are on the host."""
+        start = int(self.num_tokens[row])
+        self.token_ids[row, start : start + len(tokens)] = tokens
+        self.num_tokens[row] = start + len(tokens)
+
     def append_pending(self, rows: np.ndarray) -> None:
         """The same for tokens that only the device knows."""
         self.num_tokens[rows] += 1

@@ -77,12 +77,13 @@ class ModelRunner:
         capture: Capture | None = None,
         record: bool = False,
         grammars: GrammarCompiler | None = None,
+        jump_forward: bool = False,
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
         encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
         by default on CUDA. `capture`: makes graphs of small steps whose inputs are on the device. `record`: small steps
         are recorded passes, where the backends allow it: the model's layers use no collective. `grammars`: of
-        structured output."""
+        structured output. `jump_forward`: tokens without a choice are appended at once, where rows are on the host."""
         self.model = model
         self.device = device
         self.kv = KVTensors(kv_config, backends, device)
@@ -101,6 +102,7 @@ class ModelRunner:
         penalties = PenaltyRows(model.config.vocab_size, device) if device.type == "cuda" else None
         self.sampling_rows = SamplingRows(max_num_reqs, penalties, grammars)
         self.sampler = Sampler(self.sampling_rows)
+        self._jumps = jump_forward and grammars is not None
         self.pooling = PoolingBranches()
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
         self.inputs: InputPreparation | DeviceInputs
@@ -261,7 +263,9 @@ class ModelRunner:
         """The readers of the step, one for each kind of result that it has."""
         next_token: list[LogitsReader] = []
         if plan.sampled_req_ids:
-            next_token.append(SampledRowsReader(plan, layout, self.input_batch, self.sampler, self._resident))
+            next_token.append(
+                SampledRowsReader(plan, layout, self.input_batch, self.sampler, self._resident, self._jumps)
+            )
         if plan.beam_steps:
             next_token.append(CandidatesReader(plan.beam_steps, layout, self.beam_rows))
         compute_logits = self.model.compute_logits

@@ -56,12 +56,14 @@ class SampledRowsReader:
         branches: InputBatch,
         sampler: Sampler,
         resident: DeviceRows | None = None,
+        jumps: bool = False,
     ) -> None:
         self.rows = [layout.last_row[req_id] for req_id in plan.sampled_req_ids]
         self._plan = plan
         self._branches = branches
         self._sampler = sampler
         self._resident = resident
+        self._jumps = jumps  # also append tokens without a choice
 
     def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
         num_branches = len(self._plan.sampled_req_ids)
@@ -73,6 +75,8 @@ class SampledRowsReader:
         self._sampler.rows.append_on_device(own, sampled.token_ids)
         if self._resident is None:
             append_known(sampled, ids, rows, num_branches, self._branches, self._sampler.rows, output)
+            if self._jumps:
+                append_forced(ids, own, self._branches, self._sampler.rows, output)
             return None
         self._resident.append_tokens(own, sampled.token_ids[:num_branches])
         return append_pending(sampled, ids, rows, num_branches, self._branches, self._sampler.rows, output)
@@ -156,6 +160,22 @@ def append_known(
         own, tokens = own[good], tokens[good]
     branches.append_tokens(own, tokens)
     sampling_rows.append_tokens(own, tokens)
+
+
+def append_forced(
+    ids: list[str], own: np.ndarray, branches: InputBatch, sampling_rows: SamplingRows, output: ModelRunnerOutput
+) -> None:
+    """Append the tokens for which a row's grammar leaves no choice. They are computed with the row's next token."""
+    runs: dict[str, list[int]] = {}
+    for index in sampling_rows.slots_that_read(own).tolist():
+        row = own[index]
+        run = sampling_rows.append_forced(int(row), branches.max_model_len - int(branches.num_tokens[row]))
+        if run:
+            branches.append_run(row, run)
+            runs[ids[index]] = run
+    if runs:
+        for req_id, tokens in zip(output.req_ids, output.sampled_token_ids):
+            tokens += runs.get(req_id, ())
 
 
 def _explain(req_id: str, rules: RowRules, output: ModelRunnerOutput) -> None:

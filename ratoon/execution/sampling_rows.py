@@ -6,6 +6,7 @@ execution/sampler.py samples by them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
+from ratoon.execution.rules.grammar import fill_ahead, forced_token
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.layers import sampling
 
@@ -129,7 +131,29 @@ class SamplingRows:
         if len(changing):
             changed = slots[changing].tolist()
             moves = zip(changed, tokens[changing].tolist())
-            self._set_rules(changed, [self.rules[slot].after(token_id) for slot, token_id in moves])
+            rules = [self.rules[slot].after(token_id) for slot, token_id in moves]
+            self._set_rules(changed, rules)
+            if self._grammars is not None:
+                fill_ahead(chain.from_iterable(rules))
+
+    def slots_that_read(self, slots: np.ndarray) -> np.ndarray:
+        """The places among `slots` of those whose rules change with their tokens."""
+        return (self.needs[slots] & Needs.TOKENS).nonzero()[0]
+
+    def append_forced(self, slot: int, most: int) -> list[int]:
+        """Append the tokens for which the rules leave no choice, up to so many. None where log-probabilities are asked
+        for: these need a forward pass for each token."""
+        tokens: list[int] = []
+        rules = self.rules[slot]
+        if self.needs[slot] & Needs.LOGPROBS:
+            return tokens
+        while len(tokens) < most and (token_id := forced_token(rules)) is not None:
+            tokens.append(token_id)
+            rules = rules.after(token_id)
+        if tokens:
+            self.num_outputs[slot] += len(tokens)
+            self._set_rules([slot], [rules])
+        return tokens
 
     def need_tokens(self, slots: np.ndarray) -> bool:
         """Whether the rules of one of these slots read its next token on the host."""

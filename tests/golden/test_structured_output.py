@@ -231,3 +231,30 @@ def test_a_request_that_another_engine_began_goes_on_with_the_same_tokens() -> N
             while core.has_work():
                 rest += [token for output in core.step().outputs for token in output.new_token_ids]
             assert tokens[:count] + rest == tokens
+
+
+def test_tokens_without_a_choice_are_appended_without_steps_of_their_own() -> None:
+    each = [params(seed, **KINDS[seed % len(KINDS)]) for seed in range(12)]
+    each += [params_of(params(seed, json_schema=SCHEMA), frequency_penalty=0.5, n=2) for seed in range(3)]
+    each += [params_of(params(1, json_schema=SCHEMA), **change) for change in ({"logprobs": 1}, {"min_tokens": 30})]
+    answers, steps = {}, {}
+    for jumps in (False, True):
+        for depth in (1, 2):
+            with grammar_engine(jump_forward=jumps, max_steps_in_flight=depth) as llm:
+                outputs = llm.generate([PROMPTS[0]] * len(each), each, progress=False)
+                choices = [answer for out in outputs for answer in out.outputs]
+                answers[jumps, depth] = [(one.token_ids, one.text, one.finish_reason) for one in choices]
+                llm.generate([PROMPTS[1]], [params(4, json_schema=SCHEMA)], progress=False)
+                steps[jumps, depth] = llm._client.core.scheduler.planner.num_steps
+    assert len({repr(some) for some in answers.values()}) == 1
+    assert steps[True, 1] < steps[False, 1]
+
+
+def test_a_run_without_a_choice_ends_at_max_tokens_and_at_stop_strings() -> None:
+    text = "abcdefghijklmnopqrstuvwxyz"
+    with grammar_engine() as llm:
+        (cut,) = llm.generate([PROMPTS[0]], [params(1, max_tokens=5, choice=[text])], progress=False)
+        stop = params_of(params(1, choice=[text]), stop=["hij"])
+        (stopped,) = llm.generate([PROMPTS[0]], [stop], progress=False)
+    assert cut.outputs[0].finish_reason == "length" and len(cut.outputs[0].token_ids) == 5
+    assert (stopped.outputs[0].text, stopped.outputs[0].finish_reason) == ("abcdefg", "stop")

@@ -6,6 +6,8 @@ A token that ends the text is possible exactly where the grammar is complete, so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,7 +55,7 @@ class Ends:
 
 
 class Grammar(LogitsRule):
-    __slots__ = ("_ends", "_mask", "_num_tokens", "_path")
+    __slots__ = ("_ahead", "_ends", "_mask", "_num_tokens", "_path")
     stage = Stage.GRAMMAR
 
     def __init__(self, path: Path, ends: Ends, num_tokens: int = 0) -> None:
@@ -61,6 +63,7 @@ class Grammar(LogitsRule):
         self._ends = ends
         self._num_tokens = num_tokens
         self._mask: np.ndarray | None = None
+        self._ahead: Future[None] | None = None  # which fills the mask in another thread
 
     @property
     def reads(self) -> Reads:
@@ -70,6 +73,8 @@ class Grammar(LogitsRule):
         """None behind an end."""
         if token_id in self._ends.token_ids:
             return None
+        if self._ahead is not None:  # the state is in use until then
+            self._ahead.result()
         path = self._path.at(self._num_tokens)
         if not path.state.consume(token_id):
             return NoWay(self._path, self._ends)
@@ -78,14 +83,21 @@ class Grammar(LogitsRule):
 
     def mask(self) -> np.ndarray:
         """A bit for each token that may follow, [W] int32. None is set after a token that the grammar forbids."""
+        if self._ahead is not None:
+            self._ahead.result()
         if self._mask is None:
-            self._mask = words = np.empty_like(self._ends.words)
-            state = self._path.at(self._num_tokens).state
-            state.fill(words)
-            words &= ~self._ends.words
-            if state.is_accepting:
-                words |= self._ends.words
+            self._fill()
+        assert self._mask is not None
         return self._mask
+
+    def _fill(self) -> None:
+        words = np.empty_like(self._ends.words)
+        state = self._path.at(self._num_tokens).state
+        state.fill(words)
+        words &= ~self._ends.words
+        if state.is_accepting:
+            words |= self._ends.words
+        self._mask = words
 
     @property
     def is_complete(self) -> bool:
@@ -97,6 +109,45 @@ class Grammar(LogitsRule):
     def apply(logits: torch.Tensor, rows: np.ndarray, rules: Sequence[Any]) -> None:
         words = np.stack([rule.mask() for rule in rules])  # [N, W]
         sampling.allow_bits(logits, *all_to_device([rows, words], logits.device))
+
+
+def forced_token(rules: Sequence[LogitsRule]) -> int | None:
+    """The one token that a grammar allows next, if it is one and no other rule forbids or forces tokens."""
+    grammar = None
+    for rule in rules:
+        if type(rule) is Grammar:
+            grammar = rule
+        elif rule.stage < Stage.BIAS:
+            return None
+    if grammar is None:
+        return None
+    words = grammar.mask().view(np.uint32)
+    places = words.nonzero()[0]
+    if len(places) != 1:
+        return None
+    place = int(places[0])
+    word = int(words[place])
+    return 32 * place + word.bit_length() - 1 if word & (word - 1) == 0 else None
+
+
+def fill_ahead(rules: Iterable[LogitsRule]) -> None:
+    """Fill the masks of the next tokens in another thread, beside the forward pass. They are waited for when they are
+    used."""
+    new = [rule for rule in rules if type(rule) is Grammar]
+    if new:
+        future = _filling_thread().submit(_fill_all, new)
+        for rule in new:
+            rule._ahead = future
+
+
+def _fill_all(rules: list[Grammar]) -> None:
+    for rule in rules:
+        rule._fill()
+
+
+@cache
+def _filling_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="masks")
 
 
 class NoWay(Grammar):

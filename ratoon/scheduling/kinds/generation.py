@@ -152,8 +152,11 @@ class GenerationKind(RequestKind):
         opened.task = task = GenerationTask(opened, params, self._with_prompt_logprobs)
         if request.resumed is not None:
             task.resume(request.resumed)
+        config = self._state.config
+        # The runner may append several tokens at once to a branch with a grammar, so a plan needs their number first
+        may_jump = config.jump_forward and params.structured_output is not None
         for branch in opened.branches:
-            branch.plans_ahead = self._state.config.max_steps_in_flight > 1
+            branch.plans_ahead = config.max_steps_in_flight > 1 and not may_jump
         return opened
 
     # ---- results ----
