@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ratoon.api.answer_parts.parts import Part, PartSink, WholeAnswer
 from ratoon.api.answer_parts.reading import END, Reading, Source, until
@@ -37,12 +38,17 @@ class AnswerParser:
     ) -> None:
         new_call_id = openai_call_id if tool_format is None else tool_format.new_call_id
         self._sink = PartSink(new_call_id, max_calls)
+        self._source = Source()
         self._reading = self._read(reasoning, tool_format, tool_names, reasoning_state)
         next(self._reading)
 
     def push(self, text: str) -> list[Part]:
-        for char in text:
-            self._reading.send(char)
+        passing = self._source.passing
+        if passing is not None and passing[0].isdisjoint(text):
+            passing[1](text)
+        else:
+            for char in text:
+                self._reading.send(char)
         return self._sink.take()
 
     def finish(self) -> list[Part]:
@@ -60,7 +66,7 @@ class AnswerParser:
         tool_names: Collection[str],
         reasoning_state: ReasoningState,
     ) -> Reading[None]:
-        source = Source()
+        source = self._source
         if reasoning is not None:
             yield from reasoning.read(source, self._sink, reasoning_state)
         if tool_format is None:
@@ -110,6 +116,7 @@ def parse_whole(parser: AnswerParser, text: str) -> WholeAnswer:
     return answer
 
 
+@lru_cache(maxsize=64)
 def choose_answer_format(template: str | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerFormat:
     """By the names of parsers, or by what the template contains. ConfigError for an unknown name."""
     return AnswerFormat(

@@ -75,10 +75,35 @@ class WholeAnswer:
         return message
 
 
+class BlankHolder:
+    """Passes text on, and holds blanks at its end back until more comes."""
+
+    def __init__(self, emit: Callable[[str], None], skips: bool = False) -> None:
+        self._emit = emit
+        self._held = ""
+        self._skips = skips  # blanks at the start
+
+    def add(self, text: str) -> None:
+        solid = text.rstrip()
+        if solid:
+            self._emit(solid.lstrip() if self._skips else self._held + solid)
+            self._held, self._skips = text[len(solid) :], False
+        elif not self._skips:
+            self._held += text
+
+    def begin_again(self) -> None:
+        """Drop what is held, and blanks that follow."""
+        self._held, self._skips = "", True
+
+    def release(self) -> None:
+        self._emit(self._held)
+        self._held = ""
+
+
 class PartSink:
     """Collects the parts of an answer from its parser. Neighbouring pieces of one kind become one part.
 
-    Blanks at the end of content are held back, since a tool call may follow: blanks around calls are not content.
+    Blanks around calls and reasoning belong to neither side, so blanks at the end are held back.
     """
 
     def __init__(self, new_call_id: Callable[[], str], max_calls: int | None = None) -> None:
@@ -87,26 +112,14 @@ class PartSink:
         self._parts: list[Part] = []
         self._kind = ""  # of the pieces
         self._pieces: list[str] = []
-        self._blanks = ""
-        self._skips_blanks = False
+        self._content = BlankHolder(lambda text: self._add("content", text))
         self._num_calls = 0
-
-    def reasoning(self, text: str) -> None:
-        self._add("reasoning", text)
-
-    def content(self, text: str) -> None:
-        for char in text:
-            if char.isspace():
-                if not self._skips_blanks:
-                    self._blanks += char
-            else:
-                self._skips_blanks = False
-                self._add("content", self._blanks + char)
-                self._blanks = ""
+        self.content = self._content.add
+        self.reasoning = BlankHolder(lambda text: self._add("reasoning", text), skips=True).add
 
     def begin_content(self) -> None:
         """Content that comes behind something else: without blanks at its start."""
-        self._blanks, self._skips_blanks = "", True
+        self._content.begin_again()
 
     def begin_call(self, name: str) -> None:
         self.begin_content()
@@ -121,8 +134,7 @@ class PartSink:
 
     def end(self) -> None:
         """The answer has ended."""
-        self._add("content", self._blanks)
-        self._blanks = ""
+        self._content.release()
 
     def take(self) -> list[Part]:
         """The parts since the last call."""

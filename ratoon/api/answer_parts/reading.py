@@ -29,6 +29,8 @@ class Source:
         self._returned: list[str] = []  # to be read again; the next one is the last
         self._recorded: list[str] = []
         self._has_ended = False
+        # While a text without any of these characters would only be passed on: them, and where to. A shortcut.
+        self.passing: tuple[frozenset[str], Emit] | None = None
 
     def next(self) -> Reading[str]:
         """The next character, or END."""
@@ -62,10 +64,13 @@ class Source:
 def until(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str | None]:
     """Emit the text up to the first of the marks, and return that mark; None: the text has ended. Only what may be the
     beginning of a mark is held back."""
-    held = ""
+    held, passing = "", (frozenset(mark[0] for mark in marks), emit)
     while True:
         source.mark()  # nothing before is read again
+        source.passing = None if held else passing
         char = yield from source.next()
+        if char == END or held or char in passing[0]:
+            source.passing = None
         if char == END:
             emit(held)
             return None

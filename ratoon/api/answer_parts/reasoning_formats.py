@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratoon.api.answer_parts.parts import PartSink
-from ratoon.api.answer_parts.reading import BLANKS, Reading, Source, opens_with, until
+from ratoon.api.answer_parts.reading import Reading, Source, opens_with, until
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 # Variables by which templates switch reasoning on and off: Qwen's and SmolLM's, Granite's and DeepSeek's.
@@ -58,18 +58,7 @@ class ReasoningFormat:
         has_start = yield from opens_with(source, (self.start,))  # some models repeat the prompt's
         if not has_start and state is ReasoningState.POSSIBLE:
             return
-        blanks, has_begun = "", False
-
-        def emit(text: str) -> None:
-            nonlocal blanks, has_begun
-            for char in text:
-                if char in BLANKS:
-                    blanks += char
-                else:
-                    sink.reasoning(blanks + char if has_begun else char)
-                    blanks, has_begun = "", True
-
-        yield from until(source, (self.end,), emit)
+        yield from until(source, (self.end,), sink.reasoning)
         sink.begin_content()
 
 
