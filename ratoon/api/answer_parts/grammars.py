@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ratoon.api.answer_parts.reasoning_formats import ReasoningFormat
-from ratoon.api.answer_parts.tool_formats import ToolFormat
+from ratoon.api.answer_parts.tool_formats import CallForm, ToolFormat
 from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.core.structured import StructuredOutput
 
@@ -33,16 +33,44 @@ def call_rules(format: ToolFormat, use: ToolUse, special: SpecialTokens) -> list
     again = f" ({literal(form.between, special)} call){{0,{MAX_PARALLEL_CALLS - 1}}}" if use.parallel else ""
     rules = []
     for index, (_, function) in enumerate(callable_functions(use)):
-        name = function["name"]
-        head = form.head + (json.dumps(name, ensure_ascii=False) if form.quotes_name else name) + form.middle
-        tail = literal(form.tail, special)
-        rules += [
-            f"call_{index}: {literal(head, special)} arguments_{index} {tail}",
-            f"arguments_{index}: %json {json.dumps(arguments_schema(function), ensure_ascii=False)}",
-        ]
+        rules += _call(index, function["name"], arguments_schema(function), form, special, form.head)
     names = " | ".join(f"call_{index}" for index in range(len(use.callable_names)))
     opening, closing = literal(form.opening, special), literal(form.closing, special)
     return [f"calls: {opening} call{again} {closing}", f"call: {names}", *rules]
+
+
+def _call(
+    index: int, name: str, schema: Mapping[str, Any], form: CallForm, special: SpecialTokens, head: str
+) -> list[str]:
+    begin = head + (json.dumps(name, ensure_ascii=False) if form.quotes_name else name) + form.middle
+    return [
+        f"call_{index}: {literal(begin, special)} arguments_{index} {literal(form.tail, special)}",
+        f"arguments_{index}: %json {json.dumps(schema, ensure_ascii=False)}",
+    ]
+
+
+def strict_rules(format: ToolFormat, use: ToolUse, special: SpecialTokens) -> list[str] | None:
+    """The rule `free`, and those that it needs: any text, in which calls match their schemas. None: calls of this
+    format do not begin with a mark, so that they can't be told from other text."""
+    form = format.form
+    mark = next((mark for mark in format.marks if form.head.startswith(mark)), None)
+    if mark is None:
+        return None
+    functions = [function for _, function in callable_functions(use)]
+    calls = [f"call_{index}" for index in range(len(functions))]
+    rules = ["free: free_call* rest", f"rest: {ANY_TEXT}", f"free_call: to_mark ({' | '.join(calls)})"]
+    if mark in special:
+        rules.append(f"to_mark: {ANY_TEXT} {literal(mark, special)}")
+    else:
+        rules.append(f"to_mark[lazy]: /(.|\\n)*{_in_expression(mark)}/")
+    for index, function in enumerate(functions):
+        schema = arguments_schema(function) if is_strict(function) else {"type": "object", "x-guidance": JSON_FORM}
+        rules += _call(index, function["name"], schema, form, special, form.head.removeprefix(mark))
+    return rules
+
+
+def is_strict(function: Mapping[str, Any]) -> bool:
+    return function.get("strict") is True
 
 
 def callable_functions(use: ToolUse) -> Iterable[tuple[int, Mapping[str, Any]]]:
@@ -89,8 +117,11 @@ def reasoning_rules(format: ReasoningFormat, special: SpecialTokens, is_open: bo
     start = "" if is_open else literal(format.start, special)
     if format.end in special:
         return [f"reasoning: {start} {ANY_TEXT} {literal(format.end, special)}"]
-    end = re.escape(format.end).replace("/", r"\/")
-    return [f"reasoning: {start} thoughts", rf"thoughts[lazy]: /(.|\n)*{end}/"]
+    return [f"reasoning: {start} thoughts", rf"thoughts[lazy]: /(.|\n)*{_in_expression(format.end)}/"]
+
+
+def _in_expression(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
 
 
 def literal(text: str, special: SpecialTokens) -> str:

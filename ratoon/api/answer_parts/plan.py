@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +14,9 @@ from ratoon.api.answer_parts.grammars import (
     arguments_schema,
     call_rules,
     callable_functions,
+    is_strict,
     reasoning_rules,
+    strict_rules,
     text_rule,
 )
 from ratoon.api.answer_parts.parser import AnswerFormat, AnswerParser
@@ -69,12 +71,21 @@ class AnswerPlan:
         if self.tools.must_call:
             return self._grammar("calls", self._call_rules(), state)
         if asked is None:
-            return None
+            return self._strict_calls(state)
         text = text_rule(asked, beside_calls=bool(self.tools.tools))
         if self.tools.tools and text is not None:
             validate(asked)
             return self._grammar("(calls | text)", [*self._call_rules(), text], state)
         return self._text_alone(asked, text, state)
+
+    def _strict_calls(self, state: ReasoningState) -> StructuredOutput | None:
+        """Calls of functions that are strict match their schemas, wherever the model writes them."""
+        strict = [(index, function) for index, function in callable_functions(self.tools) if is_strict(function)]
+        rules = strict_rules(self.format.tools, self.tools, self.special_tokens) if strict else None
+        if rules is None:
+            return None
+        self._check_parameters(strict)
+        return self._grammar("free", rules, state)
 
     def _text_alone(self, asked: StructuredOutput, text: str | None, state: ReasoningState) -> StructuredOutput:
         reasoning = self.format.reasoning
@@ -97,13 +108,17 @@ class AnswerPlan:
         return StructuredOutput(grammar="\n".join([f"start: {last}", *rules]) + "\n")
 
     def _call_rules(self) -> list[str]:
-        for index, function in callable_functions(self.tools):
+        self._check_parameters(callable_functions(self.tools))
+        return call_rules(self.format.tools, self.tools, self.special_tokens)
+
+    @staticmethod
+    def _check_parameters(functions: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+        for index, function in functions:
             try:
                 validate(StructuredOutput(json_schema=json.dumps(arguments_schema(function))))
             except RequestError as error:
                 field = f"tools[{index}].function.parameters"
                 raise type(error)(field, error.problem, error.expected) from None
-        return call_rules(self.format.tools, self.tools, self.special_tokens)
 
 
 def answer_plan(

@@ -132,6 +132,27 @@ def test_a_text_that_must_match_leaves_room_for_calls():
     assert make_plan([ADD], "auto").structured_output(None, None) is None
 
 
+@pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.parametrize("parser", ["hermes", "mistral_v11"])
+def test_strict_functions_match_their_schemas_wherever_they_are_called(parser, are_special):
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    special = TOOL_FORMATS[parser].marks if are_special else ()
+    plan = make_plan([strict, NOW], "auto", parser, special=special)
+    add, any_now = call("add", ONE, parser), call("now", '{"x": 1}', parser)
+    for text in ("Hello", add, f"Well {add}", f"{add}\n{any_now} yes", ""):
+        assert accepts(plan, None, text)
+    for text in (call("add", NONE_OF_IT, parser), call("none", ONE, parser), f"Hm {add}{call('add', 'x', parser)}"):
+        assert not accepts(plan, None, text)
+    thinking = make_plan([strict], "auto", parser, special=special, template="</think>")
+    assert accepts(thinking, None, f"<think>a</think>{add}") and accepts(thinking, None, "Hello")
+
+
+def test_strict_functions_without_a_mark_are_not_enforced():
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    assert make_plan([strict], "auto", "json").structured_output(None, None) is None
+    assert make_plan([ADD], "auto").structured_output(None, None) is None
+
+
 def test_parameters_that_cannot_be_enforced_are_named():
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"x": {"type": "nothing"}}}}}
     plan = make_plan([ADD, bad])
