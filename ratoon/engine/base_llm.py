@@ -60,10 +60,10 @@ class BaseLLM:
         process."""
         from ratoon.models.source import resolve_model
 
-        with timer.phase("find model"):
-            self.source = resolve_model(self.config.model, self.config.hf_overrides)
         if engine_follows:
             start_loading_torch_library()
+        with timer.phase("find model"):
+            self.source = resolve_model(self.config.model, self.config.hf_overrides)
         if not self.front_end_config.skip_tokenizer:
             with timer.phase("load tokenizer"):
                 self._tokenizer = self.source.load_tokenizer()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import os
 import platform
 import sys
 import threading
@@ -37,5 +38,9 @@ def _library_path() -> Path | None:
 
 
 def _load(path: Path) -> None:
-    with contextlib.suppress(OSError):  # `import torch` will say what is wrong
-        ctypes.CDLL(str(path))
+    """Where it fails, `import torch` will say what is wrong."""
+    # A function that is called by ctypes runs without the interpreter's lock; making a CDLL of the path would hold it.
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # a system without dlopen
+        dlopen = ctypes.CDLL(None).dlopen
+        dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+        dlopen(os.fsencode(path), os.RTLD_NOW)

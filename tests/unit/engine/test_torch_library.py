@@ -21,10 +21,29 @@ import torch
 assert torch.ones(3).sum() == 3
 """
 
+# Opening a pipe waits for its other end, which only another thread of the process can open here.
+LINKED_BESIDE = """
+import os, pathlib, sys
+from ratoon.engine import torch_library
+path = pathlib.Path(sys.argv[1])
+os.mkfifo(path)
+torch_library._library_path = lambda: path
+thread = torch_library.start_loading_torch_library()
+path.write_bytes(b"not a library")
+thread.join()
+"""
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what a process has mapped from /proc")
 def test_the_library_is_there_before_torch_is_imported_and_torch_works_with_it() -> None:
     done = subprocess.run([sys.executable, "-c", LINKED_AHEAD], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no named pipes")
+def test_python_runs_while_the_library_is_linked(tmp_path) -> None:
+    command = [sys.executable, "-c", LINKED_BESIDE, str(tmp_path / "libtorch_cpu.so")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
