@@ -10,6 +10,9 @@
 #include "threads.h"
 
 #define MAX_TILE_ROWS (W == 16 ? 8 : 4)
+#define VECS_OF(rows) ((rows) == 1 ? TILE_VECS : (rows) == 2 && W < 16 ? 2 : 1)  // of columns, in a tile of so many rows
+#define FETCH_AHEAD 4096  // bytes of codes
+#define CACHE_LINE 64
 #define UNITS_PER_THREAD 8
 #define ROW_BLOCK 96            // rows that are multiplied with a panel while they are in the second-level cache
 #define ROWS_PER_QUANTISING STRIP  // rows of activations that a thread takes at once
@@ -60,51 +63,70 @@ static void quantise_unit(void *context, int64_t unit) {
 // The quads of a block, for the columns of vector `j`.
 INLINE void load_block(int bits, const uint8_t *codes, int j, bvec quads[QUADS]) {
     if (bits == 4) {
-        for (int b = 0; b < QUADS / 2; b++) {
+        UNROLLED for (int b = 0; b < QUADS / 2; b++) {
             bvec both = load_bytes(codes + b * 4 * TILE + j * 4 * W);
             quads[b] = both & 15;
             quads[b + QUADS / 2] = both >> 4;
         }
     } else {
-        for (int b = 0; b < QUADS; b++) quads[b] = prepare_8(load_bytes(codes + b * 4 * TILE + j * 4 * W));
+        UNROLLED for (int b = 0; b < QUADS; b++) quads[b] = prepare_8(load_bytes(codes + b * 4 * TILE + j * 4 * W));
     }
+}
+
+// Asks for what a tile reads FETCH_AHEAD bytes of codes later: a core has many more requests to memory under way than by
+// waiting for each block, and panels follow one another in memory.
+INLINE void fetch_ahead(int block_bytes, int groups, int has_offsets, const uint8_t *codes, const uint16_t *scales,
+                        const uint16_t *offsets) {
+    const int halves = FETCH_AHEAD / block_bytes * TILE;
+    for (int i = 0; i < block_bytes; i += CACHE_LINE) __builtin_prefetch(codes + FETCH_AHEAD + i);
+    __builtin_prefetch(scales + halves * groups);
+    if (has_offsets) __builtin_prefetch(offsets + halves);
 }
 
 // A tile [rows][16] of y. All but the last three arguments are constants wherever this is inlined.
 INLINE void tile_of(int rows, int bits, int group, int has_offsets, const quantised_call *c, int64_t row, int64_t panel) {
     const quantised_weight *w = c->weight;
-    const int groups = QUANTISED_BLOCK / group, block_bytes = BLOCK_CODES * bits / 8;
+    const int groups = QUANTISED_BLOCK / group, block_bytes = BLOCK_CODES * bits / 8, vecs = VECS_OF(rows);
     const int64_t blocks = c->blocks, height = c->height;
-    for (int j = 0; j < TILE_VECS; j++) {
-        const uint8_t *codes = w->codes + panel * blocks * block_bytes;
-        const uint16_t *halves = w->scales + panel * blocks * groups * TILE + j * W;
-        const uint16_t *offset_halves = has_offsets ? w->offsets + panel * blocks * TILE + j * W : NULL;
-        vec acc[MAX_TILE_ROWS];
-        for (int i = 0; i < rows; i++) acc[i] = (vec){};
+    const uint8_t *codes = w->codes + panel * blocks * block_bytes;
+    const uint16_t *scales = w->scales + panel * blocks * groups * TILE;
+    const uint16_t *offsets = has_offsets ? w->offsets + panel * blocks * TILE : NULL;
+    for (int j = 0; j < TILE_VECS; j += vecs) {
+        vec acc[MAX_TILE_ROWS][TILE_VECS];
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < vecs; v++) acc[i][v] = (vec){};
         for (int64_t block = 0; block < blocks; block++) {
             const activation_block x = block_of(c, row, block);
-            bvec quads[QUADS];
-            load_block(bits, codes + block * block_bytes, j, quads);
-            for (int g = 0; g < groups; g++) {
-                vec scale = load_halves(halves + (block * groups + g) * TILE);
-                ivec sums[MAX_TILE_ROWS];
-                for (int i = 0; i < rows; i++) sums[i] = begin_sum(bits, x.shifts[g * height + i]);
-                for (int b = g * group / 4; b < (g + 1) * group / 4; b++)
-                    for (int i = 0; i < rows; i++)
-                        sums[i] = dot(bits, sums[i], quads[b], load_quads(x.codes[i] + b / 4 * 16), b % 4);
-                for (int i = 0; i < rows; i++) {
-                    ivec sum = end_sum(bits, sums[i], x.shifts[g * height + i]);
-                    acc[i] = fma_(__builtin_convertvector(sum, vec), scale * splat(x.scales[i]), acc[i]);
+            const uint16_t *block_scales = scales + block * groups * TILE + j * W;
+            const uint16_t *block_offsets = offsets + block * TILE + j * W;
+            if (j == 0)
+                fetch_ahead(block_bytes, groups, has_offsets, codes + block * block_bytes, block_scales, block_offsets);
+            UNROLLED for (int v = 0; v < vecs; v++) {
+                bvec quads[QUADS];
+                load_block(bits, codes + block * block_bytes, j + v, quads);
+                UNROLLED for (int g = 0; g < groups; g++) {
+                    vec scale = load_halves(block_scales + g * TILE + v * W);
+                    ivec sums[MAX_TILE_ROWS];
+                    UNROLLED for (int i = 0; i < rows; i++) sums[i] = begin_sum(bits, x.shifts[g * height + i]);
+                    UNROLLED for (int b = g * group / 4; b < (g + 1) * group / 4; b++)
+                        UNROLLED for (int i = 0; i < rows; i++)
+                            sums[i] = dot(bits, sums[i], quads[b], load_quads(x.codes[i] + b / 4 * 16), b % 4);
+                    UNROLLED for (int i = 0; i < rows; i++) {
+                        ivec sum = end_sum(bits, sums[i], x.shifts[g * height + i]);
+                        acc[i][v] = fma_(__builtin_convertvector(sum, vec), scale * splat(x.scales[i]), acc[i][v]);
+                    }
+                }
+                if (has_offsets) {
+                    vec offset = load_halves(block_offsets + v * W);
+                    UNROLLED for (int i = 0; i < rows; i++) acc[i][v] = fma_(splat(x.scaled_sums[i]), offset, acc[i][v]);
                 }
             }
-            if (has_offsets) {
-                vec offset = load_halves(offset_halves + block * TILE);
-                for (int i = 0; i < rows; i++) acc[i] = fma_(splat(x.scaled_sums[i]), offset, acc[i]);
-            }
         }
-        int64_t first = panel * TILE + j * W;
-        for (int i = 0; i < rows; i++)
-            write_part(c->y + (row + i) * c->ldy + first, w->out - first, finish(w, first, acc[i]));
+        for (int v = 0; v < vecs; v++) {
+            int64_t first = panel * TILE + (j + v) * W;
+            for (int i = 0; i < rows; i++)
+                write_part(c->y + (row + i) * c->ldy + first, w->out - first, finish(w, first, acc[i][v]));
+        }
     }
 }
 

@@ -48,30 +48,30 @@ INLINE void add_stretch(int rows, int bits, int group, int has_offsets, const ti
     }
     for (int64_t block = 0; block < p->blocks; block++) {
         const activation_block x = block_of(c, p->row, p->first_block + block);
-        for (int g = 0; g < groups; g++) {
+        UNROLLED for (int g = 0; g < groups; g++) {
             ivec sums[TILE_ROWS][VECS];
-            for (int i = 0; i < rows; i++)
-                for (int v = 0; v < VECS; v++) sums[i][v] = begin_sum(bits, x.shifts[g * STRIP + i]);
-            for (int b = g * group / 4; b < (g + 1) * group / 4; b++) {
+            UNROLLED for (int i = 0; i < rows; i++)
+                UNROLLED for (int v = 0; v < VECS; v++) sums[i][v] = begin_sum(bits, x.shifts[g * STRIP + i]);
+            UNROLLED for (int b = g * group / 4; b < (g + 1) * group / 4; b++) {
                 bvec quads[VECS];
-                for (int v = 0; v < VECS; v++) quads[v] = load_bytes(p->panels[PANEL_OF(v)].codes[block][b][LANES_OF(v)]);
-                for (int i = 0; i < rows; i++) {
+                UNROLLED for (int v = 0; v < VECS; v++) quads[v] = load_bytes(p->panels[PANEL_OF(v)].codes[block][b][LANES_OF(v)]);
+                UNROLLED for (int i = 0; i < rows; i++) {
                     quads_of_x quads_of_row = load_quads(x.codes[i] + b / 4 * 16);
-                    for (int v = 0; v < VECS; v++) sums[i][v] = dot(bits, sums[i][v], quads[v], quads_of_row, b % 4);
+                    UNROLLED for (int v = 0; v < VECS; v++) sums[i][v] = dot(bits, sums[i][v], quads[v], quads_of_row, b % 4);
                 }
             }
-            for (int v = 0; v < VECS; v++) {
+            UNROLLED for (int v = 0; v < VECS; v++) {
                 vec scale = load(p->panels[PANEL_OF(v)].scales[block * groups + g] + LANES_OF(v));
-                for (int i = 0; i < rows; i++) {
+                UNROLLED for (int i = 0; i < rows; i++) {
                     ivec sum = end_sum(bits, sums[i][v], x.shifts[g * STRIP + i]);
                     acc[i][v] = fma_(__builtin_convertvector(sum, vec), scale * splat(x.scales[i]), acc[i][v]);
                 }
             }
         }
         if (has_offsets)
-            for (int v = 0; v < VECS; v++) {
+            UNROLLED for (int v = 0; v < VECS; v++) {
                 vec offset = load(p->panels[PANEL_OF(v)].offsets[block] + LANES_OF(v));
-                for (int i = 0; i < rows; i++) acc[i][v] = fma_(splat(x.scaled_sums[i]), offset, acc[i][v]);
+                UNROLLED for (int i = 0; i < rows; i++) acc[i][v] = fma_(splat(x.scaled_sums[i]), offset, acc[i][v]);
             }
     }
     for (int v = 0; v < VECS; v++)

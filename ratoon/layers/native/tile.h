@@ -11,9 +11,6 @@
 #define TILE_VECS (TILE / W)
 #define STRETCH_K 64
 
-// Loops over the registers of a tile must be unrolled wholly: an index that is not a constant would put them into memory.
-#define UNROLLED _Pragma("GCC unroll 32")
-
 #if W == 4
 #define MAX_TILE_ROWS 4  // 16 accumulators and 4 rows of A in 32 registers: 95 % of the peak; taller tiles spill
 #define MAX_TILE_PANELS 1

@@ -18,6 +18,8 @@ typedef float vec __attribute__((vector_size(4 * W), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4)));
 
 #define INLINE static inline __attribute__((always_inline))
+// Loops over the registers of a tile must be unrolled wholly: an index that is not a constant would put them into memory.
+#define UNROLLED _Pragma("GCC unroll 32")
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
