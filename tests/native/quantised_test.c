@@ -1,5 +1,5 @@
 // Products with quantised weights have the bits of a plain loop that follows their definition: sums of codes are exact, and
-// what is rounded is rounded in one order.
+// what is rounded is rounded in one order. Blocks with outliers have finer codes.
 #include <math.h>
 #include <string.h>
 
@@ -25,23 +25,34 @@ static int code_at(const quantised_weight *w, int64_t column, int64_t k) {
     return quad < 4 ? both & 15 : both >> 4;
 }
 
+static float scale_of(const float *x, float *maximum) {
+    int bad = 0;
+    *maximum = 0;
+    for (int k = 0; k < 32; k++) {
+        bad |= !(fabsf(x[k]) <= 3.402823466e38f);
+        *maximum = fabsf(x[k]) > *maximum ? fabsf(x[k]) : *maximum;
+    }
+    return bad ? NAN : *maximum < 1e-30f ? 0 : *maximum / 127.0f;
+}
+
 // The definition, for one result.
 static float product(const quantised_weight *w, const float *x, int64_t column) {
     int zero = w->bits == 8 ? 128 : w->offsets ? 0 : 8;
     int64_t groups_of_row = w->in / w->group;
-    float acc = 0;
+    float acc = 0, squares = 0;
     for (int64_t block = 0; block < w->in / 32; block++) {
-        float maximum = 0;
-        int bad = 0, codes[32], sum = 0;
+        float maximum, scale = scale_of(x + block * 32, &maximum);
+        squares = fmaf(scale, scale, squares);
+    }
+    volatile float share = QUANTISED_LARGE / (float)(w->in / 32), limit = squares * share;
+    for (int64_t block = 0; block < w->in / 32; block++) {
+        float maximum, scale = scale_of(x + block * 32, &maximum), factor = 127.0f / maximum;
+        volatile float square = scale * scale;
+        int codes[32], sum = 0;  // in units of 1 / 128
         for (int k = 0; k < 32; k++) {
-            float value = fabsf(x[block * 32 + k]);
-            bad |= !(value <= 3.402823466e38f);
-            maximum = value > maximum ? value : maximum;
-        }
-        float scale = bad ? NAN : maximum < 1e-30f ? 0 : maximum / 127.0f;
-        for (int k = 0; k < 32; k++) {
-            volatile float scaled = bad || scale == 0 ? 0 : x[block * 32 + k] * (127.0f / maximum);
-            codes[k] = (int)nearbyintf(scaled);
+            volatile float scaled = isnan(scale) || scale == 0 ? 0 : x[block * 32 + k] * factor;
+            codes[k] = 128 * (int)nearbyintf(scaled);
+            if (square > limit) codes[k] += (int)nearbyintf(fmaf(x[block * 32 + k], factor, -nearbyintf(scaled)) * 128);
             sum += codes[k];
         }
         for (int first = 0; first < 32; first += w->group) {
@@ -49,10 +60,10 @@ static float product(const quantised_weight *w, const float *x, int64_t column) 
             for (int k = first; k < first + w->group; k++) dot += codes[k] * (code_at(w, column, block * 32 + k) - zero);
             int64_t index = ((column / 16) * groups_of_row + (block * 32 + first) / w->group) * 16 + column % 16;
             volatile float both = half_to_float(w->scales[index]) * scale;
-            acc = fmaf((float)dot, both, acc);
+            acc = fmaf((float)dot / 128, both, acc);
         }
         if (w->offsets) {
-            volatile float scaled_sum = scale * (float)sum;
+            volatile float scaled_sum = scale * ((float)sum / 128);
             acc = fmaf(scaled_sum, half_to_float(w->offsets[((column / 16) * groups_of_row + block) * 16 + column % 16]), acc);
         }
     }
@@ -80,6 +91,8 @@ static void compare(form f, int64_t rows, int64_t in, int64_t out, int special) 
     float *x = guarded_floats((rows - 1) * ldx + in), *y = guarded_floats(rows * ldy);
     void *scratch = guarded((rows + QUANTISED_ROOM) * ratoon_quantised_scratch(in));
     for (int64_t i = 0; i < (rows - 1) * ldx + in; i++) x[i] = random_float() * ldexpf(1, (int)(random_bits() % 8));
+    for (int64_t row = 0; row < rows; row++)  // outliers: most rows have some, in blocks of their own
+        for (int k = (int)(random_bits() % 4); k > 0 && in > 96; k--) x[row * ldx + random_between(0, in - 1)] *= 64;
     if (special) {  // a block of zeros, a tiny one, the largest floats; a NaN and an infinity in rows of their own
         for (int k = 0; k < 32; k++) x[k] = 0, x[ldx + k] = 1e-35f, x[2 * ldx + k] *= 1e35f;
         x[3 * ldx + 1] = NAN, x[4 * ldx + 2] = INFINITY;
@@ -117,6 +130,7 @@ void check_quantised(void) {
         for (int64_t rows = 1; rows <= 19; rows += rows < 9 ? 1 : 5) compare(forms[i], rows, 96, random_between(1, 70), 0);
         compare(forms[i], 101, 32, 33, 0);
         compare(forms[i], 2, 1600, 17, 0);
+        compare(forms[i], 5, 320, 50, 0);
         compare(forms[i], 29, 1600, 55, 0);
         compare(forms[i], 230, 64, 16, 0);
         compare(forms[i], 7, 64, 30, 1);

@@ -15,17 +15,19 @@
 #define CACHE_LINE 64
 #define UNITS_PER_THREAD 8
 #define ROW_BLOCK 96            // rows that are multiplied with a panel while they are in the second-level cache
-#define ROWS_PER_QUANTISING STRIP  // rows of activations that a thread takes at once
 #define SMALLEST_MAXIMUM 1e-30f  // a group below this is zero: 127 / maximum would overflow
 
 void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width);
 
-int64_t ratoon_quantised_scratch(int64_t in) { return in / QUANTISED_BLOCK * (int64_t)ROW_BYTES; }
+int64_t ratoon_quantised_scratch(int64_t in) {
+    const int64_t flags = sizeof(int32_t);  // more than has_rests needs, so that a row's bytes stay aligned
+    return in / QUANTISED_BLOCK * ((int64_t)(ROW_BYTES + REST_BYTES) + flags);
+}
 
 static int zero_of(const quantised_weight *w) { return w->bits == 8 ? ZERO_OF_8 : w->offsets ? 0 : 8; }
 
-// One row of a block. With a NaN or an infinity in it the scale is NaN, and so are the row's results.
-static void quantise_block(const float *x, int zero, int64_t groups, int64_t height, activation_block to) {
+// The largest size of a block's numbers, as the bits of a float: in their order, NaN above infinity.
+static uint32_t largest_of(const float *x) {
     uint32_t largest = 0;
     for (int k = 0; k < QUANTISED_BLOCK; k++) {
         uint32_t bits;
@@ -33,31 +35,87 @@ static void quantise_block(const float *x, int zero, int64_t groups, int64_t hei
         bits &= 0x7fffffff;
         largest = bits > largest ? bits : largest;
     }
-    float maximum;
-    memcpy(&maximum, &largest, 4);
-    int usable = largest < 0x7f800000 && maximum >= SMALLEST_MAXIMUM;
-    float factor = usable ? 127.0f / maximum : 0.0f;
-    int32_t sums[2] = {0, 0};
+    return largest;
+}
+
+static float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Sums of the first and the second half of a block.
+static void sum_halves(const int8_t *codes, int32_t sums[2]) {
+    sums[0] = sums[1] = 0;
+    for (int k = 0; k < QUANTISED_BLOCK / 2; k++) sums[0] += codes[k];
+    for (int k = QUANTISED_BLOCK / 2; k < QUANTISED_BLOCK; k++) sums[1] += codes[k];
+}
+
+static void write_shifts(const int32_t sums[2], int zero, int64_t groups, int64_t height, int32_t *shifts) {
+    shifts[0] = -zero * (groups == 2 ? sums[0] : sums[0] + sums[1]);
+    shifts[height] = -zero * sums[1];  // of the second group, if there is one
+}
+
+// One row of a block. With a NaN or an infinity in it the scale is NaN, and so are the row's results.
+static void quantise_block(const quantised_call *c, int64_t row, int64_t block) {
+    const float *x = c->x + row * c->ldx + block * QUANTISED_BLOCK;
+    const activation_block to = block_of(c, row, block);
+    const uint32_t largest = largest_of(x);
+    const float maximum = float_of(largest);
+    const int usable = largest < 0x7f800000 && maximum >= SMALLEST_MAXIMUM;
+    const float factor = usable ? 127.0f / maximum : 0.0f;
     int8_t *codes = to.codes[0];
     if (usable)
         for (int k = 0; k < QUANTISED_BLOCK; k++) codes[k] = (int8_t)rintf(x[k] * factor);
     else
         memset(codes, 0, QUANTISED_BLOCK);
-    for (int k = 0; k < QUANTISED_BLOCK / 2; k++) sums[0] += codes[k];
-    for (int k = QUANTISED_BLOCK / 2; k < QUANTISED_BLOCK; k++) sums[1] += codes[k];
+    int32_t sums[2];
+    sum_halves(codes, sums);
     *to.scales = usable ? maximum / 127.0f : largest < 0x7f800000 ? 0.0f : NAN;
     *to.scaled_sums = *to.scales * (float)(sums[0] + sums[1]);
-    to.shifts[0] = -zero * (groups == 2 ? sums[0] : sums[0] + sums[1]);
-    to.shifts[height] = -zero * sums[1];  // of the second group, if there is one
+    write_shifts(sums, zero_of(c->weight), c->groups, c->height, to.shifts);
 }
 
-static void quantise_unit(void *context, int64_t unit) {
+// What the codes of a row's block left, for a block whose numbers are not all zero.
+static void quantise_rest(const quantised_call *c, int64_t row, int64_t block) {
+    uint8_t *flag = c->has_rests + row / c->height * c->blocks + block;
+    if (!*flag) memset(rests_of(c, row / c->height * c->height, block).shifts, 0, (size_t)c->height * REST_BYTES);
+    *flag = 1;
+    const float *x = c->x + row * c->ldx + block * QUANTISED_BLOCK;
+    const activation_block from = block_of(c, row, block);
+    const rest_block to = rests_of(c, row, block);
+    const float factor = 127.0f / float_of(largest_of(x));
+    int32_t sums[2], rest_sums[2];
+    for (int k = 0; k < QUANTISED_BLOCK; k++)
+        to.codes[0][k] = (int8_t)rintf(__builtin_fmaf(x[k], factor, -(float)from.codes[0][k]) * REST_STEPS);
+    sum_halves(from.codes[0], sums);
+    sum_halves(to.codes[0], rest_sums);
+    const int32_t sum = (sums[0] + sums[1]) * REST_STEPS + rest_sums[0] + rest_sums[1];
+    *from.scaled_sums = *from.scales * ((float)sum * (1.0f / REST_STEPS));
+    write_shifts(rest_sums, zero_of(c->weight), c->groups, c->height, to.shifts);
+}
+
+// Rounding errors follow the largest number of a block, so that few blocks with outliers make most of the error of a product:
+// these get rests.
+static void quantise_row(const quantised_call *c, int64_t row) {
+    float squares = 0;
+    for (int64_t block = 0; block < c->blocks; block++) {
+        quantise_block(c, row, block);
+        const float scale = *block_of(c, row, block).scales;
+        squares = __builtin_fmaf(scale, scale, squares);
+    }
+    const float limit = squares * (QUANTISED_LARGE / (float)c->blocks);
+    for (int64_t block = 0; block < c->blocks; block++) {
+        const float scale = *block_of(c, row, block).scales;
+        if (scale * scale > limit) quantise_rest(c, row, block);
+    }
+}
+
+static void quantise_unit(void *context, int64_t strip) {
     const quantised_call *c = context;
-    int64_t last = (unit + 1) * ROWS_PER_QUANTISING < c->rows ? (unit + 1) * ROWS_PER_QUANTISING : c->rows;
-    for (int64_t row = unit * ROWS_PER_QUANTISING; row < last; row++)
-        for (int64_t block = 0; block < c->blocks; block++)
-            quantise_block(c->x + row * c->ldx + block * QUANTISED_BLOCK, zero_of(c->weight), c->groups, c->height,
-                           block_of(c, row, block));
+    int64_t last = (strip + 1) * c->height < c->rows ? (strip + 1) * c->height : c->rows;
+    memset(c->has_rests + strip * c->blocks, 0, (size_t)c->blocks);
+    for (int64_t row = strip * c->height; row < last; row++) quantise_row(c, row);
 }
 
 // The quads of a block, for the columns of vector `j`.
@@ -83,6 +141,16 @@ INLINE void fetch_ahead(int block_bytes, int groups, int has_offsets, const uint
     if (has_offsets) __builtin_prefetch(offsets + halves);
 }
 
+// Sums of a group of the rows of a tile: codes or rests, and their shifts.
+INLINE void sum_group(int rows, int bits, int first, int last, const bvec quads[QUADS], const int8_t (*codes)[QUANTISED_BLOCK],
+                      const int32_t *shifts, ivec sums[MAX_TILE_ROWS]) {
+    UNROLLED for (int i = 0; i < rows; i++) sums[i] = begin_sum(bits, shifts[i]);
+    UNROLLED for (int b = first; b < last; b++)
+        UNROLLED for (int i = 0; i < rows; i++)
+            sums[i] = dot(bits, sums[i], quads[b], load_quads(codes[i] + b / 4 * 16), b % 4);
+    UNROLLED for (int i = 0; i < rows; i++) sums[i] = end_sum(bits, sums[i], shifts[i]);
+}
+
 // A tile [rows][16] of y. All but the last three arguments are constants wherever this is inlined.
 INLINE void tile_of(int rows, int bits, int group, int has_offsets, const quantised_call *c, int64_t row, int64_t panel) {
     const quantised_weight *w = c->weight;
@@ -97,6 +165,8 @@ INLINE void tile_of(int rows, int bits, int group, int has_offsets, const quanti
             for (int v = 0; v < vecs; v++) acc[i][v] = (vec){};
         for (int64_t block = 0; block < blocks; block++) {
             const activation_block x = block_of(c, row, block);
+            const rest_block rest = rests_of(c, row, block);
+            const int with_rests = has_rests(c, row, block);
             const uint16_t *block_scales = scales + block * groups * TILE + j * W;
             const uint16_t *block_offsets = offsets + block * TILE + j * W;
             if (j == 0)
@@ -105,20 +175,22 @@ INLINE void tile_of(int rows, int bits, int group, int has_offsets, const quanti
                 bvec quads[QUADS];
                 load_block(bits, codes + block * block_bytes, j + v, quads);
                 UNROLLED for (int g = 0; g < groups; g++) {
-                    vec scale = load_halves(block_scales + g * TILE + v * W);
-                    ivec sums[MAX_TILE_ROWS];
-                    UNROLLED for (int i = 0; i < rows; i++) sums[i] = begin_sum(bits, x.shifts[g * height + i]);
-                    UNROLLED for (int b = g * group / 4; b < (g + 1) * group / 4; b++)
-                        UNROLLED for (int i = 0; i < rows; i++)
-                            sums[i] = dot(bits, sums[i], quads[b], load_quads(x.codes[i] + b / 4 * 16), b % 4);
-                    UNROLLED for (int i = 0; i < rows; i++) {
-                        ivec sum = end_sum(bits, sums[i], x.shifts[g * height + i]);
-                        acc[i][v] = fma_(__builtin_convertvector(sum, vec), scale * splat(x.scales[i]), acc[i][v]);
+                    const int first = g * group / 4, last = (g + 1) * group / 4;
+                    vec scale = load_halves(block_scales + g * TILE + v * W), values[MAX_TILE_ROWS];
+                    ivec sums[MAX_TILE_ROWS], rests[MAX_TILE_ROWS];
+                    sum_group(rows, bits, first, last, quads, x.codes, x.shifts + g * height, sums);
+                    UNROLLED for (int i = 0; i < rows; i++) values[i] = __builtin_convertvector(sums[i], vec);
+                    if (with_rests) {
+                        sum_group(rows, bits, first, last, quads, rest.codes, rest.shifts + g * height, rests);
+                        UNROLLED for (int i = 0; i < rows; i++) values[i] = value_with_rest(sums[i], rests[i]);
                     }
+                    UNROLLED for (int i = 0; i < rows; i++)
+                        acc[i][v] = fma_(values[i], scale * splat(x.scales[i]), acc[i][v]);
                 }
                 if (has_offsets) {
                     vec offset = load_halves(block_offsets + v * W);
-                    UNROLLED for (int i = 0; i < rows; i++) acc[i][v] = fma_(splat(x.scaled_sums[i]), offset, acc[i][v]);
+                    UNROLLED for (int i = 0; i < rows; i++)
+                        acc[i][v] = fma_(splat(x.scaled_sums[i]), offset, acc[i][v]);
                 }
             }
         }
@@ -203,8 +275,11 @@ void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int
     c.blocks = weight->in / QUANTISED_BLOCK;
     c.groups = QUANTISED_BLOCK / weight->group;
     c.height = rows < MANY_ROWS ? rows : STRIP;
+    const int64_t strips = (rows + c.height - 1) / c.height, row_blocks = strips * c.height * c.blocks;
     c.activations = scratch;
-    parallel_units(quantise_unit, &c, (rows + ROWS_PER_QUANTISING - 1) / ROWS_PER_QUANTISING);
+    c.rests = c.activations + row_blocks * (int64_t)ROW_BYTES;
+    c.has_rests = c.rests + row_blocks * (int64_t)REST_BYTES;
+    parallel_units(quantise_unit, &c, strips);
     c.panels = (weight->out + TILE - 1) / TILE;
     // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another.
     c.panels_per_unit = c.panels / (UNITS_PER_THREAD * thread_count());

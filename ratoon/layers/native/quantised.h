@@ -30,7 +30,9 @@ int ratoon_kernels_usable(void);
 #define QUANTISED_ROOM 15
 int64_t ratoon_quantised_scratch(int64_t in);
 
-// y = x · Wᵀ + bias. Activations are rounded to 8 bits in groups of 32 inputs of a row, each with its own scale.
+// y = x · Wᵀ + bias. Activations are rounded to 8 bits in groups of 32 inputs of a row, each with its own scale; those of groups
+// that are far larger than the others of their row (QUANTISED_LARGE) to 15 bits.
+#define QUANTISED_LARGE 4.0f  // a group is, if the square of its scale is above so many times the mean of these squares
 void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int64_t ldx, int64_t rows, void *scratch, float *y,
                              int64_t ldy);
 

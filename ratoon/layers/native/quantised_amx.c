@@ -43,22 +43,32 @@ typedef struct {
     int is_last;
 } tile_place;
 
-// The sums of one block, by registers of the matrix unit.
-#define MULTIPLY(SUMS, INPUTS, WEIGHTS, INDEX, TARGET)                                                                         \
+typedef int32_t block_sums[TILE_ROWS][TILE];
+
+// The sums of one block, and those of rests where there are any, by registers of the matrix unit.
+#define MULTIPLY_CODES(SUMS, INPUTS, WEIGHTS, FROM, TARGET)                                                                    \
     {                                                                                                                          \
-        _tile_loadd(INPUTS, x + (INDEX) * block_bytes, QUANTISED_BLOCK);                                                       \
-        _tile_loadd(WEIGHTS, codes + (INDEX) * BLOCK_CODES, 4 * TILE);                                                         \
+        _tile_loadd(INPUTS, FROM, QUANTISED_BLOCK);                                                                            \
         _tile_zero(SUMS);                                                                                                      \
         _tile_dpbssd(SUMS, INPUTS, WEIGHTS);                                                                                   \
         _tile_stored(SUMS, (TARGET)[0], 4 * TILE);                                                                             \
     }
+#define MULTIPLY(SUMS, INPUTS, WEIGHTS, INDEX, TARGET)                                                                         \
+    {                                                                                                                          \
+        _tile_loadd(WEIGHTS, codes + (INDEX) * BLOCK_CODES, 4 * TILE);                                                         \
+        MULTIPLY_CODES(SUMS, INPUTS, WEIGHTS, x + (INDEX) * block_bytes, sums[TARGET])                                         \
+        if (__builtin_expect(with_rests[INDEX], 0))                                                                            \
+            MULTIPLY_CODES(SUMS, INPUTS, WEIGHTS, rests_of(c, p->row, p->first_block + (INDEX)).codes[0], rests[TARGET])       \
+    }
 
-INLINE void add_block(int has_offsets, const float *x_scales, const float *scales, const float *offsets,
-                      const int32_t sums[TILE_ROWS][TILE], vec acc[TILE_ROWS]) {
+// `rests`: NULL, if the block has none.
+INLINE void add_block(int has_offsets, const float *x_scales, const float *scales, const float *offsets, const block_sums sums,
+                      const int32_t (*rests)[TILE], vec acc[TILE_ROWS]) {
     vec scale = load(scales), offset = has_offsets ? load(offsets) : (vec){};
-#pragma GCC unroll 16
-    for (int i = 0; i < TILE_ROWS; i++) {
-        acc[i] = fma_(__builtin_convertvector(*(const ivec *)sums[i], vec), scale * splat(x_scales[i]), acc[i]);
+    UNROLLED for (int i = 0; i < TILE_ROWS; i++) {
+        const ivec sum = *(const ivec *)sums[i];
+        const vec value = rests ? value_with_rest(sum, *(const ivec *)rests[i]) : __builtin_convertvector(sum, vec);
+        acc[i] = fma_(value, scale * splat(x_scales[i]), acc[i]);
         if (has_offsets) acc[i] = fma_(splat(x_scales[STRIP + i]), offset, acc[i]);
     }
 }
@@ -74,29 +84,35 @@ INLINE void add_stretch(int has_offsets, const tile_place *p) {
     const int8_t *x = start.codes[0];
     const uint8_t *codes = p->stretch->codes[0][0][0];
     const float *scales = p->stretch->scales[0], *offsets = p->stretch->offsets[0];
-    _Alignas(64) int32_t sums[2][TILE_ROWS][TILE];
+    const uint8_t *with_rests = c->has_rests + p->row / STRIP * c->blocks + p->first_block;
+    _Alignas(64) block_sums sums[2], rests[2];
     float *y = c->y + p->row * c->ldy + column;
     vec acc[TILE_ROWS];
-#pragma GCC unroll 16
-    for (int i = 0; i < TILE_ROWS; i++)
+    UNROLLED for (int i = 0; i < TILE_ROWS; i++)
         acc[i] = p->first_block && i < p->rows ? read_part(y + i * c->ldy, count) : (vec){};
-#define ADD(INDEX, SUMS)                                                                                                       \
+#define ADD_BLOCK(INDEX, SUMS, RESTS)                                                                                          \
     add_block(has_offsets, (const float *)((const uint8_t *)start.scales + (INDEX) * block_bytes),                             \
-              scales + (INDEX) * TILE, offsets + (INDEX) * TILE, SUMS, acc);
+              scales + (INDEX) * TILE, offsets + (INDEX) * TILE, SUMS, RESTS, acc);
+#define ADD(INDEX, PLACE)                                                                                                      \
+    if (__builtin_expect(with_rests[INDEX], 0))                                                                                \
+        ADD_BLOCK(INDEX, sums[PLACE], rests[PLACE])                                                                            \
+    else                                                                                                                       \
+        ADD_BLOCK(INDEX, sums[PLACE], NULL)
     // While the vector unit adds one block, the matrix unit multiplies the next.
-    MULTIPLY(0, 4, 6, 0, sums[0])
+    MULTIPLY(0, 4, 6, 0, 0)
     int64_t index = 0;
     for (; index + 2 < last; index += 2) {
-        MULTIPLY(1, 5, 7, index + 1, sums[1])
-        ADD(index, sums[0])
-        MULTIPLY(0, 4, 6, index + 2, sums[0])
-        ADD(index + 1, sums[1])
+        MULTIPLY(1, 5, 7, index + 1, 1)
+        ADD(index, 0)
+        MULTIPLY(0, 4, 6, index + 2, 0)
+        ADD(index + 1, 1)
     }
-    if (index + 1 < last) MULTIPLY(1, 5, 7, index + 1, sums[1])
-    ADD(index, sums[0])
-    if (index + 1 < last) ADD(index + 1, sums[1])
-#pragma GCC unroll 16
-    for (int i = 0; i < TILE_ROWS; i++)
+    if (index + 1 < last) MULTIPLY(1, 5, 7, index + 1, 1)
+    ADD(index, 0)
+    if (index + 1 < last) {
+        ADD(index + 1, 1)
+    }
+    UNROLLED for (int i = 0; i < TILE_ROWS; i++)
         if (i < p->rows) write_part(y + i * c->ldy, count, p->is_last ? finish(c->weight, column, acc[i]) : acc[i]);
 }
 

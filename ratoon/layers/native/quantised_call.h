@@ -19,6 +19,8 @@ typedef struct {
     float *y;
     int64_t ldx, ldy, rows, blocks, groups, panels, panels_per_unit, units_per_block, row_blocks;
     uint8_t *activations;  // [strip][block]
+    uint8_t *rests;        // [strip][block]
+    uint8_t *has_rests;    // [strip][block]: whether a row of the strip has one there
     int64_t height;        // of a strip: all rows, if they are few
 } quantised_call;
 
@@ -38,6 +40,32 @@ INLINE activation_block block_of(const quantised_call *c, int64_t row, int64_t b
     float *numbers = (float *)start;
     return (activation_block){numbers + i, numbers + height + i, (int32_t *)numbers + 2 * height + i,
                               (int8_t (*)[QUANTISED_BLOCK])(numbers + 4 * height) + i};
+}
+
+// What rounding left of blocks that are far larger than others of their row, in units of 1 / REST_STEPS of a code: codes, and
+// their shifts as above. Zeros in a row that has none, in a block where another row of the strip has one: such a row comes out
+// as if there were no rests, since a sum is multiplied by REST_STEPS, a power of two, and divided by it.
+#define REST_STEPS 128
+typedef struct {
+    int32_t *shifts;
+    int8_t (*codes)[QUANTISED_BLOCK];
+} rest_block;
+
+#define REST_BYTES (QUANTISED_BLOCK + 2 * sizeof(int32_t))  // of a row in a block
+
+INLINE int has_rests(const quantised_call *c, int64_t row, int64_t block) {
+    return __builtin_expect(c->has_rests[row / c->height * c->blocks + block], 0);
+}
+
+INLINE rest_block rests_of(const quantised_call *c, int64_t row, int64_t block) {
+    const int64_t height = c->height, strip = row / height, i = row % height;
+    int32_t *shifts = (int32_t *)(c->rests + (strip * c->blocks + block) * height * (int64_t)REST_BYTES);
+    return (rest_block){shifts + i, (int8_t (*)[QUANTISED_BLOCK])(shifts + 2 * height) + i};
+}
+
+// A group's sum as floats, with that of rests.
+INLINE vec value_with_rest(ivec sum, ivec rest) {
+    return __builtin_convertvector(sum * REST_STEPS + rest, vec) * splat(1.0f / REST_STEPS);
 }
 
 // Rows [first, last) of panels [first_panel, last_panel): all of their inputs. `first` is the first of a strip.

@@ -30,6 +30,23 @@ typedef struct {
 #define PANEL_OF(v) ((p->vector + (v)) / TILE_VECS)
 #define LANES_OF(v) ((p->vector + (v)) % TILE_VECS * W)
 
+// Sums of a group of the rows and columns of a tile: codes or rests, and their shifts.
+INLINE void sum_group(int rows, int bits, int first, int last, const tile_place *p, int64_t block,
+                      const int8_t (*codes)[QUANTISED_BLOCK], const int32_t *shifts, ivec sums[TILE_ROWS][VECS]) {
+    UNROLLED for (int i = 0; i < rows; i++)
+        UNROLLED for (int v = 0; v < VECS; v++) sums[i][v] = begin_sum(bits, shifts[i]);
+    UNROLLED for (int b = first; b < last; b++) {
+        bvec quads[VECS];
+        UNROLLED for (int v = 0; v < VECS; v++) quads[v] = load_bytes(p->panels[PANEL_OF(v)].codes[block][b][LANES_OF(v)]);
+        UNROLLED for (int i = 0; i < rows; i++) {
+            quads_of_x quads_of_row = load_quads(codes[i] + b / 4 * 16);
+            UNROLLED for (int v = 0; v < VECS; v++) sums[i][v] = dot(bits, sums[i][v], quads[v], quads_of_row, b % 4);
+        }
+    }
+    UNROLLED for (int i = 0; i < rows; i++)
+        UNROLLED for (int v = 0; v < VECS; v++) sums[i][v] = end_sum(bits, sums[i][v], shifts[i]);
+}
+
 // Adds a stretch to a tile [rows][VECS · W] of y. The first four arguments are constants.
 INLINE void add_stretch(int rows, int bits, int group, int has_offsets, const tile_place *p) {
     const quantised_call *c = p->call;
@@ -48,24 +65,24 @@ INLINE void add_stretch(int rows, int bits, int group, int has_offsets, const ti
     }
     for (int64_t block = 0; block < p->blocks; block++) {
         const activation_block x = block_of(c, p->row, p->first_block + block);
+        const rest_block rest = rests_of(c, p->row, p->first_block + block);
+        const int with_rests = has_rests(c, p->row, p->first_block + block);
         UNROLLED for (int g = 0; g < groups; g++) {
-            ivec sums[TILE_ROWS][VECS];
+            const int first_quad = g * group / 4, last_quad = (g + 1) * group / 4;
+            ivec sums[TILE_ROWS][VECS], rests[TILE_ROWS][VECS];
+            vec values[TILE_ROWS][VECS];
+            sum_group(rows, bits, first_quad, last_quad, p, block, x.codes, x.shifts + g * STRIP, sums);
             UNROLLED for (int i = 0; i < rows; i++)
-                UNROLLED for (int v = 0; v < VECS; v++) sums[i][v] = begin_sum(bits, x.shifts[g * STRIP + i]);
-            UNROLLED for (int b = g * group / 4; b < (g + 1) * group / 4; b++) {
-                bvec quads[VECS];
-                UNROLLED for (int v = 0; v < VECS; v++) quads[v] = load_bytes(p->panels[PANEL_OF(v)].codes[block][b][LANES_OF(v)]);
-                UNROLLED for (int i = 0; i < rows; i++) {
-                    quads_of_x quads_of_row = load_quads(x.codes[i] + b / 4 * 16);
-                    UNROLLED for (int v = 0; v < VECS; v++) sums[i][v] = dot(bits, sums[i][v], quads[v], quads_of_row, b % 4);
-                }
+                UNROLLED for (int v = 0; v < VECS; v++) values[i][v] = __builtin_convertvector(sums[i][v], vec);
+            if (with_rests) {
+                sum_group(rows, bits, first_quad, last_quad, p, block, rest.codes, rest.shifts + g * STRIP, rests);
+                UNROLLED for (int i = 0; i < rows; i++)
+                    UNROLLED for (int v = 0; v < VECS; v++) values[i][v] = value_with_rest(sums[i][v], rests[i][v]);
             }
             UNROLLED for (int v = 0; v < VECS; v++) {
                 vec scale = load(p->panels[PANEL_OF(v)].scales[block * groups + g] + LANES_OF(v));
-                UNROLLED for (int i = 0; i < rows; i++) {
-                    ivec sum = end_sum(bits, sums[i][v], x.shifts[g * STRIP + i]);
-                    acc[i][v] = fma_(__builtin_convertvector(sum, vec), scale * splat(x.scales[i]), acc[i][v]);
-                }
+                UNROLLED for (int i = 0; i < rows; i++)
+                    acc[i][v] = fma_(values[i][v], scale * splat(x.scales[i]), acc[i][v]);
             }
         }
         if (has_offsets)
