@@ -41,6 +41,7 @@ TARGETS = {
         {
             "neon": ("aarch64-linux-gnu.2.28", "neoverse_n1-fullfp16-dotprod-lse"),
             "neondot": ("aarch64-linux-gnu.2.28", "neoverse_n1-fullfp16-lse"),
+            "neoni8mm": ("aarch64-linux-gnu.2.28", "neoverse_n1-fullfp16-lse+i8mm"),
         },
     ),
     "linux-x86_64": Target(

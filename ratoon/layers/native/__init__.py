@@ -20,7 +20,7 @@ from ratoon.layers.native.sources import digest_of
 logger = logging.getLogger(__name__)
 
 VARIABLE = "RATOON_KERNELS"  # a kernel set by name instead of the best one, or "none"
-KERNEL_SETS = ("avx512amx", "avx512vnni", "avx512", "avx2", "neondot", "neon")
+KERNEL_SETS = ("avx512amx", "avx512vnni", "avx512", "avx2", "neoni8mm", "neondot", "neon")
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -172,7 +172,9 @@ def _supported_sets() -> list[str]:
     """Kernel sets whose instructions this processor has, best first."""
     flags = _cpu_flags()
     if platform.machine() in ("aarch64", "arm64"):
-        return ["neondot", "neon"] if "asimddp" in flags else ["neon"]
+        if "asimddp" not in flags:
+            return ["neon"]
+        return ["neoni8mm", "neondot", "neon"] if "i8mm" in flags else ["neondot", "neon"]
     supported = []
     if {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags:
         if "avx512_vnni" in flags:

@@ -116,6 +116,13 @@ static void quantise_unit(void *context, int64_t strip) {
     int64_t last = (strip + 1) * c->height < c->rows ? (strip + 1) * c->height : c->rows;
     memset(c->has_rests + strip * c->blocks, 0, (size_t)c->blocks);
     for (int64_t row = strip * c->height; row < last; row++) quantise_row(c, row);
+#if PAIRED_ROWS
+    if (c->rows < MANY_ROWS) return;
+    for (int64_t block = 0; block < c->blocks; block++) {
+        pair_rows(block_of(c, strip * STRIP, block).codes);
+        if (has_rests(c, strip * STRIP, block)) pair_rows(rests_of(c, strip * STRIP, block).codes);
+    }
+#endif
 }
 
 // The quads of a block, for the columns of vector `j`.

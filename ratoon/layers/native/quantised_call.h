@@ -74,6 +74,16 @@ void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, in
 // The same by the matrix unit of a processor that has one (quantised_amx.c), for groups of 32.
 void multiply_by_matrices(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel);
 
+// The same by the matrix instruction of ARM (quantised_i8mm.c), whose operands are pairs of rows: of each pair of a strip the
+// codes are [4][2][8] then.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define PAIRED_ROWS 1
+#else
+#define PAIRED_ROWS 0
+#endif
+void pair_rows(int8_t (*codes)[QUANTISED_BLOCK]);
+void multiply_by_pairs(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel);
+
 INLINE void write_part(float *p, int64_t count, vec v) {
     if (count >= W) {
         store(p, v);

@@ -143,6 +143,9 @@ void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, in
         multiply_by_matrices(c, first, last, first_panel, last_panel);
         return;
     }
+#elif PAIRED_ROWS
+    multiply_by_pairs(c, first, last, first_panel, last_panel);
+    return;
 #endif
     const stretch_function *functions = functions_of(c->weight);
     const int64_t highest = c->weight->offsets && TILE_ROWS > 6 ? 6 : TILE_ROWS;  // offsets need registers, too

@@ -104,6 +104,22 @@ def test_sets_are_those_whose_instructions_the_processor_has(
     assert native._supported_sets() == expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fp asimd", ["neon"]),
+        ("fp asimd asimddp", ["neondot", "neon"]),
+        ("fp asimd asimddp i8mm", ["neoni8mm", "neondot", "neon"]),
+    ],
+)
+def test_sets_of_arm_follow_its_dot_and_matrix_instructions(
+    monkeypatch: pytest.MonkeyPatch, flags: str, expected: list[str]
+) -> None:
+    monkeypatch.setattr(native, "_cpu_flags", lambda: set(flags.split()))
+    monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
+    assert native._supported_sets() == expected
+
+
 @pytest.mark.skipif(native.library() is None, reason="no kernels for this processor; `make setup` builds them")
 def test_a_set_that_the_system_refuses_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = SimpleNamespace(ratoon_kernels_usable=lambda: 0)
