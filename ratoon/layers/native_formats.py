@@ -18,6 +18,7 @@ import torch
 
 from ratoon.layers import grouped
 from ratoon.layers.native import QuantisedWeight, kernel_set_name, library
+from ratoon.layers.native.pages import new_weight
 from ratoon.layers.native.recording import new_bytes, new_floats
 from ratoon.layers.ops import Product
 from ratoon.layers.stored import StoredTensor
@@ -85,7 +86,7 @@ class Blocks:
         kernels = library()
         assert kernels is not None
         out, row_blocks = self._data.shape[:2]
-        packed = torch.empty(-(-out // PANEL), self.in_features // BLOCK, self.bits // 2 * BLOCK, dtype=torch.int32)
+        packed = new_weight(-(-out // PANEL), self.in_features // BLOCK, self.bits // 2 * BLOCK, dtype=torch.int32)
         number = BLOCK_NAMES.index(self._name)
         kernels.ratoon_repack_codes(number, self._data.data_ptr(), out, row_blocks, packed.data_ptr())
         return packed
@@ -118,7 +119,7 @@ class PackedWeight:
         rows, groups = halves.shape
         if halves.stride(0) != groups * halves.stride(1):
             halves = halves.contiguous()
-        packed = torch.empty(-(-rows // PANEL), groups, PANEL, dtype=torch.float16)
+        packed = new_weight(-(-rows // PANEL), groups, PANEL, dtype=torch.float16)
         stride = halves.stride(1) * halves.itemsize
         kernels.ratoon_repack_halves(halves.data_ptr(), rows, groups, stride, packed.data_ptr())
         return packed
