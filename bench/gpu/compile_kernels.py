@@ -41,7 +41,7 @@ from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
-from ratoon.layers.triton import elementwise, gemv, matmul, norms, penalties, quantize, sampling, top
+from ratoon.layers.triton import bits, elementwise, gemv, matmul, norms, penalties, quantize, sampling, top
 from ratoon.layers.triton.compilation import Launch, launches_go_to
 from ratoon.layers.triton.kernel_requests import AbsentDevice
 
@@ -280,6 +280,9 @@ def choices(compilation: Compilation) -> None:
     occurred = torch.zeros(2, logits.shape[1], dtype=torch.int16)
     penalties.apply_penalties(torch.empty(2, logits.shape[1]), ids[:2], ids[:2], torch.ones(2, 3), occurred)
     penalties.count_tokens(occurred, ids[:2], ids[:2], ids)
+    compilation.part = "masks of bits"
+    words = torch.zeros(2, -(-logits.shape[1] // 32), dtype=torch.int32)
+    bits.allow_bits(torch.empty(2, logits.shape[1]), ids[:2], words)
 
 
 def inputs(compilation: Compilation) -> None:

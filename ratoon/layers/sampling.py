@@ -109,6 +109,11 @@ def allow_bits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
         pointers = logits.data_ptr(), logits.shape[1], rows.data_ptr(), len(rows), words.data_ptr(), words.shape[1]
         kernels.ratoon_allow_bits(*pointers)
         return
+    if logits.device.type == "cuda" and logits.dtype == torch.float32:
+        from ratoon.layers.triton import bits
+
+        bits.allow_bits(logits, rows, words)
+        return
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     forbidden = ((words[:, :, None] >> places) & 1 == 0).flatten(1)[:, : logits.shape[1]]  # [N, V]
     logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
