@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from ratoon.models.source import resolve_model
 from tests.golden.engines import model_folder, write_word_tokenizer
 from tests.golden.tiny_encoder_models import BART_SIZES, NUM_MEL_BINS
 from tests.real_models import needs_embedded_model
@@ -41,6 +43,19 @@ def test_quality_compares_a_file_in_its_own_bits_with_the_decoded_one() -> None:
     _, _, decoded, kept = done.stdout.splitlines()
     assert decoded.startswith("| smollm2-135m | none | 513 |") and decoded.endswith("| +0.00% | 2 of 2 |")
     assert kept.startswith("| smollm2-135m | auto | 92 |") and kept.endswith("of 2 |")
+
+
+def test_random_models_hold_the_same_numbers_in_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "bench")
+    random_models = importlib.import_module("random_models")
+    monkeypatch.setattr(random_models, "CACHE_FOLDER", tmp_path)
+    model = random_models.make_random_model("tiny")
+    floats = resolve_model(str(model.folder)).tensors
+    for path in model.files.values():
+        quantised = resolve_model(str(path)).tensors
+        assert quantised.shapes() == floats.shapes()
+        for name in floats.shapes():
+            assert torch.equal(quantised.read(name).floats().float(), floats.read(name).floats())
 
 
 @pytest.mark.slow
