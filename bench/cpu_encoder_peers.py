@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from comparison import Row
 from cpu_peers import OURS, say
 from encoder_beam_parts import search
 from encoder_beam_parts import sizes as beam_sizes
@@ -38,6 +39,8 @@ FAMILY = "bart"
 ROOM = 4  # positions of the decoder beyond an answer
 FLOATS = "float32"
 DECODED = "ratoon, float32"
+AIMS = {PEER: "at least 1.5×"}  # at the same errors
+SPEECH_ROWS = {"whole": Row("samples to tokens", aims=AIMS), "ready": Row("features to tokens")}
 
 
 class EncoderPeers(Program):
@@ -70,7 +73,7 @@ class EncoderPeers(Program):
             decoded = self._engine(stack, OURS, args.model, "speech_worker", {"quantization": "none"})
             source.start(decoded)
             found[DECODED] = errors.speech_errors(decoded, task, tokenizer)
-        return {**result, "errors": found, "table": transcription.format_table(result, sizes)}
+        return {**result, "errors": found, "table": transcription.format_table(result, sizes, SPEECH_ROWS)}
 
     def _measure_bart(self, stack: ExitStack) -> dict[str, Any]:
         args, sizes = self.args, self.sizes

@@ -46,9 +46,9 @@ def measure(engines: Engines, source: ClipSource, task: Task, sizes: Sizes, roun
     return {**comparison.summary(), "answer_lengths": lengths}
 
 
-def format_table(result: dict[str, Any], sizes: Sizes) -> str:
+def format_table(result: dict[str, Any], sizes: Sizes, rows: dict[str, Row] = ROWS) -> str:
     lengths = result["answer_lengths"]
-    lines = [format_comparison(f"{sizes.clips} clips at once", ROWS, result)]
+    lines = [format_comparison(f"{sizes.clips} clips at once", rows, result)]
     lines.append(f"  Answers have {min(lengths)} to {max(lengths)} tokens.")
     for name, same in result["same"].items():
         lines.append(f"  Answers identical to Ratoon's, {name}: {sum(same):.0f} of {len(same)}")
