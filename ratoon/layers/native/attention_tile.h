@@ -143,8 +143,6 @@ INLINE void weigh_sums(const float *before, const float *added, weights_of_sums 
 
 INLINE vec merged(vec before, vec added, float keep, float take) { return fma_(added, splat(take), before * splat(keep)); }
 
-typedef int8_t signed_bytes __attribute__((vector_size(W), aligned(1)));
-
 // W numbers of the cache as floats. `kind` is a constant wherever this is inlined.
 INLINE vec load_kept(int kind, const char *p) {
     if (kind == FLOATS) return load((const float *)p);

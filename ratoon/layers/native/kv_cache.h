@@ -12,3 +12,5 @@
 enum { HALVES = FLOATS + 1, BYTES };  // what keys and values are kept as, if not as FLOATS (tile.h)
 
 INLINE int64_t size_of(int64_t kind) { return kind == FLOATS ? 4 : kind == HALVES ? 2 : 1; }
+
+typedef int8_t signed_bytes __attribute__((vector_size(W), aligned(1)));

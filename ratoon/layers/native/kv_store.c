@@ -25,14 +25,18 @@ INLINE uint16_t half_of(float x) {
 // The codes of one head of a token, and their scale: codes of -127…127 times it. A number that is infinite or none makes the
 // scale NaN, so that results show it.
 INLINE float round_to_bytes(const float *x, int64_t count, int8_t *codes) {
-    float largest = 0.0f, nothing = 0.0f;
-    for (int64_t i = 0; i < count; i++) {
-        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-        nothing += x[i] * 0.0f;
+    const vec to_integer = splat(12582912.0f);  // rounds to the nearest whole number, in the lowest bits
+    vec sizes = {}, nothing = {};
+    for (int64_t i = 0; i < count; i += W) {
+        sizes = max_(sizes, (vec)((ivec)load(x + i) & 0x7fffffff));
+        nothing += load(x + i) * splat(0.0f);
     }
-    const float inverse = largest > SMALLEST_MAXIMUM ? 127.0f / largest : 0.0f;
-    for (int64_t i = 0; i < count; i++) codes[i] = (int8_t)lrintf(fminf(fmaxf(x[i] * inverse, -127.0f), 127.0f));
-    return largest / 127.0f + nothing;
+    const float largest = max_lanes(sizes), inverse = largest > SMALLEST_MAXIMUM ? 127.0f / largest : 0.0f;
+    for (int64_t i = 0; i < count; i += W) {
+        vec rounded = min_(max_(load(x + i) * splat(inverse), splat(-127.0f)), splat(127.0f)) + to_integer;
+        *(signed_bytes *)(codes + i) = __builtin_convertvector((ivec)rounded - (ivec)to_integer, signed_bytes);
+    }
+    return largest / 127.0f + sum_lanes(nothing);
 }
 
 // Keys of a head are head_dim rows of block_size, its values panels of 16 columns.
