@@ -122,9 +122,10 @@ class ThreadEngineClient:
 
     def _take_calls(self) -> bool:
         """Carry out what was asked for; with nothing else to do, wait for it. False: the end was asked for."""
+        core = self._core_client.core
         while True:
-            try:
-                call = self._calls.get(block=not self._core_client.core.can_step)
+            try:  # a grammar that is being compiled does not wake this thread when it is ready
+                call = self._calls.get(block=not core.can_step, timeout=0.01 if len(core.preparing) else None)
             except queue.Empty:
                 return True
             if call is None:
