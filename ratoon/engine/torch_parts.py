@@ -45,6 +45,9 @@ PARTS = frozenset(
 # What `import torch` takes from parts, to offer it as its own
 FUNCTIONS = {"torch._higher_order_ops": ("cond", "while_loop"), "torch.func": ("vmap",)}
 
+# What is in torch's own library, and refuses to work before the parts are there
+BOUND_TO_PARTS = ("Generator",)
+
 LOADING = "torch._parts_for_later"  # a name of no module: importing it loads the parts
 
 
@@ -93,7 +96,7 @@ class _PostponedParts(MetaPathFinder):
         self.functions: dict[tuple[str, str], Callable[..., Any]] = {}  # by module and name: what stands for them
         self.is_loading = False
         self._is_imported = False  # torch
-        self._getattr_of_torch: Any = None
+        self._names_of_torch: dict[str, Any] = {}  # taken out of it until the parts are there
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -138,7 +141,8 @@ class _PostponedParts(MetaPathFinder):
             self.stop()
             return
         self._is_imported = True
-        self._getattr_of_torch = torch.__dict__.get("__getattr__")
+        names = ("__getattr__", *BOUND_TO_PARTS)
+        self._names_of_torch = {name: torch.__dict__.pop(name) for name in names if name in torch.__dict__}
         torch.__dict__["__getattr__"] = self._missing_in_torch
 
     def _missing_in_torch(self, name: str) -> Any:
@@ -161,7 +165,8 @@ class _PostponedParts(MetaPathFinder):
     def load_all(self) -> None:
         self.is_loading = True
         torch = sys.modules["torch"]
-        torch.__dict__["__getattr__"] = self._getattr_of_torch
+        torch.__dict__.pop("__getattr__", None)
+        torch.__dict__.update(self._names_of_torch)
         for name in list(self.specs):
             self.load_part(sys.modules[name])
         self.stop()

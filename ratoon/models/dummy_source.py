@@ -7,7 +7,6 @@ the same model. On a GPU it is made there: a CPU would need most of a minute for
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -47,7 +46,6 @@ class DummySource:
             digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
             seed = int.from_bytes(digest[:7], "little")
             if device is None:
-                importlib.import_module("torch._prims.rng_prims")  # generators need it; it may not be loaded yet
                 generator = torch.Generator().manual_seed(seed)
                 tensor = torch.empty(shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
             else:

@@ -179,6 +179,7 @@ assert torch.ones(2, 3).softmax(1).sum().item() == 2
 if FIRST_VERSION <= tuple(map(int, torch.__version__.split(".")[:2])) <= LAST_VERSION:
     for name in ("torch._prims", "torch._dynamo", "torch._subclasses", "sympy"):
         assert name not in sys.modules, name
+{use}
 assert torch.vmap(lambda x: 2 * x)(torch.ones(3)).tolist() == [2, 2, 2]
 assert torch._refs.__name__ == "torch._refs"
 assert "_PostponedParts" not in [type(finder).__name__ for finder in sys.meta_path]
@@ -189,7 +190,9 @@ assert "linear" in str(program.graph)
 """
 
 
-def test_torch_itself_works_without_its_parts_and_with_them() -> None:
+@pytest.mark.parametrize("use", ["", "torch.rand(2, generator=torch.Generator().manual_seed(1))"])
+def test_torch_itself_works_without_its_parts_and_with_them(use: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", REAL.replace("{use}", use)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
