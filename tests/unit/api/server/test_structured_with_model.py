@@ -87,6 +87,45 @@ async def test_max_tokens_inside_the_grammar_is_told(folder):
 
 
 @on_event_loop
+async def test_a_continuation_goes_on_in_the_grammar(folder):
+    async with serving(folder) as client:
+        begun = (await client.complete(prompt="x", max_tokens=9, seed=1, structured_outputs=COMPACT)).json()
+        assert begun["choices"][0]["finish_reason"] == "length"
+        fields = {"continuation_of": begun["id"], "max_tokens": 100, "seed": 2}
+        ended = (await client.complete(**fields, structured_outputs={"continue_grammar": True})).json()
+        jsonschema.validate(json.loads(texts_of(begun)[0] + texts_of(ended)[0]), SCHEMA)
+        other = (await client.complete(**fields, structured_outputs={"choice": ["yes", "no"]})).json()
+        assert texts_of(other)[0] in ("yes", "no")
+        alone = await client.complete(prompt="x", structured_outputs={"continue_grammar": True})
+        assert (alone.status, alone.error["param"]) == (400, "structured_outputs.continue_grammar"), alone.body
+
+
+@on_event_loop
+async def test_free_text_comes_before_a_marker(folder):
+    async with serving(folder) as client:
+        bias = {str(byte): 6 for byte in b"<>"}
+        asked = {"choice": ["yes", "no"], "begins_after": "<>"}
+        fields = {"max_tokens": 300, "seed": 4, "logit_bias": bias, "structured_outputs": asked}
+        body = (await client.complete(prompt="x", **fields)).json()
+        before, marker, after = texts_of(body)[0].partition("<>")
+        assert before and marker
+        assert after in ("yes", "no")
+        assert body["choices"][0]["finish_reason"] == "stop"
+
+
+@on_event_loop
+async def test_parts_behind_triggers_match_their_schema(folder):
+    async with serving(folder) as client:
+        bias = {str(byte): 5 for byte in b"<f>"} | {str(byte): -20 for byte in b" \t\r\n"}
+        fields = {"max_tokens": 400, "seed": 1, "n": 4, "logit_bias": bias, "structural_tag": TAG}
+        texts = texts_of((await client.complete(prompt="x", **fields)).json())
+        parts = [part for text in texts for part in re.findall(r"<f>(.*?)</f>", text, re.DOTALL)]
+        assert parts
+        for part in parts:
+            jsonschema.validate(json.loads(part), SCHEMA)
+
+
+@on_event_loop
 async def test_beams_stay_in_the_grammar(folder):
     async with serving(folder) as client:
         search = {"use_beam_search": True, "beam_width": 3, "n": 3, "max_tokens": 100}
