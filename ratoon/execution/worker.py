@@ -153,6 +153,10 @@ class Worker:
 
     @property
     def has_idle_work(self) -> bool:
+        return self._has_graphs_to_prepare or self.grammars.can_open_ahead
+
+    @property
+    def _has_graphs_to_prepare(self) -> bool:
         graphs = self.runner.graphs
         return graphs is not None and (graphs.can_capture_next or (graphs.can_run_ahead and self._has_kernels))
 
@@ -173,9 +177,14 @@ class Worker:
     def work_when_idle(self) -> bool:
         """Do a piece of work that later steps profit from, and wait until the device has done it. False: there is none
         now."""
-        graphs = self.runner.graphs
-        if graphs is None or not self.has_idle_work or self.is_busy:
+        if self.is_busy:
             return False
+        graphs = self.runner.graphs
+        if graphs is None or not self._has_graphs_to_prepare:
+            if not self.grammars.can_open_ahead:
+                return False
+            self.grammars.open_ahead()
+            return True
         with torch.inference_mode():
             is_done = graphs.capture_next() if graphs.can_capture_next else graphs.run_ahead()
         if self._stream is not None:

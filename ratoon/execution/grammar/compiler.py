@@ -1,6 +1,6 @@
 """Compiled grammars of running requests: compiled in threads, and kept by their content.
 
-The library and the model's tokenizer are loaded with the first grammar.
+The library and the model's tokenizer are loaded with the first grammar, or in an idle moment before it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class GrammarCompiler:
         self._open_library = open_library
         self._library: GrammarLibrary | None = None
         self._library_lock = threading.Lock()
+        self._failed_ahead = False
         self._max_kept_bytes = max_kept_bytes
         self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # the least recently used first
         self._num_kept_bytes = 0
@@ -40,6 +41,18 @@ class GrammarCompiler:
             if self._library is None:
                 self._library = self._open_library()
             return self._library
+
+    @property
+    def can_open_ahead(self) -> bool:
+        return self._library is None and not self._failed_ahead
+
+    def open_ahead(self) -> None:
+        """Load the library now: it holds Python's lock for as long as it reads the tokenizer (half a second with 49,152
+        tokens), and steps would wait. If that fails, the first grammar tries again and says why."""
+        try:
+            _ = self.library
+        except Exception:
+            self._failed_ahead = True
 
     def prepare(self, asked: StructuredOutput) -> Future[CompiledGrammar]:
         """Compile it in another thread, or find it. The future raises RequestError if it can't be compiled. One that

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import Event
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.worker import Worker
 
 
 @dataclass
@@ -84,4 +86,34 @@ def test_an_error_names_the_field_and_is_not_kept() -> None:
         with pytest.raises(RequestError, match=r"structured_output\.regex: is wrong"):
             grammars.prepare(StructuredOutput(regex="(")).result(10)
     assert len(library.compiled) == 2
+    grammars.shutdown()
+
+
+def test_a_worker_opens_the_library_in_an_idle_moment() -> None:
+    """Reading a tokenizer holds Python's lock, so that steps would wait for the first grammar."""
+    opened: list[Library] = []
+
+    def open_library() -> Library:
+        opened.append(Library())
+        return opened[-1]
+
+    worker = Worker.__new__(Worker)
+    worker.runner, worker._stream = cast("Any", SimpleNamespace(graphs=None)), None
+    worker.grammars = GrammarCompiler(open_library)
+    assert worker.has_idle_work and not worker.has_work_of_steps and opened == []
+    assert worker.work_when_idle() and len(opened) == 1
+    assert not worker.has_idle_work and not worker.work_when_idle()
+    assert worker.grammars.get(StructuredOutput(regex="a")).num_bytes == 10 and len(opened) == 1
+
+
+def test_a_library_that_does_not_open_ahead_is_reported_to_the_first_grammar() -> None:
+    def open_library() -> Library:
+        raise RequestError("structured_output", "needs a tokenizer", "a model with one")
+
+    grammars = GrammarCompiler(open_library)
+    assert grammars.can_open_ahead
+    grammars.open_ahead()
+    assert not grammars.can_open_ahead, "once is enough"
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        grammars.prepare(StructuredOutput(regex="a")).result(10)
     grammars.shutdown()

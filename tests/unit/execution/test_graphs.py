@@ -169,6 +169,7 @@ def test_nothing_runs_ahead_before_its_kernels_are_compiled() -> None:
     """A request that came meanwhile would wait for that."""
     worker = Worker.__new__(Worker)
     worker.runner = cast("Any", SimpleNamespace(graphs=SimpleNamespace(can_capture_next=False, can_run_ahead=True)))
+    worker.grammars = cast("Any", SimpleNamespace(can_open_ahead=False))
     for kernels, expected in (
         (None, False),
         (SimpleNamespace(has_ended=False), False),
@@ -201,6 +202,7 @@ def test_what_runs_ahead_does_not_keep_the_next_piece_from_being_done() -> None:
     made = StepGraphs(graph_sizes(32), run, lambda function: RunAgain(lambda: None), send_padding=lambda: None)
     worker = Worker.__new__(Worker)
     worker.runner = cast("Any", SimpleNamespace(graphs=made))
+    worker.grammars = cast("Any", SimpleNamespace(can_open_ahead=False))
     worker._kernels, worker._stream = cast("Any", SimpleNamespace(has_ended=True)), cast("Any", stream)
     made.run(KEY)
     assert worker.is_busy and not worker.work_when_idle(), "of a step"
