@@ -50,6 +50,9 @@ class FakeTokenizer:
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def id_to_token(self, token: int) -> str | None:
+        return self.backend.id_to_token(token)
+
     def token_text(self, token: int) -> str:
         return self.backend.decode([token], skip_special_tokens=False)
 
