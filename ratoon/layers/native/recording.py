@@ -156,6 +156,12 @@ class Recording(TorchDispatchMode):
         self._kernels.replace(self._kernels.functions)
         _lock.release()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """A hook of torch's. Otherwise it wraps the method below to hide it from torch.compile, and imports that
+        compiler with the first call, which takes more than a second."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), settings: dict[str, Any] | None = None
     ) -> Any:

@@ -209,3 +209,8 @@ def test_pieces_in_use_never_overlap(steps):
         used.append((number % 256, piece))
     for number, piece in used:
         assert np.all(piece.numpy()[[0, -1]] == number) if len(piece) else True
+
+
+def test_recording_does_not_need_the_compiler_of_torch() -> None:
+    """torch wraps the method of other modes so that its first call imports torch._dynamo, which takes a second."""
+    assert not hasattr(Recording.__torch_dispatch__, "__wrapped__")
