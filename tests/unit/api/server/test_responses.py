@@ -370,7 +370,7 @@ async def test_what_a_template_rewrites_is_computed_again(folder):
 @on_event_loop
 async def test_other_instructions_inherit_what_is_left_in_common(folder):
     async with serving(folder) as client:
-        first = await create(client, "Hello", instructions="Be brief, and kind to everybody", **GREEDY)
+        first = await create(client, "Hello", instructions="Be brief, and polite", **GREEDY)
         second = await create(
             client, "And?", instructions="Be brief, and strict", previous_response_id=first["id"], **GREEDY
         )
