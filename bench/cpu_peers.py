@@ -1,21 +1,26 @@
 """Ratoon against llama.cpp, CTranslate2, transformers and vLLM's CPU build: the same prompts, in one run, in turns.
 
     .venv/bin/python bench/cpu_peers.py --json result.json
-    .venv/bin/python bench/cpu_peers.py --random smollm2-135m --threads 2,4,8,16 --rounds 2 --output 64
+    .venv/bin/python bench/cpu_peers.py --random smollm2-135m --threads 2,4,8,16 --rounds 2
 
 Two parts: `quantised` (a Q4 file, against llama.cpp with the same file and CTranslate2 in int8) and `float32`. Engines
 run in processes of their own and take turns within every round; those that wait are stopped. Ratios are taken within a
 round, so what slows the machine down for a minute slows all of them. The workloads are in workloads.py, the engines of
 a part and their files in cpu_parts/engines.py, the workers in peers/.
+
+Each result is a line when it comes, with the time that has passed and an estimate of what is left. The file of --json
+is written after every workload, so a run that is cut off keeps what it has.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +39,7 @@ from cpu_parts.engines import (
     missing_reason,
 )
 from cpu_parts.floors import Floors, measure_floors, shares
+from cpu_parts.progress import Progress, call_seconds, format_duration, start_seconds
 from export_hf import CACHE_FOLDER
 from export_hf import MODEL as EMBEDDED
 from peers.machine import QUIET_SHARE, describe_machine, usable_cores, wait_for_quiet_machine
@@ -72,31 +78,54 @@ class Comparison:
     def title(self) -> str:
         return f"{self.format} file" if self.part == QUANTISED else self.part
 
-    def run(self) -> None:
+    def run(self, progress: Progress, save: Callable[[], None]) -> None:
+        """`save` is called after every workload."""
         with ExitStack() as stack:
-            self._start_engines(stack)
+            self._start_engines(stack, progress)
+            save()
             if OURS in self.engines:
                 self.weight_bytes = self.engines[OURS].call("weight_bytes").value
                 self.floors = measure_floors(self.threads, self.weight_bytes, self.args.limits)
-            self._warm_up()
-            self._measure()
+            self._warm_up(progress)
+            self._measure(progress, save)
 
-    def _start_engines(self, stack: ExitStack) -> None:
-        """Start-up is timed here: in all rounds but the last, the engines are ended again."""
+    def expected_seconds(self) -> float:
+        """Of `run`, before anything was measured."""
+        seconds = sum(start_seconds(name) for names in self._starts() for name in names)
+        source = PromptSource(SEED, self.models.config["vocab_size"])
+        for workload in self._workloads():
+            calls = WORKLOADS[workload].plan(source, self.sizes)
+            of_engine = self._expected(warm_up_calls(calls)) + self.args.rounds * self._expected(calls)
+            seconds += len(self._engines_for(workload, 0)) * of_engine
+        return seconds
+
+    def _expected(self, calls: list[Call]) -> float:
+        return call_seconds(calls, self.part, self.models.num_product_weights, self.threads)
+
+    def _starts(self) -> list[list[str]]:
+        """The engines that are started, round by round: all in the last one, those whose start is timed before it."""
         rounds = self.args.startup_rounds if STARTUP in self.args.workloads else 1
-        for round_index in range(rounds):
+        earlier = [[name for name in self._order(index) if self._times_start(name)] for index in range(rounds - 1)]
+        return [*earlier, self._order(rounds - 1)]
+
+    def _times_start(self, name: str) -> bool:
+        return STARTUP in self.args.workloads and PARTS[self.part][name].takes(STARTUP)
+
+    def _start_engines(self, stack: ExitStack, progress: Progress) -> None:
+        """Start-up is timed here: in all rounds but the last, the engines are ended again."""
+        rounds = self._starts()
+        for round_index, names in enumerate(rounds):
             prompt = self.source.prompt(self.sizes.input)
-            for name in self._order(round_index):
-                is_timed = STARTUP in self.args.workloads and PARTS[self.part][name].takes(STARTUP)
-                if round_index < rounds - 1 and not is_timed:
-                    continue
-                say(f"start-up {round_index + 1}/{rounds}: {name}")
+            for name in names:
+                say(f"start-up {round_index + 1}/{len(rounds)}: {name}")
                 engine = self._make_engine(name)
                 stack.callback(engine.close)
                 seconds = engine.start(prompt)
-                if is_timed:
-                    self._record(STARTUP, name, seconds)
-                if round_index < rounds - 1:
+                progress.note(start_seconds(name))
+                if self._times_start(name):
+                    self._record({STARTUP: STARTUP_FIGURE}, name, [seconds])
+                    progress.show(self._line(round_index, len(rounds), name, {STARTUP: STARTUP_FIGURE}, [seconds]))
+                if round_index < len(rounds) - 1:
                     engine.close()
                 else:
                     self.engines[name] = engine
@@ -112,16 +141,17 @@ class Comparison:
             finally:
                 engine.close()
 
-    def _warm_up(self) -> None:
-        """The shapes of every workload once, with short answers, and with short prompts where there are several."""
+    def _warm_up(self, progress: Progress) -> None:
+        """The shapes of every workload once."""
         for workload in self._workloads():
             for name in self._engines_for(workload, 0):
                 say(f"warm-up: {workload}, {name}")
-                for call in WORKLOADS[workload].plan(self.source, self.sizes):
-                    prompts = call.prompts if len(call.prompts) == 1 else [one[:WARM_UP_INPUT] for one in call.prompts]
-                    run_call(self.engines[name], replace(call, prompts=prompts, num_tokens=WARM_UP_TOKENS))
+                calls = warm_up_calls(WORKLOADS[workload].plan(self.source, self.sizes))
+                for call in calls:
+                    run_call(self.engines[name], call)
+                progress.note(self._expected(calls))
 
-    def _measure(self) -> None:
+    def _measure(self, progress: Progress, save: Callable[[], None]) -> None:
         for round_index in range(self.args.rounds):
             for workload in self._workloads():
                 calls = WORKLOADS[workload].plan(self.source, self.sizes)
@@ -132,9 +162,18 @@ class Comparison:
                     self._note_foreign_shares(generations[name])
                     seconds = [generation.seconds for generation in generations[name]]
                     values = WORKLOADS[workload].evaluate(calls, seconds)
-                    for figure, value in zip(WORKLOADS[workload].figures, values):
-                        self._record(figure, name, value)
+                    figures = WORKLOADS[workload].figures
+                    self._record(figures, name, values)
+                    progress.note(self._expected(calls))
+                    progress.show(self._line(round_index, self.args.rounds, name, figures, values))
                 self._compare_outputs(generations)
+                save()
+
+    def _line(self, round_index: int, rounds: int, engine: str, figures: dict[str, Figure], values: list[float]) -> str:
+        shown = ", ".join(
+            f"{figure.label} {format_number(value)} {figure.unit}" for figure, value in zip(figures.values(), values)
+        )
+        return f"{self.title}, {self.threads} threads, round {round_index + 1}/{rounds}, {engine}: {shown}"
 
     def _note_foreign_shares(self, generations: list[Generation]) -> None:
         self.foreign_shares += [one.foreign_share for one in generations if one.foreign_share is not None]
@@ -175,8 +214,9 @@ class Comparison:
         needed = 2 if len(self.names) > 1 else 1
         return [workload for workload in wanted if len(self._engines_for(workload, 0)) >= needed]
 
-    def _record(self, figure: str, engine: str, value: float) -> None:
-        self.samples.setdefault(figure, {}).setdefault(engine, []).append(value)
+    def _record(self, figures: dict[str, Figure], engine: str, values: list[float]) -> None:
+        for figure, value in zip(figures, values):
+            self.samples.setdefault(figure, {}).setdefault(engine, []).append(value)
 
     def floor_shares(self) -> dict[str, float]:
         if self.floors is None:
@@ -189,6 +229,18 @@ class Comparison:
             "kind": "int8" if self.part == QUANTISED else "float32",
         }
         return shares(self.floors, values, facts)
+
+
+def warm_up_calls(calls: list[Call]) -> list[Call]:
+    """The same shapes with short answers, and with short prompts where there are several."""
+    return [
+        replace(
+            call,
+            prompts=call.prompts if len(call.prompts) == 1 else [prompt[:WARM_UP_INPUT] for prompt in call.prompts],
+            num_tokens=WARM_UP_TOKENS,
+        )
+        for call in calls
+    ]
 
 
 def run_call(engine: EngineProcess, call: Call) -> Generation:
@@ -291,7 +343,7 @@ def format_number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
 
 
-def print_head(args: argparse.Namespace, models: Models) -> None:
+def print_head(args: argparse.Namespace, models: Models, expected_seconds: float) -> None:
     machine, sizes = describe_machine(), args.sizes
     print(f"{models.name}, {args.rounds} rounds; {machine['cpu']}, {machine['cores']} cores")
     print(f"{sizes.input} tokens in and {sizes.output} out, prefill of {sizes.long_input:,}, ", end="")
@@ -301,11 +353,12 @@ def print_head(args: argparse.Namespace, models: Models) -> None:
     print("Median (min–max). Ratios are taken round by round; above 1, Ratoon is the faster one.")
     for name, reason in args.missing.items():
         print(f"Left out, {name}: {reason}")
+    print(f"Expected to take {format_duration(expected_seconds)} (minutes:seconds).\n", flush=True)
 
 
-def print_part(comparison: Comparison, summary: dict[str, dict[str, Any]]) -> None:
+def print_part(comparison: Comparison) -> None:
     print(f"\n## {comparison.title}, {comparison.threads} threads\n")
-    print(format_table(summary, comparison.names))
+    print(format_table(summarize(comparison.samples), comparison.names))
     print()
     for name, engine in comparison.engines.items():
         print(f"- {name}: " + ", ".join(f"{package} {version}" for package, version in engine.versions.items()))
@@ -324,16 +377,17 @@ def print_part(comparison: Comparison, summary: dict[str, dict[str, Any]]) -> No
             f"- Warning: other programs used up to {max(disturbed):.0%} of the machine in {len(disturbed)} of "
             f"{len(comparison.foreign_shares)} measurements."
         )
-    sys.stdout.flush()
+    print(flush=True)
 
 
-def run_as_dict(comparison: Comparison, summary: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def run_as_dict(comparison: Comparison) -> dict[str, Any]:
+    """What was measured so far."""
     return {
         "part": comparison.part,
         "title": comparison.title,
         "threads": comparison.threads,
         "versions": {name: engine.versions for name, engine in comparison.engines.items()},
-        "figures": summary,
+        "figures": summarize(comparison.samples),
         "weight_bytes": comparison.weight_bytes,
         "floors": comparison.floors and comparison.floors._asdict(),
         "floor_shares": comparison.floor_shares(),
@@ -431,35 +485,43 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that engines are ended
     models = Models(args.random, args.ct2_python)
     quiet: bool | None = None
-    runs: list[dict[str, Any]] = []
     try:
         prepare_engines(args, models)  # before the wait: it uses the machine
         if not args.no_wait:
             say("waiting for a quiet machine")
             quiet = wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
-        print_head(args, models)
-        if quiet is False:
-            print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
-        for threads in args.threads:
-            for part in args.parts:
-                for one in args.formats if part == QUANTISED else [FLOAT32]:
-                    comparison = Comparison(args, models, part, one, threads)
-                    comparison.run()
-                    summary = summarize(comparison.samples)
-                    print_part(comparison, summary)
-                    runs.append(run_as_dict(comparison, summary))
+        run_comparisons(args, models, quiet)
     except EngineFailedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    finally:
-        if args.json and runs:  # what was measured before something failed, too
-            write_result(args, models, quiet, runs)
-    if len(args.threads) > 1:
-        print(f"\n## Ratoon by threads\n\n{format_scaling(runs)}")
     return 0
+
+
+def run_comparisons(args: argparse.Namespace, models: Models, quiet: bool | None) -> None:
+    comparisons = [
+        Comparison(args, models, part, one, threads)
+        for threads in args.threads
+        for part in args.parts
+        for one in (args.formats if part == QUANTISED else [FLOAT32])
+    ]
+    expected = sum(comparison.expected_seconds() for comparison in comparisons)
+    print_head(args, models, expected)
+    if quiet is False:
+        print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
+
+    def save() -> None:
+        if args.json:
+            write_result(args, models, quiet, [run_as_dict(one) for one in comparisons if one.samples])
+
+    progress = Progress(expected)
+    for comparison in comparisons:
+        comparison.run(progress, save)
+        print_part(comparison)
+    if len(args.threads) > 1:
+        print(f"## Ratoon by threads\n\n{format_scaling([run_as_dict(comparison) for comparison in comparisons])}")
 
 
 def prepare_engines(args: argparse.Namespace, models: Models) -> None:
@@ -488,7 +550,11 @@ def write_result(args: argparse.Namespace, models: Models, quiet: bool | None, r
         "left_out": args.missing,
         "runs": runs,
     }
-    args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    written = args.json.with_name(
+        f"{args.json.name}.part"
+    )  # a program that is ended while it writes leaves the old one
+    written.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    os.replace(written, args.json)
 
 
 if __name__ == "__main__":

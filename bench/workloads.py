@@ -19,7 +19,7 @@ class Sizes:
     """Lengths in tokens."""
 
     input: int = 128
-    output: int = 128
+    output: int = 64
     long_input: int = 1024
     suffix: int = 16
     search_input: int = 700

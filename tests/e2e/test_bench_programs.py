@@ -8,6 +8,8 @@ import subprocess
 import sys
 import wave
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,11 +66,70 @@ def test_engines_are_compared_with_a_quantised_file_and_in_float32(tmp_path: Pat
     workloads = ("--workloads", "single,many-8,shared-prefix,beam")
     shown = run_program("cpu_peers.py", *options, *workloads, "--json", str(tmp_path / "out.json"))
     assert "## Q4_0 file, 1 threads" in shown and "## float32, 1 threads" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("float32, 1 threads, round 1/1, ratoon: many-8 ")]
+    assert line.endswith(" left)")
     quantised, floats = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert quantised["figures"].keys() == {"single-decode", "single-end-to-end", "many-8", "shared-prefix", "beam"}
     assert quantised["weight_bytes"] < floats["weight_bytes"] / 4
     assert floats["identical_answers"] == {"transformers": {"identical": 6, "requests": 6}}
     assert floats["figures"]["many-8"]["best"] == floats["figures"]["many-8"]["ratios"]["transformers"]
+
+
+class BreakingEngine:
+    """In the place of an engine's process: the third generation fails."""
+
+    num_generations = 0
+
+    def __init__(self) -> None:
+        self.versions = {"fake": "1"}
+
+    def start(self, prompt: list[int]) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        pass
+
+    def call(self, name: str) -> Any:
+        return SimpleNamespace(value=2**20)
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> Any:
+        self.num_generations += 1
+        if self.num_generations == 3:  # behind the warm-up and the first round
+            raise RuntimeError("it breaks")
+        return SimpleNamespace(seconds=2.0, token_ids=[[0] * num_tokens] * len(prompts), foreign_share=None)
+
+
+def test_a_comparison_that_is_cut_off_keeps_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "bench")
+    cpu_peers = importlib.import_module("cpu_peers")
+    options = ["--tiny", "--random", "tiny", "--threads", "1", "--rounds", "2", "--workloads", "prefill,startup"]
+    options += ["--engines", "ratoon", "--parts", "float32", "--json", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["cpu_peers.py", *options])
+    monkeypatch.setattr(cpu_peers.Comparison, "_make_engine", lambda self, name: engine)
+    monkeypatch.setattr(cpu_peers, "measure_floors", lambda *arguments: None)
+    engine = BreakingEngine()
+    models = SimpleNamespace(name="fake", config={"vocab_size": 1000}, num_product_weights=10**6)
+    with pytest.raises(RuntimeError, match="it breaks"):
+        cpu_peers.run_comparisons(cpu_peers.parse_arguments(), models, None)
+    (kept,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert kept["figures"]["startup"]["samples"] == {"ratoon": [1.0, 1.0]}
+    assert kept["figures"]["prefill"]["samples"] == {"ratoon": [2.0]}
+    shown = capsys.readouterr().out
+    assert "Expected to take 0:0" in shown
+    assert "float32, 1 threads, round 1/2, ratoon: prefill: TTFT 2.00 s (0:00; 0:00 left)\n" in shown
+
+
+def test_what_is_done_corrects_the_estimate_of_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "bench")
+    progress = importlib.import_module("cpu_parts.progress")
+    now = [100.0]
+    done = progress.Progress(60.0, clock=lambda: now[0])
+    assert done.seconds_left == 60.0
+    now[0] += 20.0
+    done.note(10.0)
+    assert done.seconds == 20.0 and done.seconds_left == 100.0
 
 
 @needs_embedded_model
