@@ -164,6 +164,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     score: float | None = None  # the sum of log-probabilities after the length penalty
     cumulative_logprob: float | None = None  # the sum itself
     replaces: bool = False  # the tokens replace all earlier tokens of this choice
+    num_texts: int | None = None  # set at its end, on choice 0, if it found fewer texts than the request has choices
     events: list[EngineCoreEvent] | None = None  # of the request, since its last output
 
     @property

@@ -127,6 +127,8 @@ class Ledger:
             if output.replaces:
                 choice.token_ids.clear()
             choice.token_ids.extend(output.new_token_ids)
+            if output.num_texts is not None:
+                del entry.choices[output.num_texts :]
             if output.finish_reason is None:
                 continue
             choice.finished = True

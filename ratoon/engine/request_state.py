@@ -146,6 +146,8 @@ class RequestState:
             self.error = output.error
         if self.answer is not None:
             self.answer.take(output)
+        if output.num_texts is not None:
+            del self.choices[output.num_texts :]
         if output.new_token_ids:
             self._take_tokens(choice, output, now)
             self._note_sampled(now if sampled is None else sampled, now)

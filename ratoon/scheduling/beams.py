@@ -171,7 +171,7 @@ class BeamSearch:
     def hypotheses(self) -> list[Hypothesis]:
         """The best finished texts, best first: `n` when the search is done.
 
-        Fewer only if fewer texts exist: a vocabulary smaller than the width, or all tokens forbidden.
+        Fewer only if fewer texts exist: a grammar with few texts, or all tokens forbidden.
         """
         return [_gathered(found) for found in self.leading()]
 

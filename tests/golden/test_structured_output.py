@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ratoon.core.errors import RequestError
-from ratoon.core.params import BeamSearchParams, SamplingParams
+from ratoon.core.params import BeamSearchParams, HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import ResumedChoice
 from ratoon.core.structured import StructuredOutput
 from tests.golden.engines import engine
@@ -162,6 +162,28 @@ def test_beams_never_leave_the_grammar() -> None:
                 assert answer.finish_reason == "length" or matches(asked, answer.text), answer.text
         with pytest.raises(RequestError, match="needs a token that ends a text"):
             llm.generate([PROMPTS[0]], [BeamSearchParams(beam_width=2, structured_output=asked, ignore_eos=True)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asked", [{"choice": ["red", "green", "blue"]}, {"regex": "[xy]{1,2}"}, {"regex": "x"}])
+def test_a_search_ends_with_the_texts_that_exist(asked: dict[str, Any]) -> None:
+    texts = ["x", "y", "xx", "xy", "yx", "yy"] if asked.get("regex") == "[xy]{1,2}" else asked.get("choice", ["x"])
+    with grammar_engine(max_num_seqs=64) as llm:
+        params = [
+            BeamSearchParams(beam_width=12, n=9, max_tokens=20, structured_output=asked, output_kind=kind, **states)  # type: ignore[arg-type]
+            for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE)
+            for states in ({}, {"return_hidden_states": HiddenStatesParams(positions=-1)})
+        ]
+        for output in llm.generate([PROMPTS[0]] * len(params), params, progress=False, retain_kv=60):
+            assert output.error is None and output.finished
+            assert sorted(answer.text for answer in output.outputs) == sorted(texts)
+            assert [answer.index for answer in output.outputs] == list(range(len(texts)))
+            assert all(answer.finish_reason == "stop" for answer in output.outputs)
+            assert output.hidden_states is None or len(output.hidden_states) == len(texts)
+            child = llm.generate_continuation(output, " b", SamplingParams(max_tokens=3), choice=len(texts) - 1)
+            assert child.error is None and child.continuation.source == "lease"
+            with pytest.raises(RequestError, match="choice"):
+                llm.generate_continuation(output, " b", SamplingParams(max_tokens=3), choice=len(texts))
+            llm.forget(output.request_id)
 
 
 def test_a_continuation_goes_on_with_the_parent_s_grammar() -> None:

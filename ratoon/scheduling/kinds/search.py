@@ -190,9 +190,8 @@ class SearchKind(RequestKind):
     def _end(self, group: BeamGroup) -> list[EngineCoreOutput]:
         request = group.trunk.request
         texts = group.search.hypotheses()
-        if len(texts) < request.num_choices:
-            problem = f"there are only {len(texts)} texts to find, and {request.num_choices} are wanted"
-            return self._state.fail_requests([request.request_id], problem)
+        if not texts:
+            return self._state.fail_requests([request.request_id], "there is no text to find")
         if request.retain_kv is not None or request.original is not None:
             for choice, sequence in group.final_sequences(request.branch_ids):
                 self._state.readings.text_ended(sequence, request, choice)
@@ -200,7 +199,10 @@ class SearchKind(RequestKind):
                     self._state.kv_cache.free(sequence)
         request.finished_choices.update(range(request.num_choices))
         self._state.release([group.trunk])
-        return [_text_output(group, choice, text) for choice, text in enumerate(texts)]
+        outputs = [_text_output(group, choice, text) for choice, text in enumerate(texts)]
+        if len(texts) < request.num_choices:  # a grammar may have fewer
+            outputs[0].num_texts = len(texts)
+        return outputs
 
     # ---- checks ----
 

@@ -208,6 +208,17 @@ def found(name: str, *token_ids: int, choice: int = 0, reason: FinishReason | No
     return EngineCoreOutput(name, list(token_ids), choice, reason, replaces=True)
 
 
+def test_a_beam_search_that_found_fewer_texts_has_ended_with_them():
+    ledger = Ledger()
+    ledger.add(search("a", n=3))
+    hand_over(ledger)
+    first = found("a", 7, reason=FinishReason.STOP)
+    first.num_texts = 2
+    assert ledger.record(outputs(first)) == []
+    (ended,) = ledger.record(outputs(found("a", 8, choice=1, reason=FinishReason.STOP)))
+    assert ended.request.request_id == "a" and len(ledger) == 0
+
+
 def test_a_beam_search_is_replayed_from_its_beginning():
     ledger = Ledger()
     ledger.add(search("a"))

@@ -239,11 +239,15 @@ def test_a_search_without_candidates_fails_and_the_others_go_on() -> None:
     assert {o.request_id for o in finish(scheduler)} == {"t"}
 
 
-def test_fewer_texts_than_wanted_are_an_error_of_the_request() -> None:
+def test_a_search_ends_with_the_texts_that_there_are() -> None:
     scheduler = scheduler_of()
     scheduler.add_request(search_of("s", 5, n=2, max_tokens=1))
     _, outputs = step(scheduler, s=[(-1.0, 0, 20), (float("-inf"), 0, 21)])
-    assert {o.finish_reason for o in outputs} == {FinishReason.ERROR} and "only 1" in outputs[0].error
+    assert [(o.new_token_ids, o.finish_reason, o.num_texts) for o in outputs] == [([20], FinishReason.LENGTH, 1)]
+    assert scheduler.kv_cache.usage == 0.0
+    scheduler.add_request(search_of("t", 5, n=2, max_tokens=1))
+    _, outputs = step(scheduler, t=[(float("-inf"), 0, 20)])
+    assert {o.finish_reason for o in outputs} == {FinishReason.ERROR} and "no text" in outputs[0].error
     assert scheduler.kv_cache.usage == 0.0
 
 

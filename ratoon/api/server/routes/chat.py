@@ -148,7 +148,7 @@ class ChatRenderer(Renderer):
         super().__init__(context, asked, batch)
         self._logprobs = bool(asked.logprobs)
         self._num_top = asked.top_logprobs or 0
-        self._begun = False
+        self._begun: set[int] = set()  # choices of which the first chunk was built
         self._includes_reasoning = asked.include_reasoning is not False
         prompt = batch.prompts[0].text if batch.origin is None else batch.origin.text
         self._readers = [ChoiceReader(plan.parser(prompt)) for _ in range(self.num_choices if plan.has_parts else 0)]
@@ -168,8 +168,7 @@ class ChatRenderer(Renderer):
         return self._choice(choice, "message", answer.as_openai_message(), reader.finish_reason(choice))
 
     def chunk_bodies(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        if not self._begun:
-            self._begun = True
+        if len(self._begun) < self.num_choices:
             yield from self._role_chunks(output)
         for choice in output.outputs:
             if self._readers:
@@ -196,9 +195,14 @@ class ChatRenderer(Renderer):
         return self._includes_reasoning or not isinstance(part, ReasoningDelta)
 
     def _role_chunks(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The first chunk of each choice has the role; the very first one also has the prompt's fields."""
-        about_prompt = self._about_prompt(output)
-        for place in range(self.num_choices):
+        """The first chunk of each choice has the role; the very first one also has the prompt's fields. How many texts
+        a search finds is known at its end."""
+        about_prompt = {} if self._begun else self._about_prompt(output)
+        places = range(self.num_choices) if self._search is None else [0, *(choice.index for choice in output.outputs)]
+        for place in places:
+            if place in self._begun:
+                continue
+            self._begun.add(place)
             choice: dict[str, Any] = {"index": place, "delta": {"role": ROLE, "content": ""}}
             yield {"choices": [{**choice, "logprobs": None, "finish_reason": None}], **about_prompt}
             about_prompt = {}
@@ -208,7 +212,7 @@ class ChatRenderer(Renderer):
         return {"index": place, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def has_begun(self, place: int) -> bool:
-        return self._begun and not self._readers  # chunks with parts differ in more than their text
+        return place in self._begun and not self._readers  # chunks with parts differ in more than their text
 
     def _choice(
         self, choice: CompletionOutput, name: str, words: Mapping[str, Any], finish_reason: str | None = None

@@ -137,6 +137,22 @@ async def test_beams_stay_in_the_grammar(folder):
 
 
 @on_event_loop
+async def test_a_search_returns_as_many_choices_as_there_are_texts(folder):
+    async with serving(folder) as client:
+        search = {"use_beam_search": True, "beam_width": 5, "n": 4, "max_tokens": 20}
+        asked = {**search, "structured_outputs": {"choice": ["yes", "no"]}}
+        for answer in (await client.complete(prompt="x", **asked), await client.chat("x", **asked)):
+            assert sorted(texts_of(answer.json())) == ["no", "yes"], answer.body
+        for streamed in (
+            await client.complete(prompt="x", stream=True, **asked),
+            await client.chat("x", stream=True, **asked),
+        ):
+            choices = [choice for event in streamed.events() for choice in event["choices"]]
+            assert {choice["index"] for choice in choices} == {0, 1}
+            assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop", "stop"]
+
+
+@on_event_loop
 async def test_other_requests_are_not_constrained(folder):
     async with serving(folder) as client:
         alone = (await client.complete(prompt="x", max_tokens=20, temperature=0, ignore_eos=True)).json()
