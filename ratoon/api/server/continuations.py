@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import context_length_exceeded, refused
-from ratoon.api.server.prompts import encode_text, render_chat
+from ratoon.api.server.prompts import encode_within_context, render_chat, template_options
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
 from ratoon.api.server.protocol.sampling import SamplingFields
@@ -68,7 +68,8 @@ async def completion_origin(context: ServerContext, asked: CompletionRequest) ->
             raise refused(name, "has no meaning in a continuation without a prompt of its own", "leave it out")
     suffix = asked.continuation_suffix or []
     if isinstance(suffix, str):
-        suffix = await _encode_suffix(context, "continuation_suffix", suffix)
+        # One that is too long for any parent is refused before the parent is looked up.
+        suffix = await encode_within_context(context, "continuation_suffix", suffix)
     return Origin(
         parent=asked.continuation_of,
         suffix=suffix,
@@ -96,11 +97,7 @@ async def chat_origin(
         asked.messages,
         earlier=[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": marker}],
         size=body_size,
-        tools=tools.tools,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=bool(asked.continue_final_message),
-        variables=asked.template_variables(),
-        template=asked.chat_template,
+        **template_options(asked, tools),
     )
     _, found, suffix = rendered.text.rpartition(marker)
     if not found:
@@ -108,7 +105,7 @@ async def chat_origin(
         raise refused("continuation_of", problem, "send the whole conversation")
     return Origin(
         parent=asked.continuation_of,
-        suffix=await _encode_suffix(context, "messages", suffix),
+        suffix=await encode_within_context(context, "messages", suffix),
         param="messages",
         choice=asked.continuation_choice or 0,
         wait=asked.continuation_wait is not False,
@@ -116,14 +113,6 @@ async def chat_origin(
         new_turn=True,
         text=suffix,
         notes=rendered.notes,
-    )
-
-
-async def _encode_suffix(context: ServerContext, param: str, text: str) -> list[int]:
-    """A suffix that is too long for any parent is refused before the parent is looked up."""
-    length = context.max_model_len
-    return await encode_text(
-        context, text, False, length - 1, lambda num_tokens: context_length_exceeded(param, num_tokens, length)
     )
 
 

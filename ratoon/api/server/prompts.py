@@ -6,11 +6,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypedDict, TypeVar, Unpack
 
+from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
-from ratoon.api.server.protocol.chat import Message
+from ratoon.api.server.protocol.chat import ChatCompletionRequest, Message
 from ratoon.api.server.threads import Lane, WorkLanes
 from ratoon.core.errors import RequestError
 from ratoon.models.chat_template import RenderedChat, TrustedTemplate
@@ -145,47 +147,52 @@ async def count_text(context: ServerContext, name: str, text: str, add_special_t
     return found
 
 
+async def encode_within_context(
+    context: ServerContext, param: str, text: str, add_special_tokens: bool = False
+) -> list[int]:
+    """ApiError if the model's length leaves no room for an answer."""
+    length = context.max_model_len
+    too_long = partial(context_length_exceeded, param, max_model_len=length)
+    return await encode_text(context, text, add_special_tokens, length - 1, too_long)
+
+
+class TemplateOptions(TypedDict, total=False):
+    """What a chat template gets beside the messages: parameters of `render_messages`."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+    variables: dict[str, Any] | None
+    template: str | None
+
+
+def template_options(asked: ChatCompletionRequest, tools: ToolUse) -> TemplateOptions:
+    return {
+        "tools": tools.tools,
+        "add_generation_prompt": asked.add_generation_prompt,
+        "continue_final_message": bool(asked.continue_final_message),
+        "variables": asked.template_variables(),
+        "template": asked.chat_template,
+    }
+
+
 async def encode_chat(
     context: ServerContext,
     messages: Sequence[Message],
     *,
     param: str = "messages",  # the field of the body with the messages
     size: int,  # of all input to the template, in characters, roughly
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
     add_special_tokens: bool = False,
-    variables: dict[str, Any] | None = None,
-    template: str | None = None,
-    num_places: int | None = 1,  # tokens of the model's length reserved for the answer; None: no limit on the prompt
+    is_counted: bool = False,  # only: no limit on the prompt
+    **options: Unpack[TemplateOptions],
 ) -> EncodedPrompt:
     """A conversation as the chat template writes it, in token ids."""
-    rendered = await render_chat(
-        context,
-        messages,
-        param=param,
-        size=size,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        variables=variables,
-        template=template,
-    )
-    text, max_model_len = rendered.text, context.max_model_len
-    # The template writes the special tokens itself.
-    if num_places is None:
-        token_ids = await count_text(context, param, text, add_special_tokens)
-    else:
-        token_ids = await encode_text(
-            context,
-            text,
-            add_special_tokens,
-            max_model_len - num_places,
-            lambda num_tokens: context_length_exceeded(param, num_tokens, max_model_len),
-        )
+    rendered = await render_chat(context, messages, param=param, size=size, **options)
+    encode = count_text if is_counted else encode_within_context
+    token_ids = await encode(context, param, rendered.text, add_special_tokens)
     if not token_ids:
         raise refused(param, "the chat template renders an empty prompt")
-    return EncodedPrompt(text, token_ids, notes=rendered.notes)
+    return EncodedPrompt(rendered.text, token_ids, notes=rendered.notes)
 
 
 async def render_chat(
@@ -195,11 +202,7 @@ async def render_chat(
     size: int,
     param: str = "messages",
     earlier: Sequence[dict[str, Any]] = (),  # messages before those of the request
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
-    variables: dict[str, Any] | None = None,
-    template: str | None = None,
+    **options: Unpack[TemplateOptions],
 ) -> RenderedChat:
     """Rendered by the chat template: the request's, the server's or the model's own, in this order."""
     try:
@@ -208,11 +211,7 @@ async def render_chat(
             lambda: [*earlier, *(message.model_dump(exclude_unset=True) for message in messages)],
             size=size,
             param=param,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            template=template,
+            **options,
         )
     except RequestError as error:
         raise _of_the_request(error, param, len(earlier)) from None

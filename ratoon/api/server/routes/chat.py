@@ -22,7 +22,7 @@ from ratoon.api.server.generated_answers import Renderer, answer_stream, answer_
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, engine_options, make_id, names_of
 from ratoon.api.server.logprobs import chat_logprobs, prompt_logprobs
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat, off_loop
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat, off_loop, template_options
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, Message
 from ratoon.api.server.request_bodies import read_body
 from ratoon.core.errors import RequestError
@@ -119,12 +119,8 @@ async def encode_conversation(
         messages,
         param=param,
         size=size,
-        tools=tools.tools,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=bool(asked.continue_final_message),
         add_special_tokens=bool(asked.add_special_tokens),
-        variables=asked.template_variables(),
-        template=asked.chat_template,
+        **template_options(asked, tools),
     )
 
 

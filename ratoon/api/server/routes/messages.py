@@ -15,13 +15,13 @@ from ratoon.api.answer_parts.plan import AnswerPlan
 from ratoon.api.answer_parts.reasoning_formats import SWITCHES, effort_variables
 from ratoon.api.answer_parts.tool_use import tool_use
 from ratoon.api.server.context import ServerContext, context_of
-from ratoon.api.server.errors import context_length_exceeded, refused, shutting_down
+from ratoon.api.server.errors import refused, shutting_down
 from ratoon.api.server.exchange import BodyWriter, Exchange, exchange_of
 from ratoon.api.server.generated_answers import UsageCounter
 from ratoon.api.server.generation import Batch, check_token_limit, names_of, stream
 from ratoon.api.server.message_blocks import BlockBuilder, chat_messages
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.prompts import EncodedPrompt, count_text, encode_text, off_loop, render_messages
+from ratoon.api.server.prompts import EncodedPrompt, count_text, encode_within_context, off_loop, render_messages
 from ratoon.api.server.protocol.messages import (
     CountedMessages,
     MessageAnswer,
@@ -141,10 +141,7 @@ async def make_run(context: ServerContext, asked: MessagesRequest, exchange: Exc
     plan = make_plan(context, asked)
     params = make_params(context, asked)
     rendered = await render(context, asked, plan, len(exchange.body))
-    length = context.max_model_len
-    token_ids = await encode_text(
-        context, rendered.text, False, length - 1, lambda count: context_length_exceeded(PARAM, count, length)
-    )
+    token_ids = await encode_within_context(context, PARAM, rendered.text)
     check_token_limit(context, 1, params, len(token_ids))
     params = await off_loop(len(exchange.body), partial(plan.params, params, rendered.text))
     batch = Batch(

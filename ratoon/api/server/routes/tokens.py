@@ -95,7 +95,7 @@ async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int)
             continue_final_message=bool(asked.continue_final_message),
             add_special_tokens=bool(asked.add_special_tokens),
             variables=asked.chat_template_kwargs,
-            num_places=None,
+            is_counted=True,
         )
         return chat.token_ids
     return await count_text(context, "prompt", asked.prompt or "", asked.add_special_tokens is not False)
