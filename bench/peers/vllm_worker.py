@@ -17,8 +17,8 @@ def load(args: argparse.Namespace) -> Calls:
         dtype="float32",
         max_model_len=args.max_model_len,
         max_num_seqs=64,
-        enable_prefix_caching=True,
         max_logprobs=2 * MAX_BEAM_WIDTH,  # its beam search asks for twice as many as there are beams
+        **{"enable_prefix_caching": True, **args.settings},
     )
     known: list[int] = []
 
@@ -41,7 +41,47 @@ def load(args: argparse.Namespace) -> Calls:
     def search_behind(suffix: list[int], width: int, num_tokens: int) -> dict[str, Any]:
         return beam_search(known + suffix, width, num_tokens)
 
-    return {"generate": generate, "beam_search": beam_search, "prepare": prepare, "search_behind": search_behind}
+    return {
+        "generate": generate,
+        "beam_search": beam_search,
+        "prepare": prepare,
+        "search_behind": search_behind,
+        **_structured_calls(llm),
+    }
+
+
+def _structured_calls(llm: Any) -> Calls:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def sampled(prompts: TokenIds, params: list[Any]) -> list[Any]:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [output.outputs[0] for output in outputs]
+
+    def structured(prompts: TokenIds, schemas: list[Any], most_tokens: int) -> dict[str, Any]:
+        params = [
+            SamplingParams(
+                temperature=0.8,
+                seed=seed,
+                max_tokens=most_tokens,
+                structured_outputs=StructuredOutputsParams(json=schema),
+            )
+            for seed, schema in enumerate(schemas)
+        ]
+        answers = sampled(prompts, params)
+        return {
+            "lengths": [len(answer.token_ids) for answer in answers],
+            "ended": sum(answer.finish_reason == "stop" for answer in answers),
+        }
+
+    def sample(prompts: TokenIds, lengths: list[int]) -> list[int]:
+        params = [
+            SamplingParams(temperature=0.8, seed=seed, max_tokens=length, ignore_eos=True)
+            for seed, length in enumerate(lengths)
+        ]
+        return [len(answer.token_ids) for answer in sampled(prompts, params)]
+
+    return {"structured": structured, "sample": sample}
 
 
 if __name__ == "__main__":  # vLLM starts its engine process by importing this file again
