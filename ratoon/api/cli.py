@@ -27,6 +27,7 @@ from ratoon.api.commands import (
     serve,
     transcribe,
 )
+from ratoon.api.option_names import in_terms_of_options
 from ratoon.api.parser import CommandParser
 from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestError
 from ratoon.observe.logging import configure_logging
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[ModuleType] = COM
     except Exception as error:
         if debug:
             raise
-        return report(error)
+        return report(in_terms_of_options(error, args))
 
 
 def report(error: Exception) -> int:

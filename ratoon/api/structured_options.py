@@ -71,6 +71,24 @@ def structured_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {"structured_outputs": {kind: getattr(asked, kind)}}
 
 
+def check_structured_output(args: argparse.Namespace) -> None:
+    """RequestError for a schema or grammar that no model can use, before one is loaded."""
+    asked = structured_output(args)
+    if asked is not None:
+        from ratoon.engine.structured_validator import validate
+
+        validate(asked)
+
+
+def fields_of_option(name: str) -> tuple[str, ...]:
+    """What an option can be called in errors: fields of params, and of a request to a server."""
+    if name not in OPTIONS:
+        return ()
+    field = OPTIONS[name][0]
+    of_server = "response_format" if field in ("json_schema", "json_object") else f"structured_outputs.{field}"
+    return f"structured_output.{field}", "structured_output", of_server
+
+
 def _read(option: str, name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8")

@@ -28,6 +28,7 @@ from ratoon.api.options import (
 )
 from ratoon.api.remote.client import RemoteError
 from ratoon.api.remote.options import add_remote_options, generation_fields, open_client, refuse_engine_options
+from ratoon.api.structured_options import check_structured_output
 from ratoon.core.errors import RequestError
 from ratoon.core.suggestions import did_you_mean
 
@@ -108,6 +109,7 @@ def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
             answerer = RemoteAnswerer(open_client(args), args.remote_model, fields)
         yield answerer
         return
+    check_structured_output(args)
     with open_llm(args) as llm:
         if not llm.has_chat_template:
             raise RequestError("MODEL", "has no chat template", "use `ratoon generate`, or a model for conversations")

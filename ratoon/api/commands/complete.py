@@ -21,6 +21,7 @@ from ratoon.api.commands.generate import (
     read_prompts,
     shorten,
 )
+from ratoon.api.option_names import in_terms_of_options
 from ratoon.api.options import Subparsers, add_answer_options, add_common_options, check_generation_options
 from ratoon.api.remote.client import RemoteError
 from ratoon.api.remote.options import add_remote_options, choose_model, generation_fields, open_client
@@ -133,7 +134,8 @@ def print_answers(texts: list[str], answers: list[Answer | RemoteError], args: a
             print_answer(text, answer, heading=len(texts) > 1)
         if isinstance(answer, RemoteError):
             failed += 1
-            print(f"error: prompts[{index}]: {' '.join(str(answer).split())}", file=sys.stderr)
+            problem = " ".join(str(in_terms_of_options(answer, args)).split())
+            print(f"error: prompts[{index}]: {problem}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -18,6 +18,7 @@ from ratoon.api.options import (
     generation_params,
     open_llm,
 )
+from ratoon.api.structured_options import check_structured_output
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("system", "prefill"):
         if getattr(args, option) is not None and args.raw:
             raise RequestError(f"--{option}", "can't be used with a raw prompt", f"leave out --raw or --{option}")
+    check_structured_output(args)
     with open_llm(args) as llm:
         params = generation_params(args, llm, may_search=not args.stream)
         prompts = [make_prompt(llm, text, args) for text in texts]

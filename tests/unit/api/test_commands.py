@@ -158,10 +158,10 @@ def test_penalties_go_with_a_beam_search(client):
     [
         (["generate", "fake", "hi", "--length-penalty", "2"], "--length-penalty"),
         (["generate", "fake", "hi", "--early-stopping", "true"], "--early-stopping"),
-        (["generate", "fake", "hi", "--beam-width", "0"], "beam_width"),
+        (["generate", "fake", "hi", "--beam-width", "0"], "--beam-width"),
         (["generate", "fake", "hi", "--beam-width", "2", "-n", "3"], "n:"),
-        (["generate", "fake", "hi", "--beam-width", "2", "--early-stopping", "soon"], "early_stopping"),
-        (["generate", "fake", "hi", "--beam-width", "2", "--length-penalty", "nan"], "length_penalty"),
+        (["generate", "fake", "hi", "--beam-width", "2", "--early-stopping", "soon"], "--early-stopping"),
+        (["generate", "fake", "hi", "--beam-width", "2", "--length-penalty", "nan"], "--length-penalty"),
         (["generate", "fake", ""], "prompt"),
         (["generate", "fake", "a", ""], "prompts[1]"),
         (["generate", "fake", "hi", "--temperature", "-1"], "temperature"),
@@ -171,11 +171,11 @@ def test_penalties_go_with_a_beam_search(client):
         (["generate", "fake", "hi", "--logprobs", "1"], "--json"),
         (["generate", "fake", "hi", "--stream", "--json"], "--stream"),
         (["generate", "fake", "a" * 99, "--raw"], "99 tokens"),
-        (["generate", "fake", "hi", "--kv-memory", "lots"], "kv_memory"),
+        (["generate", "fake", "hi", "--kv-memory", "lots"], "--kv-memory"),
         (["generate", "fake", "hi", "--policy", "lottery"], "policy"),
         (["bench", "latency", "fake", "--input-len", "0"], "--input-len"),
         (["bench", "latency", "fake", "--input-len", "60", "--output-len", "60"], "120 tokens"),
-        (["chat", "fake", "--top-p", "7"], "top_p"),
+        (["chat", "fake", "--top-p", "7"], "--top-p"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(client, capsys, arguments, part):

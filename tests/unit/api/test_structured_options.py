@@ -9,7 +9,10 @@ import pytest
 
 from ratoon.api.cli import parse_arguments
 from ratoon.api.commands.complete import make_request
+from ratoon.api.option_names import in_terms_of_options
+from ratoon.api.remote.client import RefusedError
 from ratoon.cli import main
+from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams
 from ratoon.core.structured import StructuredOutput
 
@@ -23,6 +26,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tag.json").write_text(json.dumps(TAG))
     (tmp_path / "grammar.lark").write_text('start: "a"+')
     (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "not.json").write_text(json.dumps({"properties": {"a": {"not": {}}}}))
     (tmp_path / "bytes").write_bytes(b"\xff")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -88,3 +92,41 @@ def test_bad_options_are_refused_before_the_model_is_loaded(client, files, capsy
     assert main(["complete", "--url", "http://127.0.0.1:9", "abc", *options]) == 2
     assert message in capsys.readouterr().err
     assert not client.added
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json-schema", "not.json"], "error: --json-schema: 'not' at #/properties/a is not supported"),
+        (["--regex", "("], "error: --regex: "),
+        (["--grammar", "bad.json"], "error: --grammar: "),
+        (["--structural-tag", "schema.json"], "error: --structural-tag: "),
+        (["--temperature", "-1"], "error: --temperature: -1.0 is out of range"),
+        (["--beam-width", "2", "-n", "3"], "error: --n: 3 is out of range"),
+    ],
+)
+def test_errors_name_the_option_and_come_before_the_model_is_loaded(monkeypatch, files, capsys, options, message):
+    def load(*arguments, **settings):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("ratoon.api.llm.LLM", load)
+    for command in (["generate", "fake", "abc"], *([["chat", "fake"]] if "--beam-width" not in options else [])):
+        assert main([*command, *options]) == 2
+        assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_server_s_errors_name_the_option():
+    args = parse_arguments(["complete", "--url", "x", "x", "--regex", "(", "--top-p", "2"])
+    for told, shown in (
+        ("structured_outputs.regex: unclosed group (HTTP 400)", "server: --regex: unclosed group (HTTP 400)"),
+        ("top_p: 2.0 is out of range (HTTP 400)", "server: --top-p: 2.0 is out of range (HTTP 400)"),
+        ("model: is not served (HTTP 404)", "server: model: is not served (HTTP 404)"),
+        ("not today (HTTP 400)", "server: not today (HTTP 400)"),
+    ):
+        error = RefusedError("server", told, kind="HTTP 400", status=400)
+        assert str(in_terms_of_options(error, args)) == shown
+    args = parse_arguments(["complete", "--url", "x", "x", "--json-schema", "schema.json"])
+    error = RefusedError("server", "response_format.json_schema.schema: 'not' at #", kind="HTTP 400")
+    assert str(in_terms_of_options(error, args)) == "server: --json-schema: 'not' at #"
+    listed = RequestError("prompts[1].structured_output.json_schema", "is bad", "a good one")
+    assert str(in_terms_of_options(listed, args)) == "prompts[1], --json-schema: is bad; a good one"
