@@ -85,6 +85,23 @@ static quantised_weight random_weight(form f, int64_t in, int64_t out) {
     return (quantised_weight){codes, scales, offsets, bias, in, out, f.bits, f.group, f.multiplier};
 }
 
+// Every kernel gives the bits of the one that is chosen by default, whatever the number of rows.
+static void compare_kernels(quantised_weight w, const float *x, int64_t ldx, int64_t rows, void *scratch, const float *y,
+                            int64_t ldy) {
+    static const int32_t never = INT32_MAX, choices[][2] = {{never, never}, {1, never}, {never, 1}, {3, 5}};
+    for (int i = 0; i < 4; i++) {
+        float *other = guarded_floats(rows * ldy);
+        w.unpack_from = choices[i][0], w.matrices_from = choices[i][1];
+        const int64_t kernel = ratoon_quantised_kernel(&w, rows);
+        expect_true(i == 0 ? kernel == 0 : i == 1 ? kernel == 1 : i == 2 ? kernel != 1 : kernel <= 2, "a kernel is chosen", i, kernel);
+        ratoon_quantised_linear(&w, x, ldx, rows, scratch, other, ldy);
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t column = 0; column < w.out; column++)
+                if (!same(other[row * ldy + column], y[row * ldy + column]))
+                    expect(other[row * ldy + column], y[row * ldy + column], -1, "product by another kernel", row, column);
+    }
+}
+
 static void compare(form f, int64_t rows, int64_t in, int64_t out, int special) {
     int64_t ldx = in + 5, ldy = out + 3;
     quantised_weight w = random_weight(f, in, out);
@@ -106,6 +123,7 @@ static void compare(form f, int64_t rows, int64_t in, int64_t out, int special) 
             else if (!same(found, product(&w, x + row * ldx, column)))
                 expect(found, product(&w, x + row * ldx, column), -1, "quantised product", row, column);
         }
+    compare_kernels(w, x, ldx, rows, scratch, y, ldy);
     release_all();
 }
 

@@ -40,6 +40,8 @@ class QuantisedWeight(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("multiplier", _FLOAT),
+        ("unpack_from", ctypes.c_int32),
+        ("matrices_from", ctypes.c_int32),
     )
 
 
@@ -70,6 +72,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_pack_weight_16": (None, [_POINTER, _INT, _INT, _INT, _POINTER]),
     # Of weights in 4 and 8 bits
     "ratoon_quantised_scratch": (_INT, [_INT]),
+    "ratoon_quantised_kernel": (_INT, [_POINTER, _INT]),
     "ratoon_quantised_linear": (None, [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT]),
     "ratoon_quantised_gated_mlp": (None, [_POINTER, _POINTER, _POINTER, _INT, _INT, *[_POINTER] * 3]),
     "ratoon_repack_codes": (None, [_INT, _POINTER, _INT, _INT, _POINTER]),

@@ -111,13 +111,24 @@ static void quantise_row(const quantised_call *c, int64_t row) {
     }
 }
 
+// Rows behind the last of a strip, which the matrix unit computes too: with numbers left there by other work, these sums might
+// be subnormal, which processors take a hundred cycles for.
+static void clear_rows(const quantised_call *c, int64_t row, int64_t count) {
+    for (int64_t block = 0; block < c->blocks; block++) {
+        const activation_block to = block_of(c, row, block);
+        memset(to.scales, 0, (size_t)count * sizeof(float));
+        memset(to.scaled_sums, 0, (size_t)count * sizeof(float));
+    }
+}
+
 static void quantise_unit(void *context, int64_t strip) {
     const quantised_call *c = context;
     int64_t last = (strip + 1) * c->height < c->rows ? (strip + 1) * c->height : c->rows;
     memset(c->has_rests + strip * c->blocks, 0, (size_t)c->blocks);
     for (int64_t row = strip * c->height; row < last; row++) quantise_row(c, row);
+    if (c->kernel != MATRICES) return;
+    if (last % STRIP) clear_rows(c, last, STRIP - last % STRIP);
 #if PAIRED_ROWS
-    if (c->rows < MANY_ROWS) return;
     for (int64_t block = 0; block < c->blocks; block++) {
         pair_rows(block_of(c, strip * STRIP, block).codes);
         if (has_rests(c, strip * STRIP, block)) pair_rows(rests_of(c, strip * STRIP, block).codes);
@@ -269,10 +280,33 @@ static void product_unit(void *context, int64_t unit) {
     int64_t first_row = first_row_of(c, unit / c->units_per_block), last_row = first_row_of(c, unit / c->units_per_block + 1);
     int64_t first = unit % c->units_per_block * c->panels_per_unit;
     int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
-    if (c->rows < MANY_ROWS)
+    if (c->kernel == IN_REGISTERS)
         multiply_few_rows(c, first_row, last_row, first, last);
-    else
+    else if (c->kernel == UNPACKED)
         multiply_many_rows(c, first_row, last_row, first, last);
+#if defined(__AMX_INT8__)
+    else
+        multiply_by_matrices(c, first_row, last_row, first, last);
+#elif PAIRED_ROWS
+    else
+        multiply_by_pairs(c, first_row, last_row, first, last);
+#endif
+}
+
+static int has_matrices(const quantised_weight *w) {
+#if defined(__AMX_INT8__)
+    return w->group == QUANTISED_BLOCK;  // with shorter groups most of the matrix unit would be idle
+#else
+    (void)w;
+    return PAIRED_ROWS;
+#endif
+}
+
+static int64_t or_default(int32_t rows) { return rows > 0 ? rows : QUANTISED_MANY_ROWS; }
+
+int64_t ratoon_quantised_kernel(const quantised_weight *weight, int64_t rows) {
+    if (has_matrices(weight) && rows >= or_default(weight->matrices_from)) return MATRICES;
+    return rows >= or_default(weight->unpack_from) ? UNPACKED : IN_REGISTERS;
 }
 
 void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int64_t ldx, int64_t rows, void *scratch, float *y,
@@ -281,7 +315,8 @@ void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int
     quantised_call c = {.weight = weight, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .rows = rows};
     c.blocks = weight->in / QUANTISED_BLOCK;
     c.groups = QUANTISED_BLOCK / weight->group;
-    c.height = rows < MANY_ROWS ? rows : STRIP;
+    c.kernel = (int)ratoon_quantised_kernel(weight, rows);
+    c.height = c.kernel == IN_REGISTERS ? rows : STRIP;
     const int64_t strips = (rows + c.height - 1) / c.height, row_blocks = strips * c.height * c.blocks;
     c.activations = scratch;
     c.rests = c.activations + row_blocks * (int64_t)ROW_BYTES;
@@ -291,7 +326,7 @@ void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int
     // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another.
     c.panels_per_unit = c.panels / (UNITS_PER_THREAD * thread_count());
     if (c.panels_per_unit < 1) c.panels_per_unit = 1;
-    if (rows >= MANY_ROWS) c.panels_per_unit += c.panels_per_unit % 2;
+    if (c.kernel != IN_REGISTERS) c.panels_per_unit += c.panels_per_unit % 2;
     c.units_per_block = (c.panels + c.panels_per_unit - 1) / c.panels_per_unit;
     c.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     parallel_units(product_unit, &c, c.units_per_block * c.row_blocks);

@@ -21,7 +21,15 @@ typedef struct {
     int32_t bits;             // 4 or 8
     int32_t group;            // inputs that share a scale: 32; or 16, with 8 bits and without offsets
     float multiplier;         // of all scales and offsets: a power of two
+    // From how many rows on a product unpacks the weight into memory, and multiplies by the matrix unit where there is one.
+    // The results are the same. 0: QUANTISED_MANY_ROWS.
+    int32_t unpack_from, matrices_from;
 } quantised_weight;
+
+#define QUANTISED_MANY_ROWS 9
+
+// How a product with so many rows is made: 0 in registers, 1 from memory that the weight is unpacked into, 2 by the matrix unit.
+int64_t ratoon_quantised_kernel(const quantised_weight *weight, int64_t rows);
 
 // Whether this set of kernels can run here, besides that the processor has the instructions. Called once, before all else.
 int ratoon_kernels_usable(void);

@@ -11,7 +11,8 @@
 #define BLOCK_CODES (TILE * QUANTISED_BLOCK)  // bytes of a block of a panel, a byte for each code
 
 #define STRIP 16  // rows of activations that are kept together
-#define MANY_ROWS 9  // from here on a weight is unpacked into memory
+
+enum { IN_REGISTERS, UNPACKED, MATRICES };  // kernels, as ratoon_quantised_kernel says
 
 typedef struct {
     const quantised_weight *weight;
@@ -21,7 +22,8 @@ typedef struct {
     uint8_t *activations;  // [strip][block]
     uint8_t *rests;        // [strip][block]
     uint8_t *has_rests;    // [strip][block]: whether a row of the strip has one there
-    int64_t height;        // of a strip: all rows, if they are few
+    int64_t height;        // of a strip: all rows, if they are multiplied in registers
+    int kernel;
 } quantised_call;
 
 // A block of 32 inputs of some rows of a strip: of row i the scale of its codes, that scale times their sum, -zero times the
@@ -68,10 +70,10 @@ INLINE vec value_with_rest(ivec sum, ivec rest) {
     return __builtin_convertvector(sum * REST_STEPS + rest, vec) * splat(1.0f / REST_STEPS);
 }
 
-// Rows [first, last) of panels [first_panel, last_panel): all of their inputs. `first` is the first of a strip.
+// UNPACKED. Rows [first, last) of panels [first_panel, last_panel): all of their inputs. `first` is the first of a strip.
 void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel);
 
-// The same by the matrix unit of a processor that has one (quantised_amx.c), for groups of 32.
+// MATRICES: the same by the matrix unit of a processor that has one (quantised_amx.c), for groups of 32.
 void multiply_by_matrices(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel);
 
 // The same by the matrix instruction of ARM (quantised_i8mm.c), whose operands are pairs of rows: of each pair of a strip the

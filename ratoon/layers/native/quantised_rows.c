@@ -138,15 +138,6 @@ static int64_t height_at(int64_t row, int64_t last, int64_t highest) {
 }
 
 void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel) {
-#if defined(__AMX_INT8__)
-    if (c->weight->group == QUANTISED_BLOCK) {  // with shorter groups most of the matrix unit would be idle
-        multiply_by_matrices(c, first, last, first_panel, last_panel);
-        return;
-    }
-#elif PAIRED_ROWS
-    multiply_by_pairs(c, first, last, first_panel, last_panel);
-    return;
-#endif
     const stretch_function *functions = functions_of(c->weight);
     const int64_t highest = c->weight->offsets && TILE_ROWS > 6 ? 6 : TILE_ROWS;  // offsets need registers, too
     unpacked panels[PANELS];
