@@ -88,8 +88,8 @@ static quantised_weight random_weight(form f, int64_t in, int64_t out) {
 // Every kernel gives the bits of the one that is chosen by default, whatever the number of rows.
 static void compare_kernels(quantised_weight w, const float *x, int64_t ldx, int64_t rows, void *scratch, const float *y,
                             int64_t ldy) {
-    static const int32_t never = INT32_MAX, choices[][2] = {{never, never}, {1, never}, {never, 1}, {3, 5}};
-    for (int i = 0; i < 4; i++) {
+    static const int32_t never = INT32_MAX, choices[][2] = {{never, never}, {1, never}, {never, 1}, {3, 5}, {2, 16}, {never, 17}};
+    for (int i = 0; i < 6; i++) {
         float *other = guarded_floats(rows * ldy);
         w.unpack_from = choices[i][0], w.matrices_from = choices[i][1];
         const int64_t kernel = ratoon_quantised_kernel(&w, rows);

@@ -126,7 +126,7 @@ static void quantise_unit(void *context, int64_t strip) {
     int64_t last = (strip + 1) * c->height < c->rows ? (strip + 1) * c->height : c->rows;
     memset(c->has_rests + strip * c->blocks, 0, (size_t)c->blocks);
     for (int64_t row = strip * c->height; row < last; row++) quantise_row(c, row);
-    if (c->kernel != MATRICES) return;
+    if (last > c->matrix_rows) return;
     if (last % STRIP) clear_rows(c, last, STRIP - last % STRIP);
 #if PAIRED_ROWS
     for (int64_t block = 0; block < c->blocks; block++) {
@@ -262,7 +262,8 @@ static void multiply_few_rows(const quantised_call *c, int64_t first, int64_t la
     for (int64_t panel = first_panel; panel < last_panel; panel++)
         for (int64_t row = first; row < last;) {
             // Even heights: 9 rows go as 5 + 4, not as 8 + 1.
-            int64_t left = last - row;
+            int64_t end = row - row % c->height + c->height;  // of the strip
+            int64_t left = (end < last ? end : last) - row;
             int64_t tiles_left = (left + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
             int64_t height = (left + tiles_left - 1) / tiles_left;
             tiles[height](c, row, panel);
@@ -280,17 +281,19 @@ static void product_unit(void *context, int64_t unit) {
     int64_t first_row = first_row_of(c, unit / c->units_per_block), last_row = first_row_of(c, unit / c->units_per_block + 1);
     int64_t first = unit % c->units_per_block * c->panels_per_unit;
     int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
-    if (c->kernel == IN_REGISTERS)
-        multiply_few_rows(c, first_row, last_row, first, last);
-    else if (c->kernel == UNPACKED)
-        multiply_many_rows(c, first_row, last_row, first, last);
+    int64_t matrix_row = last_row < c->matrix_rows ? last_row : c->matrix_rows;
+    if (first_row < matrix_row) {
 #if defined(__AMX_INT8__)
-    else
-        multiply_by_matrices(c, first_row, last_row, first, last);
+        multiply_by_matrices(c, first_row, matrix_row, first, last);
 #elif PAIRED_ROWS
-    else
-        multiply_by_pairs(c, first_row, last_row, first, last);
+        multiply_by_pairs(c, first_row, matrix_row, first, last);
 #endif
+        first_row = matrix_row;
+    }
+    if (first_row < last_row && c->kernel == UNPACKED)
+        multiply_many_rows(c, first_row, last_row, first, last);
+    else if (first_row < last_row)
+        multiply_few_rows(c, first_row, last_row, first, last);
 }
 
 static int has_matrices(const quantised_weight *w) {
@@ -309,14 +312,26 @@ int64_t ratoon_quantised_kernel(const quantised_weight *weight, int64_t rows) {
     return rows >= or_default(weight->unpack_from) ? UNPACKED : IN_REGISTERS;
 }
 
+// The matrix unit takes as long for one row of a strip as for all. So rows behind the last whole strip are multiplied as so many
+// rows are by themselves.
+static void choose_kernel(quantised_call *c) {
+    c->kernel = (int)ratoon_quantised_kernel(c->weight, c->rows);
+    if (c->kernel != MATRICES) return;
+    const int64_t behind = c->rows % STRIP;
+    c->matrix_rows = c->rows;
+    if (c->rows < STRIP || ratoon_quantised_kernel(c->weight, behind) == MATRICES) return;
+    c->kernel = (int)ratoon_quantised_kernel(c->weight, behind);
+    c->matrix_rows -= behind;
+}
+
 void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int64_t ldx, int64_t rows, void *scratch, float *y,
                              int64_t ldy) {
     if (rows <= 0) return;
     quantised_call c = {.weight = weight, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .rows = rows};
     c.blocks = weight->in / QUANTISED_BLOCK;
     c.groups = QUANTISED_BLOCK / weight->group;
-    c.kernel = (int)ratoon_quantised_kernel(weight, rows);
-    c.height = c.kernel == IN_REGISTERS ? rows : STRIP;
+    choose_kernel(&c);
+    c.height = c.kernel == IN_REGISTERS && rows < STRIP ? rows : STRIP;
     const int64_t strips = (rows + c.height - 1) / c.height, row_blocks = strips * c.height * c.blocks;
     c.activations = scratch;
     c.rests = c.activations + row_blocks * (int64_t)ROW_BYTES;
@@ -326,7 +341,7 @@ void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int
     // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another.
     c.panels_per_unit = c.panels / (UNITS_PER_THREAD * thread_count());
     if (c.panels_per_unit < 1) c.panels_per_unit = 1;
-    if (c.kernel != IN_REGISTERS) c.panels_per_unit += c.panels_per_unit % 2;
+    if (c.matrix_rows || c.kernel != IN_REGISTERS) c.panels_per_unit += c.panels_per_unit % 2;
     c.units_per_block = (c.panels + c.panels_per_unit - 1) / c.panels_per_unit;
     c.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     parallel_units(product_unit, &c, c.units_per_block * c.row_blocks);

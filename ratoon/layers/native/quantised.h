@@ -28,7 +28,8 @@ typedef struct {
 
 #define QUANTISED_MANY_ROWS 9
 
-// How a product with so many rows is made: 0 in registers, 1 from memory that the weight is unpacked into, 2 by the matrix unit.
+// How a product with so many rows is made: 0 in registers, 1 from memory that the weight is unpacked into, 2 by the matrix unit,
+// but rows behind the last 16 in the way of so many rows.
 int64_t ratoon_quantised_kernel(const quantised_weight *weight, int64_t rows);
 
 // Whether this set of kernels can run here, besides that the processor has the instructions. Called once, before all else.

@@ -22,8 +22,9 @@ typedef struct {
     uint8_t *activations;  // [strip][block]
     uint8_t *rests;        // [strip][block]
     uint8_t *has_rests;    // [strip][block]: whether a row of the strip has one there
-    int64_t height;        // of a strip: all rows, if they are multiplied in registers
-    int kernel;
+    int64_t height;        // of a strip: STRIP, or all rows if they are fewer and multiplied in registers
+    int64_t matrix_rows;   // that the matrix unit multiplies: all, or those before the last strip, or none
+    int kernel;            // for the others
 } quantised_call;
 
 // A block of 32 inputs of some rows of a strip: of row i the scale of its codes, that scale times their sum, -zero times the
