@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ if threading.current_thread() is threading.main_thread():
 
 # Tests mean the CPU unless they name a CUDA device, in the processes that they start too.
 os.environ["RATOON_DEVICE"] = "cpu"
+
+# What engines keep between starts stays out of the user's folder.
+os.environ["RATOON_CACHE_ROOT"] = os.path.join(tempfile.gettempdir(), f"ratoon-tests-{os.getuid()}")
 
 # Test processes run side by side: threads of torch would take the cores from each other, and spin while they wait. This
 # holds in the processes that tests start too.

@@ -230,6 +230,11 @@ class EngineConfig:
         one_of("auto", "none", "int8", "int4", "fp8"),
         options=("-q",),
     )
+    measure_kernels: bool = setting(
+        True,
+        "on a CPU, measure at the first start which kernels multiply quantised weights fastest, by shape and number of "
+        "rows, and keep that for this processor in the cache folder; otherwise the choice is fixed. Results are equal",
+    )
     cuda_graphs: bool = setting(True, "capture small steps as CUDA graphs once a size occurs again; no effect on a CPU")
     num_threads: int | None = setting(
         None, "CPU threads; default: the cores that this process may use", at_least(1), options=("--threads",)

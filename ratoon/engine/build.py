@@ -91,6 +91,7 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "max_num_batched_tokens": core.config.scheduler.token_budget,
         "weight_bytes": facts.weight_bytes,
         "weight_formats": facts.weight_formats,
+        "kernel_choices": facts.kernel_choices,
         "kv_bytes": facts.kv_bytes,
         "step_bytes": facts.step_bytes,
         "swap_bytes": kv.num_host_blocks * kv.bytes_per_block,

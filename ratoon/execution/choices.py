@@ -21,7 +21,8 @@ from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.kv_memory import largest_step, num_blocks_of, one_prompt
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.layers.native import kernel_set_name
+from ratoon.layers.native import kernel_set_name, library
+from ratoon.layers.native_choices import KernelChoices, choices_file, this_machine
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
 from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
@@ -58,6 +59,7 @@ class EngineChoices:
     max_model_len: int
     num_threads: int
     ops: Ops
+    kernels: KernelChoices  # of products with quantised weights, on a CPU
     declaration: LanguageModel  # without weights
     geometry: Geometry
 
@@ -151,14 +153,15 @@ def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: Tenso
     set_native_threads(threads)
     if config.num_threads is not None:  # otherwise torch's default stays: this process may use torch elsewhere
         torch.set_num_threads(threads)
-    ops = choose_ops(device, dtype, config.batch_invariant, config.quantization)
+    kernels = open_kernel_choices(config.measure_kernels, threads)
+    ops = choose_ops(device, dtype, config.batch_invariant, config.quantization, kernels)
     declaration = declare_model(model_config, max_model_len)
     geometry = choose_geometry(config, declaration, device, dtype)
     for choice in geometry.all_choices:
         is_slow = ops.name == "native" and config.attention_backend == "auto" and choice.backend.name != "cpu"
         logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
     return EngineChoices(
-        config, model_config, tensors, device, dtype, max_model_len, threads, ops, declaration, geometry
+        config, model_config, tensors, device, dtype, max_model_len, threads, ops, kernels, declaration, geometry
     )
 
 
@@ -176,13 +179,25 @@ def choose_geometry(
     )
 
 
+def open_kernel_choices(measured: bool, num_threads: int) -> KernelChoices:
+    """Those that were kept for this machine, or the fixed ones."""
+    if not measured or library() is None:
+        return KernelChoices(None)
+    machine = this_machine(num_threads)
+    return KernelChoices(machine, choices_file(machine))
+
+
 def choose_ops(
-    device: torch.device, dtype: torch.dtype, batch_invariant: bool = False, quantization: str = "auto"
+    device: torch.device,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
+    quantization: str = "auto",
+    kernels: KernelChoices | None = None,
 ) -> Ops:
     """The fastest that serve this device and dtype. Raises ConfigError if they can't do what is asked for."""
     if batch_invariant and quantization == "fp8":
         raise ConfigError("batch_invariant", "sums depend on the batch with quantization fp8", "one of the two")
-    ops = _choose_ops(device, dtype, batch_invariant, quantization)
+    ops = _choose_ops(device, dtype, batch_invariant, quantization, kernels)
     if batch_invariant and ops.name == "torch":
         problem = f"sums depend on the batch with the kernels 'torch', which are those for {dtype} on {device}"
         raise ConfigError("batch_invariant", problem, "float32 on a CPU, or a GPU")
@@ -198,11 +213,13 @@ def choose_ops(
     return ops
 
 
-def _choose_ops(device: torch.device, dtype: torch.dtype, batch_invariant: bool, quantization: str) -> Ops:
+def _choose_ops(
+    device: torch.device, dtype: torch.dtype, batch_invariant: bool, quantization: str, kernels: KernelChoices | None
+) -> Ops:
     if device.type != "cuda":
         if native_ops_reasons(device, dtype):
             return TorchOps()
-        return NativeOps(quantization != "none", BITS_OF_FLOATS.get(quantization))
+        return NativeOps(quantization != "none", BITS_OF_FLOATS.get(quantization), kernels)
     from ratoon.layers.cuda_ops import CudaOps  # imports triton
     from ratoon.layers.gpu import has_wgmma
     from ratoon.layers.product_choices import choices_file, read_choices

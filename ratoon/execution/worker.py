@@ -33,6 +33,7 @@ from ratoon.execution.kv_memory import (
     verify_longest_sequence,
 )
 from ratoon.execution.kv_tensors import dtype_name
+from ratoon.layers.native_measurement import measure_kernels
 from ratoon.layers.ops import Ops
 from ratoon.layers.weights import TensorSource
 from ratoon.models.base import LanguageModel
@@ -66,6 +67,8 @@ class WorkerFacts:
     kv_bytes: int
     # What the weights are in memory: format, num_weights, num_bytes, product
     weight_formats: list[dict[str, Any]] = field(default_factory=list)
+    # How products with quantised weights are made on a CPU: KernelChoices.facts
+    kernel_choices: list[dict[str, Any]] = field(default_factory=list)
     step_bytes: int = 0  # what the largest step needs beside both; measured on a GPU, unless the pool's size is set
     swap_costs: SwapCosts | None = None  # measured on a GPU, where preempted sequences may be swapped out
 
@@ -79,6 +82,7 @@ class Worker:
         self._stream: torch.cuda.Stream | None = None  # of all steps
         self._kernels = compile_ahead(choices)
         model = self._load_model(timer)
+        measure_products(choices, timer)
         capture = choose_capture(config, choices.device, choices.geometry)
         if self._kernels is not None:
             with timer.phase("compile kernels"):
@@ -101,6 +105,7 @@ class Worker:
             num_threads=choices.num_threads,
             weight_bytes=sum(one["num_bytes"] for one in weight_formats),
             weight_formats=weight_formats,
+            kernel_choices=choices.kernels.facts(),
             kv_bytes=kv_config.num_blocks * kv_config.bytes_per_block,
             step_bytes=step_bytes,
             swap_costs=None if token_seconds is None else self._measure_swaps(kv_config, token_seconds),
@@ -241,6 +246,13 @@ def compile_ahead(choices: EngineChoices) -> CompileAhead | None:
     largest = choices.largest_step()
     make_outline = partial(choices.make_outline, choices.geometry_anew(), choices.probe_for(largest), capture_nothing)
     return CompileAhead(make_outline, largest, choices.device, choices.num_threads, take_compiler())
+
+
+def measure_products(choices: EngineChoices, timer: StartupTimer) -> None:
+    """Choose the kernels of weights that have none yet: once for a machine and a shape."""
+    if choices.kernels.unknown():
+        with timer.phase("measure products"), torch.inference_mode():
+            measure_kernels(choices.kernels, choices.num_threads)
 
 
 def measure(

@@ -12,7 +12,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,9 @@ from ratoon.layers.native.pages import new_weight
 from ratoon.layers.native.recording import new_bytes, new_floats
 from ratoon.layers.ops import Product
 from ratoon.layers.stored import StoredTensor
+
+if TYPE_CHECKING:
+    from ratoon.layers.native_choices import KernelChoices
 
 Tensor = torch.Tensor
 
@@ -95,7 +98,10 @@ class Blocks:
 class PackedWeight:
     """Groups in the layout of the kernels, and the C structure that points to them."""
 
-    __slots__ = ("_tensors", "bits", "in_features", "multiplier", "num_bytes", "out_features", "pointer", "structure")
+    __slots__ = (
+        "__weakref__", "_tensors", "bits", "in_features", "multiplier", "num_bytes", "out_features", "pointer",
+        "structure",
+    )  # fmt: skip
 
     def __init__(self, groups: Groups | Blocks, bias: Tensor | None) -> None:
         self.out_features, self.in_features, self.bits = len(groups.scales), groups.in_features, groups.bits
@@ -184,9 +190,15 @@ class QuantisedGatedMLP:
 class KeptFormat:
     """A format that is kept in its own bits, and what is kept of it."""
 
-    def __init__(self, name: str, read: Callable[[Sequence[StoredTensor]], Groups | Blocks]) -> None:
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[Sequence[StoredTensor]], Groups | Blocks],
+        choices: KernelChoices | None = None,
+    ) -> None:
         self.name = name
         self._read = read  # parts, one above the other
+        self._choices = choices
         self.num_weights = 0
         self.num_bytes = 0
         self.bits = 0  # of a packed code
@@ -203,6 +215,8 @@ class KeptFormat:
 
     def _pack(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> PackedWeight:
         packed = PackedWeight(self._read(parts), bias)
+        if self._choices is not None:
+            self._choices.add(packed)
         self.num_weights += packed.out_features * packed.in_features
         self.num_bytes += packed.num_bytes
         self.bits = packed.bits
@@ -222,9 +236,9 @@ class KeptFormat:
 class KeptFormats:
     """The formats of one model's weights."""
 
-    def __init__(self) -> None:
-        self.by_name = {name: KeptFormat(name, partial(_read_blocks, name)) for name in BLOCK_NAMES}
-        self.by_name |= {name: KeptFormat(name, _read_codes) for name in grouped.FORMATS.values()}
+    def __init__(self, choices: KernelChoices | None = None) -> None:
+        self.by_name = {name: KeptFormat(name, partial(_read_blocks, name), choices) for name in BLOCK_NAMES}
+        self.by_name |= {name: KeptFormat(name, _read_codes, choices) for name in grouped.FORMATS.values()}
 
     def find(self, stored: StoredTensor) -> KeptFormat | None:
         """The format that keeps this weight as it is stored. None: there is none, or its shape does not allow it."""

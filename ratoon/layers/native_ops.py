@@ -14,6 +14,7 @@ import torch
 
 from ratoon.layers.native import kernel_set_name, library
 from ratoon.layers.native.recording import new_floats
+from ratoon.layers.native_choices import KernelChoices
 from ratoon.layers.native_encoding import can_encode, encode
 from ratoon.layers.native_formats import BLOCK, KeptFormats, QuantisedGatedMLP, QuantisedLinear
 from ratoon.layers.ops import FusedProduct, Product, WeightFormat, WeightUse
@@ -133,14 +134,16 @@ class NativeOps:
     name = "native"
     defers_norms = False
 
-    def __init__(self, keep_formats: bool = True, bits: int | None = None) -> None:
+    def __init__(
+        self, keep_formats: bool = True, bits: int | None = None, choices: KernelChoices | None = None
+    ) -> None:
         """`keep_formats`: quantised weights stay in the bits of their file where there are kernels for it. `bits`: 8 or
-        4, of weights that are floats in the file; None: they stay floats."""
+        4, of weights that are floats in the file; None: they stay floats. `choices`: the kernels of products."""
         kernels = library()
         assert kernels is not None, "ask `native_ops_reasons` first"
         self._kernels = kernels
         self.bits = bits
-        self.formats = KeptFormats() if keep_formats else None
+        self.formats = KeptFormats(choices) if keep_formats else None
         self.formats_16 = {name: Kept16Bits(name) for name in DTYPES_16}
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ratoon.core.machine import cache_folder
+
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 4  # of triton/gemv.py
@@ -196,10 +198,9 @@ def choices_file(device: torch.device) -> Path:
     """For this GPU and these versions: another kernel may be fastest with others."""
     import triton
 
-    folder = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     gpu = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device))
     name = f"products-{gpu}-torch-{torch.__version__}-triton-{triton.__version__}.json"
-    return Path(folder) / "ratoon" / re.sub(r"[^A-Za-z0-9.+-]", "-", name)
+    return cache_folder() / re.sub(r"[^A-Za-z0-9.+-]", "-", name)
 
 
 @cache

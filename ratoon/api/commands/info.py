@@ -50,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     facts["attention"] = {choice["layers"]: _show_choice(choice) for choice in facts["attention"]}
     facts["weights"] = {one["format"]: _show_weights(one) for one in facts["weights"]}
-    for section in ("model", "engine", "attention", "weights", "memory", "scheduler"):
-        print_section(section, facts[section])
+    facts["products"] = {one["weights"]: _show_products(one) for one in facts["products"]}
+    for section in ("model", "engine", "attention", "weights", "products", "memory", "scheduler"):
+        if facts[section]:
+            print_section(section, facts[section])
     print("start-up")
     print("\n".join(f"  {line}" for line in startup_table.splitlines()))
     return 0
@@ -70,7 +72,7 @@ def collect(llm: LLM) -> dict[str, Any]:
     memory |= {name: engine.pop(name) for name in ("block_size", "num_blocks", "kv_groups")}
     memory["kv_tokens"] = (num_blocks - 1) * block_size  # block 0 is reserved
     model = asdict(source.config)
-    attention, weights = engine.pop("attention"), engine.pop("weight_formats")
+    attention, weights, products = (engine.pop(name) for name in ("attention", "weight_formats", "kernel_choices"))
     return {
         "model": {
             "name": source.name,
@@ -83,6 +85,7 @@ def collect(llm: LLM) -> dict[str, Any]:
         "engine": engine,
         "attention": attention,
         "weights": weights,
+        "products": products,
         "memory": memory,
         "scheduler": {**asdict(config.scheduler), "prefix_caching": config.cache.enable_prefix_caching},
         "startup_seconds": llm.startup_timer.as_dict(),
@@ -106,6 +109,12 @@ def _show_choice(choice: dict[str, Any]) -> str:
 
 def _show_weights(one: dict[str, Any]) -> str:
     return f"{one['num_weights']:,} numbers in {format_size(one['num_bytes'])}; products: {one['product']}"
+
+
+def _show_products(one: dict[str, Any]) -> str:
+    """`one`: the kernels for weights of a shape, each with the rows that it begins at."""
+    kernels = [name if rows == 1 else f"{name} from {rows} rows" for name, rows in one["kernels"].items()]
+    return f"{', '.join(kernels)} ({one['choice']}; {one['count']} of them)"
 
 
 def _show(value: Any) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ratoon.core.errors import ConfigError
+from ratoon.core.machine import cpu_flags
 from ratoon.layers.native.sources import digest_of
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ def _wanted_sets() -> list[str]:
 
 def _supported_sets() -> list[str]:
     """Kernel sets whose instructions this processor has, best first."""
-    flags = _cpu_flags()
+    flags = cpu_flags()
     if platform.machine() in ("aarch64", "arm64"):
         if "asimddp" not in flags:
             return ["neon"]
@@ -186,14 +187,3 @@ def _supported_sets() -> list[str]:
     if {"avx2", "fma", "f16c", "bmi2"} <= flags:
         supported.append("avx2")
     return supported
-
-
-def _cpu_flags() -> set[str]:
-    """The names of instruction sets that Linux gives."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return set(line.split(":", 1)[1].split())
-    except OSError:
-        pass
-    return set()

@@ -357,7 +357,8 @@ def test_chat_without_a_template_is_refused(client, source, capsys):
 def test_info_has_all_sections_as_json(client, capsys):
     assert main(["info", "fake", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert set(facts) == {"model", "engine", "attention", "weights", "memory", "scheduler", "startup_seconds"}
+    sections = {"model", "engine", "attention", "weights", "products", "memory", "scheduler", "startup_seconds"}
+    assert set(facts) == sections
     (choice,) = facts["attention"]
     assert choice == {"layers": "layers 0-1 (full)", "backend": "slow", "reasons_against": {"fast": ["is lazy"]}}
     assert facts["memory"]["kv_tokens"] == 8 * 16
@@ -379,6 +380,7 @@ def test_info_shows_settings_and_start_up(client, capsys):
     assert "LlamaForCausalLM" in out and "max num seqs" in out and "load tokenizer" in out
     assert "layers 0-1 (full)  slow; not fast: is lazy" in out
     assert "2,048 numbers in 1.1 KiB; products: in 4 bits" in out
+    assert "4 bits, 64 → 32  in registers, matrix unit from 12 rows (measured; 2 of them)" in out
 
 
 def test_demo_answers_everything_and_sends_the_shared_prefix_second(client, source, capsys):

@@ -37,7 +37,7 @@ def test_what_was_measured_is_added_to_what_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("RATOON_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr("ratoon.execution.devices.resolve_device", torch.device)
     monkeypatch.setattr("ratoon.execution.devices.resolve_dtype", lambda name, device, model: getattr(torch, name))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")

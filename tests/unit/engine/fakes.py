@@ -360,7 +360,10 @@ class FakeClient:
         attention = [{"layers": "layers 0-1 (full)", "backend": "slow", "reasons_against": {"fast": ["is lazy"]}}]
         weights = [{"format": "Q4_0", "num_weights": 2048, "num_bytes": 1152, "product": "in 4 bits"}]
         sizes = {"block_size": 16, "num_blocks": 9}
-        return {**dict.fromkeys(names, 1), **sizes, "attention": attention, "weight_formats": weights}
+        kernels = {"in registers": 1, "matrix unit": 12}
+        products = [{"weights": "4 bits, 64 → 32", "count": 2, "kernels": kernels, "choice": "measured"}]
+        lists = {"attention": attention, "weight_formats": weights, "kernel_choices": products}
+        return {**dict.fromkeys(names, 1), **sizes, **lists}
 
     def shutdown(self) -> None:
         self.closed = True

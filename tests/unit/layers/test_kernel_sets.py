@@ -99,7 +99,7 @@ def test_a_set_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch, 
 def test_sets_are_those_whose_instructions_the_processor_has(
     monkeypatch: pytest.MonkeyPatch, flags: str, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(native, "_cpu_flags", lambda: set(flags.split()))
+    monkeypatch.setattr(native, "cpu_flags", lambda: set(flags.split()))
     monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
     assert native._supported_sets() == expected
 
@@ -115,7 +115,7 @@ def test_sets_are_those_whose_instructions_the_processor_has(
 def test_sets_of_arm_follow_its_dot_and_matrix_instructions(
     monkeypatch: pytest.MonkeyPatch, flags: str, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(native, "_cpu_flags", lambda: set(flags.split()))
+    monkeypatch.setattr(native, "cpu_flags", lambda: set(flags.split()))
     monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
     assert native._supported_sets() == expected
 
