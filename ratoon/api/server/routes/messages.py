@@ -15,8 +15,8 @@ from ratoon.api.answer_parts.plan import AnswerPlan
 from ratoon.api.answer_parts.reasoning_formats import SWITCHES, effort_variables
 from ratoon.api.answer_parts.tool_use import tool_use
 from ratoon.api.server.context import ServerContext, context_of
-from ratoon.api.server.errors import refused, shutting_down
-from ratoon.api.server.exchange import BodyWriter, Exchange, exchange_of
+from ratoon.api.server.errors import ApiError, refused, shutting_down
+from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generated_answers import UsageCounter
 from ratoon.api.server.generation import Batch, check_token_limit, names_of, stream
 from ratoon.api.server.message_blocks import BlockBuilder, chat_messages
@@ -33,7 +33,8 @@ from ratoon.api.server.protocol.messages import (
 from ratoon.api.server.request_bodies import read_body
 from ratoon.api.server.response_events import typed_event
 from ratoon.api.server.response_items import new_id
-from ratoon.api.server.responses import EventStream, json_response, messages_error
+from ratoon.api.server.responses import json_response, messages_error
+from ratoon.api.server.typed_answers import answer_typed_stream, run_to_end
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import CompletionOutput, RequestOutput
 from ratoon.core.params import RequestOutputKind, SamplingParams
@@ -62,7 +63,10 @@ async def create_message(request: Request) -> Response:
     try:
         run = await make_run(context, asked, exchange)
         exchange.notes = run.notes
-        return await (_answer_stream if asked.stream else _answer_whole)(request, run)
+        if asked.stream:
+            return await answer_typed_stream(request, run, partial(_error_event, exchange.request_id))
+        await run_to_end(run)
+        return json_response(request, run.answer())
     except RequestError as error:
         raise _named_as_in_body(error) from None
 
@@ -199,13 +203,13 @@ class MessageRun:
         self._counter = UsageCounter(batch.prompts)
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
-    async def generate(self) -> AsyncGenerator[bytes, None]:
+    async def generate(self) -> AsyncGenerator[list[bytes], None]:
         async with aclosing(stream(self._context, self.batch)) as outputs:
             async for _, output in outputs:
                 if events := self.take(output):
                     yield events
 
-    def take(self, output: RequestOutput) -> bytes:
+    def take(self, output: RequestOutput) -> list[bytes]:
         events = []
         self._counter.add(0, output)
         if not self.has_begun:
@@ -219,7 +223,7 @@ class MessageRun:
             self._stop = self._stopped(choice)
             events.append(typed_event("message_delta", {"delta": self._stop, "usage": self._usage()}))
             events.append(typed_event("message_stop", {}))
-        return b"".join(events)
+        return events
 
     def _stopped(self, choice: CompletionOutput) -> dict[str, Any]:
         if choice.finish_reason == "abort":
@@ -259,30 +263,5 @@ class MessageRun:
         }
 
 
-async def _answer_whole(request: Request, run: MessageRun) -> Response:
-    async with aclosing(run.generate()) as events:
-        async for _ in events:
-            pass
-    return json_response(request, run.answer())
-
-
-async def _answer_stream(request: Request, run: MessageRun) -> Response:
-    """Waits for the first token: errors until then get an HTTP status instead of an event."""
-    exchange = exchange_of(request.scope)
-    if exchange.writer is not None:
-        run.batch.take = partial(_write, exchange.writer, run)
-    events = run.generate()
-    first = await anext(events, b"")
-    error_event = partial(messages_error, request_id=exchange.request_id)
-    return EventStream(
-        first, events, exchange.headers(), end=b"", error_event=lambda error: typed_event("error", error_event(error))
-    )
-
-
-def _write(writer: BodyWriter, run: MessageRun, output: RequestOutput) -> bool:
-    """As in generated_answers.py: without waking the stream's task. False: its task must do it."""
-    if not run.has_begun or not writer.is_ready:
-        return False
-    if body := run.take(output):
-        writer.write(body)
-    return True
+def _error_event(request_id: str, error: ApiError) -> bytes:
+    return typed_event("error", messages_error(error, request_id))

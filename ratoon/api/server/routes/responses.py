@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -13,7 +10,7 @@ from starlette.responses import Response
 
 from ratoon.api.server.context import context_of
 from ratoon.api.server.errors import ApiError, refused
-from ratoon.api.server.exchange import BodyWriter, exchange_of
+from ratoon.api.server.exchange import exchange_of
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.protocol.responses import (
     DeletedResponse,
@@ -25,10 +22,10 @@ from ratoon.api.server.protocol.responses import (
 from ratoon.api.server.request_bodies import read_body
 from ratoon.api.server.response_events import typed_event
 from ratoon.api.server.response_runs import ResponseRun, forget_roots, make_run, named_as_in_body, response_not_found
-from ratoon.api.server.response_store import StoredResponse, items_of
+from ratoon.api.server.response_store import EventLog, StoredResponse, items_of
 from ratoon.api.server.responses import EventStream, json_response
+from ratoon.api.server.typed_answers import answer_typed_stream, run_to_end
 from ratoon.core.errors import RequestError
-from ratoon.core.outputs import RequestOutput
 
 router = APIRouter(tags=["OpenAI"])
 EXAMPLE = {"model": MODEL, "input": "What is the capital of Japan?", "max_output_tokens": 32, "temperature": 0}
@@ -50,49 +47,24 @@ async def create_response(request: Request) -> Response:
             with context.admit(1, exchange.tenant):  # 429 now, and not as a response that failed
                 run.start()
             log = run.response.log
-            return json_response(request, run.response.answer()) if log is None else _stream(request, b"", log.read(0))
-        return await (_answer_stream if asked.stream else _answer_whole)(request, run)
+            return json_response(request, run.response.answer()) if log is None else _stream_log(request, log, 0)
+        if asked.stream:
+            return await answer_typed_stream(request, run, _error_event)
+        return await _answer_whole(request, run)
     except RequestError as error:
         raise named_as_in_body(error) from None
 
 
 async def _answer_whole(request: Request, run: ResponseRun) -> Response:
-    async with aclosing(run.generate()) as chunks:
-        async for _ in chunks:
-            pass
+    await run_to_end(run)
     if run.failure is not None:
         raise run.failure
     return json_response(request, run.response.answer())
 
 
-async def _answer_stream(request: Request, run: ResponseRun) -> Response:
-    """Waits for the first token: errors until then get an HTTP status instead of an event."""
-    writer = exchange_of(request.scope).writer
-    if writer is not None:
-        run.batch.take = partial(_write, writer, run)
-    events = _joined(run)
-    first = await anext(events, b"")
-    return _stream(request, first, events)
-
-
-async def _joined(run: ResponseRun) -> AsyncGenerator[bytes, None]:
-    async with aclosing(run.generate()) as chunks:
-        async for events in chunks:
-            yield b"".join(events)
-
-
-def _write(writer: BodyWriter, run: ResponseRun, output: RequestOutput) -> bool:
-    """As in generated_answers.py: without waking the stream's task. False: its task must do it."""
-    if not run.has_begun or not writer.is_ready:
-        return False
-    if events := run.take(output):
-        writer.write(b"".join(events))
-    return True
-
-
-def _stream(request: Request, first: bytes, events: AsyncGenerator[bytes, None]) -> Response:
+def _stream_log(request: Request, log: EventLog, first_event: int) -> Response:
     headers = exchange_of(request.scope).headers()
-    return EventStream(first, events, headers, end=b"", error_event=_error_event)
+    return EventStream(b"", log.read(first_event), headers, end=b"", error_event=_error_event)
 
 
 def _error_event(error: ApiError) -> bytes:
@@ -118,7 +90,7 @@ async def get_response(
     if found.log is None:
         problem = "the response was not created with background and stream"
         raise refused("stream", problem, "leave it out")
-    return _stream(request, b"", found.log.read(0 if starting_after is None else starting_after + 1))
+    return _stream_log(request, found.log, 0 if starting_after is None else starting_after + 1)
 
 
 @router.delete(
