@@ -6,7 +6,8 @@ incomplete and failed. Each has the next sequence number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import msgspec
@@ -54,6 +55,7 @@ class _OpenItem:
         self.id = new_id(self.prefix)
         self._writer = writer
         self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []  # of all its tokens, if they were asked for
         self._place = {"output_index": len(output)}
         self._output = output
         output.append(self.item(None, "in_progress"))
@@ -68,13 +70,14 @@ class _OpenItem:
     def _where(self) -> dict[str, Any]:
         return {"item_id": self.id, **self._place}
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
         self._pieces.append(text)
-        self._writer.write(self.delta_event, delta=text, **self._where, **self.extra())
+        self._logprobs += logprobs
+        self._writer.write(self.delta_event, delta=text, **self._where, **self.extra(logprobs))
 
     def close(self, status: str) -> None:
         text = self._text
-        self._writer.write(self.done_event, **{self.done_field: text}, **self._where, **self.extra())
+        self._writer.write(self.done_event, **{self.done_field: text}, **self._where, **self.extra(self._logprobs))
         self.end(text)
         item = self._output[self._place["output_index"]] = self.item(text, status)
         self._writer.write("response.output_item.done", item=item, **self._place)
@@ -92,7 +95,7 @@ class _OpenItem:
 
     def end(self, text: str) -> None: ...
 
-    def extra(self) -> dict[str, Any]:
+    def extra(self, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {}
 
 
@@ -110,7 +113,7 @@ class _OpenText(_OpenItem):
     def end(self, text: str) -> None:
         self._writer.write("response.content_part.done", part=self.part(text), **self._where, **self.content_index)
 
-    def extra(self) -> dict[str, Any]:
+    def extra(self, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.content_index
 
 
@@ -119,13 +122,13 @@ class _OpenMessage(_OpenText):
     delta_event, done_event, done_field = "response.output_text.delta", "response.output_text.done", "text"
 
     def item(self, text: str | None, status: str) -> Item:
-        return response_items.message(text, status, item_id=self.id)
+        return response_items.message(text, status, item_id=self.id, logprobs=self._logprobs)
 
     def part(self, text: str) -> dict[str, Any]:
-        return response_items.output_text(text)
+        return response_items.output_text(text, self._logprobs)
 
-    def extra(self) -> dict[str, Any]:
-        return {**self.content_index, "logprobs": []}
+    def extra(self, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {**self.content_index, "logprobs": list(logprobs)}
 
 
 class _OpenReasoning(_OpenText):
@@ -164,13 +167,14 @@ class OutputBuilder:
     def is_reasoning(self) -> bool:
         return self._open is not None and self._open.kind == "reasoning"
 
-    def push(self, parts: Iterable[Part]) -> None:
-        for part in parts:
+    def push(self, parts: Sequence[Part], logprobs: Sequence[Sequence[dict[str, Any]]] = ()) -> None:
+        """`logprobs`: of the tokens of each part, if they were asked for."""
+        for part, entries in zip_longest(parts, logprobs, fillvalue=()):
             match part:
                 case ReasoningDelta(text):
                     self._text_item(_OpenReasoning).add(text)
                 case ContentDelta(text):
-                    self._text_item(_OpenMessage).add(text)
+                    self._text_item(_OpenMessage).add(text, entries)
                 case ToolCallBegin():
                     self._close("completed")
                     self._open = _OpenCall(self._writer, self._output, part)

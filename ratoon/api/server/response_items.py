@@ -149,13 +149,15 @@ def _shown(value: Any) -> str:
 # ---- items of answers ----
 
 
-def output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def message(text: str | None, status: str = "completed", *, item_id: str) -> Item:
+def message(
+    text: str | None, status: str = "completed", *, item_id: str, logprobs: Sequence[dict[str, Any]] = ()
+) -> Item:
     """Of the assistant. None: its text has not begun."""
-    content = [] if text is None else [output_text(text)]
+    content = [] if text is None else [output_text(text, logprobs)]
     return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 

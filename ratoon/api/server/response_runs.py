@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ratoon.api.answer_parts.parser import AnswerParser
+from ratoon.api.answer_parts.parts import Part
 from ratoon.api.answer_parts.tool_use import tool_use
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_down
@@ -22,9 +23,10 @@ from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.generated_answers import UsageCounter
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, names_of, stream
 from ratoon.api.server.prompts import off_loop
-from ratoon.api.server.protocol.responses import ResponsesRequest
+from ratoon.api.server.protocol.responses import INCLUDABLE, LOGPROBS, ResponsesRequest
 from ratoon.api.server.response_events import EventWriter, OutputBuilder
 from ratoon.api.server.response_items import has_references, new_id, read_input
+from ratoon.api.server.response_logprobs import MessageLogprobs
 from ratoon.api.server.response_prompts import PARAM, PlacedPrompt, place_prompt
 from ratoon.api.server.response_store import (
     CANCELLED,
@@ -39,6 +41,7 @@ from ratoon.api.server.response_store import (
 from ratoon.core.errors import EngineError, RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.core.suggestions import did_you_mean
 from ratoon.engine.default_params import with_given
 from ratoon.engine.request_options import GenerationOptions
 from ratoon.engine.structured_validator import validate
@@ -50,7 +53,12 @@ SAMPLING_NAMES = (
     "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos",
 )  # fmt: skip
 # The engine's names of fields that have another name in this body.
-FIELDS = {"max_tokens": "max_output_tokens", "continuation_of": "previous_response_id", "prompt": PARAM}
+FIELDS = {
+    "max_tokens": "max_output_tokens",
+    "continuation_of": "previous_response_id",
+    "prompt": PARAM,
+    "logprobs": "top_logprobs",
+}
 LAST_EVENTS = {COMPLETED: "completed", INCOMPLETE: "incomplete", FAILED: "failed", CANCELLED: "incomplete"}
 
 logger = get_logger(__name__)
@@ -130,6 +138,13 @@ def check_support(asked: ResponsesRequest) -> None:
     """Refuse fields that contradict each other, or are not supported."""
     if asked.background and not asked.is_stored:
         raise refused("background", "needs a stored response", "leave store out, or set it to true")
+    for index, name in enumerate(asked.include or ()):
+        if name not in INCLUDABLE:
+            expected = did_you_mean(name, INCLUDABLE, f"one of {', '.join(INCLUDABLE)}")
+            raise refused(f"include[{index}]", f"{name[:64]!r} is unknown", expected)
+    if asked.top_logprobs and not asked.includes_logprobs:
+        expected = f'add "{LOGPROBS}" to include, or leave it out'
+        raise refused("top_logprobs", "has no meaning without log-probabilities", expected)
 
 
 def make_params(context: ServerContext, asked: ResponsesRequest) -> SamplingParams:
@@ -140,6 +155,8 @@ def make_params(context: ServerContext, asked: ResponsesRequest) -> SamplingPara
         given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
     given |= asked_lengths(context, asked.max_output_tokens, None)
     given |= {"output_kind": RequestOutputKind.DELTA, "structured_output": asked.structured_output()}
+    if asked.includes_logprobs:
+        given["logprobs"] = asked.top_logprobs or 0
     params = with_given(context.llm.get_default_sampling_params(), given)
     params.verify()
     return params
@@ -180,6 +197,7 @@ def _head(asked: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         },
         "tool_choice": asked.tool_choice or "auto",
         "tools": [tool.as_answer() for tool in asked.tools or ()],
+        "top_logprobs": asked.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": asked.truncation or "disabled",
         "user": asked.user,
@@ -212,6 +230,8 @@ class ResponseRun:
         self._parser = parser
         self._counter = UsageCounter(batch.prompts)
         self._num_reasoning_tokens = 0
+        num_top = batch.params.logprobs if isinstance(batch.params, SamplingParams) else None
+        self._logprobs = None if num_top is None else MessageLogprobs(context.token_texts, num_top)
 
     async def generate(self) -> AsyncGenerator[list[bytes], None]:
         """Yields events. An error before the first token is raised; a later one is a part of the response. Closing the
@@ -263,15 +283,20 @@ class ResponseRun:
             self._begin(output)
         self._counter.add(0, output)
         (choice,) = output.outputs
+        if self._logprobs is not None:
+            self._logprobs.add(choice)
         parts = self._parser.push(choice.text)
         was_reasoning = self._builder.is_reasoning
-        self._builder.push(parts)
+        self._push(parts)
         if self._builder.is_reasoning or (was_reasoning and not parts):
             self._num_reasoning_tokens += len(choice.token_ids)
         if choice.finish_reason is not None:
-            self._builder.push(self._parser.finish())
+            self._push(self._parser.finish())
             self._finish(choice.finish_reason)
         return self._writer.take()
+
+    def _push(self, parts: list[Part]) -> None:
+        self._builder.push(parts, () if self._logprobs is None else self._logprobs.claim(parts))
 
     def _begin(self, output: RequestOutput) -> None:
         self.has_begun = True

@@ -19,6 +19,7 @@ from ratoon.api.server.protocol.base import (
     Size,
     Texts,
 )
+from ratoon.api.server.protocol.chat import TokenLogprob
 from ratoon.api.server.protocol.sampling import ServiceTier
 from ratoon.api.server.protocol.structured import Schema
 from ratoon.core.errors import RequestError
@@ -26,6 +27,17 @@ from ratoon.core.structured import StructuredOutput
 
 WHOLE_CONVERSATIONS = "use previous_response_id, or send all items in input"
 SIZE = "use max_output_tokens"
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (  # what OpenAI's API knows
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
 
 
 def _input(value: Any) -> str | list[Any] | None:
@@ -130,14 +142,13 @@ class ResponsesRequest(RequestModel):
         "max_tokens": SIZE,
         "max_completion_tokens": SIZE,
         "n": "a response has one answer; /v1/chat/completions can return several",
-        "top_logprobs": "/v1/chat/completions returns log-probabilities",
         "response_format": "use text.format",
         "reasoning_effort": "use reasoning.effort",
         "continuation_of": "use previous_response_id",
         "use_beam_search": "/v1/chat/completions can do it",
         "moderation": "leave it out",
     }
-    HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n": (1,), "top_logprobs": (0,), "context_management": ([],)}
+    HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n": (1,), "context_management": ([],)}
     INNER: ClassVar[Mapping[str, type[RequestModel]]] = {"text": TextConfig, "reasoning": ReasoningConfig}
 
     model: str
@@ -162,6 +173,10 @@ class ResponsesRequest(RequestModel):
     tool_choice: ResponseToolChoice = Field(None, description="none, auto, required, or the name of a function")
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     metadata: Metadata | None = Field(None, description="Returned with the response")
+    include: Entries[str] | None = Field(
+        None, description=f"{LOGPROBS}: log-probabilities of the message's tokens; OpenAI's other names have no effect"
+    )
+    top_logprobs: Size | None = Field(None, description=f"Alternatives for each token; needs {LOGPROBS}")
 
     # Extensions: sampling
     top_k: Int | None = Field(None, description="Sample from this many of the likeliest tokens; 0 or -1: all")
@@ -184,7 +199,6 @@ class ResponsesRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
 
     # Accepted, without effect
-    include: Entries[str] | None = Field(None, description="Accepted, without effect")
     max_tool_calls: Int | None = Field(None, description="Accepted, without effect: there are no built-in tools")
     user: str | None = Field(None, description="Accepted, without effect")
     safety_identifier: str | None = Field(None, description="Accepted, without effect")
@@ -195,6 +209,10 @@ class ResponsesRequest(RequestModel):
     @property
     def is_stored(self) -> bool:
         return self.store is not False
+
+    @property
+    def includes_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
     def structured_output(self) -> StructuredOutput | None:
         """What the text must match. RequestError for a format without its schema."""
@@ -224,7 +242,7 @@ class OutputText(AnswerModel):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[TokenLogprob]
 
 
 class OutputMessage(AnswerModel):
@@ -310,6 +328,7 @@ class ResponseAnswer(AnswerModel):
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float | None
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None

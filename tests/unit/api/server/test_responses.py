@@ -20,6 +20,7 @@ from tests.unit.api.server.harness import MODEL, TINY_SETTINGS, Client, say, scr
 from tests.unit.engine.fakes_async import on_event_loop
 
 PATH = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
 LETTERS = {str(token): 100.0 for token in range(ord("a"), ord("z") + 1)}  # else a random model writes half characters
 GREEDY = {"temperature": 0, "max_output_tokens": 6, "logit_bias": LETTERS}
 WRONG_FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "dance"}}}
@@ -172,6 +173,10 @@ async def test_items_of_all_kinds_reach_the_template():
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "temperature": -1}, "temperature"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
+        ({"input": "x", "include": [LOGPROBS], "top_logprobs": 99}, "top_logprobs"),
+        ({"input": "x", "include": [LOGPROBS], "top_logprobs": -1}, "top_logprobs"),
+        ({"input": "x", "include": ["reasoning.encrypted_content", "message.logprobs"]}, "include[1]"),
         ({"input": "x", "background": True, "store": False}, "background"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -322,6 +327,35 @@ async def afresh(client, response, *texts):
     """What the model says to the same conversation, sent as a whole."""
     items = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * len(texts), texts)]
     return text_of(await create(client, items, cache_salt="another", **GREEDY))
+
+
+@on_event_loop
+async def test_log_probabilities_come_with_the_text_and_with_its_events(folder):
+    async with serving(folder) as client:
+        asked = {**GREEDY, "include": [LOGPROBS], "top_logprobs": 2}
+        found = await create(client, "Hello", **asked)
+        (part,) = found["output"][0]["content"]
+        assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] and found["top_logprobs"] == 2
+        for entry in part["logprobs"]:
+            assert entry["bytes"] == list(entry["token"].encode()) and entry["logprob"] <= 0
+            assert len(entry["top_logprobs"]) == 2
+        chat = {"max_tokens": 6, "temperature": 0, "logit_bias": LETTERS, "logprobs": True, "top_logprobs": 2}
+        (choice,) = (await client.chat("Hello", **chat)).json()["choices"]
+        assert choice["logprobs"]["content"] == part["logprobs"]
+        streamed = await client.post(PATH, {"model": MODEL, "input": "Hello", "stream": True, **asked})
+        events = read_events(streamed.body)
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        assert all("".join(entry["token"] for entry in event["logprobs"]) == event["delta"] for event in deltas)
+        assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
+        for event in events:
+            if event["type"] == "response.output_text.done":
+                assert event["logprobs"] == part["logprobs"]
+            if event["type"] == "response.completed":
+                assert event["response"]["output"][0]["content"] == [part]
+        # What was answered can be sent back as it is
+        await create(client, [*found["output"], {"role": "user", "content": "And?"}], **GREEDY)
+        without = await create(client, "Hello", **GREEDY, include=["reasoning.encrypted_content"])
+        assert without["output"][0]["content"][0]["logprobs"] == [] and without["top_logprobs"] == 0
 
 
 @on_event_loop
