@@ -61,6 +61,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     hidden_states: dict[str, WireTensor] = {}  # [layers, rows, hidden], for `captures`
     errors: dict[str, str] = {}  # branches that failed in this step, and why (such as NaN logits)
     completed: list[str] = []  # branches without a token: their grammar is complete, and no end token is possible
+    # Branches without a token: what follows in them was known when the step began, from the result of an earlier one
+    known: list[str] = []
 
 
 @dataclass(slots=True)

@@ -135,12 +135,14 @@ class ModelRunner:
             self.recorded = RecordedPasses(self.kv) if RecordedPasses.can_serve(self.kv) else None
         self.num_computed_tokens = 0  # rows run through the model since the start
         self._executed: list[Executed] = []  # what the first phase leaves for the second
+        self._known: list[str] = []  # the same: ModelRunnerOutput.known
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Update the rows and launch the forward pass. Does not wait for the device."""
-        self._executed = []
+        self._executed, self._known = [], []
         self._apply_changes(plan)
+        self.sampling_rows.fill_ahead()  # of new rows
         if plan.encoder_steps:
             assert self.encoder is not None and isinstance(self.model, EncoderDecoderLM), "the model has no encoder"
             self._executed.append(self.encoder.run(self.model, plan.encoder_steps))
@@ -263,9 +265,9 @@ class ModelRunner:
         """The readers of the step, one for each kind of result that it has."""
         next_token: list[LogitsReader] = []
         if plan.sampled_req_ids:
-            next_token.append(
-                SampledRowsReader(plan, layout, self.input_batch, self.sampler, self._resident, self._jumps)
-            )
+            sampled = SampledRowsReader(plan, layout, self.input_batch, self.sampler, self._resident, self._jumps)
+            self._known = sampled.known
+            next_token.append(sampled)
         if plan.beam_steps:
             next_token.append(CandidatesReader(plan.beam_steps, layout, self.beam_rows))
         compute_logits = self.model.compute_logits
@@ -362,7 +364,7 @@ class ModelRunner:
         executed, self._executed = self._executed, []
         if self._resident is not None:
             cast("DeviceInputs", self.inputs).note_launched()
-        output = ModelRunnerOutput()
+        output = ModelRunnerOutput(known=self._known)
         finish = join([forward_pass.read(output) for forward_pass in executed])
         if finish is None:
             return output

@@ -58,15 +58,19 @@ class SampledRowsReader:
         resident: DeviceRows | None = None,
         jumps: bool = False,
     ) -> None:
-        self.rows = [layout.last_row[req_id] for req_id in plan.sampled_req_ids]
         self._plan = plan
         self._branches = branches
+        self._req_ids = plan.sampled_req_ids
+        self.known: list[str] = []  # those that get no token: see ModelRunnerOutput
+        if jumps:
+            self._leave_out_known()
+        self.rows = [layout.last_row[req_id] for req_id in self._req_ids]
         self._sampler = sampler
         self._resident = resident
         self._jumps = jumps  # also append tokens without a choice
 
     def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
-        num_branches = len(self._plan.sampled_req_ids)
+        num_branches = len(self._req_ids)
         ids, rows, seeds, source = self._draws()
         if len(ids) > num_branches:  # several choices from one row
             logits = logits[to_device(source, logits.device)]
@@ -77,9 +81,21 @@ class SampledRowsReader:
             append_known(sampled, ids, rows, num_branches, self._branches, self._sampler.rows, output)
             if self._jumps:
                 append_forced(ids, own, self._branches, self._sampler.rows, output)
+            self._sampler.rows.fill_ahead()
             return None
         self._resident.append_tokens(own, sampled.token_ids[:num_branches])
         return append_pending(sampled, ids, rows, num_branches, self._branches, self._sampler.rows, output)
+
+    def _leave_out_known(self) -> None:
+        """The plan was made before the step ahead of it found tokens without a choice: the next token of such a branch
+        is known."""
+        branches, num_scheduled = self._branches, self._plan.num_scheduled_tokens
+        sampled: list[str] = []
+        for req_id in self._req_ids:
+            row = branches.row_of[req_id]
+            is_known = branches.num_computed[row] + num_scheduled[req_id] < branches.num_tokens[row]
+            (self.known if is_known else sampled).append(req_id)
+        self._req_ids = sampled
 
     def _draws(self) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
         """The branches that get a token: ids, rows, seeds, and the sampled row that each draws from.
@@ -87,12 +103,12 @@ class SampledRowsReader:
         The sampled branches come first, in the plan's order, then the children of fan-outs.
         """
         plan, branches = self._plan, self._branches
-        ids = list(plan.sampled_req_ids)
+        ids = list(self._req_ids)
         rows = [branches.row_of[req_id] for req_id in ids]
         seeds = [branches.seeds[row] for row in rows]
         source = list(range(len(ids)))
         for parent, children in plan.fanout.items():
-            index = plan.sampled_req_ids.index(parent)
+            index = self._req_ids.index(parent)
             for child, seed in children:
                 ids.append(child)
                 rows.append(rows[index])
@@ -132,6 +148,7 @@ def append_pending(
     if sampling_rows.need_tokens(own):
         sampled.wait()
         append_known(sampled, ids, rows, num_own, branches, sampling_rows, output)
+        sampling_rows.fill_ahead()
         return None
     branches.append_pending(own)
     sampling_rows.append_tokens(own, np.zeros(len(own), np.int64))

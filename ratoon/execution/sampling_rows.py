@@ -16,7 +16,7 @@ from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import fill_ahead, forced_token
+from ratoon.execution.rules.grammar import Grammar, fill_ahead, forced_token
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.layers import sampling
 
@@ -56,6 +56,7 @@ class SamplingRows:
         self.num_logprobs = np.zeros(max_slots, dtype=np.int64)
         self.rules = [NO_RULES] * max_slots
         self.active_rules: list[Sequence[LogitsRule]] = [()] * max_slots  # those of `rules` that are active now
+        self._changed: set[int] = set()  # slots with new rules, for which no mask was begun
 
     def add(
         self,
@@ -133,8 +134,15 @@ class SamplingRows:
             moves = zip(changed, tokens[changing].tolist())
             rules = [self.rules[slot].after(token_id) for slot, token_id in moves]
             self._set_rules(changed, rules)
-            if self._grammars is not None:
-                fill_ahead(chain.from_iterable(rules))
+
+    def fill_ahead(self) -> None:
+        """Begin to fill the masks of grammars that have changed, beside what comes next."""
+        if self._changed and self._grammars is not None:
+            changed, self._changed = self._changed, set()
+            rules = chain.from_iterable(map(self.rules.__getitem__, changed))
+            new = [rule for rule in rules if type(rule) is Grammar]
+            if new:
+                fill_ahead(new, self._grammars.library)
 
     def slots_that_read(self, slots: np.ndarray) -> np.ndarray:
         """The places among `slots` of those whose rules change with their tokens."""
@@ -167,6 +175,7 @@ class SamplingRows:
             if len(row_rules) != len(self.rules[slot]) and not row_rules.reads:
                 needs &= ~Needs.TOKENS
             self.rules[slot] = row_rules
+            self._changed.add(slot)
             active = self.active_rules[slot] = row_rules.active()
             if not active and not needs & Needs.PENALTIES:
                 needs &= ~Needs.EDITS

@@ -339,6 +339,9 @@ class FakeRunner:
         sampled: list[tuple[str, list[int]]] = []
         for row_id in plan.sampled_req_ids:
             row = self.rows[row_id]
+            if self.burst > 1 and row.num_computed_tokens < len(row.token_ids):
+                result.known.append(row_id)  # planned before the last run of tokens was known
+                continue
             assert row.pooling is None and row.num_computed_tokens == len(row.token_ids)
             for child_id, seed in plan.fanout.get(row_id, []):
                 sampled.append((child_id, self._sample(row, seed)))

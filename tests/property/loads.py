@@ -226,13 +226,13 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     some_steps = _some_steps(tuple(ids))
     branch_ids = [f"r{index}{suffix}" for index in range(num_requests) for suffix in ("", "", "#1")]
     max_model_len = draw(number(16, 40))
-    burst = draw(among(1, 1, 3))  # how many tokens a step brings is then known with its result
+    burst = draw(among(1, 1, 3))
     return Load(
         SchedulerConfig(
             max_num_batched_tokens=draw(BUDGET),
             max_num_seqs=draw(number(4, 12) if "searching" in traits or swapping else number(1, 8)),
             max_prefill_chunk=draw(number_or_none(1, 9)),
-            max_steps_in_flight=draw(among(1, 2, 2, 3)) if burst == 1 else 1,
+            max_steps_in_flight=draw(among(1, 2, 2, 3)),
             max_num_encoder_tokens=draw(among(3, 8, 14, 1000)),
             policy=draw(POLICY),
             enable_chunked_prefill=draw(among(True, True, False)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,9 +29,19 @@ class GrammarState(Protocol):
         `is_accepting`."""
         ...
 
+    def forced_token(self) -> int | None:
+        """The one token that may follow, where the library finds it without a mask: None says nothing. There is none
+        where the text may end. Takes a microsecond or two."""
+        ...
+
     @property
     def is_accepting(self) -> bool:
         """Whether the text may end here."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text may end here, and nothing may follow."""
         ...
 
     @property
@@ -49,6 +60,11 @@ class GrammarLibrary(Protocol):
     """A grammar library with the vocabulary of a model. To be used from any thread."""
 
     vocab_size: int
+
+    def masks(self, states: Sequence[Any]) -> np.ndarray:
+        """What `fill` sets, for several states of this library in one call: [N, words_of(vocab_size)] int32. Releases
+        Python's lock once for all of them."""
+        ...
 
     def compile(self, asked: StructuredOutput) -> CompiledGrammar:
         """RequestError: it can't be compiled. The subject is the field's name."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
+from ratoon.execution.grammar.interface import words_of
 from ratoon.execution.grammar.notation import LIMITS, grammar_text
 from ratoon.models.tokenizer import Tokenizer
 
@@ -22,35 +24,42 @@ BYTES_PER_CHARACTER = 64  # and what each character of its text adds, roughly
 class State:
     """See GrammarState."""
 
-    __slots__ = ("_end", "_matcher")
+    __slots__ = ("_end", "matcher")
 
     def __init__(self, matcher: LLMatcher, end: int) -> None:
-        self._matcher = matcher
+        self.matcher = matcher
         self._end = end  # the library's own token
 
     def copy(self) -> State:
-        return State(self._matcher.deep_copy(), self._end)
+        return State(self.matcher.deep_copy(), self._end)
 
     def consume(self, token_id: int) -> bool:
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        return self.matcher.try_consume_tokens([token_id]) == 1
 
     def rewind(self, num_tokens: int) -> None:
-        if num_tokens and not self._matcher.rollback(num_tokens):
+        if num_tokens and not self.matcher.rollback(num_tokens):
             raise RuntimeError(f"a grammar can't go back by {num_tokens} tokens: {self.error}")
 
     def fill(self, words: np.ndarray) -> None:
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        mask = np.frombuffer(self.matcher.compute_bitmask(), np.int32)
         words[:] = mask[: len(words)]
-        if self._end // 32 < len(words):
-            words.view(np.uint32)[self._end // 32] &= np.uint32(0xFFFFFFFF ^ 1 << self._end % 32)
+        _clear(words, self._end)
+
+    def forced_token(self) -> int | None:
+        tokens = self.matcher.compute_ff_tokens()
+        return tokens[0] if tokens else None
 
     @property
     def is_accepting(self) -> bool:
-        return self._matcher.is_accepting()
+        return self.matcher.is_accepting()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.matcher.is_stopped() and self.matcher.is_accepting()
 
     @property
     def error(self) -> str | None:
-        return self._matcher.get_error() or None
+        return self.matcher.get_error() or None
 
 
 class Grammar:
@@ -73,6 +82,7 @@ class Llguidance:
         self._tokenizer = tokenizer
         num_tokens = max(vocab_size, tokenizer.vocab_size)
         self._library_tokenizer = _library_tokenizer(tokenizer, num_tokens)
+        self._executor = LLExecutor()
         self.special_tokens = frozenset(
             token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special
         )
@@ -85,8 +95,23 @@ class Llguidance:
         num_bytes = BYTES_OF_GRAMMAR + BYTES_PER_CHARACTER * len(text)
         return Grammar(matcher, self._library_tokenizer.eos_token, num_bytes)
 
+    def masks(self, states: Sequence[State]) -> np.ndarray:
+        num_words = words_of(self._library_tokenizer.vocab_size)
+        words = np.empty((len(states), num_words), np.int32)
+        places = [(state.matcher, place) for place, state in enumerate(states)]
+        self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, words.itemsize * num_words, len(states))
+        words = words[:, : words_of(self.vocab_size)]
+        _clear(words, self._library_tokenizer.eos_token)
+        return words
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._library_tokenizer.decode_bytes([token_id])
+
+
+def _clear(words: np.ndarray, token_id: int) -> None:
+    """The bit of this token, in the mask or the masks [..., W] int32, if they reach so far."""
+    if token_id // 32 < words.shape[-1]:
+        words.view(np.uint32)[..., token_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << token_id % 32)
 
 
 def _library_tokenizer(tokenizer: Tokenizer, num_tokens: int) -> LLTokenizer:

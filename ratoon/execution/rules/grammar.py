@@ -16,7 +16,7 @@ import torch
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.cells import all_to_device
 from ratoon.execution.grammar.compiler import GrammarCompiler
-from ratoon.execution.grammar.interface import GrammarState, words_of
+from ratoon.execution.grammar.interface import GrammarLibrary, GrammarState, words_of
 from ratoon.execution.rules.base import ForbiddingRule, LogitsRule, Reads, Stage
 from ratoon.layers import sampling
 
@@ -43,15 +43,28 @@ class Path:
 class Ends:
     """The tokens that end the text, and the size of the vocabulary."""
 
-    __slots__ = ("sorted_ids", "token_ids", "words")
+    __slots__ = ("_bits", "sorted_ids", "token_ids", "vocab_size", "words")
 
     def __init__(self, token_ids: Iterable[int], vocab_size: int) -> None:
         self.token_ids = frozenset(token_ids)
+        self.vocab_size = vocab_size
         self.sorted_ids = np.array(sorted(self.token_ids), np.int64)
         self.words = np.zeros(words_of(vocab_size), np.int32)
         bits = self.words.view(np.uint32)
         for token in self.token_ids:
             bits[token // 32] |= np.uint32(1 << token % 32)
+        self._bits = [(place, bits[place]) for place in bits.nonzero()[0].tolist()]
+
+    @property
+    def only(self) -> int | None:
+        """The token, if it is one."""
+        return next(iter(self.token_ids)) if len(self.token_ids) == 1 else None
+
+    def set_in(self, words: np.ndarray, allowed: bool) -> None:
+        """Their bits in a mask [W] int32."""
+        words = words.view(np.uint32)
+        for place, bits in self._bits:
+            words[place] = words[place] | bits if allowed else words[place] & ~bits
 
 
 class Grammar(LogitsRule):
@@ -92,18 +105,34 @@ class Grammar(LogitsRule):
 
     def _fill(self) -> None:
         words = np.empty_like(self._ends.words)
-        state = self._path.at(self._num_tokens).state
+        state = self._state
         state.fill(words)
-        words &= ~self._ends.words
-        if state.is_accepting:
-            words |= self._ends.words
+        self._set_mask(words, state)
+
+    def _set_mask(self, words: np.ndarray, state: GrammarState) -> None:
+        """`words`: what the library allows, without ends."""
+        self._ends.set_in(words, state.is_accepting)
         self._mask = words
+
+    @property
+    def _state(self) -> GrammarState:
+        return self._path.at(self._num_tokens).state
+
+    def forced_token(self) -> int | None:
+        """The one token that may follow, where the library knows it without a mask."""
+        if self._ahead is not None:
+            self._ahead.result()
+        state, ends = self._state, self._ends
+        token_id = state.forced_token()
+        if token_id is None:
+            return ends.only if state.is_complete else None
+        return token_id if token_id < ends.vocab_size and token_id not in ends.token_ids else None
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing but an end may follow."""
         words = self.mask()
-        return self._path.at(self._num_tokens).state.is_accepting and not (words & ~self._ends.words).any()
+        return self._state.is_accepting and not (words & ~self._ends.words).any()
 
     @staticmethod
     def apply(logits: torch.Tensor, rows: np.ndarray, rules: Sequence[Any]) -> None:
@@ -112,37 +141,31 @@ class Grammar(LogitsRule):
 
 
 def forced_token(rules: Sequence[LogitsRule]) -> int | None:
-    """The one token that a grammar allows next, if it is one and no other rule forbids or forces tokens."""
+    """The one token that a grammar allows next, if it is one and no other rule forbids or forces tokens. It may miss
+    one: a mask would tell, but takes longer than a step without it."""
     grammar = None
     for rule in rules:
         if type(rule) is Grammar:
             grammar = rule
         elif rule.stage < Stage.BIAS:
             return None
-    if grammar is None:
-        return None
-    words = grammar.mask().view(np.uint32)
-    places = words.nonzero()[0]
-    if len(places) != 1:
-        return None
-    place = int(places[0])
-    word = int(words[place])
-    return 32 * place + word.bit_length() - 1 if word & (word - 1) == 0 else None
+    return None if grammar is None else grammar.forced_token()
 
 
-def fill_ahead(rules: Iterable[LogitsRule]) -> None:
+def fill_ahead(rules: Iterable[LogitsRule], library: GrammarLibrary) -> None:
     """Fill the masks of the next tokens in another thread, beside the forward pass. They are waited for when they are
-    used."""
-    new = [rule for rule in rules if type(rule) is Grammar]
+    used. The rules are of different texts."""
+    new = [rule for rule in rules if type(rule) is Grammar and rule._ahead is None and rule._mask is None]
     if new:
-        future = _filling_thread().submit(_fill_all, new)
+        future = _filling_thread().submit(_fill_all, new, library)
         for rule in new:
             rule._ahead = future
 
 
-def _fill_all(rules: list[Grammar]) -> None:
-    for rule in rules:
-        rule._fill()
+def _fill_all(rules: list[Grammar], library: GrammarLibrary) -> None:
+    states = [rule._state for rule in rules]
+    for rule, words, state in zip(rules, library.masks(states), states):
+        rule._set_mask(words, state)
 
 
 @cache

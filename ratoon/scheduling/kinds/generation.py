@@ -152,11 +152,8 @@ class GenerationKind(RequestKind):
         opened.task = task = GenerationTask(opened, params, self._with_prompt_logprobs)
         if request.resumed is not None:
             task.resume(request.resumed)
-        config = self._state.config
-        # The runner may append several tokens at once to a branch with a grammar, so a plan needs their number first
-        may_jump = config.jump_forward and params.structured_output is not None
         for branch in opened.branches:
-            branch.plans_ahead = config.max_steps_in_flight > 1 and not may_jump
+            branch.plans_ahead = self._state.config.max_steps_in_flight > 1
         return opened
 
     # ---- results ----
@@ -193,7 +190,8 @@ class GenerationKind(RequestKind):
         if output.completed:
             self._end_completed(plan.step, output, outputs)
         num_expected = len(plan.sampled_req_ids) + sum(map(len, plan.fanout.values()))
-        if len(output.req_ids) + len(output.completed) < num_expected or not all(output.sampled_token_ids):
+        num_answered = len(output.req_ids) + len(output.completed) + len(output.known)
+        if num_answered < num_expected or not all(output.sampled_token_ids):
             outputs += self._fail_unanswered(plan, output)
         return outputs
 
@@ -224,6 +222,8 @@ class GenerationKind(RequestKind):
                 token_ids = token_ids[:count]
                 logprobs = _first_rows(logprobs, count)
                 branch.append_tokens(token_ids)
+                if branch.num_pending and count > 1:
+                    _expect_fewer(branch)
                 if finish_reason is not None:
                     finished.append(branch)
             else:
@@ -270,7 +270,8 @@ class GenerationKind(RequestKind):
     def _fail_unanswered(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         answered = {req_id for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids) if token_ids}
         expected = plan.sampled_req_ids + [child_id for children in plan.fanout.values() for child_id, _ in children]
-        missing = [req_id for req_id in expected if req_id not in answered and req_id not in output.completed]
+        answered.update(output.completed, output.known)
+        missing = [req_id for req_id in expected if req_id not in answered]
         return self._state.fail_requests(missing, "the runner returned no token")
 
 
@@ -313,6 +314,13 @@ def check_stop(branch: Branch, token_ids: list[int]) -> tuple[int, FinishReason 
         if count >= room:
             return count, FinishReason.LENGTH, None
     return len(token_ids), None, None
+
+
+def _expect_fewer(branch: Branch) -> None:
+    """A step brought tokens without a choice beside the one that was sampled. A step in flight that computes one of
+    these samples nothing after it, unless it is the last."""
+    num_ahead = branch.num_computed_tokens - branch.num_tokens  # of known tokens
+    branch.num_pending = min(branch.num_pending, max(0, num_ahead + 1))
 
 
 def _first_rows(rows: LogprobsLists | None, count: int) -> LogprobsLists | None:

@@ -16,7 +16,7 @@ from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.execution.rules.base import NO_RULES, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import fill_ahead
+from ratoon.execution.rules.grammar import fill_ahead, forced_token
 from ratoon.layers import sampling
 from ratoon.models.tokenizer import Tokenizer
 from tests.golden.grammar_engines import END, THOUGHT, json_tokenizer
@@ -149,6 +149,30 @@ def test_the_rule_depends_on_its_tokens_and_on_no_fork_of_it(seed: int) -> None:
         assert possible(rules) == possible(rules_for(**asked).after_all(text)), text
     for text, rules in states:
         assert possible(rules) == possible(rules_for(**asked).after_all(text)), text
+        forced = forced_token(rules)
+        assert forced is None or possible(rules) == {forced}, text
+
+
+def test_a_token_without_a_choice_is_found_without_a_mask() -> None:
+    rules = rules_for(choice=["abc12", "b"])
+    assert forced_token(rules) is None
+    rules = rules.after_all(tokens_of("a"))
+    run = []
+    while (token := forced_token(rules)) is not None and token != end_token():
+        run.append(token)
+        rules = rules.after(token)
+    assert tokenizer().decode(run) == "bc12" and forced_token(rules) == end_token()
+
+
+def test_an_end_among_others_and_a_stop_token_in_the_text_are_not_forced() -> None:
+    assert forced_token(rules_for(regex="a[0-9]*").after_all(tokens_of("a"))) is None
+    (letter,) = tokens_of("b")
+    two_ends = StructuredOutput(choice=["ab"])
+    params = SamplingParams(structured_output=two_ends, stop_token_ids=[letter], all_stop_token_ids=[letter, 7])
+    rules = rules_of(params, [5], (), grammars()).after_all(tokens_of("a"))
+    assert forced_token(rules) is None and possible(rules) == set()
+    params = SamplingParams(structured_output=StructuredOutput(choice=["a"]), all_stop_token_ids=[letter, 7])
+    assert forced_token(rules_of(params, [5], (), grammars()).after_all(tokens_of("a"))) is None
 
 
 @pytest.mark.parametrize("vocab_size", [5, 32, 97, 1000])
@@ -170,7 +194,7 @@ def test_masks_that_are_filled_ahead_are_the_same() -> None:
     asked = {"json_schema": json.dumps(SCHEMA)}
     ahead, plain = rules_for(**asked), rules_for(**asked)
     for token in tokens_of('{"a":12,"b":[true,false]}'):
-        fill_ahead(ahead)
+        fill_ahead(ahead, grammars().library)
         assert token in possible(plain)
         ahead, plain = ahead.after(token), plain.after(token)  # with and without its use
         if token % 2:

@@ -40,3 +40,18 @@ def test_the_librarys_own_end_is_never_allowed(num_more: int) -> None:
     found = allowed(library, digits, "12")
     assert found == {token for token in range(json_tokenizer().vocab_size) if library.token_bytes(token).isdigit()}
     assert allowed(library, StructuredOutput(choice=["ab"]), "ab") == set()
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 20, 64])
+def test_masks_of_several_states_are_those_of_each(num_more: int) -> None:
+    library = Llguidance(json_tokenizer(), json_tokenizer().vocab_size + num_more)
+    texts = {"[0-9]+": "1", "[a-c]*": "", "ab": "ab", "x{3}": "z"}  # the last leaves its grammar
+    states = [library.compile(StructuredOutput(regex=regex)).begin() for regex in texts]
+    for state, text in zip(states, texts.values()):
+        for token in json_tokenizer().encode(text):
+            state.consume(token)
+    found = library.masks(states)
+    for state, words in zip(states, found, strict=True):
+        alone = np.zeros(words_of(library.vocab_size), np.int32)
+        state.fill(alone)
+        np.testing.assert_array_equal(words, alone)
