@@ -1,34 +1,24 @@
-"""CTranslate2 with an encoder-decoder model: prompts are read by the encoder, and are tokens as text.
-
-The settings may have a compute_type; without, it is fp32. The decoder begins with what the model's config says.
-"""
+"""CTranslate2 with an encoder-decoder model: prompts are read by the encoder, and the decoder begins with what the
+model's config says."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
+from peers.ctranslate2_options import Vocabulary, model_options
 from peers.protocol import Calls, TokenIds, serve
 
 
 def load(args: argparse.Namespace) -> Calls:
     import ctranslate2
 
-    translator = ctranslate2.Translator(
-        args.model,
-        device="cpu",
-        compute_type=args.settings.get("compute_type", "float32"),
-        inter_threads=1,
-        intra_threads=args.threads,
-    )
-    vocabulary: list[str] = json.loads((Path(args.model) / "shared_vocabulary.json").read_text(encoding="utf-8"))
-    ids = {token: index for index, token in enumerate(vocabulary)}
+    translator = ctranslate2.Translator(args.model, **model_options(args))
+    vocabulary = Vocabulary(args.model, "shared_vocabulary.json")
 
     def search(prompts: TokenIds, width: int, least: int, most: int) -> list[TokenIds]:
         results = translator.translate_batch(
-            [[vocabulary[token] for token in prompt] for prompt in prompts],
+            vocabulary.texts(prompts),
             beam_size=width,
             num_hypotheses=width,
             min_decoding_length=least,
@@ -36,7 +26,7 @@ def load(args: argparse.Namespace) -> Calls:
             length_penalty=0,
             max_batch_size=0,  # all at once
         )
-        return [[[ids[token] for token in text] for text in result.hypotheses] for result in results]
+        return [[vocabulary.ids(texts) for texts in result.hypotheses] for result in results]
 
     def generate(prompts: TokenIds, num_tokens: int) -> TokenIds:
         return [texts[0] for texts in search(prompts, 1, num_tokens, num_tokens)]

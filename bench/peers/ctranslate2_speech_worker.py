@@ -1,5 +1,4 @@
-"""CTranslate2 hearing, in fp32 unless the settings have another compute_type. It makes no features: transformers'
-extractor does, as in its documentation.
+"""CTranslate2 with speech. It computes no features: transformers' extractor does, as in its documentation.
 
 Its models have a format of their own (ctranslate2_convert.py).
 """
@@ -9,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from peers.ctranslate2_options import model_options
 from peers.protocol import Calls, TokenIds, serve
 from peers.speech import SAMPLE_RATE, SpeechEngine
 
@@ -21,13 +21,7 @@ def load(args: argparse.Namespace) -> Calls:
     from transformers import WhisperFeatureExtractor
 
     torch.set_num_threads(args.threads)
-    model = ctranslate2.models.Whisper(
-        args.model,
-        device="cpu",
-        compute_type=args.settings.get("compute_type", "float32"),
-        inter_threads=1,
-        intra_threads=args.threads,
-    )
+    model = ctranslate2.models.Whisper(args.model, **model_options(args))
     return CTranslate2Speech(model, WhisperFeatureExtractor(feature_size=model.n_mels)).calls()
 
 

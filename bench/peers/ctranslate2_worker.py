@@ -1,5 +1,4 @@
-"""CTranslate2, in fp32 unless the settings have another compute_type. Its models have a format of their own
-(ctranslate2_convert.py), its prompts are tokens as text.
+"""CTranslate2. Its models have a format of their own (ctranslate2_convert.py).
 
 What it can keep between two calls is one static prompt, which the caller names each time.
 """
@@ -7,29 +6,22 @@ What it can keep between two calls is one static prompt, which the caller names 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
+from peers.ctranslate2_options import Vocabulary, model_options
 from peers.protocol import Calls, TokenIds, serve
 
 
 def load(args: argparse.Namespace) -> Calls:
     import ctranslate2
 
-    generator = ctranslate2.Generator(
-        args.model,
-        device="cpu",
-        compute_type=args.settings.get("compute_type", "float32"),
-        inter_threads=1,
-        intra_threads=args.threads,
-    )
-    vocabulary: list[str] = json.loads((Path(args.model) / "vocabulary.json").read_text(encoding="utf-8"))
+    generator = ctranslate2.Generator(args.model, **model_options(args))
+    vocabulary = Vocabulary(args.model, "vocabulary.json")
     static: dict[str, Any] = {}
 
     def search(prompts: TokenIds, width: int, num_tokens: int, **options: Any) -> list[TokenIds]:
         results = generator.generate_batch(
-            [[vocabulary[token] for token in prompt] for prompt in prompts],
+            vocabulary.texts(prompts),
             max_length=num_tokens,
             min_length=num_tokens,
             beam_size=width,
@@ -48,7 +40,7 @@ def load(args: argparse.Namespace) -> Calls:
         return {"token_ids": search([prompt], width, num_tokens)[0]}
 
     def prepare(prompt: list[int]) -> list[int]:
-        static.update(static_prompt=[vocabulary[token] for token in prompt], cache_static_prompt=True)
+        static.update(static_prompt=vocabulary.texts([prompt])[0], cache_static_prompt=True)
         search([prompt[-1:]], 1, 1, **static)  # some text after it, so that it is computed
         return prompt
 
