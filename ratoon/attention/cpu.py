@@ -15,9 +15,9 @@ import torch
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
 from ratoon.attention.shared_prefix import shared_prefixes
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
-from ratoon.layers.native import library
-from ratoon.layers.native.recording import new_floats
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
+from ratoon.layers.native import has_bf16_matrices, library
+from ratoon.layers.native.recording import new_bytes, new_floats
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # of keys and values, as the kernels number them
 _TILE = 16  # columns that the kernel computes together
@@ -75,6 +75,10 @@ class CpuAttentionBackend(AttentionBackend):
         if library() is None:
             reasons.append("no kernels were built for this processor")
         return reasons
+
+    @classmethod
+    def create(cls, needs: AttentionNeeds) -> AttentionBackend:
+        return RoundedCpuBackend() if RoundedCpuBackend.can_serve(needs) else cls()
 
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
         (parts, block_size, num_kv_heads, head_dim), *scales = super().page_shapes(spec)
@@ -134,6 +138,40 @@ class CpuAttentionBackend(AttentionBackend):
         )  # fmt: skip
         if failed:
             raise MemoryError("the attention kernel ran out of memory")
+        return out
+
+
+class RoundedCpuBackend(CpuAttentionBackend):
+    """An encoder's attention to its own input by the matrix unit of x86, in bf16 (layers/native/attention_bf16.c). It
+    reads keys and values where the layer has them: nothing is stored."""
+
+    name = "cpu, rounding to bf16"
+
+    @staticmethod
+    def can_serve(needs: AttentionNeeds) -> bool:
+        plain = not needs.causal and not needs.has_bias and needs.num_heads == needs.num_kv_heads
+        return needs.may_round and plain and has_bf16_matrices(needs.head_dim)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: CpuMetadata,
+        transform: HeadTransform | None = None,
+    ) -> torch.Tensor:
+        if transform is not None:
+            transform.apply(q, k)
+        rows, requests, heads = q.shape[0], metadata.num_requests, layer.num_heads
+        out = new_floats(rows, heads * layer.head_dim)
+        size = self._kernels.ratoon_attention_bf16_scratch(rows, requests, heads, layer.head_dim)
+        scratch = new_bytes(size)
+        self._kernels.ratoon_attention_bf16(
+            q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), out.data_ptr(),
+            out.stride(0), metadata.query_start, requests, heads, layer.scale, scratch.data_ptr(),
+        )  # fmt: skip
         return out
 
 

@@ -35,6 +35,8 @@ class AttentionNeeds:
     content: str = AttentionSpec.content  # what is kept for a token
     kv_dtype: torch.dtype | None = None  # that it is kept in, where it is not `dtype`
     batch_invariant: bool = False  # a row's result has the same bits in any batch and any chunk
+    # Of an encoder's attention to its own input: what is multiplied may be rounded to bf16.
+    may_round: bool = False
 
     @classmethod
     def of(
@@ -44,6 +46,7 @@ class AttentionNeeds:
         device: torch.device,
         dtype: torch.dtype,
         batch_invariant: bool = False,
+        may_round: bool = False,
     ) -> AttentionNeeds:
         """The needs of layers that share this spec. They may differ in fields that the spec does not have."""
         first, kept = layers[0], getattr(torch, spec.tensors[0].dtype)
@@ -60,6 +63,7 @@ class AttentionNeeds:
             spec.content,
             None if kept == dtype else kept,
             batch_invariant,
+            may_round,
         )
 
 

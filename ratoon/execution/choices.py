@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig
@@ -158,7 +159,8 @@ def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: Tenso
     declaration = declare_model(model_config, max_model_len)
     geometry = choose_geometry(config, declaration, device, dtype)
     for choice in geometry.all_choices:
-        is_slow = ops.name == "native" and config.attention_backend == "auto" and choice.backend.name != "cpu"
+        is_fast = isinstance(choice.backend, CpuAttentionBackend)
+        is_slow = ops.name == "native" and config.attention_backend == "auto" and not is_fast
         logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
     return EngineChoices(
         config, model_config, tensors, device, dtype, max_model_len, threads, ops, kernels, declaration, geometry
@@ -176,6 +178,7 @@ def choose_geometry(
         dtype,
         KV_DTYPES[config.cache.kv_cache_dtype],
         config.batch_invariant,
+        encoder_may_round=config.quantization in BITS_OF_FLOATS,
     )
 
 

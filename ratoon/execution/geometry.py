@@ -40,16 +40,18 @@ def geometry_of(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    encoder_may_round: bool = False,
 ) -> Geometry:
-    """`backend`: a name, or "auto". `kv_dtype`: that keys and values of the cache are kept in; None: `dtype`. Raises
-    ConfigError if no backend supports some layers of the model."""
+    """`backend`: a name, or "auto". `kv_dtype`: that keys and values of the cache are kept in; None: `dtype`.
+    `encoder_may_round`: the attention of an encoder may round to bf16. Raises ConfigError if no backend supports some
+    layers of the model."""
 
     def groups_of(layers: Layers, kept: torch.dtype = kv_dtype or dtype) -> tuple[KVCacheGroup, ...]:
         return group_layers([layer.kv_spec(block_size, dtype_name(kept)) for layer in layers])
 
-    def choose(what: str, every: Layers, group: KVCacheGroup) -> BackendChoice:
+    def choose(what: str, every: Layers, group: KVCacheGroup, may_round: bool = False) -> BackendChoice:
         layers = [every[index] for index in group.layers]
-        needs = AttentionNeeds.of(layers, group.spec, device, dtype, batch_invariant)
+        needs = AttentionNeeds.of(layers, group.spec, device, dtype, batch_invariant, may_round)
         return select_backend(backend, needs, f"{what} {_ranges(group.layers)} ({group.spec.growth})")
 
     groups = groups_of(model.attention_layers)
@@ -58,7 +60,9 @@ def geometry_of(
     choices = [choose("layers", model.attention_layers, group) for group in groups]
     if cross is not None:
         choices.append(choose("cross-attention of layers", model.cross_layers, cross))
-    own = None if encoder is None else choose("encoder layers", model.encoder_attention_layers, encoder)
+    own = None
+    if encoder is not None:
+        own = choose("encoder layers", model.encoder_attention_layers, encoder, encoder_may_round)
     return Geometry(groups, cross, choices, own)
 
 

@@ -101,7 +101,7 @@ int main(int argc, char **argv) {
     } sections[] = {
         {"threads", check_threads},     {"linear", check_linear}, {"mlp", check_mlp},             {"rows", check_rows},
         {"attention", check_attention}, {"encode", check_encode}, {"quantised", check_quantised}, {"program", check_program},
-        {"sampling", check_sampling},   {"repack", check_repack},
+        {"sampling", check_sampling},   {"repack", check_repack}, {"attention in bf16", check_attention_bf16},
     };
     if (!ratoon_kernels_usable()) {
         printf("the system refuses these kernels\n");

@@ -63,6 +63,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         ctypes.c_int,
         [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 3, *[_POINTER] * 3, *[_INT] * 7, _POINTER, _INT, _FLOAT],
     ),
+    "ratoon_attention_bf16_scratch": (_INT, [_INT] * 4),
+    "ratoon_attention_bf16": (None, [*[_POINTER, _INT] * 4, _POINTER, _INT, _INT, _FLOAT, _POINTER]),
     "ratoon_store_kv": (None, [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 4]),
     "ratoon_run_program": (_INT, [_POINTER, _INT]),
     "ratoon_time_program": (_INT, [_POINTER, _INT, _POINTER]),
@@ -112,6 +114,13 @@ def library() -> Kernels | None:
 def kernel_set_name() -> str:
     """Which set `library` found: one of KERNEL_SETS, or "none"."""
     return _found()[0]
+
+
+def has_bf16_matrices(head_dim: int) -> bool:
+    """Whether `ratoon_attention_bf16` can serve heads of this size here."""
+    kernels = library()
+    wanted = kernels is not None and kernels.ratoon_attention_bf16_scratch(1, 1, 1, head_dim) > 0
+    return wanted and "amx_bf16" in cpu_flags()
 
 
 @functools.cache

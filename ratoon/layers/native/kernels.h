@@ -37,6 +37,13 @@ void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, i
                      void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
                      int64_t head_dim, int64_t block_size);
 
+// Attention of whole sequences to themselves: request i has rows starts[i] … starts[i + 1] - 1, each of which sees all of them.
+// Heads lie side by side in a row. What is multiplied is rounded to bf16. `scratch` has so many bytes as the first function
+// says, for all rows; 0: there is no kernel for such heads, or on this processor.
+int64_t ratoon_attention_bf16_scratch(int64_t rows, int64_t requests, int64_t heads, int64_t head_dim);
+void ratoon_attention_bf16(const float *q, int64_t ldq, const float *k, int64_t ldk, const float *v, int64_t ldv, float *out,
+                           int64_t ldo, const int32_t *starts, int64_t requests, int64_t heads, float scale, void *scratch);
+
 // One token for each row of [rows, columns] probabilities, which are changed. The filters are all NULL, or one value a row: 0
 // and 1 leave all tokens. bad: 1 where a row is not made of numbers, or has nothing to draw.
 void ratoon_draw(float *probabilities, int64_t rows, int64_t columns, const int64_t *top_k, const double *top_p,

@@ -100,6 +100,14 @@ def test_keys_and_values_that_are_kept_in_another_dtype_are_a_need() -> None:
 
 
 @pytest.mark.usefixtures("plain")
+def test_only_the_attention_of_an_encoder_to_its_own_input_may_round() -> None:
+    model = declare_model(BART, BART.max_position)
+    geometry_of(model, "auto", 16, CPU, torch.float32, encoder_may_round=True)
+    geometry_of(model, "auto", 16, CPU, torch.float32)
+    assert [needs.may_round for needs in PlainBackend.seen] == [False, False, True] + [False] * 3
+
+
+@pytest.mark.usefixtures("plain")
 def test_a_backend_that_can_not_serve_one_of_the_groups_is_refused_with_its_layers() -> None:
     with pytest.raises(ConfigError, match=r"'plain' can't serve layers 1-2, 4 \(window\): plain: knows no window"):
         geometry(MIXED, "plain")
