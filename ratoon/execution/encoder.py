@@ -1,4 +1,4 @@
-"""Runs encoder inputs: all inputs of a step in one batch, each whole, concatenated without padding.
+"""Runs encoder inputs: each whole, several concatenated without padding. A GPU runs all of a step in one pass.
 
 Keys and values for cross-attention go to the paged cache; the encoder's states are read out where a request asked for
 them, and not kept. The plan decides which inputs run when.
@@ -21,6 +21,8 @@ from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
 
 Tensor = torch.Tensor
 
+MAX_CPU_POSITIONS = 2048  # of a pass: what its layers compute then stays in a processor's caches
+
 
 class EncoderRunner:
     def __init__(
@@ -39,8 +41,12 @@ class EncoderRunner:
         self._device = device
         self._scratch: LayerCache | None = None  # keys and values of one encoder layer, overwritten by the next
 
-    def run(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> ExecutedPass:
+    def run(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> list[ExecutedPass]:
         """Encode, and store what decoders read. Returns the states to read out."""
+        most = MAX_CPU_POSITIONS if self._device.type == "cpu" else None
+        return [self._run_pass(model, together) for together in _passes(steps, most)]
+
+    def _run_pass(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> ExecutedPass:
         lengths = np.array([step.encoder_input.num_positions for step in steps])
         metadata = self._backend.build_metadata(self._own_inputs(lengths))
         stored = self._kv.cross_backend.build_metadata(self._stored_inputs(steps, lengths))
@@ -119,6 +125,22 @@ class EncoderRunner:
             if step.captured
         ]
         return [CaptureReader(captured, num_layers, self._device)] if captured else []
+
+
+def _passes(steps: list[EncoderStep], most: int | None) -> list[list[EncoderStep]]:
+    """The inputs of each pass, in order: at most so many positions, or one input that is longer."""
+    if most is None:
+        return [steps]
+    passes: list[list[EncoderStep]] = []
+    room = 0
+    for step in steps:
+        length = step.encoder_input.num_positions
+        if not passes or length > room:
+            passes.append([])
+            room = most
+        passes[-1].append(step)
+        room -= length
+    return passes
 
 
 def _counted(lengths: np.ndarray) -> np.ndarray:

@@ -145,7 +145,7 @@ class ModelRunner:
         self.sampling_rows.fill_ahead()  # of new rows
         if plan.encoder_steps:
             assert self.encoder is not None and isinstance(self.model, EncoderDecoderLM), "the model has no encoder"
-            self._executed.append(self.encoder.run(self.model, plan.encoder_steps))
+            self._executed += self.encoder.run(self.model, plan.encoder_steps)
         if plan.total_num_scheduled_tokens:
             self._executed.append(self._run_decoder(plan))
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from ratoon.layers.linear import make_product
+from ratoon.layers.ops import WeightUse
+from ratoon.layers.stored import StoredTensor
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
@@ -21,7 +24,10 @@ class TimeConvolution:
         self.stride = stride
         weight = weights.take("weight", out_channels, in_channels, KERNEL)
         weight = weight.transpose(1, 2).reshape(out_channels, KERNEL * in_channels)
-        self.multiply = weights.ops.make_linear(weight, weights.take("bias", out_channels))
+        stored = StoredTensor.of_floats(weight)
+        if weights.device.type != "meta":
+            stored = weights.ops.quantize(stored, WeightUse.LINEAR)
+        self.multiply = make_product(weights.ops, [stored], weights.take("bias", out_channels))
 
     def __call__(self, x: Tensor) -> Tensor:
         count, frames, channels = x.shape
@@ -29,4 +35,5 @@ class TimeConvolution:
         # A window is KERNEL consecutive frames in memory: rows overlap, and nothing is copied.
         shape = (count, (frames - 1) // self.stride + 1, KERNEL * channels)
         windows = padded.as_strided(shape, (padded.stride(0), self.stride * channels, 1))
-        return torch.stack([self.multiply(item) for item in windows])  # N times [windows, 3 · in] → [windows, out]
+        results = [self.multiply(item) for item in windows]  # N times [windows, 3 · in] → [windows, out]
+        return torch.stack(results) if count > 1 else results[0][None]

@@ -31,6 +31,19 @@ def test_a_convolution_over_time_is_that_of_torch_with_channels_last(ops: Ops, s
     torch.testing.assert_close(convolution(x.transpose(1, 2)), expected.transpose(1, 2), atol=1e-5, rtol=0)
 
 
+@pytest.mark.skipif(len(ALL_OPS) == 1, reason="no kernels for this processor")
+def test_a_convolution_is_in_few_bits_where_linear_layers_are() -> None:
+    ops = NativeOps(bits=8)
+    source = RandomSource(weight=(6, 32, 3), bias=(6,))
+    convolution = TimeConvolution(Weights(source, ops, CPU, torch.float32), 32, 6, 2)
+    assert [kept["format"] for kept in ops.kept_formats()] == ["Q8_0"]
+    x = torch.randn(2, 32, 10)
+    expected = torch.conv1d(x, source.tensors["weight"], source.tensors["bias"], stride=2, padding=1)
+    error = convolution(x.transpose(1, 2)) - expected.transpose(1, 2)
+    # Of 96 products each factor is off by up to half a step of 1/127 of the largest number
+    assert error.square().mean().sqrt() < 2 / 127 * expected.square().mean().sqrt()
+
+
 def test_sinusoidal_positions_are_made_in_the_asked_dtype() -> None:
     positions = SinusoidalPositions(weights_of(RandomSource(), torch.bfloat16), 6, 4)
     rows = positions(torch.tensor([0, 3]))
