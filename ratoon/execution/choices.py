@@ -17,7 +17,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.machine import usable_cores
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.devices import gpu_name, resolve_device, resolve_dtype, use_device
+from ratoon.execution.devices import gpu_name, keep_freed_memory, resolve_device, resolve_dtype, use_device
 from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.kv_memory import largest_step, num_blocks_of, one_prompt
@@ -152,6 +152,8 @@ def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: Tenso
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     threads = config.num_threads or usable_cores()
     set_native_threads(threads)
+    if device.type == "cpu":
+        keep_freed_memory()
     if config.num_threads is not None:  # otherwise torch's default stays: this process may use torch elsewhere
         torch.set_num_threads(threads)
     kernels = open_kernel_choices(config.measure_kernels, threads)

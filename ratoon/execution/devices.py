@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from importlib.util import find_spec
@@ -14,6 +15,10 @@ from ratoon.core.errors import ConfigError
 from ratoon.execution.cuda_driver import DEVICE_VARIABLE
 
 OLDEST_FOR_TRITON = (8, 0)  # compute capability; all of these have bfloat16
+# Of mallopt(3)
+MALLOC_TRIM_THRESHOLD, MALLOC_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 512 << 20
+LARGEST_KEPT_BYTES = 32 << 20  # of one piece; glibc allows no more
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -35,6 +40,17 @@ def use_device(device: torch.device) -> None:
     """Make it the current one of this thread: kernels are launched there."""
     if device.type == "cuda" and device.index is not None:  # without an index it is the current one
         torch.cuda.set_device(device)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what a step has freed for the next one, up to KEPT_BYTES, where it is glibc. It would give
+    the larger pieces back to the system, and getting them again costs more than what is computed in them."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(MALLOC_TRIM_THRESHOLD, KEPT_BYTES)
+    mallopt(MALLOC_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
 
 
 def has_modes_of_its_own() -> bool:
