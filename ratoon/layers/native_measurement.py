@@ -12,6 +12,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 
 import torch
 
@@ -22,14 +23,17 @@ from ratoon.layers.native_formats import BLOCK, PANEL, SCRATCH_ROOM, PackedWeigh
 logger = logging.getLogger(__name__)
 
 LIMIT = 0.08  # seconds for all shapes; those that are left keep the default until the next start
-ROW_COUNTS = (2, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96)
+ROW_COUNTS = (4, 8, 9, 12, 14, 16, 20, 24, 28, 32, 48)
 ROUNDS = 3
+ATTEMPTS = 2  # where times did not agree, and there is time
 NEEDED_GAIN = 0.03  # of the time: a smaller one is noise, and the default stays
 STEADY = 1.25  # a second shortest time is above the shortest by no more, in most cases; otherwise nothing is decided
 STRIP = 16  # rows that the matrix unit takes at once: STRIP of quantised_call.h
-PART_NUMBERS = 2**18  # of a weight, for each thread
+PART_NUMBERS = 2**17  # of a weight, for each thread
 MOST_PARTS = 64
 OUTLIER_BLOCKS = 20  # one in so many has numbers that are rounded to 15 bits, as in a model
+
+WHOLE_STRIPS = 3  # beside the kernels: the matrix unit, but for the rows behind the last whole strip
 
 Kernel = int
 Times = dict[int, dict[Kernel, float]]  # seconds, by rows and kernel
@@ -41,35 +45,47 @@ def measure_kernels(
     choices: KernelChoices, num_threads: int, clock: Clock = time.perf_counter, limit: float = LIMIT
 ) -> None:
     """Choose for all weights that nothing is known about, and keep that."""
-    unknown, deadline, count = choices.unknown(), clock() + limit, 0
-    for shape, weights in unknown.items():
+    start, unknown = clock(), choices.unknown()
+    left = dict(unknown)
+    for shape, weights in [*unknown.items()] * ATTEMPTS:
+        if shape not in left or clock() > start + limit:
+            continue
         timer = ProductTimer(weights, num_threads, clock)
-        times = time_kernels(timer, timer.kernels, clock, deadline)
+        times = time_kernels(timer, timer.has_matrices, clock, start + limit)
         if times is not None:
-            choices.settle(shape, choose_row_counts(times, timer.default_kernel))
-            count += 1
-        if clock() > deadline:
-            break
+            choices.settle(shape, choose_row_counts(times, timer.default))
+            del left[shape]
     if unknown:
-        later = ", the rest at the next start" if count < len(unknown) else ""
-        seconds = clock() - deadline + limit
-        logger.info("kernels for %d of %d shapes were measured in %.3f s%s", count, len(unknown), seconds, later)
+        count, rest = len(unknown) - len(left), ", the rest at the next start" if left else ""
+        logger.info("kernels for %d of %d shapes were measured in %.3f s%s", count, len(unknown), clock() - start, rest)
         choices.keep()
 
 
-def time_kernels(timer: Timer, kernels: Sequence[Kernel], clock: Clock, deadline: float) -> Times | None:
+def time_kernels(timer: Timer, has_matrices: bool, clock: Clock, deadline: float) -> Times | None:
     """The shortest time of each. None: there was not enough time, or other work disturbed too much."""
-    times: dict[int, dict[Kernel, list[float]]] = {rows: {kernel: [] for kernel in kernels} for rows in ROW_COUNTS}
+    times: dict[int, dict[Kernel, list[float]]] = {
+        rows: {kernel: [] for kernel in kernels_for(rows, has_matrices)} for rows in ROW_COUNTS
+    }
+    for kernel in times[max(ROW_COUNTS)]:  # wakes threads, and maps the memory of results
+        timer(max(ROW_COUNTS), kernel)
     for turn in range(ROUNDS):
-        for rows in ROW_COUNTS:
+        for rows, by_kernel in times.items():
+            kernels = list(by_kernel)
             for i in range(len(kernels)):
                 if clock() > deadline:
                     return None
                 kernel = kernels[(i + turn) % len(kernels)]
-                times[rows][kernel].append(timer(rows, kernel))
+                by_kernel[kernel].append(timer(rows, kernel))
     if not is_steady([some for by_kernel in times.values() for some in by_kernel.values()]):
         return None
     return {rows: {kernel: min(some) for kernel, some in by_kernel.items()} for rows, by_kernel in times.items()}
+
+
+def kernels_for(rows: int, has_matrices: bool) -> list[Kernel]:
+    if not has_matrices:
+        return [IN_REGISTERS, UNPACKED]
+    has_rest = rows > STRIP and rows % STRIP > 0
+    return [IN_REGISTERS, UNPACKED, MATRICES] + ([WHOLE_STRIPS] if has_rest else [])
 
 
 def is_steady(times: Sequence[Sequence[float]]) -> bool:
@@ -77,22 +93,19 @@ def is_steady(times: Sequence[Sequence[float]]) -> bool:
     return statistics.median(second / first for first, second, *_ in map(sorted, times)) < STEADY
 
 
-def choose_row_counts(times: Mapping[int, Mapping[Kernel, float]], default: Callable[[int], Kernel]) -> RowCounts:
-    """Those with the lowest sum of times, each in proportion to the best for so many rows. `default`: the kernel that
-    is taken without a choice."""
+def choose_row_counts(times: Mapping[int, Mapping[Kernel, float]], default: RowCounts) -> RowCounts:
+    """Those with the lowest sum of times, each in proportion to the best for so many rows."""
 
-    def cost(choose: Callable[[int], Kernel]) -> float:
-        return sum(by_kernel[choose(rows)] / min(by_kernel.values()) for rows, by_kernel in times.items()) / len(times)
+    def cost(counts: RowCounts) -> float:
+        parts = [some[kernel_of(counts, rows)] / min(some.values()) for rows, some in times.items()]
+        return sum(parts) / len(parts)
 
-    last, has_matrices = max(times), all(MATRICES in by_kernel for by_kernel in times.values())
+    last, has_matrices = max(times), all(MATRICES in some for some in times.values())
     starts = [*sorted(times), last + 1]
-    found = [
-        RowCounts(unpack_from, matrices_from)
-        for matrices_from in (starts if has_matrices else [NEVER])
-        for unpack_from in starts
-    ]
-    costs = {counts: cost(lambda rows, counts=counts: kernel_of(counts, rows)) for counts in found}  # type: ignore[misc]
+    matrix_starts = starts if has_matrices else [NEVER]
+    costs = {counts: cost(counts) for counts in map(RowCounts._make, product(starts, matrix_starts))}
     best = min(costs, key=costs.__getitem__)
+    default = default if has_matrices else default._replace(matrices_from=NEVER)
     if costs[best] > cost(default) * (1 - NEEDED_GAIN):
         return RowCounts()
     if best.matrices_from > last and (not has_matrices or times[last][UNPACKED] < times[last][MATRICES]):
@@ -101,9 +114,10 @@ def choose_row_counts(times: Mapping[int, Mapping[Kernel, float]], default: Call
 
 
 def kernel_of(counts: RowCounts, rows: int) -> Kernel:
-    """As ratoon_quantised_kernel, for a weight that the matrix unit can multiply."""
+    """What quantised.c takes."""
     if rows >= counts.matrices_from:
-        return MATRICES
+        is_whole = rows <= STRIP or rows % STRIP == 0 or rows % STRIP >= counts.matrices_from
+        return MATRICES if is_whole else WHOLE_STRIPS
     return UNPACKED if rows >= counts.unpack_from else IN_REGISTERS
 
 
@@ -126,22 +140,25 @@ class ProductTimer:
         self._y = torch.empty(most, max(part.out_features for part in self._parts))
 
     @property
-    def kernels(self) -> list[Kernel]:
-        """Those that the kernel set has for these weights."""
-        part = self._parts[0]
-        part.unpack_from, part.matrices_from = counts_for(1, MATRICES)
-        has_matrices = self._functions.ratoon_quantised_kernel(ctypes.addressof(part), 1) == MATRICES
-        return [IN_REGISTERS, UNPACKED, MATRICES] if has_matrices else [IN_REGISTERS, UNPACKED]
+    def has_matrices(self) -> bool:
+        """Whether the kernel set has a matrix unit for these weights."""
+        return self._kernel_of(RowCounts(NEVER, 1), 1) == MATRICES
 
-    def default_kernel(self, rows: int) -> Kernel:
+    @property
+    def default(self) -> RowCounts:
+        """What weights without a choice have."""
+        first = next(rows for rows in range(1, NEVER) if self._kernel_of(RowCounts(), rows) != IN_REGISTERS)
+        return RowCounts(first, first)
+
+    def _kernel_of(self, counts: RowCounts, rows: int) -> Kernel:
         part = self._parts[0]
-        part.unpack_from, part.matrices_from = RowCounts()
+        part.unpack_from, part.matrices_from = counts
         return int(self._functions.ratoon_quantised_kernel(ctypes.addressof(part), rows))
 
     def __call__(self, rows: int, kernel: Kernel) -> float:
         part = self._parts[self._next]
         self._next = (self._next + 1) % len(self._parts)
-        part.unpack_from, part.matrices_from = counts_for(rows, kernel)
+        part.unpack_from, part.matrices_from = counts_for(kernel)
         arguments = (
             ctypes.addressof(part), self._x.data_ptr(), self._x.stride(0), rows, self._scratch.data_ptr(),
             self._y.data_ptr(), self._y.stride(0),
@@ -151,12 +168,14 @@ class ProductTimer:
         return self._clock() - start
 
 
-def counts_for(rows: int, kernel: Kernel) -> RowCounts:
-    """That make a product with so many rows take this kernel. Rows behind the last strip of the matrix unit go by
-    another one, as they do in a pass."""
-    if kernel == MATRICES:
-        return RowCounts(NEVER, min(rows, STRIP))
-    return RowCounts(NEVER if kernel == IN_REGISTERS else 1, NEVER)
+def counts_for(kernel: Kernel) -> RowCounts:
+    """That make a product take this kernel."""
+    return {
+        IN_REGISTERS: RowCounts(NEVER, NEVER),
+        UNPACKED: RowCounts(1, NEVER),
+        MATRICES: RowCounts(NEVER, 1),
+        WHOLE_STRIPS: RowCounts(NEVER, STRIP),
+    }[kernel]
 
 
 def parts_of(weight: PackedWeight, num_panels: int) -> list[QuantisedWeight]:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from ratoon.core.machine import cache_folder
 from ratoon.layers import native, native_measurement
 from ratoon.layers.native_choices import (
-    IN_REGISTERS,
     MATRICES,
     MOST_BYTES,
     NEVER,
@@ -34,10 +33,13 @@ from ratoon.layers.native_choices import (
 from ratoon.layers.native_formats import PackedWeight, QuantisedLinear
 from ratoon.layers.native_measurement import (
     ROW_COUNTS,
+    WHOLE_STRIPS,
     ProductTimer,
     choose_row_counts,
     counts_for,
     is_steady,
+    kernel_of,
+    kernels_for,
     measure_kernels,
     time_kernels,
 )
@@ -76,7 +78,17 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     return edit
 
 
-BAD_FILES = {
+def as_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def as_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another processor": (changed(features="another"), "was measured on another processor"),
     "other kernels": (changed(kernels="avx512"), "was measured with other kernels"),
     "another version of the kernels": (changed(sources="another"), "was measured with another version of the kernels"),
@@ -89,8 +101,8 @@ BAD_FILES = {
     "a list": (lambda file: file.write_text("[]"), "is damaged"),
     "a changed number": (edited(lambda content: content["weights"][0].__setitem__(5, 11)), "is damaged"),
     "too large": (lambda file: file.write_bytes(b" " * (MOST_BYTES + 1)), "is too large"),
-    "a folder": (lambda file: (file.unlink(), file.mkdir()), "irectory"),
-    "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "is no file"),
+    "a folder": (as_folder, "irectory"),
+    "a pipe": (as_pipe, "is no file"),
 }
 
 
@@ -189,37 +201,46 @@ def test_machines_have_files_of_their_own() -> None:
 # ---- the choice ----
 
 
-def by_default(rows: int) -> int:
-    return MATRICES if rows >= 9 else IN_REGISTERS
+DEFAULT = RowCounts(9, 9)
 
 
-def times_of(seconds: Callable[[int, int], float], kernels: tuple[int, ...] = (0, 1, 2)) -> dict[int, dict[int, float]]:
-    return {rows: {kernel: seconds(rows, kernel) for kernel in kernels} for rows in ROW_COUNTS}
+def times_of(seconds: Callable[[int, int], float], has_matrices: bool = True) -> dict[int, dict[int, float]]:
+    return {rows: {kernel: seconds(rows, kernel) for kernel in kernels_for(rows, has_matrices)} for rows in ROW_COUNTS}
 
 
 def test_the_kernel_that_is_faster_from_some_rows_on_is_taken_from_there() -> None:
-    times = times_of(lambda rows, kernel: [rows, 12 + rows / 4, 30][kernel])
-    assert choose_row_counts(times, by_default) == RowCounts(16, 96)
-    times = times_of(lambda rows, kernel: [rows, 1000, 9][kernel])
-    assert choose_row_counts(times, lambda rows: IN_REGISTERS).matrices_from == 9
+    times = times_of(lambda rows, kernel: [rows, 13 + rows / 4, 99, 99][kernel])
+    assert choose_row_counts(times, DEFAULT) == RowCounts(20, NEVER)
+    times = times_of(lambda rows, kernel: [rows, 1000, 8.5, 8.5][kernel])
+    assert choose_row_counts(times, RowCounts(NEVER, NEVER)).matrices_from == 9
+
+
+def test_the_matrix_unit_takes_as_many_rows_of_a_strip_as_pay() -> None:
+    """A strip costs as much as 13 rows in registers, whether it is full or not."""
+
+    def seconds(rows: int, kernel: int) -> float:
+        strips, rest = divmod(rows, 16)
+        return [rows, 1000, 13 * -(-rows // 16), 13 * strips + rest][kernel]
+
+    assert choose_row_counts(times_of(seconds), DEFAULT).matrices_from == 14
+    assert choose_row_counts(times_of(seconds), RowCounts(12, 12)) == RowCounts()  # which gains too little
 
 
 def test_a_small_gain_or_none_leaves_the_default() -> None:
-    assert choose_row_counts(times_of(lambda rows, kernel: 1 + 0.02 * kernel), by_default) == RowCounts()
-    best = {IN_REGISTERS: 1.0, UNPACKED: 9.0, MATRICES: 1.0}
-    assert choose_row_counts(times_of(lambda rows, kernel: best[kernel]), by_default) == RowCounts()
+    assert choose_row_counts(times_of(lambda rows, kernel: 1 + 0.01 * kernel), DEFAULT) == RowCounts()
+    assert choose_row_counts(times_of(lambda rows, kernel: 9 if kernel == UNPACKED else 1), DEFAULT) == RowCounts()
 
 
 def test_without_a_matrix_unit_there_are_two_kernels() -> None:
-    times = times_of(lambda rows, kernel: [rows, 6][kernel], (IN_REGISTERS, UNPACKED))
-    assert choose_row_counts(times, lambda rows: UNPACKED) == RowCounts(6, NEVER)
+    times = times_of(lambda rows, kernel: [rows, 8][kernel], has_matrices=False)
+    assert choose_row_counts(times, RowCounts(2, 2)) == RowCounts(8, NEVER)
 
 
 def test_more_rows_than_were_measured_are_unpacked_or_go_by_the_matrix_unit() -> None:
     last = max(ROW_COUNTS)
-    registers = times_of(lambda rows, kernel: [1, 2, 3][kernel])
-    assert choose_row_counts(registers, by_default) == RowCounts(last + 1, NEVER)
-    assert choose_row_counts(times_of(lambda rows, kernel: [1, 3, 2][kernel]), by_default).matrices_from == last + 1
+    registers = times_of(lambda rows, kernel: [1, 2, 3, 3][kernel])
+    assert choose_row_counts(registers, DEFAULT) == RowCounts(last + 1, NEVER)
+    assert choose_row_counts(times_of(lambda rows, kernel: [1, 3, 2, 2][kernel]), DEFAULT).matrices_from == last + 1
 
 
 class FakeClock:
@@ -238,12 +259,12 @@ def test_single_long_times_do_not_count() -> None:
         seen.add((rows, kernel))
         return (rows + kernel) * (50 if is_first else 1)
 
-    assert time_kernels(timer, [0, 1, 2], FakeClock(), 1) == times_of(lambda rows, kernel: rows + kernel)
+    assert time_kernels(timer, True, FakeClock(), 1) == times_of(lambda rows, kernel: rows + kernel)
 
 
 def test_times_that_never_agree_decide_nothing() -> None:
     numbers = iter(range(1, 10_000))
-    assert time_kernels(lambda rows, kernel: 1.5 ** (next(numbers) % 7), [0, 1], FakeClock(), 1) is None
+    assert time_kernels(lambda rows, kernel: 1.5 ** (next(numbers) % 7), False, FakeClock(), 1) is None
     assert is_steady([[1, 1.1, 9], [5, 5, 5], [2, 4, 8]]) and not is_steady([[1, 1.3, 1.3], [1, 2, 3]])
 
 
@@ -254,8 +275,8 @@ def test_a_measurement_ends_at_its_limit() -> None:
         clock.now += 0.01
         return 0.01
 
-    assert time_kernels(timer, [0, 1], clock, 0.2) is None
-    assert 0.2 <= clock.now <= 0.22
+    assert time_kernels(timer, False, clock, 0.2) is None
+    assert 0.2 <= clock.now <= 0.23
 
 
 # ---- with kernels ----
@@ -311,12 +332,14 @@ def test_parts_of_weights_are_timed_within_their_memory(form: tuple[int, int, bo
 def test_a_timer_runs_the_kernel_that_it_is_asked_for(weights: list[PackedWeight]) -> None:
     kernels, timer = native.library(), ProductTimer(weights, 1)
     assert kernels is not None
-    for kernel in timer.kernels:
-        for rows in ROW_COUNTS:
+    for rows in ROW_COUNTS:
+        for kernel in kernels_for(rows, timer.has_matrices):
             assert timer(rows, kernel) > 0
-            weights[0].structure.unpack_from, weights[0].structure.matrices_from = counts_for(rows, kernel)
-            assert kernels.ratoon_quantised_kernel(weights[0].pointer, rows) == kernel
-    assert timer.default_kernel(1) == IN_REGISTERS != timer.default_kernel(64)
+            weights[0].structure.unpack_from, weights[0].structure.matrices_from = counts_for(kernel)
+            taken = kernels.ratoon_quantised_kernel(weights[0].pointer, rows)
+            assert taken == (MATRICES if kernel == WHOLE_STRIPS else kernel)
+            assert kernel_of(counts_for(kernel), rows) == kernel
+    assert timer.default.unpack_from > 1
 
 
 @needs_kernels

@@ -46,6 +46,7 @@ def test_all_kernels_of_a_pass_have_a_form_that_can_be_recorded():
     setup = {"sources", "set_threads", "packed_size", "pack_weight", "packed_size_16", "pack_weight_16"}
     setup |= {
         "quantised_scratch",
+        "quantised_kernel",
         "repack_codes",
         "repack_halves",
         "fit_scales",
