@@ -10,7 +10,7 @@ from peers.protocol import MAX_BEAM_WIDTH, Calls, TokenIds, serve
 
 def load(args: argparse.Namespace) -> Calls:
     from vllm import LLM, SamplingParams
-    from vllm.params import BeamSearchParams
+    from vllm.sampling_params import BeamSearchParams
 
     llm = LLM(
         model=args.model,

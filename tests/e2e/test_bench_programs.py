@@ -313,8 +313,8 @@ def test_vllm_gets_the_same_schemas_and_then_free_answers_of_the_same_lengths(
     fake = tmp_path / "packages" / "vllm"
     fake.mkdir(parents=True)
     (fake / "__init__.py").write_text(FAKE_VLLM)
-    (fake / "params.py").write_text("BeamSearchParams = None")
-    (fake / "sampling_params.py").write_text("from types import SimpleNamespace as StructuredOutputsParams")
+    parameters = "from types import SimpleNamespace as StructuredOutputsParams\nBeamSearchParams = None"
+    (fake / "sampling_params.py").write_text(parameters)
     monkeypatch.setenv("PYTHONPATH", str(fake.parent))
     monkeypatch.syspath_prepend(REPOSITORY / "bench")
     module = importlib.import_module("structured_parts.peer")
