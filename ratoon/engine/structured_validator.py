@@ -66,10 +66,16 @@ def _problem(content: bytes, special_tokens: frozenset[str]) -> tuple[str, str] 
 
 
 def _explain_tag(asked: StructuredOutput, tag: Any, problem: str | None) -> tuple[str, str] | None:
-    for index, structure in enumerate(tag["structures"]):
-        explained = _explain_schema(asked, structure["schema"], _problem_of_schema(asked, structure["schema"]))
+    from ratoon.execution.grammar.tag_formats import schemas_of
+
+    if "format" in tag:
+        schemas = schemas_of(tag["format"])
+    else:
+        schemas = ((f"structures[{index}].schema", part["schema"]) for index, part in enumerate(tag["structures"]))
+    for place, schema in schemas:
+        explained = _explain_schema(asked, schema, _problem_of_schema(asked, schema))
         if explained is not None:
-            return f"structures[{index}].schema: {explained[0]}", explained[1]
+            return f"{place}: {explained[0]}", explained[1]
     return None if problem is None else (_shown(problem), OTHERWISE)
 
 

@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
+from ratoon.execution.grammar.tag_formats import ANY_TEXT, FormatWriter
 
 # Bounds of the work of a compilation and of one mask (about 10 to 20 ms each) and of memory (about 2 KB for a state).
 LIMITS = LLParserLimits(
@@ -28,7 +29,6 @@ LIMITS = LLParserLimits(
 # Without u: the library lets names of additional properties be written with any \u escape, so that a name that
 # `properties` has could come with any value.
 ESCAPES = 'nrbtf\\"'
-ANY_TEXT = r"/(.|\n)*/"
 
 
 def grammar_text(asked: StructuredOutput, special_tokens: Collection[str] = ()) -> str:
@@ -128,10 +128,13 @@ def _special(name: str) -> str:
 
 
 def _of_structural_tag(asked: StructuredOutput, tag: dict[str, Any], special_tokens: Collection[str]) -> str:
-    """Free text; behind a trigger, one of the structures that begin with it."""
+    """Free text; behind a trigger, one of the structures that begin with it. Or, in the newer form, a tree."""
+    if "format" in tag:
+        return _of_format(asked, tag, special_tokens)
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not isinstance(structures, list) or not structures:
-        raise RequestError("structural_tag", "has no structures", '{"structures": [{"begin": …, "schema": …, …')
+        expected = '{"structures": [{"begin": …, "schema": …, …}], "triggers": […]}, or {"format": {…}}'
+        raise RequestError("structural_tag", "has no structures", expected)
     if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
         raise RequestError("structural_tag", "has no triggers", 'a list of texts, {"triggers": […], …}')
     lines = [
@@ -164,6 +167,26 @@ def _of_structural_tag(asked: StructuredOutput, tag: dict[str, Any], special_tok
             lines.append(f"tag_{index}_head[lazy]: TEXT {_literal(trigger, ())}")
             lines.append(f"tag_{index}: tag_{index}_head {body}")
     return "\n".join(lines) + "\n"
+
+
+def _of_format(asked: StructuredOutput, tag: dict[str, Any], special_tokens: Collection[str]) -> str:
+    for name in ("structures", "triggers"):
+        if tag.get(name):
+            raise RequestError("structural_tag", f"{name} contradicts format", "one of the two forms")
+
+    def schema_part(schema: Any) -> str:
+        if asked.disable_additional_properties:
+            schema = without_additional_properties(schema)
+        return "%json " + json.dumps({**({} if schema is True else schema), "x-guidance": _json_options(asked)})
+
+    def regex_part(pattern: str) -> str:
+        slashes = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", without_anchors(pattern), flags=re.DOTALL)
+        return "/" + slashes.replace("\n", r"\n") + "/"
+
+    def literal(text: str) -> str:
+        return _literal(text, special_tokens)
+
+    return FormatWriter(special_tokens, literal, schema_part, regex_part, _lark).write(tag["format"])
 
 
 def _parts_of(structure: Any, place: str) -> tuple[str, Any, str]:

@@ -50,6 +50,9 @@ class ResponseFormat(RequestModel):
     triggers: Entries[str] | None = Field(
         None, description="With the type structural_tag: texts that begin a structure"
     )
+    format: dict[str, Any] | None = Field(
+        None, description="With the type structural_tag, in place of structures and triggers: a tree of formats"
+    )
 
 
 class StructuredOutputsFields(RequestModel):
@@ -60,7 +63,9 @@ class StructuredOutputsFields(RequestModel):
     regex: str | None = Field(None, description="A regular expression for the whole answer")
     choice: Entries[str] | None = Field(None, description="The answer is one of these texts")
     grammar: str | None = Field(None, description="A grammar in Lark's or llama.cpp's notation")
-    structural_tag: Schema = Field(None, description="An object with structures and triggers, or JSON text of it")
+    structural_tag: Schema = Field(
+        None, description="An object with structures and triggers, or with a format, or JSON text of it"
+    )
     whitespace_pattern: str | None = Field(None, description="A regular expression for whitespace in JSON")
     disable_any_whitespace: bool | None = Field(None, description="JSON without any whitespace between its parts")
     disable_additional_properties: bool | None = Field(
@@ -172,7 +177,10 @@ class StructuredFields(RequestModel):
                 raise RequestError(name, "is missing", "a JSON schema; json_object is the type for any object")
             return _Asked(field, {"json_schema": schema}, {"json_schema": f"{field}.json_schema.schema"})
         if asked.type == "structural_tag":
-            tag = {"type": asked.type, "structures": asked.structures or [], "triggers": asked.triggers or []}
+            tag: dict[str, Any] = {"type": asked.type}
+            tag |= {"structures": asked.structures or [], "triggers": asked.triggers or []}
+            if asked.format is not None:
+                tag["format"] = asked.format
             return _Asked(field, {"structural_tag": tag}, {"structural_tag": field})
         return None
 
@@ -205,6 +213,7 @@ def _refuse_other_formats(asked: ResponseFormat) -> None:
         ("json_schema", "json_schema"),
         ("structures", "structural_tag"),
         ("triggers", "structural_tag"),
+        ("format", "structural_tag"),
     ):
         if getattr(asked, name) is not None and asked.type != owner:
             problem = f"has no meaning with the type {asked.type}"

@@ -126,6 +126,27 @@ async def test_parts_behind_triggers_match_their_schema(folder):
 
 
 @on_event_loop
+async def test_a_tree_of_formats_is_followed(folder):
+    async with serving(folder) as client:
+        thought = {"type": "tag", "begin": "<t>", "content": {"type": "regex", "pattern": "[a-z]{3}"}, "end": "</t>"}
+        answer = {"type": "json_schema", "json_schema": {"type": "boolean"}}
+        tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [thought, answer]}}
+        for asked in (
+            {"response_format": tag},
+            {"structured_outputs": {"structural_tag": tag}},
+            {"structural_tag": tag},
+        ):
+            body = (await client.complete(prompt="x", max_tokens=60, seed=1, **asked)).json()
+            assert re.fullmatch(r"<t>[a-z]{3}</t>(true|false)", texts_of(body)[0]), body
+        tag["format"]["elements"].insert(0, {"type": "any_text"})
+        refused = await client.complete(prompt="x", response_format=tag)
+        assert (refused.status, refused.error["param"]) == (400, "response_format"), refused.body
+        assert "format.elements[0] is free text" in refused.error["message"]
+        misplaced = await client.complete(prompt="x", response_format={"type": "text", "format": {"type": "any_text"}})
+        assert (misplaced.status, misplaced.error["param"]) == (400, "response_format.format")
+
+
+@on_event_loop
 async def test_beams_stay_in_the_grammar(folder):
     async with serving(folder) as client:
         search = {"use_beam_search": True, "beam_width": 3, "n": 3, "max_tokens": 100}
