@@ -168,16 +168,22 @@ class Sampler:
     def _choose_in_groups(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
         """Group the rows by what they need, and sample each group by its function. For a CPU."""
         uniforms = sampling.uniform(seeds, self.rows.num_outputs[slots])
-        edited = (needs & Needs.EDITS) != 0
+        edited = _rows_with(needs, Needs.EDITS)
+        few, few_tokens = self.rows.few_tokens(slots, edited)
+        edited = np.setdiff1d(edited, few, assume_unique=True)
+        plain = np.flatnonzero(~(needs & Needs.EDITS).astype(bool))
         random, filtered = (needs & Needs.RANDOM) != 0, (needs & Needs.FILTER) != 0
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         bad = torch.empty(len(slots), dtype=torch.bool, device=logits.device)
-        for group in (edited, ~edited):
-            members = np.flatnonzero(group)
+        for members in (few, edited, plain):
             if len(members) == 0:
                 continue
-            group_logits = take(logits, members)
-            if group is edited:
+            if members is few:
+                columns = to_device(few_tokens, logits.device)
+                group_logits = sampling.logits_of_tokens(logits, to_device(few, logits.device), columns)
+            else:
+                group_logits = take(logits, members)
+            if members is edited:
                 group_logits = group_logits.clone() if group_logits is logits else group_logits
                 self.rows.edit(group_logits, slots[members])
             for kind in (~random, random & ~filtered, filtered):
@@ -188,6 +194,8 @@ class Sampler:
                 chosen = self._choose_alike(take(group_logits, places), slots[rows], uniforms[rows], needs[rows[0]])
                 index = to_device(rows, logits.device)
                 token_ids[index], bad[index] = chosen
+                if members is few:
+                    token_ids[index] = columns[to_device(places, logits.device), chosen.token_ids].clamp_min_(0)
         return Chosen(token_ids, bad)
 
     def _choose_alike(self, logits: Tensor, slots: np.ndarray, uniforms: np.ndarray, needs: int) -> Chosen:

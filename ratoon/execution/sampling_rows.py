@@ -16,7 +16,7 @@ from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import Grammar, fill_ahead, forced_token
+from ratoon.execution.rules.grammar import FEW, Grammar, fill_ahead, forced_token
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.layers import sampling
 
@@ -99,6 +99,18 @@ class SamplingRows:
         apply_rules(logits, [self.active_rules[slot] for slot in slots.tolist()])
         if self._penalties:
             self._penalties.apply(logits, slots)
+
+    def few_tokens(self, slots: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of these places in `slots`, those whose rules leave few tokens and change no logit: the places [F], and the
+        tokens of each [F, FEW] in rising order, filled up with -1."""
+        found, tokens = [], []
+        for place in places.tolist():
+            rules = self.active_rules[slots[place]]
+            few = rules[0].few_tokens() if len(rules) == 1 and type(rules[0]) is Grammar else None
+            if few is not None:
+                found.append(place)
+                tokens.append(few)
+        return np.array(found, np.int64), np.stack(tokens) if tokens else np.empty((0, FEW), np.int64)
 
     def append_on_device(self, slots: np.ndarray, token_ids: Tensor) -> None:
         """The same tokens as `append_tokens`, for what is kept on the device. Also for slots that end."""

@@ -119,6 +119,12 @@ def allow_bits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
 
 
+def logits_of_tokens(logits: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
+    """Of `rows` [N], the logits of these tokens: [N, K]; -inf where `token_ids` [N, K] is -1."""
+    found = logits[rows[:, None], token_ids.clamp_min(0)]
+    return found.masked_fill_(token_ids < 0, -torch.inf)
+
+
 def force_tokens(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor) -> None:
     """As allow_only, and the entries become equal."""
     logits.index_fill_(0, rows, -torch.inf)

@@ -20,6 +20,8 @@ from ratoon.execution.grammar.interface import GrammarLibrary, GrammarState, wor
 from ratoon.execution.rules.base import ForbiddingRule, LogitsRule, Reads, Stage
 from ratoon.layers import sampling
 
+FEW = 512  # tokens; a choice among so many does not read the other logits of its row
+
 
 class Path:
     """The grammar's state along one text, which all rules of that text share. It only grows, and each rule knows how
@@ -68,7 +70,7 @@ class Ends:
 
 
 class Grammar(LogitsRule):
-    __slots__ = ("_ahead", "_ends", "_mask", "_num_tokens", "_path")
+    __slots__ = ("_ahead", "_ends", "_few", "_mask", "_num_tokens", "_path")
     stage = Stage.GRAMMAR
 
     def __init__(self, path: Path, ends: Ends, num_tokens: int = 0) -> None:
@@ -76,6 +78,7 @@ class Grammar(LogitsRule):
         self._ends = ends
         self._num_tokens = num_tokens
         self._mask: np.ndarray | None = None
+        self._few: np.ndarray | None = None
         self._ahead: Future[None] | None = None  # which fills the mask in another thread
 
     @property
@@ -96,23 +99,22 @@ class Grammar(LogitsRule):
 
     def mask(self) -> np.ndarray:
         """A bit for each token that may follow, [W] int32. None is set after a token that the grammar forbids."""
-        if self._ahead is not None:
-            self._ahead.result()
-        if self._mask is None:
-            self._fill()
+        self._wait_or_fill()
         assert self._mask is not None
         return self._mask
 
-    def _fill(self) -> None:
-        words = np.empty_like(self._ends.words)
-        state = self._state
-        state.fill(words)
-        self._set_mask(words, state)
+    def few_tokens(self) -> np.ndarray | None:
+        """The tokens that may follow, in rising order and filled up with -1, [FEW] int64. None: there are more."""
+        self._wait_or_fill()
+        return self._few
 
-    def _set_mask(self, words: np.ndarray, state: GrammarState) -> None:
-        """`words`: what the library allows, without ends."""
-        self._ends.set_in(words, state.is_accepting)
-        self._mask = words
+    def _wait_or_fill(self) -> None:
+        if self._ahead is not None:
+            self._ahead.result()
+        if self._mask is None:
+            state, words = self._state, np.empty((1, len(self._ends.words)), np.int32)
+            state.fill(words[0])
+            _set_masks([self], [state], words)
 
     @property
     def _state(self) -> GrammarState:
@@ -164,8 +166,34 @@ def fill_ahead(rules: Iterable[LogitsRule], library: GrammarLibrary) -> None:
 
 def _fill_all(rules: list[Grammar], library: GrammarLibrary) -> None:
     states = [rule._state for rule in rules]
-    for rule, words, state in zip(rules, library.masks(states), states):
-        rule._set_mask(words, state)
+    _set_masks(rules, states, library.masks(states))
+
+
+def _set_masks(rules: Sequence[Grammar], states: Sequence[GrammarState], masks: np.ndarray) -> None:
+    """`masks` [N, W]: what the library allows, without ends."""
+    for rule, state, words in zip(rules, states, masks):
+        rule._ends.set_in(words, state.is_accepting)
+    for rule, words, few in zip(rules, masks, few_tokens_of(masks, rules[0]._ends.vocab_size)):
+        rule._mask, rule._few = words, few
+
+
+def few_tokens_of(masks: np.ndarray, vocab_size: int) -> list[np.ndarray | None]:
+    """See Grammar.few_tokens: for each of the masks [N, W]."""
+    found: list[np.ndarray | None] = [None] * len(masks)
+    sparse = np.flatnonzero(np.count_nonzero(masks, axis=1) <= FEW)
+    rows, places = masks[sparse].nonzero()
+    words = masks[sparse[rows], places]
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little").reshape(len(words), 32)
+    cells, offsets = bits.nonzero()
+    rows, token_ids = rows[cells], 32 * places[cells] + offsets
+    if len(token_ids) and vocab_size % 32:
+        rows, token_ids = rows[token_ids < vocab_size], token_ids[token_ids < vocab_size]
+    ends = np.cumsum(np.bincount(rows, minlength=len(sparse)))
+    for row, own in zip(sparse.tolist(), np.split(token_ids, ends[:-1])):
+        if len(own) <= FEW:
+            found[row] = few = np.full(FEW, -1, np.int64)
+            few[: len(own)] = own
+    return found
 
 
 @cache

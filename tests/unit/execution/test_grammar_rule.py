@@ -13,10 +13,13 @@ import torch
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.grammar.interface import words_of
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.execution.rules.base import NO_RULES, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import fill_ahead, forced_token
+from ratoon.execution.rules.grammar import FEW, few_tokens_of, fill_ahead, forced_token
+from ratoon.execution.sampler import Sampler
+from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.layers import sampling
 from ratoon.models.tokenizer import Tokenizer
 from tests.golden.grammar_engines import END, THOUGHT, json_tokenizer
@@ -200,3 +203,53 @@ def test_masks_that_are_filled_ahead_are_the_same() -> None:
         if token % 2:
             assert possible(ahead) == possible(plain)
     assert texts_of(possible(ahead)) == {END}
+
+
+@pytest.mark.parametrize("vocab_size", [40, 1000, 49152])
+def test_few_tokens_are_those_of_the_mask(vocab_size: int) -> None:
+    chance = np.random.default_rng(vocab_size)
+    counts = [0, 1, 2, FEW - 1, FEW, FEW + 1, vocab_size]
+    bits = np.zeros((len(counts), 32 * words_of(vocab_size)), np.uint8)
+    for row, count in zip(bits, counts):
+        row[chance.permutation(vocab_size)[:count]] = 1
+    bits[:, vocab_size:] = 1  # a tokenizer may have more tokens than the model
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    for row, found in zip(bits[:, :vocab_size], few_tokens_of(masks, vocab_size), strict=True):
+        allowed = row.nonzero()[0].tolist()
+        assert (found is None) == (len(allowed) > FEW)
+        assert found is None or found.tolist() == allowed + [-1] * (FEW - len(allowed))
+
+
+SAMPLED = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "seed": 4, "logprobs": 2},
+    {"temperature": 1.3, "seed": 5, "top_p": 0.8, "top_k": 20},
+    {"temperature": 1.0, "seed": 6, "min_p": 0.05, "logit_bias": {3: 1.0}},  # which sees all logits
+)
+
+
+def test_a_choice_among_few_tokens_is_that_of_masked_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = SamplingRows(len(SAMPLED), grammars=grammars())
+    for slot, fields in enumerate(SAMPLED):
+        asked = StructuredOutput(regex="[a-z0-9]{2,30}" if slot else "[0-9]{3}")
+        params = SamplingParams(**fields, structured_output=asked, all_stop_token_ids=[end_token()])  # type: ignore[arg-type]
+        rows.add(slot, params, slot, [5], [])
+    slots = np.arange(len(SAMPLED))
+    assert len(rows.few_tokens(slots, slots)[0]) == len(SAMPLED) - 1
+    for seed in range(40):
+        logits = torch.randn(len(SAMPLED), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+        if seed % 8 == 0:
+            logits[1, tokens_of("a")[0]] = torch.nan
+        before, seeds = logits.clone(), np.arange(len(SAMPLED), dtype=np.uint64) + seed
+        few = Sampler(rows).sample(logits, slots, seeds)
+        alone = Sampler(rows).sample(logits[1:2], slots[1:2], seeds[1:2])
+        with monkeypatch.context() as patch:
+            patch.setattr(rows, "few_tokens", lambda *_: (np.empty(0, np.int64), np.empty((0, FEW), np.int64)))
+            masked = Sampler(rows).sample(logits, slots, seeds)
+        assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+        assert few.bad_rows == masked.bad_rows == ([1] if seed % 8 == 0 else [])
+        good = [slot for slot in range(len(SAMPLED)) if slot not in few.bad_rows]
+        assert few.to_numpy()[good].tolist() == masked.to_numpy()[good].tolist()
+        assert alone.to_numpy()[0] == few.to_numpy()[1]
+        assert few.logprobs_lists() == masked.logprobs_lists()
