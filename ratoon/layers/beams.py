@@ -32,9 +32,9 @@ class SearchRows(NamedTuple):
 class Candidates(NamedTuple):
     """Best first; among equals the lowest beam first, then the lowest token. -inf: fewer tokens were possible."""
 
-    scores: Tensor | np.ndarray  # [K] float32: the beam's score and the token's log-probability
-    beams: Tensor | np.ndarray  # [K] int64, counted from the search's first row
-    tokens: Tensor | np.ndarray  # [K] int64
+    scores: np.ndarray  # [K] float32: the beam's score and the token's log-probability
+    beams: np.ndarray  # [K] int64, counted from the search's first row
+    tokens: np.ndarray  # [K] int64
 
 
 class _Offsets(NamedTuple):
@@ -69,13 +69,16 @@ def best_candidates_of_searches(
         keys = best_keys_of_searches(logits, scores, searches, edit, logprob_rows)
         return candidates_of_keys(keys.cpu().numpy(), searches, logits.shape[1])
     logits = logits.float()
-    offsets = _Offsets(*_normalizers(logits), scores)
+    maxima = chunk_maxima(logits)  # [R, C]
+    offsets = _Offsets(maxima.amax(dim=-1), _log_sums(logits), scores)
     sound = (offsets.peak.isfinite() & offsets.log_sum.isfinite()).tolist()
     if logprob_rows:
         _to_logprobs(logits, offsets, torch.tensor(logprob_rows, device=logits.device))
     if edit is not None:
         edit(logits)
-    maxima = offsets.apply(chunk_maxima(logits))  # [R, C]
+    if edit is not None or logprob_rows:
+        maxima = chunk_maxima(logits)
+    maxima = offsets.apply(maxima)
     found: list[Candidates | None] = []
     for search in searches:
         rows = slice(search.start, search.stop)
@@ -163,11 +166,10 @@ def _uploaded(numbers: Sequence[Any], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def _normalizers(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The peak [R] and log_sum [R] of every row. The largest log-probability of a row is -log_sum."""
-    peak = logits.amax(dim=-1)
+def _log_sums(logits: Tensor) -> Tensor:
+    """The log_sum [R] of every row. The largest log-probability of a row is -log_sum."""
     highest = [torch.log_softmax(rows, dim=-1).amax(dim=-1) for rows in logits.split(_rows_at_once(logits))]
-    return peak, torch.cat(highest).neg_()
+    return torch.cat(highest).neg_()
 
 
 def _to_logprobs(logits: Tensor, offsets: _Offsets, rows: Tensor) -> None:
@@ -184,29 +186,41 @@ def _rows_at_once(logits: Tensor) -> int:
 
 def _choose(logits: Tensor, offsets: _Offsets, maxima: Tensor, num_candidates: int) -> Candidates:
     """The best of [B, V] logits. `maxima` [B, C] holds the best score of every chunk of columns, so that only chunks
-    that can hold one of the best are examined."""
+    that can hold one of the best are examined: by numpy, whose calls take a fraction of torch's for so few numbers."""
     vocab_size, num_chunks = logits.shape[1], maxima.shape[1]
-    chunks, least = _promising_chunks(maxima.flatten(), num_candidates)
+    chunks, least = _promising_chunks(maxima.cpu().numpy().ravel(), num_candidates)
     rows = chunks // num_chunks  # [G]
-    columns = (chunks % num_chunks)[:, None] * CHUNK + torch.arange(CHUNK, device=logits.device)  # [G, CHUNK]
+    columns = (chunks % num_chunks)[:, None] * CHUNK + np.arange(CHUNK)  # [G, CHUNK]
     inside = columns < vocab_size
-    scores = offsets.select(rows).apply(logits[rows[:, None], columns.clamp_max(vocab_size - 1)])
+    scores = _pick(logits, rows[:, None], np.minimum(columns, vocab_size - 1))
+    for offset, sign in ((offsets.peak, -1), (offsets.log_sum, -1), (offsets.scores, 1)):  # as _Offsets.apply does
+        scores += sign * offset.cpu().numpy()[rows, None]
     # Ordered by beam and token, which a stable sort keeps among equals.
-    places = (inside & (scores >= least)).flatten().nonzero().squeeze(1)
-    values, order = scores.flatten()[places].sort(descending=True, stable=True)
-    chosen = places[order[:num_candidates]]
-    return Candidates(values[:num_candidates], rows[chosen // CHUNK], columns.flatten()[chosen])
+    places = np.flatnonzero(inside & (scores >= least))
+    values = scores.ravel()[places]
+    order = np.argsort(-values, kind="stable")[:num_candidates]
+    chosen = places[order]
+    return Candidates(values[order], rows[chosen // CHUNK], columns.ravel()[chosen])
 
 
-def _promising_chunks(maxima: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+def _pick(logits: Tensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Some of the logits, as a new array on the host."""
+    if logits.device.type == "cpu":
+        picked: np.ndarray = logits.numpy()[rows, columns]
+        return picked
+    places = (torch.from_numpy(rows).to(logits.device), torch.from_numpy(columns).to(logits.device))
+    return logits[places].cpu().numpy()
+
+
+def _promising_chunks(maxima: np.ndarray, num_candidates: int) -> tuple[np.ndarray, float]:
     """The chunks that hold the best candidates, in ascending order, and a lower bound of their scores.
 
     Every maximum is a candidate, so the best K candidates are no worse than the K-th best maximum. Of the chunks with
     exactly that maximum, the first K are enough; otherwise all chunks would be taken where all logits are equal.
     """
     if len(maxima) <= num_candidates:
-        return torch.arange(len(maxima), device=maxima.device), maxima.new_tensor(-torch.inf)
-    least = maxima.topk(num_candidates, sorted=False).values.min()
-    above = (maxima > least).nonzero().squeeze(1)
-    level = (maxima == least).nonzero().squeeze(1)[:num_candidates]
-    return torch.cat([above, level]).sort().values, least
+        return np.arange(len(maxima)), -np.inf
+    least = np.partition(maxima, -num_candidates)[-num_candidates]
+    above = np.flatnonzero(maxima > least)
+    level = np.flatnonzero(maxima == least)[:num_candidates]
+    return np.sort(np.concatenate([above, level])), least
