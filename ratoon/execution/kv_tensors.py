@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -104,6 +105,8 @@ class KVTensors:
             self._move_by_kernel(plan, self._pages)
             return
         device = self._tensors[0].device
+        if device.type == "cpu" and self._copy_rows(plan):
+            return
         sources = indices_on(device, [copy.src for copy in copies])
         targets = indices_on(device, [copy.dst for copy in copies])
         for index, tensor in enumerate(self._tensors):
@@ -113,6 +116,18 @@ class KVTensors:
             for host_block, block in plan.swapped_in:
                 tensor[block].copy_(self._host_tensors[index][host_block], non_blocking=True)
             tensor.index_copy_(0, targets, content)
+
+    def _copy_rows(self, plan: SchedulerOutput) -> bool:
+        """Copy blocks one by one, on a CPU. False: others are moved too, or a block is both read and written."""
+        copies = [(copy.src, copy.dst) for copy in plan.block_copies]
+        is_free = {source for source, _ in copies}.isdisjoint(target for _, target in copies)
+        if plan.swapped_out or plan.swapped_in or not is_free:
+            return False
+        for tensor in self._tensors:
+            first, size = tensor.data_ptr(), tensor.stride(0) * tensor.itemsize
+            for source, target in copies:
+                ctypes.memmove(first + target * size, first + source * size, size)
+        return True
 
     def copies_in_any_order(self, plan: SchedulerOutput) -> list[tuple[int, int]] | None:
         """The blocks (from, to) that a plan copies, if it moves no others and `copy_listed` may copy them. None:
