@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ratoon.attention.interface import AttentionBackend, LayerCache
@@ -15,6 +14,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig, KVCacheSpec, lay_out_pages
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.buffers import indices_on
+from ratoon.layers.native.pages import new_pages
 
 if TYPE_CHECKING:
     from ratoon.execution.block_kernels import Pages
@@ -56,7 +56,7 @@ class KVTensors:
                 self._use_kernel()
             elif config.num_host_blocks:  # block 0 is not used there either
                 self._host_tensors = [make_rows(config.num_host_blocks + 1, width, self._device) for width in widths]
-        except (RuntimeError, MemoryError) as error:  # torch's and numpy's out-of-memory errors
+        except (RuntimeError, OSError) as error:  # of torch on a GPU, of the system
             wanted = config.num_blocks * config.bytes_per_block
             raise ConfigError(
                 "num_blocks",
@@ -180,12 +180,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def make_rows(num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
-    """[rows, words] of zeros, so that memory never written holds no NaN. On a CPU by numpy, which leaves the pages
-    uncommitted: torch would write them all."""
+    """[rows, words] of zeros, so that memory never written holds no NaN. On a CPU the pages are left uncommitted: torch
+    would write them all."""
     shape = (num_rows, row_bytes // WORD.itemsize)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=WORD, device=device)
-    return torch.from_numpy(np.zeros(shape, np.int64))
+    return new_pages(num_rows * row_bytes).view(WORD).view(shape)
 
 
 def view_pages(rows: torch.Tensor, start: int, spec: KVCacheSpec, backend: AttentionBackend) -> LayerCache:

@@ -1,5 +1,5 @@
-"""Memory for packed weights: in large pages where the system has them, so that a pass over all weights translates few
-addresses. Pieces share a mapping, which is given back when the last of them is gone."""
+"""Memory for packed weights, keys and values: in large pages where the system has them, so that a pass translates few
+addresses. Pieces of weights share a mapping, which is given back when the last of them is gone."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ def new_weight(*shape: int, dtype: torch.dtype) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     taken = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if taken > MAPPING:
-        piece = _map(taken)
+        piece = new_pages(taken)
     else:
         with _lock:
             if taken > len(_left):
-                _left = _map(MAPPING)
+                _left = new_pages(MAPPING)
             piece, _left = _left[:taken], _left[taken:]
     return piece[:num_bytes].view(dtype).view(shape)
 
 
-def _map(num_bytes: int) -> Tensor:
+def new_pages(num_bytes: int) -> Tensor:
+    """[num_bytes] uint8 of zeros. Pages are committed when they are first written."""
     memory = mmap.mmap(-1, num_bytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel that was built without them

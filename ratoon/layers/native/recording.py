@@ -13,6 +13,7 @@ import ctypes
 import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratoon.layers.native import Kernels, library
+from ratoon.layers.native.pages import new_pages
 
 Tensor = torch.Tensor
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 CHUNK_BYTES = 1 << 20  # that an arena grows by at least
+# From here on an allocator returns what is freed to the system, and each layer of a prompt would have its pages cleared
+# and mapped anew: a fifth of the time of a prompt.
+LARGE_BYTES = 128 << 10
 
 _open: Recording | None = None  # one at a time in a process
 _lock = threading.Lock()
@@ -33,18 +38,18 @@ _lock = threading.Lock()
 
 def new_floats(rows: int, width: int) -> Tensor:
     """[rows, width], not initialised."""
-    recording = _open
-    if recording is None or not recording.is_of_this_thread:
-        return torch.empty(rows, width)
-    return recording.arena.take(4 * rows * width).view(torch.float32).view(rows, width)
+    return new_bytes(4 * rows * width).view(torch.float32).view(rows, width)
 
 
 def new_bytes(count: int) -> Tensor:
     """[count] uint8, not initialised; aligned as floats are."""
     recording = _open
-    if recording is None or not recording.is_of_this_thread:
+    if recording is not None and recording.is_of_this_thread:
+        return recording.arena.take(count)
+    if count < LARGE_BYTES:
         return torch.empty(count, dtype=torch.uint8)
-    return recording.arena.take(count)
+    with _large_lock:
+        return _large.take(count)
 
 
 class Program:
@@ -80,12 +85,14 @@ class Arena:
 
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
+        self._returned: deque[tuple[int, int, int]] = deque()  # by finalizers, which may run at any time
         self._free: list[tuple[int, int, int]] = []  # (chunk, first byte, bytes), in order, none beside another
         self.num_bytes = 0
 
     def take(self, count: int) -> Tensor:
         """[count] uint8."""
         size = max(-(-count // ALIGNMENT), 1) * ALIGNMENT
+        self._join_returned()
         place = next((index for index, (_, _, room) in enumerate(self._free) if room >= size), None)
         if place is None:
             place = self._grow(size)
@@ -98,21 +105,28 @@ class Arena:
 
     def _grow(self, size: int) -> int:
         size = max(size, CHUNK_BYTES)
-        memory = np.empty(size + ALIGNMENT, np.uint8)
-        skipped = -memory.ctypes.data % ALIGNMENT
-        self._chunks.append(memory[skipped : skipped + size])
+        self._chunks.append(new_pages(size).numpy())
         self._free.append((len(self._chunks) - 1, 0, size))
         self.num_bytes += size
         return len(self._free) - 1
 
     def _give_back(self, chunk: int, first: int, size: int) -> None:
+        self._returned.append((chunk, first, size))
+
+    def _join_returned(self) -> None:
+        if not self._returned:
+            return
         joined: list[tuple[int, int, int]] = []
-        for piece in sorted([*self._free, (chunk, first, size)]):
+        for piece in sorted([*self._free, *(self._returned.popleft() for _ in range(len(self._returned)))]):
             if joined and joined[-1][0] == piece[0] and joined[-1][1] + joined[-1][2] == piece[1]:
                 joined[-1] = (piece[0], joined[-1][1], joined[-1][2] + piece[2])
             else:
                 joined.append(piece)
         self._free = joined
+
+
+_large = Arena()  # of passes that are not recorded
+_large_lock = threading.Lock()
 
 
 class Recording(TorchDispatchMode):

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.layers.native import library
-from ratoon.layers.native.recording import ALIGNMENT, CHUNK_BYTES, Arena, Program, Recording, new_bytes, new_floats
+from ratoon.layers.native.recording import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    LARGE_BYTES,
+    Arena,
+    Program,
+    Recording,
+    new_bytes,
+    new_floats,
+)
 from ratoon.layers.native_ops import NativeOps
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")
@@ -193,8 +202,18 @@ def test_a_pass_of_many_layers_needs_the_memory_of_one():
     assert arena.num_bytes == CHUNK_BYTES
 
 
-def test_without_a_recording_memory_is_torchs():
+def test_without_a_recording_small_memory_is_torchs():
     assert new_floats(2, 3).shape == (2, 3) and new_bytes(5).dtype == torch.uint8
+
+
+def test_without_a_recording_large_memory_is_handed_out_again():
+    """The system would clear its pages for every layer of a prompt."""
+    used = [new_floats(100, LARGE_BYTES // 100) for _ in range(3)]
+    assert len({piece.data_ptr() for piece in used}) == 3
+    addresses = {piece.data_ptr() for piece in used}
+    used.clear()
+    assert new_floats(100, LARGE_BYTES // 100).data_ptr() in addresses
+    assert new_bytes(LARGE_BYTES).data_ptr() % ALIGNMENT == 0
 
 
 @settings(max_examples=100, deadline=None)
