@@ -125,7 +125,8 @@ static void read_scales(const attention_call *c, scratch *s, const row_run *run,
 // Runs of keys before the window of every row are not read: their blocks may belong to another sequence by now, and zero
 // times a NaN there is not zero. Tiles have the keys of all runs of a stretch; in the place of one that is not there they
 // have another one, whose scores are masked.
-static void find_stretch(const attention_call *c, const row_run *run, int64_t first_key, int64_t keys_end, stretch *t) {
+static void find_stretch(const attention_call *c, const scratch *s, const row_run *run, int64_t first_key, int64_t keys_end,
+                         stretch *t) {
     const int64_t size = size_of(c->kind), to_values = c->kv_heads * c->head_dim * c->block_size * size;
     const int64_t lowest = c->window > 0 ? run->first_position - c->window + 1 - first_key : 0;
     t->first_key = first_key;
@@ -133,7 +134,10 @@ static void find_stretch(const attention_call *c, const row_run *run, int64_t fi
     t->first_run = lowest > 0 ? lowest / TILE : 0;
     t->key_step = c->block_size;
     t->panel_bytes = c->block_size * TILE * size;
-    t->fetches = first_key + STRETCH < keys_end && first_key + STRETCH < run->keys;
+    const int goes_on = first_key + STRETCH < keys_end && first_key + STRETCH < run->keys;
+    const row_run *next_run = goes_on ? run : &s->next;
+    const int64_t next_key = goes_on ? first_key + STRETCH : s->next.first_key;
+    t->fetches = goes_on || s->next.table;
     for (int64_t i = 0; i < RUNS; i++) {
         const int64_t last = (t->keys - 1) / TILE, there = i < t->first_run ? t->first_run : i > last ? last : i;
         const int64_t key = first_key + there * TILE, offset = key % c->block_size;
@@ -141,8 +145,8 @@ static void find_stretch(const attention_call *c, const row_run *run, int64_t fi
         t->keys_of[i] = block + offset * size;
         t->values_of[i] = block + to_values + offset * TILE * size;
         if (!t->fetches) continue;
-        const int64_t ahead = first_key + STRETCH + i * TILE < run->keys ? first_key + STRETCH + i * TILE : run->keys - 1;
-        const char *next = block_of(c, run, ahead);
+        const int64_t ahead = next_key + i * TILE < next_run->keys ? next_key + i * TILE : next_run->keys - 1;
+        const char *next = block_of(c, next_run, ahead);
         // All runs of a block together fetch all of it.
         t->next_keys[i] = next + ahead % c->block_size / TILE * TILE * c->head_dim * size;
         t->next_values[i] = next + to_values + ahead % c->block_size / TILE * TILE * TILE * size;
@@ -216,7 +220,7 @@ static void attend_requests(const attention_call *c, scratch *s, const part *par
     const int64_t first_position = position_of(c, request, part->first_token + begin);
     const int64_t keys = c->causal ? first_position + tokens : c->seq_lens[request];
     const row_run run = {c->block_table + request * c->table_width, kv_head, begin * group, (end - begin) * tokens * group,
-                         first_position, keys};
+                         first_position, keys, first_key};
     const int32_t *shared = c->shared + part->first_request;
     int64_t together_end = keys;
     int all_alike = 1;  // they have the very same keys
@@ -227,7 +231,7 @@ static void attend_requests(const attention_call *c, scratch *s, const part *par
     }
     for (; first_key < together_end && first_key < keys_end; first_key += STRETCH) {
         stretch t;
-        find_stretch(c, &run, first_key, keys_end, &t);
+        find_stretch(c, s, &run, first_key, keys_end, &t);
         attend[c->kind](c, s, &run, &t);
     }
     if (all_alike || first_key >= keys_end) return;
@@ -283,6 +287,18 @@ static void merge_pieces(const plan *plan, scratch *s, const part *part, int64_t
     write_rows(c, part, kv_head, &s->closed, rows);
 }
 
+// What a thread reads next, most likely: the first keys of the unit behind this one.
+static row_run run_behind(const plan *plan, int64_t index) {
+    const attention_call *c = &plan->call;
+    if (index + 1 >= plan->num_units * c->kv_heads) return (row_run){0};
+    const unit *unit = plan->units + (index + 1) / c->kv_heads;
+    const part *part = plan->parts + unit->part;
+    return (row_run){.table = c->block_table + part->first_request * c->table_width,
+                     .kv_head = (index + 1) % c->kv_heads,
+                     .first_key = unit->first_key,
+                     .keys = unit->keys_end};
+}
+
 static void attention_unit(void *context, int64_t index) {
     const plan *plan = context;
     const attention_call *c = &plan->call;
@@ -291,6 +307,7 @@ static void attention_unit(void *context, int64_t index) {
     const int64_t kv_head = index % c->kv_heads, rows = part->tokens * (c->heads / c->kv_heads);
     scratch *s = get_scratch();
     load_queries(c, s, part, kv_head, rows);
+    s->next = run_behind(plan, index);
     for (int64_t key = unit->first_key, next; key < unit->keys_end; key = next) {
         next = next_piece(key, part->piece ? part->piece : GROUP, unit->keys_end);
         clear_sums(c, &s->open, rows);

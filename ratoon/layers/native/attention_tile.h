@@ -54,22 +54,24 @@ typedef struct {
     weights_of_sums w;
 } tile;
 
+// Rows of the scratch that go through a stretch together, with the table that all of them have there.
+typedef struct {
+    const int32_t *table;
+    int64_t kv_head, first_row, rows;
+    int64_t first_position, keys;  // the first row's; how many keys its last row sees
+    int64_t first_key;             // that is read
+} row_run;
+
 typedef struct {
     _Alignas(64) float q[UNIT_ROWS * Q_STRIDE];
     tile tiles[2];
     _Alignas(64) float keys[MAX_HEAD_DIM * STRETCH], values[MAX_HEAD_DIM * STRETCH];  // of halves and bytes, as floats
     float key_scales[STRETCH], value_scales[STRETCH];
     int32_t token_of_row[UNIT_ROWS], head_of_row[UNIT_ROWS];  // counted from the first of the unit
+    row_run next;       // what is fetched meanwhile, behind the last keys of a unit; without a table: nothing
     sums open, closed;  // of the group of stretches that is in work, and of those before it
     _Alignas(64) float memory[2 * (UNIT_ROWS * (MAX_HEAD_DIM + W) + UNIT_ROWS + W)];  // of the sums
 } scratch;
-
-// Rows of the scratch that go through a stretch together, with the table that all of them have there.
-typedef struct {
-    const int32_t *table;
-    int64_t kv_head, first_row, rows;
-    int64_t first_position, keys;  // the first row's; how many keys its last row sees
-} row_run;
 
 // Where the keys and values of a stretch lie.
 typedef struct {
