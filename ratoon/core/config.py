@@ -140,9 +140,10 @@ class CacheConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "auto: keys and values are kept in the dtype of the model; fp8 or fp8_e4m3: as 8-bit floats, for GPUs; "
-        "float16, or int8 with a scale for each head of a token: for CPUs. They take less memory; 8 bits lose a little",
-        one_of("auto", "fp8", "fp8_e4m3", "float16", "int8"),
+        "auto: keys and values are kept in the dtype of the model; in float16 on a CPU if products are computed with "
+        "quantised weights. fp8 or fp8_e4m3: as 8-bit floats, for GPUs; float32, float16, or int8 with a scale for "
+        "each head of a token: for CPUs. Fewer bits take less memory; 8 bits lose a little",
+        one_of("auto", "fp8", "fp8_e4m3", "float32", "float16", "int8"),
     )
     enable_prefix_caching: bool = setting(
         True, "share computed prefixes between requests", options=("--prefix-caching",)

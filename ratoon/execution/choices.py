@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Compute capabilities
 BITS_OF_FLOATS = {"int8": 8, "int4": 4}  # by the setting `quantization`
+MATRICES_TO_LOOK_AT = 4
+# Compute capabilities
 OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)
 OLDEST_WITH_FP8 = (8, 9)
-# None: the dtype of the model
-KV_DTYPES = {
-    "auto": None,
+KV_DTYPES = {  # by the setting `kv_cache_dtype`, which may also be "auto"
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
+    "float32": torch.float32,
     "float16": torch.float16,
     "int8": torch.int8,
 }
@@ -61,6 +61,7 @@ class EngineChoices:
     num_threads: int
     ops: Ops
     kernels: KernelChoices  # of products with quantised weights, on a CPU
+    kv_dtype: torch.dtype | None  # None: `dtype`
     declaration: LanguageModel  # without weights
     geometry: Geometry
 
@@ -91,7 +92,7 @@ class EngineChoices:
 
     def geometry_anew(self) -> Geometry:
         """With other backends: these keep memory between steps."""
-        return choose_geometry(self.config, self.declaration, self.device, self.dtype)
+        return choose_geometry(self.config, self.declaration, self.device, self.dtype, self.kv_dtype)
 
     def probe_for(self, plan: SchedulerOutput) -> KVCacheConfig:
         """A pool that is just large enough for the plan."""
@@ -159,18 +160,52 @@ def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: Tenso
     kernels = open_kernel_choices(config.measure_kernels, threads)
     ops = choose_ops(device, dtype, config.batch_invariant, config.quantization, kernels)
     declaration = declare_model(model_config, max_model_len)
-    geometry = choose_geometry(config, declaration, device, dtype)
+    kv_dtype = choose_kv_dtype(config, ops, tensors)
+    geometry = choose_geometry(config, declaration, device, dtype, kv_dtype)
     for choice in geometry.all_choices:
         is_fast = isinstance(choice.backend, CpuAttentionBackend)
         is_slow = ops.name == "native" and config.attention_backend == "auto" and not is_fast
         logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
     return EngineChoices(
-        config, model_config, tensors, device, dtype, max_model_len, threads, ops, kernels, declaration, geometry
+        config,
+        model_config,
+        tensors,
+        device,
+        dtype,
+        max_model_len,
+        threads,
+        ops,
+        kernels,
+        kv_dtype,
+        declaration,
+        geometry,
     )
 
 
+def choose_kv_dtype(config: EngineConfig, ops: Ops, tensors: TensorSource) -> torch.dtype | None:
+    """That keys and values are kept in; None: the dtype of the model. Beside weights of 8 bits or fewer, halves on a
+    CPU: a decode step of many requests reads more of them than of weights, and what they lose is far below what the
+    weights' bits lose."""
+    if config.cache.kv_cache_dtype != "auto":
+        return KV_DTYPES[config.cache.kv_cache_dtype]
+    return torch.float16 if isinstance(ops, NativeOps) and _has_few_bits(ops, tensors) else None
+
+
+def _has_few_bits(ops: NativeOps, tensors: TensorSource) -> bool:
+    """Whether products are computed with quantised weights. The smallest matrices tell: reading them takes no time."""
+    if ops.formats is None or ops.bits is not None:
+        return ops.bits is not None
+    matrices = [name for name, shape in tensors.shapes().items() if len(shape) == 2]
+    smallest = sorted(matrices, key=lambda name: math.prod(tensors.shapes()[name]))[:MATRICES_TO_LOOK_AT]
+    return any(ops.formats.find(tensors.read(name)) is not None for name in smallest)
+
+
 def choose_geometry(
-    config: EngineConfig, declaration: LanguageModel, device: torch.device, dtype: torch.dtype
+    config: EngineConfig,
+    declaration: LanguageModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> Geometry:
     return geometry_of(
         declaration,
@@ -178,7 +213,7 @@ def choose_geometry(
         config.cache.block_size,
         device,
         dtype,
-        KV_DTYPES[config.cache.kv_cache_dtype],
+        kv_dtype,
         config.batch_invariant,
         encoder_may_round=config.quantization in BITS_OF_FLOATS,
     )

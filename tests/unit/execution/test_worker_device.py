@@ -1,13 +1,17 @@
 """Which operations serve a device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from ratoon.core.config import EngineConfig
 from ratoon.core.errors import ConfigError
-from ratoon.execution.choices import choose_ops
+from ratoon.execution.choices import choose_kv_dtype, choose_ops
 from ratoon.execution.devices import use_device
 from ratoon.execution.worker import describe_weights
 from ratoon.layers.native import library
+from ratoon.layers.native_encoding import encode
 from ratoon.layers.native_ops import native_ops_reasons
 from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import StoredTensor
@@ -40,6 +44,41 @@ def test_floats_are_kept_in_fewer_bits_beside_float32_on_a_cpu(quantization: str
         choose_ops(cpu, torch.bfloat16, quantization=quantization)
     if library() is not None:
         assert choose_ops(cpu, torch.float32, quantization=quantization).bits == int(quantization[-1])
+
+
+class Checkpoint:
+    """A matrix, in this many bits, a table and a vector of floats."""
+
+    name = "checkpoint"
+
+    def __init__(self, bits: int | None = None) -> None:
+        tensors = {"table": torch.randn(64, 8), "matrix": torch.randn(64, 64), "norm": torch.ones(64)}
+        self._stored = {name: StoredTensor.of_floats(tensor) for name, tensor in tensors.items()}
+        if bits is not None:
+            self._stored["matrix"] = encode(tensors["matrix"], bits)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: stored.shape for name, stored in self._stored.items()}
+
+    def read(self, name: str, part: object = None, destination: object = None) -> StoredTensor:
+        return self._stored[name]
+
+
+@pytest.mark.skipif(library() is None, reason="no kernels were built for this processor")
+def test_keys_and_values_are_halves_beside_quantised_weights_on_a_cpu() -> None:
+    def kept(quantization: str, checkpoint: Checkpoint, kv_cache_dtype: str = "auto") -> torch.dtype | None:
+        config = EngineConfig(model="checkpoint", quantization=quantization)
+        config = replace(config, cache=replace(config.cache, kv_cache_dtype=kv_cache_dtype))
+        return choose_kv_dtype(config, choose_ops(torch.device("cpu"), torch.float32, False, quantization), checkpoint)
+
+    assert kept("auto", Checkpoint()) is None
+    assert kept("auto", Checkpoint(4)) == kept("auto", Checkpoint(8)) == torch.float16
+    assert kept("none", Checkpoint(4)) is None
+    assert kept("int8", Checkpoint()) == kept("int4", Checkpoint()) == torch.float16
+    assert kept("auto", Checkpoint(4), "float32") == torch.float32
+    assert kept("auto", Checkpoint(), "int8") == torch.int8
+    config = EngineConfig(model="checkpoint")
+    assert choose_kv_dtype(config, choose_ops(torch.device("cpu"), torch.bfloat16), Checkpoint(4)) is None
 
 
 def test_weights_in_8_bits_are_counted_as_such() -> None:
