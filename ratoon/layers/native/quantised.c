@@ -27,7 +27,12 @@ int64_t ratoon_quantised_scratch(int64_t in) {
 static int zero_of(const quantised_weight *w) { return w->bits == 8 ? ZERO_OF_8 : w->offsets ? 0 : 8; }
 
 // The largest size of a block's numbers, as the bits of a float: in their order, NaN above infinity.
-static uint32_t largest_of(const float *x) {
+INLINE uint32_t largest_of(const float *x) {
+#if defined(__AVX512F__)
+    const __m512i sign = _mm512_set1_epi32(0x7fffffff);
+    const __m512i first = _mm512_and_si512(_mm512_loadu_si512(x), sign);
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(first, _mm512_and_si512(_mm512_loadu_si512(x + 16), sign)));
+#else
     uint32_t largest = 0;
     for (int k = 0; k < QUANTISED_BLOCK; k++) {
         uint32_t bits;
@@ -36,6 +41,7 @@ static uint32_t largest_of(const float *x) {
         largest = bits > largest ? bits : largest;
     }
     return largest;
+#endif
 }
 
 static float float_of(uint32_t bits) {
@@ -51,6 +57,20 @@ static void sum_halves(const int8_t *codes, int32_t sums[2]) {
     for (int k = QUANTISED_BLOCK / 2; k < QUANTISED_BLOCK; k++) sums[1] += codes[k];
 }
 
+// A block's numbers times a factor, rounded, and the sums of its halves.
+INLINE void round_block(const float *x, float factor, int8_t *codes, int32_t sums[2]) {
+#if defined(__AVX512F__)
+    UNROLLED for (int half = 0; half < 2; half++) {
+        const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16 * half), _mm512_set1_ps(factor)));
+        _mm_storeu_si128((__m128i *)(codes + 16 * half), _mm512_cvtepi32_epi8(rounded));
+        sums[half] = _mm512_reduce_add_epi32(rounded);
+    }
+#else
+    for (int k = 0; k < QUANTISED_BLOCK; k++) codes[k] = (int8_t)rintf(x[k] * factor);
+    sum_halves(codes, sums);
+#endif
+}
+
 static void write_shifts(const int32_t sums[2], int zero, int64_t groups, int64_t height, int32_t *shifts) {
     shifts[0] = -zero * (groups == 2 ? sums[0] : sums[0] + sums[1]);
     shifts[height] = -zero * sums[1];  // of the second group, if there is one
@@ -64,13 +84,11 @@ static void quantise_block(const quantised_call *c, int64_t row, int64_t block) 
     const float maximum = float_of(largest);
     const int usable = largest < 0x7f800000 && maximum >= SMALLEST_MAXIMUM;
     const float factor = usable ? 127.0f / maximum : 0.0f;
-    int8_t *codes = to.codes[0];
+    int32_t sums[2] = {0, 0};
     if (usable)
-        for (int k = 0; k < QUANTISED_BLOCK; k++) codes[k] = (int8_t)rintf(x[k] * factor);
+        round_block(x, factor, to.codes[0], sums);
     else
-        memset(codes, 0, QUANTISED_BLOCK);
-    int32_t sums[2];
-    sum_halves(codes, sums);
+        memset(to.codes[0], 0, QUANTISED_BLOCK);
     *to.scales = usable ? maximum / 127.0f : largest < 0x7f800000 ? 0.0f : NAN;
     *to.scaled_sums = *to.scales * (float)(sums[0] + sums[1]);
     write_shifts(sums, zero_of(c->weight), c->groups, c->height, to.shifts);

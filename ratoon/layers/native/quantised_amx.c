@@ -39,6 +39,7 @@ static void configure(void) {
 typedef struct {
     const quantised_call *call;
     const unpacked *stretch;
+    const stretch_ahead *ahead;  // NULL: another tile fetches it
     int64_t row, rows, panel, first_block, blocks;
     int is_last;
 } tile_place;
@@ -102,6 +103,8 @@ INLINE void add_stretch(int has_offsets, const tile_place *p) {
     MULTIPLY(0, 4, 6, 0, 0)
     int64_t index = 0;
     for (; index + 2 < last; index += 2) {
+        if (p->ahead) fetch_block(p->ahead, index);
+        if (p->ahead) fetch_block(p->ahead, index + 1);
         MULTIPLY(1, 5, 7, index + 1, 1)
         ADD(index, 0)
         MULTIPLY(0, 4, 6, index + 2, 0)
@@ -130,7 +133,9 @@ void multiply_by_matrices(const quantised_call *c, int64_t first, int64_t last, 
             place.blocks = left < STRETCH ? left : STRETCH;
             place.is_last = left <= STRETCH;
             unpack(1, c, place.panel, place.first_block, place.blocks, &stretch);
+            const stretch_ahead ahead = find_ahead(c, place.panel, place.first_block + place.blocks);
             for (place.row = first; place.row < last; place.row += TILE_ROWS) {
+                place.ahead = place.row == first ? &ahead : NULL;
                 place.rows = last - place.row < TILE_ROWS ? last - place.row : TILE_ROWS;
                 add(&place);
             }

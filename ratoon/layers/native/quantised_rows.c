@@ -21,6 +21,7 @@
 typedef struct {
     const quantised_call *call;
     const unpacked *panels;
+    const stretch_ahead *ahead;  // of the same panels; NULL: another tile fetches it
     int64_t row, panel, first_block, blocks;
     int vector;  // the first of the tile, among those of the panels
     int is_last;
@@ -64,6 +65,8 @@ INLINE void add_stretch(int rows, int bits, int group, int has_offsets, const ti
             acc[i][v] = p->first_block ? read_part(y[v] + i * c->ldy, w->out - first[v]) : (vec){};
     }
     for (int64_t block = 0; block < p->blocks; block++) {
+        if (p->ahead)
+            for (int i = 0; i < PANELS; i++) fetch_block(p->ahead + i, block);
         const activation_block x = block_of(c, p->row, p->first_block + block);
         const rest_block rest = rests_of(c, p->row, p->first_block + block);
         const int with_rests = has_rests(c, p->row, p->first_block + block);
@@ -148,9 +151,16 @@ void multiply_many_rows(const quantised_call *c, int64_t first, int64_t last, in
             place.blocks = left < STRETCH ? left : STRETCH;
             place.is_last = left <= STRETCH;
             for (int i = 0; i < PANELS; i++) unpack(0, c, place.panel + i, place.first_block, place.blocks, panels + i);
+            stretch_ahead ahead[PANELS];
+            for (int i = 0; i < PANELS; i++)
+                ahead[i] = place.is_last ? find_ahead(c, place.panel + PANELS + i, 0)
+                                         : find_ahead(c, place.panel + i, place.first_block + place.blocks);
             for (place.row = first; place.row < last;) {
                 int64_t height = height_at(place.row, last, highest);
-                for (place.vector = 0; place.vector < PANELS * TILE_VECS; place.vector += VECS) functions[height](&place);
+                for (place.vector = 0; place.vector < PANELS * TILE_VECS; place.vector += VECS) {
+                    place.ahead = place.row == first && place.vector == 0 ? ahead : NULL;
+                    functions[height](&place);
+                }
                 place.row += height;
             }
         }

@@ -42,3 +42,27 @@ INLINE void unpack(int is_signed, const quantised_call *c, int64_t panel, int64_
     if (w->offsets)
         for (int64_t i = 0; i < count * TILE; i += W) store(to->offsets[0] + i, load_halves(w->offsets + block * TILE + i));
 }
+
+// What is unpacked after a stretch: codes, scales and offsets that follow it in memory.
+typedef struct {
+    const uint8_t *codes;
+    const uint16_t *scales, *offsets;
+    int64_t code_bytes;  // of a block
+    int64_t groups;
+} stretch_ahead;
+
+INLINE stretch_ahead find_ahead(const quantised_call *c, int64_t panel, int64_t first) {
+    const quantised_weight *w = c->weight;
+    const int64_t block = panel * c->blocks + first, bytes = BLOCK_CODES * w->bits / 8;
+    return (stretch_ahead){w->codes + block * bytes, w->scales + block * c->groups * TILE,
+                           w->offsets ? w->offsets + block * TILE : NULL, bytes, c->groups};
+}
+
+// Asks for a block of it, so that it comes from memory while rows are multiplied. One behind the weight's end may be asked for.
+INLINE void fetch_block(const stretch_ahead *ahead, int64_t block) {
+    const uint8_t *codes = ahead->codes + block * ahead->code_bytes;
+    for (int64_t i = 0; i < ahead->code_bytes; i += 256)
+        UNROLLED for (int line = 0; line < 256; line += 64) __builtin_prefetch(codes + i + line, 0, 2);
+    __builtin_prefetch(ahead->scales + block * ahead->groups * TILE, 0, 2);
+    if (ahead->offsets) __builtin_prefetch(ahead->offsets + block * TILE, 0, 2);
+}
