@@ -16,7 +16,7 @@ from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonA
 from ratoon.attention.shared_prefix import shared_prefixes
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
-from ratoon.layers.native import has_bf16_matrices, library
+from ratoon.layers.native import has_bf16_matrices, library, reason_for_none
 from ratoon.layers.native.recording import new_bytes, new_floats
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # of keys and values, as the kernels number them
@@ -73,7 +73,7 @@ class CpuAttentionBackend(AttentionBackend):
         if needs.content != AttentionSpec.content:
             reasons.append(f"reads {AttentionSpec.content}, not {needs.content}")
         if library() is None:
-            reasons.append("no kernels were built for this processor")
+            reasons.append(reason_for_none())
         return reasons
 
     @classmethod

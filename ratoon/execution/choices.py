@@ -257,7 +257,9 @@ def _choose_ops(
     device: torch.device, dtype: torch.dtype, batch_invariant: bool, quantization: str, kernels: KernelChoices | None
 ) -> Ops:
     if device.type != "cuda":
-        if native_ops_reasons(device, dtype):
+        if reasons := native_ops_reasons(device, dtype):
+            if library() is None:
+                logger.warning("operations run by torch, which is slower than the CPU kernels: %s", "; ".join(reasons))
             return TorchOps()
         return NativeOps(quantization != "none", BITS_OF_FLOATS.get(quantization), kernels)
     from ratoon.layers.cuda_ops import CudaOps  # imports triton

@@ -42,16 +42,17 @@ Clock = Callable[[], float]
 
 
 def measure_kernels(
-    choices: KernelChoices, num_threads: int, clock: Clock = time.perf_counter, limit: float = LIMIT
+    choices: KernelChoices, num_threads: int, clock: Clock = time.perf_counter, limit: float | None = None
 ) -> None:
     """Choose for all weights that nothing is known about, and keep that."""
     start, unknown = clock(), choices.unknown()
+    deadline = start + (LIMIT if limit is None else limit)
     left = dict(unknown)
     for shape, weights in [*unknown.items()] * ATTEMPTS:
-        if shape not in left or clock() > start + limit:
+        if shape not in left or clock() > deadline:
             continue
         timer = ProductTimer(weights, num_threads, clock)
-        times = time_kernels(timer, timer.has_matrices, clock, start + limit)
+        times = time_kernels(timer, timer.has_matrices, clock, deadline)
         if times is not None:
             choices.settle(shape, choose_row_counts(times, timer.default))
             del left[shape]

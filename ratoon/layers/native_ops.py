@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ratoon.layers.native import kernel_set_name, library
+from ratoon.layers.native import kernel_set_name, library, reason_for_none
 from ratoon.layers.native.recording import new_floats
 from ratoon.layers.native_choices import KernelChoices
 from ratoon.layers.native_encoding import can_encode, encode
@@ -272,7 +272,7 @@ def native_ops_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
     if dtype != torch.float32:
         reasons.append(f"the kernels compute in float32, not in {dtype}")
     if library() is None:
-        reasons.append("no kernels were built for this processor")
+        reasons.append(reason_for_none())
     return reasons
 
 

@@ -123,6 +123,15 @@ def has_bf16_matrices(head_dim: int) -> bool:
     return wanted and "amx_bf16" in cpu_flags()
 
 
+def reason_for_none() -> str:
+    """Why `library` found nothing."""
+    if os.environ.get(VARIABLE) == "none":
+        return f"{VARIABLE} is none"
+    if not _supported_sets():
+        return "this processor has not the instructions that the kernels need (AVX2, FMA, F16C and BMI2, or NEON)"
+    return "no kernels were built for this processor"
+
+
 @functools.cache
 def _found() -> tuple[str, Kernels | None]:
     for kernel_set in _wanted_sets():

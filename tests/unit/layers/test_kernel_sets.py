@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ratoon.core.errors import ConfigError
+from ratoon.execution.choices import choose_ops, open_kernel_choices
 from ratoon.layers import native
 from ratoon.layers.native.sources import digest_of
 
@@ -118,6 +120,27 @@ def test_sets_of_arm_follow_its_dot_and_matrix_instructions(
     monkeypatch.setattr(native, "cpu_flags", lambda: set(flags.split()))
     monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
     assert native._supported_sets() == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "words"),
+    [
+        ("none", "avx2 fma f16c bmi2", "RATOON_KERNELS is none"),
+        ("auto", "sse2", "this processor has not the instructions that the kernels need"),
+        ("auto", "avx2 fma f16c bmi2", "no kernels were built for this processor"),
+    ],
+)
+def test_one_line_says_why_a_processor_has_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, flags: str, words: str
+) -> None:
+    monkeypatch.setenv(native.VARIABLE, variable)
+    monkeypatch.setattr(native, "cpu_flags", lambda: set(flags.split()))
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native, "_found", lambda: ("none", None))
+    ops = choose_ops(torch.device("cpu"), torch.float32, kernels=open_kernel_choices(True, 2))
+    assert ops.name == "torch"
+    (message,) = caplog.messages
+    assert words in message
 
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels for this processor; `make setup` builds them")
