@@ -49,7 +49,7 @@ class AnswerPlan:
         """For one choice. `prompt`: its text, at least the end of it."""
         return self.format.parser(
             prompt=prompt,
-            tool_names=self.tools.names,
+            tool_names=self.tools.parameters,
             parallel_tool_calls=self.tools.parallel,
             continued=self.continued,
         )

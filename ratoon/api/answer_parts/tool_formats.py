@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ratoon.api.answer_parts.calls import CallInProgress, read_arguments, read_call, read_calls
 from ratoon.api.answer_parts.parts import PartSink
 from ratoon.api.answer_parts.reading import BLANKS, END, MalformedError, Reading, Source, opens_with, skip, until
+from ratoon.api.answer_parts.written_calls import FUNCTION, NAME, PARAMETER, read_python_calls, read_xml_call
 
-NAME = frozenset(string.ascii_letters + string.digits + "_-.:/")
 MISTRAL_ID_LENGTH = 9  # Mistral's templates refuse other ids
 
 
@@ -42,7 +42,8 @@ class CallForm:
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     name: str
-    read: Callable[[Source, PartSink, Collection[str]], Reading[None]]  # the latter: the names of the request's tools
+    # The latter: the names of the request's tools, perhaps a mapping to the schemas of their parameters
+    read: Callable[[Source, PartSink, Collection[str]], Reading[None]]
     form: CallForm
     marks: tuple[str, ...] = ()  # which must reach the text, even if they are special tokens
     new_call_id: Callable[[], str] = openai_call_id
@@ -99,6 +100,33 @@ def _read_llama3_json(source: Source, sink: PartSink, known_names: Collection[st
             sink.content(mark)
 
 
+def _read_qwen3_coder(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
+    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>, anywhere in the text, the
+    outer mark missing at times; and the form of Hermes."""
+    while (mark := (yield from until(source, ("<tool_call>", FUNCTION), sink.content))) is not None:
+        source.mark()
+        if mark == FUNCTION or (yield from opens_with(source, (FUNCTION,))):
+            is_read = yield from read_xml_call(source, sink, known_names)
+        else:
+            is_read = yield from read_call(source, sink)
+        if is_read:
+            yield from opens_with(source, ("</tool_call>",), BLANKS | {"}"})
+        else:
+            sink.content(mark)
+
+
+def _read_pythonic(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
+    """[name(key=value, …), …] as the whole text, or between marks; and the plain JSON form."""
+    has_mark = yield from opens_with(source, (PYTHON_START,))
+    is_read = yield from read_calls(source, sink, known_names)
+    is_read = is_read or (yield from read_python_calls(source, sink, known_names))
+    if is_read:
+        yield from opens_with(source, (PYTHON_END,))
+    elif has_mark:
+        sink.content(PYTHON_START)
+    yield from until(source, (), sink.content)
+
+
 def _read_json(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
     """The whole text is a call, {"name": …, "arguments": {…}}, or a list of them."""
     yield from read_calls(source, sink, known_names)
@@ -116,14 +144,26 @@ LLAMA3_JSON = ToolFormat("llama3_json", _read_llama3_json, LLAMA3_FORM, ("<|pyth
 MISTRAL = ToolFormat("mistral", _read_mistral, MISTRAL_FORM, MISTRAL_MARKS, mistral_call_id)
 MISTRAL_V11 = ToolFormat("mistral_v11", _read_mistral, MISTRAL_V11_FORM, MISTRAL_MARKS, mistral_call_id)
 PLAIN_JSON = ToolFormat("json", _read_json, CallForm())
+# Calls that must be made are written as JSON, for which there are grammars; the parsers read both forms.
+QWEN3_CODER = ToolFormat("qwen3_coder", _read_qwen3_coder, HERMES_FORM, ("<tool_call>", "</tool_call>"))
+PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+PYTHONIC = ToolFormat(
+    "pythonic", _read_pythonic, CallForm(between=", ", opening="[", closing="]"), (PYTHON_START, PYTHON_END)
+)
 
-TOOL_FORMATS = {made.name: made for made in (HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_V11, PLAIN_JSON)}
+TOOL_FORMATS = {
+    made.name: made for made in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_V11, PLAIN_JSON)
+}
 
 
 def tool_format_of_template(template: str | None) -> ToolFormat:
     """The form that a chat template writes calls in. Where it does not know tools, they are written into the messages
     in the form of Hermes (models/tool_rendering.py)."""
     text = template or ""
+    if FUNCTION in text and PARAMETER in text:
+        return QWEN3_CODER
+    if PYTHON_START in text or "[func_name1(" in text:
+        return PYTHONIC
     if "<tool_call>" in text:
         return HERMES
     if "[TOOL_CALLS]" in text:

@@ -25,6 +25,11 @@ class ToolUse:
     def names(self) -> tuple[str, ...]:
         return tuple(tool["function"]["name"] for tool in self.tools)
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The schemas of the tools' parameters, by the tools' names."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
+
 
 NO_TOOLS = ToolUse()
 

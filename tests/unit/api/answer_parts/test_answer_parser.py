@@ -175,6 +175,8 @@ def test_an_answer_is_continued_where_it_stopped():
         ("{% for tool in tools %}… <tool_call> …</think>", "hermes", "qwen3"),
         ("{{ '[TOOL_CALLS]' }}[THINK][/THINK]", "mistral", "mistral"),
         ("<|python_tag|> {{ tools }}", "llama3_json", None),
+        ("{{ tools }}<tool_call>\n<function=example>\n<parameter=x>", "qwen3_coder", None),
+        ("{{ tools }}[func_name1(params_name1=params_value1)]", "pythonic", None),
         ("{{ tools }}", "json", None),
         ("{{ messages }}", "hermes", None),
     ],
@@ -197,6 +199,8 @@ def test_formats_are_chosen_by_name():
 
 
 PIECES = [
+    "<function=", "add>", "<parameter=", "a>", "</parameter>", "</function>", "[add(", "a=1", "add()", ")",
+    "<|python_start|>",
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", ADD, WEATHER,
     '{"name": "', "add", '", "arguments": ', "{", "}", "[", "]", '"', "\\", ",", ":", ";", "<", " ", "\n", "text", "é",
 ]  # fmt: skip
@@ -242,3 +246,121 @@ def test_a_long_answer_is_read_in_linear_time():
     assert read(nested, "hermes")[2] == [("add", "[" * 20_000)]
     text = '<tool_call>{"a": "' * 2_000
     assert read(text, "hermes") == ("", text, [])
+
+
+# ---- calls that are not JSON ----
+
+SCHEMAS = {
+    "add": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "array"}, "text": {"type": "string"}},
+    },
+    "weather": {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}, "when": {"anyOf": [{"type": "null"}]}}},
+    "now": None,
+}
+XML = """<tool_call>
+<function=add>
+<parameter=a>
+1
+</parameter>
+<parameter=b>
+[2, "}"]
+</parameter>
+<parameter=text>
+two "lines"
+<b>é</b>
+
+</parameter>
+</function>
+</tool_call>"""
+
+
+def typed(text: str, tools: str, cuts: int = 0) -> tuple:
+    parser = AnswerParser(None, TOOL_FORMATS[tools], SCHEMAS)
+    size = cuts or len(text) or 1
+    return read_pieces(parser, [text[at : at + size] for at in range(0, len(text), size)])
+
+
+@pytest.mark.parametrize("cuts", [0, 1, 2, 7])
+@pytest.mark.parametrize(
+    ("tools", "text", "content", "calls"),
+    [
+        ("qwen3_coder", XML, "", [("add", {"a": 1, "b": [2, "}"], "text": 'two "lines"\n<b>é</b>\n'})]),
+        ("qwen3_coder", f"Let me see.\n{XML}\n{XML.replace('add', 'now')}", "Let me see.", None),
+        ("qwen3_coder", "<function=now>\n</function>", "", [("now", {})]),
+        ("qwen3_coder", "<tool_call><function=now></function></tool_call> ok", "ok", [("now", {})]),
+        ("qwen3_coder",
+         "<function=weather><parameter=unit>C</parameter><parameter=when>None</parameter></function>", "",
+         [("weather", {"unit": "C", "when": None})]),
+        ("qwen3_coder", "<function=add><parameter=a>one</parameter></function>", "", [("add", {"a": "one"})]),
+        ("qwen3_coder", "<function=f><parameter=x>1</parameter></function>", "", [("f", {"x": "1"})]),
+        ("qwen3_coder", f"<tool_call>{ADD}</tool_call>", "", [("add", json.loads(ARGUMENTS))]),
+        ("qwen3_coder", "<tool_call>\n <function= x> is no call", "<tool_call>\n <function= x> is no call", []),
+        ("pythonic", "[add(a=1, b=[2, '}'], text='it\\'s, (so)')]", "",
+         [("add", {"a": 1, "b": [2, "}"], "text": "it's, (so)"})]),
+        ("pythonic", ' [now(), weather(unit="C", when=None, x={"a": -1.5, "b": (true, False)},)]', "",
+         [("now", {}), ("weather", {"unit": "C", "when": None, "x": {"a": -1.5, "b": [True, False]}})]),
+        ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", {})]),
+        ("pythonic", f"[{ADD}]", "", [("add", json.loads(ARGUMENTS))]),
+        ("pythonic", "[1, 2] is a list", "[1, 2] is a list", []),
+        ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
+        ("pythonic", "<|python_start|>text", "<|python_start|>text", []),
+        ("pythonic", "Now: [now()]", "Now: [now()]", []),
+    ],
+)  # fmt: skip
+def test_calls_in_xml_and_python_become_json(cuts, tools, text, content, calls):
+    reasoning, found_content, found = typed(text, tools, cuts)
+    assert (reasoning, found_content) == ("", content)
+    if calls is None:
+        assert [name for name, _ in found] == ["add", "now"]
+    else:
+        assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "arguments"),
+    [
+        ("qwen3_coder", "<function=add><parameter=text>\nab", '{"text": "ab'),
+        ("qwen3_coder", "<function=add><parameter=a>1</parameter>", '{"a": 1'),
+        ("pythonic", "[add(a=1, text='a", '{"a": 1'),
+        ("pythonic", "[add(a=1, b=open('x'))]", '{"a": 1'),
+    ],
+)
+def test_calls_that_break_off_have_the_arguments_so_far(tools, text, arguments):
+    ((_, found),) = typed(text, tools)[2]
+    assert found == arguments
+
+
+def test_a_string_of_xml_is_streamed_while_it_is_written():
+    parser = AnswerParser(None, TOOL_FORMATS["qwen3_coder"], SCHEMAS)
+    parser.push("<tool_call>\n<function=add>\n<parameter=text>\n")
+    assert parser.push("half a sen") == [ToolCallArguments(0, "half a sen")]
+    assert parser.push('tence "') == [ToolCallArguments(0, 'tence \\"')]
+    assert parser.push("\n</parameter>\n") == [ToolCallArguments(0, '"')]
+    assert parser.push("</function>") == [ToolCallArguments(0, "}")]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z_]{1,6}", fullmatch=True).filter(lambda name: name.isidentifier()),
+        st.recursive(st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | st.text(),
+                     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5),
+    ),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_any_arguments_survive_xml_and_python(arguments, cuts):
+    python = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    ((_, found),) = typed(f"[now({python})]", "pythonic", cuts)[2]
+    assert json.loads(found) == arguments
+    schema = {
+        "now": {"properties": {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}}
+    }
+    written = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    if any("<" in value for value in written.values()):
+        return
+    xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items())
+    parser = AnswerParser(None, TOOL_FORMATS["qwen3_coder"], schema)
+    text = f"<tool_call>\n<function=now>\n{xml}</function>\n</tool_call>"
+    ((_, found),) = read_pieces(parser, [text[at : at + cuts] for at in range(0, len(text), cuts)])[2]
+    assert json.loads(found) == arguments
