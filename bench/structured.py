@@ -152,15 +152,16 @@ async def longest_gap(llm: AsyncLLM, with_schemas: bool, number: int, args: argp
         async for _ in llm.generate(prompt, params, f"{name}-{with_schemas}-{number}"):
             times += [time.perf_counter()]
 
+    schemas = [made_schema(100_000 + 1000 * number + index, size) for index, size in enumerate(SIZES)]
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, temperature=0)
     running = asyncio.create_task(answer(prompts(1, args.prompt_tokens, 1)[0], params, "long", times))
     while len(times) < 8:
         await asyncio.sleep(0.001)
     begin = time.perf_counter()
     others = []
-    for index, size in enumerate(SIZES):
-        schema = {"json_schema": made_schema(100_000 + 1000 * number + index, size)} if with_schemas else None
-        short = SamplingParams(max_tokens=2, temperature=0, structured_output=schema)
+    for index, schema in enumerate(schemas):
+        asked = {"json_schema": schema} if with_schemas else None
+        short = SamplingParams(max_tokens=2, temperature=0, structured_output=asked)
         others.append(asyncio.create_task(answer(prompts(1, 8, index)[0], short, f"short-{index}", [])))
         await asyncio.sleep(0.01)
     await asyncio.gather(running, *others)

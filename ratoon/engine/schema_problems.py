@@ -22,6 +22,7 @@ SINGLE = (
     "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
     "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
+PARTS = (*MAPS, *LISTS, *SINGLE)  # keywords with schemas
 SIZES = (
     "maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems", "minLength", "minProperties",
 )  # fmt: skip
@@ -217,17 +218,21 @@ def _walk(schema: Any) -> Iterator[tuple[Path, Any]]:
         path, part = waiting.pop()
         yield path, part
         if isinstance(part, dict):
-            waiting.extend(reversed(list(_children(path, part, (*MAPS, *LISTS, *SINGLE)))))
+            waiting.extend(reversed(list(_children(path, part, PARTS))))
 
 
 def _children(path: Path, part: Mapping[str, Any], keywords: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
+    if part.keys().isdisjoint(keywords):
+        return
     for keyword in keywords:
         value = part.get(keyword)
+        if value is None:
+            continue
         if keyword in MAPS and isinstance(value, dict):
             yield from (((*path, keyword, name), child) for name, child in value.items())
         elif isinstance(value, list) and keyword in (*LISTS, "items"):
             yield from (((*path, keyword, index), child) for index, child in enumerate(value))
-        elif keyword in SINGLE and value is not None:
+        elif keyword in SINGLE:
             yield (*path, keyword), value
 
 

@@ -51,15 +51,15 @@ def _problem(content: bytes, special_tokens: frozenset[str]) -> tuple[str, str] 
     from ratoon.execution.grammar.notation import grammar_text, problem_of
 
     asked = msgspec.msgpack.decode(content, type=StructuredOutput)
-    invalid = None if asked.json_schema is None else find_invalid(json.loads(asked.json_schema))
-    if invalid is not None:
+    schema = None if asked.json_schema is None else json.loads(asked.json_schema)
+    if schema is not None and (invalid := find_invalid(schema)) is not None:
         return str(invalid), OTHERWISE
     try:
         problem = problem_of(grammar_text(asked, special_tokens))
     except RequestError as error:
         return error.problem, error.expected
-    if asked.json_schema is not None:
-        return _explain_schema(asked, json.loads(asked.json_schema), problem)
+    if schema is not None:
+        return _explain_valid(asked, schema, problem)
     if asked.structural_tag is not None:
         return _explain_tag(asked, json.loads(asked.structural_tag), problem)
     return None if problem is None else (_shown(problem), OTHERWISE)
@@ -81,7 +81,13 @@ def _explain_tag(asked: StructuredOutput, tag: Any, problem: str | None) -> tupl
 
 def _explain_schema(asked: StructuredOutput, schema: Any, problem: str | None) -> tuple[str, str] | None:
     found = find_invalid(schema)
-    if found is None and problem is not None:
+    return (str(found), OTHERWISE) if found is not None else _explain_valid(asked, schema, problem)
+
+
+def _explain_valid(asked: StructuredOutput, schema: Any, problem: str | None) -> tuple[str, str] | None:
+    """All keywords have values of the right types."""
+    found = None
+    if problem is not None:
         found = locate(schema, problem, lambda part: _problem_of_schema(asked, json.loads(part)))
     if found is None:
         found = find_unenforced(schema)
