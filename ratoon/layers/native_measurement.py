@@ -23,14 +23,14 @@ from ratoon.layers.native_formats import BLOCK, PANEL, SCRATCH_ROOM, PackedWeigh
 logger = logging.getLogger(__name__)
 
 LIMIT = 0.08  # seconds for all shapes; those that are left keep the default until the next start
-ROW_COUNTS = (4, 8, 9, 12, 14, 16, 20, 24, 28, 32, 48)
+ROW_COUNTS = (6, 9, 12, 16, 24, 30, 48)
 ROUNDS = 3
 ATTEMPTS = 2  # where times did not agree, and there is time
-NEEDED_GAIN = 0.03  # of the time: a smaller one is noise, and the default stays
+NEEDED_GAIN = 0.05  # of the time: a smaller one is noise, and the default stays
 STEADY = 1.25  # a second shortest time is above the shortest by no more, in most cases; otherwise nothing is decided
 STRIP = 16  # rows that the matrix unit takes at once: STRIP of quantised_call.h
-PART_NUMBERS = 2**17  # of a weight, for each thread
-MOST_PARTS = 64
+PART_NUMBERS = 2**20  # of a weight, for each thread
+MOST_PARTS = 32
 OUTLIER_BLOCKS = 20  # one in so many has numbers that are rounded to 15 bits, as in a model
 
 WHOLE_STRIPS = 3  # beside the kernels: the matrix unit, but for the rows behind the last whole strip

@@ -210,7 +210,7 @@ def times_of(seconds: Callable[[int, int], float], has_matrices: bool = True) ->
 
 def test_the_kernel_that_is_faster_from_some_rows_on_is_taken_from_there() -> None:
     times = times_of(lambda rows, kernel: [rows, 13 + rows / 4, 99, 99][kernel])
-    assert choose_row_counts(times, DEFAULT) == RowCounts(20, NEVER)
+    assert choose_row_counts(times, DEFAULT) == RowCounts(24, NEVER)
     times = times_of(lambda rows, kernel: [rows, 1000, 8.5, 8.5][kernel])
     assert choose_row_counts(times, RowCounts(NEVER, NEVER)).matrices_from == 9
 
@@ -222,7 +222,7 @@ def test_the_matrix_unit_takes_as_many_rows_of_a_strip_as_pay() -> None:
         strips, rest = divmod(rows, 16)
         return [rows, 1000, 13 * -(-rows // 16), 13 * strips + rest][kernel]
 
-    assert choose_row_counts(times_of(seconds), DEFAULT).matrices_from == 14
+    assert choose_row_counts(times_of(seconds), DEFAULT).matrices_from == 16
     assert choose_row_counts(times_of(seconds), RowCounts(12, 12)) == RowCounts()  # which gains too little
 
 
@@ -232,8 +232,8 @@ def test_a_small_gain_or_none_leaves_the_default() -> None:
 
 
 def test_without_a_matrix_unit_there_are_two_kernels() -> None:
-    times = times_of(lambda rows, kernel: [rows, 8][kernel], has_matrices=False)
-    assert choose_row_counts(times, RowCounts(2, 2)) == RowCounts(8, NEVER)
+    times = times_of(lambda rows, kernel: [rows, 20][kernel], has_matrices=False)
+    assert choose_row_counts(times, RowCounts(2, 2)) == RowCounts(24, NEVER)
 
 
 def test_more_rows_than_were_measured_are_unpacked_or_go_by_the_matrix_unit() -> None:
