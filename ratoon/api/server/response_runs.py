@@ -67,7 +67,10 @@ logger = get_logger(__name__)
 def response_not_found(response_id: str, param: str) -> ApiError:
     """The same for an unknown id, an evicted one, and one of another key."""
     shown = response_id if len(response_id) <= 200 else response_id[:200] + "…"
-    message = f"{param}: there is no response {shown!r}; expected the id of a stored one"
+    message = (
+        f"{param}: there is no response {shown!r}: it was never stored or was deleted, the server was restarted or has "
+        "evicted it, or it belongs to another key; send the whole conversation in input"
+    )
     return ApiError(404, message, param=param, code="response_not_found")
 
 

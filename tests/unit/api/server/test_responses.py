@@ -219,6 +219,7 @@ async def test_a_stored_response_is_retrieved_and_deleted():
         ):
             answer = await client.open(method, where).answer()
             assert (answer.status, answer.error["code"]) == (404, "response_not_found")
+            assert "the server was restarted" in answer.error["message"]
         again = await create(client, previous_response_id=made["id"], status=404)
         assert again["error"]["param"] == "previous_response_id"
         assert client.context.llm.list_roots() == []
