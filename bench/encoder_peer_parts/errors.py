@@ -18,7 +18,7 @@ DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 SENTENCES = DATA / "speech" / "sentences.json"
 SPELLINGS = DATA / "bart-g2p-us"
 WORDS = DATA.parents[1] / "docs" / "architecture.md"
-MOST_WORDS = 200
+MOST_WORDS = 2000
 MOST_TOKENS = 60
 
 
