@@ -203,8 +203,10 @@ def _signal_each(pids: set[int], number: signal.Signals) -> None:
 
 
 def engine_environment(engine: str, threads: int) -> dict[str, str]:
-    """Models are on the disk: nothing looks for a network. Thread settings of the caller's shell do not count."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    """Models are on the disk: nothing looks for a network. Settings of threads in the caller's shell do not count, and
+    no engine compiles its modules at each start."""
+    not_passed_on = ("OMP_", "GOMP_", "KMP_", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(not_passed_on)}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if engine == "vllm":
         environment |= {

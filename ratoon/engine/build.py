@@ -36,7 +36,8 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
         from ratoon.execution.devices import gpu_bytes
         from ratoon.models.build import collect_shapes
         from ratoon.models.dummy_source import DummySource
-    note_missing_bytecode(sys.modules["torch"])
+    for package in ("ratoon", "torch"):
+        note_missing_bytecode(sys.modules[package])
     # Random weights need no files: a config alone is enough to size an engine.
     tensors = DummySource(collect_shapes(source.config)) if config.load_format == "dummy" else source.tensors
     config = fit_to_model(fit_to_device(config, gpu_bytes(config.device)), source.config)
@@ -67,7 +68,8 @@ def note_missing_bytecode(package: ModuleType) -> None:
     if spec is not None and spec.origin and spec.cached and not os.path.exists(spec.cached):
         folder = os.path.dirname(spec.origin)
         logger.info(
-            "%s has no bytecode: its source is compiled at each start, for seconds. Once is enough: "
+            "%s has no bytecode: its source is compiled at each start, which takes half a second or more. "
+            "Once is enough: "
             "python -m compileall -q %s",
             spec.name,
             folder,

@@ -29,6 +29,7 @@ PARTS = frozenset(
     for name in (
         "_higher_order_ops",
         "_meta_registrations",
+        "_native",
         "ao",
         "compiler",
         "distributions",
