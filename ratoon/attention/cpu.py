@@ -39,6 +39,7 @@ class CpuMetadata:
     num_requests: int
     block_size: int
     alive: tuple[torch.Tensor, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    inputs: CommonAttentionMetadata
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -99,9 +100,14 @@ class CpuAttentionBackend(AttentionBackend):
             num_requests=len(inputs.seq_lens),
             block_size=inputs.block_size,
             alive=(inputs.slot_mapping, table, inputs.query_start_loc, inputs.seq_lens, shared),
+            inputs=inputs,
         )
 
     def update_metadata(self, metadata: CpuMetadata, inputs: CommonAttentionMetadata) -> bool:
+        if inputs is metadata.inputs:  # the same arrays with other numbers
+            if metadata.num_requests > 1:
+                metadata.alive[-1][:] = shared_prefixes(inputs.block_table, inputs.seq_lens, inputs.block_size)
+            return True
         new = self.build_metadata(inputs)
         metadata.alive[-1][:] = new.alive[-1]  # what is shared is the one array that is made for a step
         return new.places == metadata.places

@@ -34,13 +34,14 @@ from ratoon.execution.readers import (
     LogitsPass,
     LogitsReader,
     NextTokenReader,
+    PassEnd,
     PendingOutput,
     RowReader,
     StepLayout,
     join,
     rows_of,
 )
-from ratoon.execution.sampled_rows import SampledPass, SampledRowsReader
+from ratoon.execution.sampled_rows import KnownPass, SampledPass, SampledRowsReader
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 FIRST = np.zeros(1, np.int64)  # the one request of a step
 
-Executed = ExecutedPass | LogitsPass | KeysPass | SampledPass
+Executed = ExecutedPass | LogitsPass | KeysPass | SampledPass | KnownPass
 
 
 class ModelRunner:
@@ -159,7 +160,8 @@ class ModelRunner:
             if size is not None:
                 executed = self._run_padded(plan, rows, num_scheduled, size)
         if executed is None:
-            executed = self._run_alone(plan, self._prepare(plan, rows, num_scheduled))
+            inputs = self._prepare(plan, rows, num_scheduled)
+            executed = self._run_greedy(plan, inputs, rows) or self._run_alone(plan, inputs)
         self.num_computed_tokens += plan.total_num_scheduled_tokens
         return executed
 
@@ -237,7 +239,23 @@ class ModelRunner:
         tokens = GraphTokens(inputs.sampled[: len(own)])
         return SampledPass(tokens, ids, own, self.input_batch, self.sampling_rows)
 
-    def _run_alone(self, plan: SchedulerOutput, inputs: StepInputs) -> ExecutedPass:
+    def _run_greedy(self, plan: SchedulerOutput, inputs: StepInputs, rows: np.ndarray) -> KnownPass | None:
+        """Run a recorded step that also takes the most probable token of every branch. None: a branch asks for more
+        than that, or there is no such recording."""
+        if self.recorded is None or plan.captures or plan.fanout or plan.beam_steps or self.pooling:
+            return None
+        num_sampled = len(plan.sampled_req_ids)
+        # Branches without a token of their own are prompts
+        is_decode = num_sampled == len(rows) == plan.total_num_scheduled_tokens
+        if not is_decode or self.sampling_rows.needs[rows].any():
+            return None
+        result = self.recorded.run(self.model, inputs, PassEnd.TOKENS)
+        if result is None or result.tokens is None:
+            return None
+        ids = list(plan.num_scheduled_tokens)
+        return KnownPass(result.tokens, ids, rows, self.input_batch, self.sampling_rows)
+
+    def _run_alone(self, plan: SchedulerOutput, inputs: StepInputs) -> ExecutedPass | LogitsPass:
         """Run a step of any kind, from inputs of its own size."""
         readers = self._readers(plan, StepLayout.of(plan, inputs.cu_num_tokens))
         rows = rows_of(readers)
@@ -245,9 +263,12 @@ class ModelRunner:
         every = len(rows) == plan.total_num_scheduled_tokens and rows == list(range(len(rows)))
         wanted = None if every else indices_on(self.device, rows)
         if self.recorded is not None and not (plan.captures or self.pooling):
-            states = self.recorded.run(self.model, inputs)
-            if states is not None:
-                return ExecutedPass(states if wanted is None else states.select(wanted), readers)
+            only_logits = every and all(isinstance(reader, NextTokenReader) for reader in readers)
+            result = self.recorded.run(self.model, inputs, PassEnd.LOGITS if only_logits else PassEnd.STATES)
+            if result is not None and result.logits is not None:
+                return LogitsPass(result.logits, cast("list[NextTokenReader]", readers))
+            if result is not None:
+                return ExecutedPass(result.states if wanted is None else result.states.select(wanted), readers)
         metadata = [backend.build_metadata(group) for backend, group in zip(self.kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else self.kv.cross_backend.build_metadata(inputs.cross)
         observers = [reader for reader in readers if isinstance(reader, StreamObserver)]

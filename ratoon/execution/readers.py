@@ -7,6 +7,7 @@ between the layers is a `StreamObserver`, and the forward pass shows it the stre
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +25,14 @@ ComputeLogits = Callable[[Tensor], Tensor]  # [R, H] → [R, V]
 # Puts results into the output that it gets, once the device is done. Called in another thread than readers are, while
 # that one may run the next step.
 Finish = Callable[[ModelRunnerOutput], None]
+
+
+class PassEnd(enum.IntEnum):
+    """What a forward pass computes last, of all rows."""
+
+    STATES = 0
+    LOGITS = 1
+    TOKENS = 2  # those of the largest logits
 
 
 class RowReader(Protocol):

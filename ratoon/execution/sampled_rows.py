@@ -132,6 +132,20 @@ class SampledPass:
         return append_pending(self.tokens, self.ids, self.rows, num_rows, self.branches, self.sampling_rows, output)
 
 
+@dataclass(slots=True)
+class KnownPass:
+    """The same where the tokens are on the host."""
+
+    tokens: Tokens
+    ids: list[str]
+    rows: np.ndarray
+    branches: InputBatch
+    sampling_rows: SamplingRows
+
+    def read(self, output: ModelRunnerOutput) -> None:
+        append_known(self.tokens, self.ids, self.rows, len(self.rows), self.branches, self.sampling_rows, output)
+
+
 def append_pending(
     sampled: Tokens,
     ids: list[str],
@@ -152,7 +166,11 @@ def append_pending(
         return None
     branches.append_pending(own)
     sampling_rows.append_tokens(own, np.zeros(len(own), np.int64))
-    return partial(put_tokens, sampled, ids)
+    return partial(_put_tokens_later, sampled, ids)
+
+
+def _put_tokens_later(sampled: Tokens, ids: list[str], output: ModelRunnerOutput) -> None:
+    put_tokens(sampled, ids, output)
 
 
 def append_known(
@@ -168,8 +186,7 @@ def append_known(
     their branches, and get their tokens; the others belong to the branches that these are forked from."""
     own = rows[:num_own]
     tokens = sampled.to_numpy()[:num_own]  # the only device synchronisation of a step
-    bad = set(sampled.bad_rows)
-    put_tokens(sampled, ids, output)
+    bad = put_tokens(sampled, ids, output)
     if bad:
         for index in sorted(bad):
             _explain(ids[index], sampling_rows.rules[rows[index]], output)
@@ -207,15 +224,17 @@ def _explain(req_id: str, rules: RowRules, output: ModelRunnerOutput) -> None:
         output.errors[req_id] = NO_WAY
 
 
-def put_tokens(sampled: Tokens, ids: list[str], output: ModelRunnerOutput) -> None:
+def put_tokens(sampled: Tokens, ids: list[str], output: ModelRunnerOutput) -> set[int]:
+    """Returns the places of those without a token."""
     tokens, bad = sampled.to_numpy().tolist(), set(sampled.bad_rows)
     if not bad:  # always, but for broken models
         output.req_ids += ids
         output.sampled_token_ids += [[token] for token in tokens]
         output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items()}
-        return
+        return bad
     output.errors.update((ids[index], NO_TOKEN) for index in sorted(bad))
     good = [index for index in range(len(tokens)) if index not in bad]
     output.req_ids += [ids[index] for index in good]
     output.sampled_token_ids += [[tokens[index]] for index in good]
     output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}
+    return bad

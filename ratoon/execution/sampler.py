@@ -53,11 +53,15 @@ class SampledTokens:
     @property
     def bad_rows(self) -> list[int]:
         """Rows without a token: NaN or infinite logits, or every token forbidden."""
+        if self.bad.device.type == "cpu":
+            return np.flatnonzero(self.bad.numpy()).tolist()
         num_rows = len(self.token_ids)
         return np.flatnonzero(self._on_host()[num_rows : 2 * num_rows]).tolist()
 
     def to_numpy(self) -> np.ndarray:
         """The token ids, [R] int64."""
+        if self.token_ids.device.type == "cpu":
+            return self.token_ids.numpy()
         return self._on_host()[: len(self.token_ids)].astype(np.int64)
 
     def logprobs_lists(self) -> dict[int, LogprobsLists]:
@@ -83,6 +87,27 @@ class SampledTokens:
         if self._host is None:
             self._host = self.packed().cpu().numpy() if self._copy is None else self._copy.to_numpy()
         return self._host
+
+
+class HostTokens:
+    """The same, of tokens that were chosen in memory of the host, which the next step may overwrite."""
+
+    def __init__(self, chosen: Chosen) -> None:
+        self._token_ids, self._bad = chosen.token_ids.numpy(), chosen.bad.numpy()
+
+    def start_copy(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    @property
+    def bad_rows(self) -> list[int]:
+        return np.flatnonzero(self._bad).tolist() if self._bad.any() else []
+
+    def to_numpy(self) -> np.ndarray:
+        return self._token_ids
+
+    def logprobs_lists(self) -> dict[int, LogprobsLists]:
+        return {}
 
 
 def _packed(logprobs: TokenLogprobs) -> Tensor:

@@ -139,6 +139,9 @@ class SamplingRows:
     def append_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """One new output token for each of these slots. Slots are distinct. A token not yet known on the host
         may be any number, in a slot whose rules do not need it there."""
+        if len(slots) == 1 and not self.needs[slots[0]] & Needs.TOKENS:
+            self.num_outputs[slots[0]] += 1
+            return
         self.num_outputs[slots] += 1
         changing = (self.needs[slots] & Needs.TOKENS).nonzero()[0]
         if len(changing):

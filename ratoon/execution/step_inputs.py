@@ -7,6 +7,7 @@ reused memory.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,9 @@ from ratoon.core.kv import NULL_BLOCK
 from ratoon.execution.buffers import StepBuffer
 from ratoon.execution.cells import all_to_device
 from ratoon.execution.input_batch import InputBatch
+from ratoon.layers.native import DecodeInputs, DecodeTables, library
+
+MAX_DECODES = 64  # requests with one token each whose inputs a kernel prepares; with more, numpy is as fast
 
 
 @dataclass(slots=True)
@@ -82,6 +86,11 @@ class InputPreparation:
         num_groups = len(rows.block_tables)
         self.slot_mappings = [make(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)]
         self.block_tables = [make(max_num_reqs, rows.max_blocks, dtype=torch.int32) for _ in range(num_groups)]
+        # Steps with one token of each request: their tensors are always the same, by the number of requests
+        self._decodes: dict[int, StepInputs] = {}
+        self._decode_kernel: DecodeKernel | None = None
+        if device.type == "cpu" and rows.cross_tables is None and library() is not None:
+            self._decode_kernel = DecodeKernel(self)
         if rows.cross_tables is not None:
             self.encoder_lens = make(max_num_reqs, dtype=torch.int32)
             self.cross_tables = make(max_num_reqs, rows.cross_tables.shape[1], dtype=torch.int32)
@@ -92,6 +101,21 @@ class InputPreparation:
     ) -> StepInputs:
         """`batch_rows` [R]: the row of each scheduled branch; `num_scheduled` [R]: its tokens in this step (≥ 1);
         `unwritten` [R] bool: rows whose keys and values are not kept: they go to the null block."""
+        num_reqs = len(batch_rows)
+        kernel = self._decode_kernel
+        if kernel is None or unwritten is not None or num_reqs > MAX_DECODES or (num_scheduled != 1).any():
+            return self._prepare_any(batch_rows, num_scheduled, unwritten)
+        if num_reqs not in self._decodes:
+            self._decodes[num_reqs] = self._prepare_any(batch_rows, num_scheduled, None)
+        inputs = self._decodes[num_reqs]
+        longest = kernel.fill(batch_rows)
+        for group in inputs.groups:
+            group.max_seq_len = longest
+        return inputs
+
+    def _prepare_any(
+        self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None
+    ) -> StepInputs:
         rows = self.rows
         num_reqs = len(batch_rows)
         cu_num_tokens = np.cumsum(num_scheduled)
@@ -177,3 +201,39 @@ class InputPreparation:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
+
+
+class DecodeKernel:
+    """The arrays of an InputPreparation on a CPU, for the kernel that fills them for a step with one token of each
+    request: numpy's calls take longer than what they do."""
+
+    def __init__(self, inputs: InputPreparation) -> None:
+        kernels = library()
+        assert kernels is not None
+        self._kernels = kernels
+        rows = inputs.rows
+        self._step = DecodeInputs(
+            token_ids=_address(rows.token_ids), num_computed=_address(rows.num_computed),
+            max_model_len=rows.max_model_len, max_blocks=rows.max_blocks, block_size=rows.block_size,
+            input_ids=_address(inputs.input_ids.array), positions=_address(inputs.positions.array),
+            seq_lens=_address(inputs.seq_lens.array), query_start=_address(inputs.query_start_loc.array),
+        )  # fmt: skip
+        self._step_pointer = ctypes.addressof(self._step)
+        self._groups = [
+            DecodeTables(_address(tables), _address(copied.array), _address(slots.array))
+            for tables, copied, slots in zip(rows.block_tables, inputs.block_tables, inputs.slot_mappings, strict=True)
+        ]
+        self._group_pointers = [ctypes.addressof(group) for group in self._groups]
+
+    def fill(self, batch_rows: np.ndarray) -> int:
+        """Returns the length of the longest sequence."""
+        batch_rows = np.ascontiguousarray(batch_rows, np.int64)
+        pointer, count, kernels = _address(batch_rows), len(batch_rows), self._kernels
+        longest: int = kernels.ratoon_prepare_decodes(self._step_pointer, pointer, count)
+        for group in self._group_pointers:
+            kernels.ratoon_prepare_tables(self._step_pointer, group, pointer, count, longest)
+        return longest
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ import torch
 from ratoon.layers import grouped
 from ratoon.layers.native import QuantisedWeight, kernel_set_name, library
 from ratoon.layers.native.pages import new_weight
-from ratoon.layers.native.recording import new_bytes, new_floats
+from ratoon.layers.native.recording import NO_SUCH_ROW, new_bytes, new_floats
 from ratoon.layers.ops import Product
 from ratoon.layers.stored import StoredTensor
 
@@ -187,6 +187,27 @@ class QuantisedGatedMLP:
         return y
 
 
+class KeptTable:
+    """[T] → [T, size]: rows of a table, decoded when they are asked for."""
+
+    __slots__ = ("_arguments", "_data", "_kernels", "_size")
+
+    def __init__(self, name: str, data: Tensor, size: int) -> None:
+        """`data` [V, …] is in one of TABLE_FORMATS, each row dense; `size`: numbers of a row."""
+        kernels = library()
+        assert kernels is not None
+        self._kernels, self._data, self._size = kernels, data, size
+        number, row_bytes = TABLE_FORMATS.index(name), data.stride(0) * data.itemsize
+        self._arguments = (number, data.data_ptr(), row_bytes, len(data))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        ids = ids.contiguous()
+        y = new_floats(len(ids), self._size)
+        if self._kernels.ratoon_embed(*self._arguments, ids.data_ptr(), len(ids), self._size, y.data_ptr()):
+            raise IndexError(NO_SUCH_ROW)
+        return y
+
+
 class KeptFormat:
     """A format that is kept in its own bits, and what is kept of it."""
 
@@ -224,6 +245,8 @@ class KeptFormat:
 
     def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
         """Rows are decoded from the file's blocks when they are asked for."""
+        if self.name in TABLE_FORMATS and table.data[0].is_contiguous():
+            return KeptTable(self.name, table.data, table.shape[1])
         blocks, decode, size = table.data, table.decode, table.shape[1]
         assert decode is not None
 
@@ -425,6 +448,7 @@ BLOCK_READERS: dict[str, Callable[[Tensor], Groups]] = {
     "Q6_K": _read_q6_k,
 }
 BLOCK_NAMES = tuple(BLOCK_READERS)  # repack.c numbers the formats in this order
+TABLE_FORMATS = (*BLOCK_NAMES, "F32", "F16", "BF16")  # embed.c's numbers
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 BLOCK_SIZES = {name: 256 if name.endswith("K") else BLOCK for name in BLOCK_NAMES}  # inputs
 # The same → scales and offsets, [rows, groups of a row]

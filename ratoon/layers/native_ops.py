@@ -16,7 +16,7 @@ from ratoon.layers.native import kernel_set_name, library, reason_for_none
 from ratoon.layers.native.recording import new_floats
 from ratoon.layers.native_choices import KernelChoices
 from ratoon.layers.native_encoding import can_encode, encode
-from ratoon.layers.native_formats import BLOCK, KeptFormats, QuantisedGatedMLP, QuantisedLinear
+from ratoon.layers.native_formats import BLOCK, KeptFormats, KeptTable, QuantisedGatedMLP, QuantisedLinear
 from ratoon.layers.ops import FusedProduct, Product, WeightFormat, WeightUse
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import add_low_rank
@@ -121,8 +121,7 @@ class Kept16Bits:
     def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
         self.num_weights += table.data.numel()
         self._tables.append(table)
-        numbers = table.data
-        return lambda ids: torch.index_select(numbers, 0, ids).float()
+        return KeptTable(self.name, table.data.contiguous(), table.shape[1])
 
     def facts(self) -> dict[str, Any]:
         product = f"float32, widened from 16 bits ({kernel_set_name()})"
@@ -195,7 +194,7 @@ class NativeOps:
         return None
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
-        return torch.index_select(table, 0, ids)
+        return KeptTable("F32", table if table.stride(1) == 1 else table.contiguous(), table.shape[1])(ids)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape

@@ -191,6 +191,16 @@ def greedy(logits: Tensor) -> Chosen:
         from ratoon.layers.triton import sampling as kernels
 
         return Chosen(*kernels.greedy(logits))
+    if _has_kernel(logits):
+        from ratoon.layers.native.recording import new_bytes
+
+        kernels = native.library()
+        assert kernels is not None
+        logits = logits.contiguous()
+        num_rows, num_columns = logits.shape
+        ids, is_bad = new_bytes(8 * num_rows).view(torch.int64), new_bytes(num_rows).view(torch.bool)
+        kernels.ratoon_greedy(logits.data_ptr(), num_rows, num_columns, ids.data_ptr(), is_bad.data_ptr())
+        return Chosen(ids, is_bad)
     chunk = chunk_maxima(logits).argmax(dim=-1)  # [R]; NaN counts as the largest
     columns = _chunk_columns(chunk, logits)
     inside = logits.gather(1, columns).argmax(dim=-1, keepdim=True)

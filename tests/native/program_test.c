@@ -20,7 +20,7 @@ int64_t ratoon_time_program(const recorded_call *calls, int64_t count, int64_t *
 #define WORDS(NAME) int NAME##_words(const int64_t *words);
 WORDS(ratoon_copy) WORDS(ratoon_linear) WORDS(ratoon_gated_mlp) WORDS(ratoon_quantised_linear) WORDS(ratoon_quantised_gated_mlp)
 WORDS(ratoon_rms_norm) WORDS(ratoon_layer_norm) WORDS(ratoon_head_rms_norm) WORDS(ratoon_rotary) WORDS(ratoon_silu_and_mul)
-WORDS(ratoon_activation) WORDS(ratoon_attention) WORDS(ratoon_store_kv)
+WORDS(ratoon_embed) WORDS(ratoon_greedy) WORDS(ratoon_activation) WORDS(ratoon_attention) WORDS(ratoon_store_kv)
 
 static int64_t number(float value) {
     int32_t bits;
@@ -118,6 +118,20 @@ static void compare_attention(const float *x) {
                  "attention");
 }
 
+static void compare_ends(const float *x) {
+    const int64_t ids[ROWS] = {2, 0, 2}, unknown[1] = {ROWS};
+    int64_t tokens[2][ROWS];
+    uint8_t bad[2][ROWS];
+    begin();
+    ratoon_embed(8, x, WIDTH * 4, ROWS, ids, ROWS, WIDTH, direct);
+    expect_equal(ratoon_embed_words, (int64_t[]){8, P(x), WIDTH * 4, ROWS, P(ids), ROWS, WIDTH, P(replayed)}, "embed");
+    const int64_t words[] = {8, P(x), WIDTH * 4, ROWS, P(unknown), 1, WIDTH, P(replayed)};
+    expect_true(ratoon_embed_words(words) == -1, "a row that is not in the table", 0, 0);
+    ratoon_greedy(x, ROWS, WIDTH, tokens[0], bad[0]);
+    ratoon_greedy_words((int64_t[]){P(x), ROWS, WIDTH, P(tokens[1]), P(bad[1])});
+    expect_true(memcmp(tokens[0], tokens[1], sizeof *tokens) == 0 && memcmp(bad[0], bad[1], sizeof *bad) == 0, "greedy", 0, 0);
+}
+
 static int fail(const int64_t *words) { return words ? -1 : 0; }
 
 static void compare_order(void) {
@@ -141,6 +155,7 @@ void check_program(void) {
     compare_row_kernels(x, weight);
     compare_products(x, weight);
     compare_attention(x);
+    compare_ends(x);
     compare_order();
     release_all();
     expect_true(strcmp(ratoon_sources(), "unknown") == 0, "built without a digest", 0, 0);

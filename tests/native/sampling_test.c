@@ -85,6 +85,34 @@ static void compare(int64_t rows, int64_t columns, int with_filters) {
     release_all();
 }
 
+static void take_largest(int64_t rows, int64_t columns) {
+    float *logits = guarded_floats(rows * columns);
+    int64_t *token_ids = guarded(rows * 8);
+    uint8_t *bad = guarded(rows);
+    for (int64_t i = 0; i < rows * columns; i++) logits[i] = floorf(random_float() * 20);  // equal ones, too
+    float *poor = logits + random_between(0, rows - 1) * columns;
+    switch (random_between(0, 3)) {
+        case 0: poor[random_between(0, columns - 1)] = NAN; break;
+        case 1: poor[random_between(0, columns - 1)] = INFINITY; break;
+        case 2: for (int64_t i = 0; i < columns; i++) poor[i] = -INFINITY;
+    }
+    ratoon_greedy(logits, rows, columns, token_ids, bad);
+    for (int64_t row = 0; row < rows; row++) {
+        const float *p = logits + row * columns;
+        int64_t first = 0;
+        int is_bad = p[0] != p[0];
+        for (int64_t i = 1; i < columns; i++) {
+            first = p[i] > p[first] ? i : first;
+            is_bad |= p[i] != p[i];
+        }
+        is_bad |= isinf(p[first]) != 0;
+        expect_true(bad[row] == is_bad, "a row without a finite largest is marked", row, bad[row]);
+        expect_true(token_ids[row] >= 0 && token_ids[row] < columns, "the largest is one of the row", row, token_ids[row]);
+        if (!is_bad) expect_true(token_ids[row] == first, "the first of the largest", row, token_ids[row]);
+    }
+    release_all();
+}
+
 static void allow(int64_t rows, int64_t columns) {
     const int64_t count = (rows + 1) / 2, width = (columns + 31) / 32;  // of every other row
     float *logits = guarded_floats(rows * columns);
@@ -104,6 +132,7 @@ static void allow(int64_t rows, int64_t columns) {
 
 void check_sampling(void) {
     for (int i = 0; i < 10; i++) allow(random_between(1, 5), random_between(1, 200));
+    for (int i = 0; i < 40; i++) take_largest(random_between(1, 5), random_between(1, i < 30 ? 100 : 2000));
     compare(1, 1, 1);
     compare(5, 9001, 1);  // more than are taken out of a row at once
     compare(5, 3000, 0);

@@ -19,6 +19,7 @@ KINDS = {
     "ratoon_attention": ATTENTION,
     "ratoon_store_kv": ATTENTION,
     "ratoon_draw": SAMPLING,
+    "ratoon_greedy": SAMPLING,
 }
 
 

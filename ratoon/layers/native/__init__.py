@@ -1,6 +1,7 @@
 """The CPU kernels as Python functions: finding the library for this processor, and its C signatures.
 
-Plain ctypes: a call costs a microsecond or two and releases the interpreter. Pointers are passed as numbers; the
+Plain ctypes: a call costs a microsecond or two and releases the interpreter, except where that would cost more than the
+call. Pointers are passed as numbers; the
 caller keeps the tensors alive and has checked that they are float32 and dense in their last dimension.
 """
 
@@ -46,6 +47,28 @@ class QuantisedWeight(ctypes.Structure):
     )
 
 
+class DecodeInputs(ctypes.Structure):
+    """`decode_inputs` of kernels.h."""
+
+    _fields_ = (
+        ("token_ids", _POINTER),
+        ("num_computed", _POINTER),
+        ("max_model_len", _INT),
+        ("max_blocks", _INT),
+        ("block_size", _INT),
+        ("input_ids", _POINTER),
+        ("positions", _POINTER),
+        ("seq_lens", _POINTER),
+        ("query_start", _POINTER),
+    )
+
+
+class DecodeTables(ctypes.Structure):
+    """`decode_tables` of kernels.h."""
+
+    _fields_ = (("block_tables", _POINTER), ("tables", _POINTER), ("slots", _POINTER))
+
+
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_sources": (ctypes.c_char_p, []),
     "ratoon_set_threads": (ctypes.c_int, [ctypes.c_int]),
@@ -57,6 +80,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_layer_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
     "ratoon_head_rms_norm": (None, [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _INT]),
     "ratoon_rotary": (None, [_POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT]),
+    "ratoon_embed": (ctypes.c_int, [_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER]),
     "ratoon_silu_and_mul": (None, [_POINTER, _INT, _POINTER, _INT, _INT]),
     "ratoon_activation": (None, [_POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int]),
     "ratoon_attention": (
@@ -68,6 +92,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_store_kv": (None, [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 4]),
     "ratoon_run_program": (_INT, [_POINTER, _INT]),
     "ratoon_time_program": (_INT, [_POINTER, _INT, _POINTER]),
+    "ratoon_prepare_decodes": (_INT, [_POINTER, _POINTER, _INT]),
+    "ratoon_prepare_tables": (None, [_POINTER, _POINTER, _POINTER, _INT, _INT]),
+    "ratoon_greedy": (None, [_POINTER, _INT, _INT, _POINTER, _POINTER]),
     "ratoon_draw": (None, [_POINTER, _INT, _INT, *[_POINTER] * 6]),
     "ratoon_allow_bits": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT]),
     # Of weights in 16 bits
@@ -85,14 +112,20 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 }
 
 
+# Calls that are over before another thread could take the interpreter: having given it up, they would wait until that
+# thread gives it back.
+_BRIEF = ("ratoon_prepare_decodes", "ratoon_prepare_tables")
+
+
 class Kernels:
     """The functions of a kernel set, as attributes. They are looked up for each call: while a pass is recorded
     (recording.py), others are in their place."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self.functions: dict[str, Any] = {}
+        holding = ctypes.PyDLL(loaded._name)  # the same library, whose calls keep the interpreter
         for name, (result, arguments) in _SIGNATURES.items():
-            self.functions[name] = function = getattr(loaded, name)
+            self.functions[name] = function = getattr(holding if name in _BRIEF else loaded, name)
             function.restype, function.argtypes = result, arguments
         # of those that can be recorded: the addresses of the functions that take their arguments as words
         recordable = [name for name in (*_SIGNATURES, "ratoon_copy") if hasattr(loaded, f"{name}_words")]

@@ -25,6 +25,10 @@ void ratoon_head_rms_norm(float *x, int64_t ldx, const float *weight, float eps,
                           int64_t head_dim);
 void ratoon_rotary(float *q, int64_t ldq, int64_t heads, float *k, int64_t ldk, int64_t kv_heads, int64_t head_dim,
                    int64_t rotary_dim, const int64_t *positions, const float *cos_sin, int64_t rows);
+// Rows of a table [count, width], as floats. format: as of ratoon_repack_codes (quantised.h); 8 floats, 9 halves, 10 bf16. Returns
+// 0, or -1 when an id is not one of the table's rows: then nothing is written.
+int ratoon_embed(int64_t format, const void *table, int64_t row_bytes, int64_t count, const int64_t *ids, int64_t rows,
+                 int64_t width, float *y);
 void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width);
 void ratoon_activation(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width, int kind);
 
@@ -43,6 +47,31 @@ void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, i
 int64_t ratoon_attention_bf16_scratch(int64_t rows, int64_t requests, int64_t heads, int64_t head_dim);
 void ratoon_attention_bf16(const float *q, int64_t ldq, const float *k, int64_t ldk, const float *v, int64_t ldv, float *out,
                            int64_t ldo, const int32_t *starts, int64_t requests, int64_t heads, float scale, void *scratch);
+
+// Where the numbers of branches are, and where those of a step go. Every branch has a row: of max_model_len tokens, and of
+// max_blocks entries of a block table.
+typedef struct {
+    const int32_t *token_ids;
+    const int64_t *num_computed;
+    int64_t max_model_len, max_blocks, block_size;
+    int64_t *input_ids, *positions;
+    int32_t *seq_lens, *query_start;
+} decode_inputs;
+
+typedef struct {  // the same of a KV group
+    const int32_t *block_tables;
+    int32_t *tables;
+    int64_t *slots;
+} decode_tables;
+
+// The inputs of a step with one token of each of these rows. Returns the length of the longest sequence.
+int64_t ratoon_prepare_decodes(const decode_inputs *d, const int64_t *rows, int64_t count);
+// Behind it, for each group.
+void ratoon_prepare_tables(const decode_inputs *d, const decode_tables *t, const int64_t *rows, int64_t count, int64_t longest);
+
+// The largest of each row of [rows, columns], the first of equals. bad: 1 where it is a NaN, which counts as larger than all, or
+// infinite.
+void ratoon_greedy(const float *logits, int64_t rows, int64_t columns, int64_t *token_ids, uint8_t *bad);
 
 // One token for each row of [rows, columns] probabilities, which are changed. The filters are all NULL, or one value a row: 0
 // and 1 leave all tokens. bad: 1 where a row is not made of numbers, or has nothing to draw.

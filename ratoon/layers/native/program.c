@@ -98,6 +98,13 @@ int ratoon_rotary_words(const int64_t *w) {
     return 0;
 }
 
+int ratoon_embed_words(const int64_t *w) { return ratoon_embed(w[0], P(1), w[2], w[3], P(4), w[5], w[6], P(7)); }
+
+int ratoon_greedy_words(const int64_t *w) {
+    ratoon_greedy(P(0), w[1], w[2], P(3), P(4));
+    return 0;
+}
+
 int ratoon_silu_and_mul_words(const int64_t *w) {
     ratoon_silu_and_mul(P(0), w[1], P(2), w[3], w[4]);
     return 0;

@@ -14,7 +14,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ CHUNK_BYTES = 1 << 20  # that an arena grows by at least
 # From here on an allocator returns what is freed to the system, and each layer of a prompt would have its pages cleared
 # and mapped anew: a fifth of the time of a prompt.
 LARGE_BYTES = 128 << 10
+NO_SUCH_ROW = "an id is outside of the table, which is the vocabulary's or that of positions"
 
 _open: Recording | None = None  # one at a time in a process
 _lock = threading.Lock()
@@ -52,31 +53,42 @@ def new_bytes(count: int) -> Tensor:
         return _large.take(count)
 
 
+# The name of a kernel that can be recorded, and its arguments as words
+RecordedCall = tuple[str, list[int]]
+
+
 class Program:
     """The calls of a recorded pass."""
 
-    def __init__(self, kernels: Kernels, calls: list[tuple[str, list[int]]]) -> None:
-        """`calls`: names of kernels that can be recorded, and their arguments as words."""
+    def __init__(self, kernels: Kernels, calls: Sequence[RecordedCall]) -> None:
         self.names = [name for name, _ in calls]
         self._words = [np.array(words, np.int64) for _, words in calls]
         pairs = [(kernels.words[name], words.ctypes.data) for (name, _), words in zip(calls, self._words, strict=True)]
         self._calls = np.array(pairs, np.uint64).reshape(-1, 2)
+        self._calls_pointer = self._calls.ctypes.data
         self._run = kernels.functions["ratoon_run_program"]
         self._time = kernels.functions["ratoon_time_program"]
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.names)
 
     def run(self) -> None:
-        if self._run(self._calls.ctypes.data, len(self._calls)) >= 0:
-            raise MemoryError("a kernel ran out of memory")
+        failed = self._run(self._calls_pointer, len(self.names))
+        if failed >= 0:
+            raise self._error_of(failed)
 
     def run_timed(self) -> list[int]:
         """Run, and say when each call had ended: nanoseconds after the begin."""
-        ends = np.zeros(len(self._calls), np.int64)
-        if self._time(self._calls.ctypes.data, len(self._calls), ends.ctypes.data) >= 0:
-            raise MemoryError("a kernel ran out of memory")
+        ends = np.zeros(len(self.names), np.int64)
+        failed = self._time(self._calls_pointer, len(self.names), ends.ctypes.data)
+        if failed >= 0:
+            raise self._error_of(failed)
         return ends.tolist()
+
+    def _error_of(self, call: int) -> Exception:
+        if self.names[call] == "ratoon_embed":
+            return IndexError(NO_SUCH_ROW)
+        return MemoryError("a kernel ran out of memory")
 
 
 class Arena:
@@ -139,7 +151,7 @@ class Recording(TorchDispatchMode):
         self.arena = arena
         self.obstacles: list[str] = []  # why there is no program
         self._kernels = kernels
-        self._calls: list[tuple[str, list[int]]] = []
+        self.calls: list[RecordedCall] = []
         self._thread = threading.get_ident()
 
     @property
@@ -181,7 +193,7 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         if function is torch.ops.aten.copy_.default and _is_plain_copy(*arguments[:2]):
             target, source = arguments[:2]
-            self._calls.append(("ratoon_copy", [target.data_ptr(), source.data_ptr(), source.nbytes]))
+            self.calls.append(("ratoon_copy", [target.data_ptr(), source.data_ptr(), source.nbytes]))
         elif not function.is_view:
             self.obstacles.append(str(function))
         return function(*arguments, **(settings or {}))
@@ -193,7 +205,7 @@ class Recording(TorchDispatchMode):
             if self.is_of_this_thread:  # kernels are those of the process; another engine may run meanwhile
                 if name in self._kernels.words:
                     words = [_as_word(value, kind) for value, kind in zip(arguments, types, strict=True)]
-                    self._calls.append((name, words))
+                    self.calls.append((name, words))
                 else:
                     self.obstacles.append(name)
             return call(*arguments)
@@ -201,7 +213,16 @@ class Recording(TorchDispatchMode):
         return record
 
     def program(self) -> Program | None:
-        return None if self.obstacles else Program(self._kernels, self._calls)
+        return join_recordings(self)
+
+
+def join_recordings(*recordings: Recording) -> Program | None:
+    """One after the other. None: one of them has an obstacle."""
+    if any(recording.obstacles for recording in recordings):
+        return None
+    kernels = library()
+    assert kernels is not None
+    return Program(kernels, [call for recording in recordings for call in recording.calls])
 
 
 def _is_plain_copy(target: Tensor, source: Tensor) -> bool:

@@ -1,4 +1,5 @@
-// One token for each row of probabilities, after min_p, top_k and top_p: what layers/sampling.py does by sorting.
+// One token for each row: the one with the largest logit, or one drawn by probabilities, after min_p, top_k and top_p: what
+// layers/sampling.py does by sorting.
 //
 // Probabilities are rounded to multiples of 2^-52 first, so that sums in double precision are exact in any order: a row has
 // the same token here, there, and in any batch. Nothing is sorted. Each filter asks for the least value up to which the row
@@ -217,6 +218,57 @@ void ratoon_draw(float *probabilities, int64_t rows, int64_t columns, const int6
                  const float *min_p, const double *uniforms, int64_t *token_ids, uint8_t *bad) {
     draw_call c = {probabilities, top_k, top_p, min_p, uniforms, token_ids, bad, columns};
     if (rows > 0 && columns > 0) parallel_units(draw_row, &c, rows);
+}
+
+typedef struct {
+    const float *logits;
+    int64_t *token_ids;
+    uint8_t *bad;
+    int64_t columns;
+} greedy_call;
+
+// The largest of some columns, NaN if one is.
+static float largest_of(const float *p, int64_t n) {
+    vec tops[2] = {splat(-__builtin_inff()), splat(-__builtin_inff())};
+    ivec is_nan = {};
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W)
+        for (int j = 0; j < 2; j++) {
+            vec v = load(p + i + j * W);
+            is_nan |= v != v;
+            tops[j] = max_(tops[j], v);
+        }
+    int any_nan = 0;
+    for (int j = 0; j < W; j++) any_nan |= is_nan[j];
+    float largest = max_lanes(max_(tops[0], tops[1]));
+    for (; i < n; i++) {
+        any_nan |= p[i] != p[i];
+        largest = p[i] > largest ? p[i] : largest;
+    }
+    return any_nan ? __builtin_nanf("") : largest;
+}
+
+static void greedy_row(void *context, int64_t row) {
+    const greedy_call *c = context;
+    const float *p = c->logits + row * c->columns;
+    float largest = -__builtin_inff();
+    int64_t chunk = 0;
+    for (int64_t first = 0; first < c->columns; first += CHUNK) {
+        float value = largest_of(p + first, c->columns - first < CHUNK ? c->columns - first : CHUNK);
+        if (value <= largest) continue;
+        largest = value;
+        chunk = first;
+        if (value != value) break;
+    }
+    int64_t column = chunk;
+    while (column < c->columns - 1 && p[column] != largest && p[column] == p[column]) column++;
+    c->token_ids[row] = column;
+    c->bad[row] = !(largest - largest == 0);
+}
+
+void ratoon_greedy(const float *logits, int64_t rows, int64_t columns, int64_t *token_ids, uint8_t *bad) {
+    greedy_call c = {logits, token_ids, bad, columns};
+    if (columns > 0) parallel_units(greedy_row, &c, rows);
 }
 
 typedef struct {

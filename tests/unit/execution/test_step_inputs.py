@@ -73,6 +73,29 @@ def test_rows_in_another_order_than_the_batch_are_gathered_by_index():
     assert step.groups[0].block_table[:, :4].tolist() == [[26, 27, 0, 0], [1, 2, 3, 4]]
 
 
+def test_steps_of_one_token_each_are_prepared_alike_with_and_without_the_kernel():
+    """In one preparation with other steps between them, for several numbers of requests."""
+    rows, _ = prepared()
+    inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8, device=torch.device("cpu"))
+    for order in ([3], [1, 4], [0, 1, 2], [2], [4, 1]):
+        batch, ones = np.array(order), np.ones(len(order), np.int64)
+        by_numpy = inputs._prepare_any(batch, ones, None)
+        expected = [array.copy() for array in arrays_of(by_numpy)]
+        inputs.prepare(np.array([4, 0]), np.array([30, 1]))
+        by_kernel = inputs.prepare(batch, ones)
+        for one, other in zip(arrays_of(by_kernel), expected, strict=True):
+            assert one.tolist() == other.tolist()
+        assert by_kernel.groups[0].max_seq_len == by_numpy.groups[0].max_seq_len
+        rows.num_computed += [0, 1, 2, 3, 4, 0, 0, 0]
+
+
+def arrays_of(step):
+    group = step.groups[0]
+    num_blocks = -(-group.max_seq_len // 16)
+    yield from (step.input_ids.numpy(), step.positions.numpy(), step.cu_num_tokens, group.slot_mapping.numpy())
+    yield from (group.query_start_loc, group.seq_lens, group.block_table[:, :num_blocks])
+
+
 def test_rows_that_are_read_are_requests_of_one_token_behind_all_tokens_before_them():
     _, step = prepared()
     rows = [199, 0, 94, 50, 1, 94]  # in any order; the fourth is inside a prompt, the last one is read twice

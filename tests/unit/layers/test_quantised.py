@@ -199,6 +199,13 @@ def test_rows_of_a_table_are_the_files_numbers(name: str) -> None:
     assert torch.equal(FORMATS[name].make_embedding(table)(ids), table.floats()[ids])
 
 
+def test_an_id_outside_of_a_table_is_refused() -> None:
+    lookup = FORMATS["Q4_0"].make_embedding(stored_tensor("Q4_0", 40, 256))
+    for ids in ([0, 40], [-1]):
+        with pytest.raises(IndexError, match="outside of the table"):
+            lookup(torch.tensor(ids))
+
+
 def test_parts_of_a_format_are_one_product_and_others_stand_beside_it() -> None:
     ops, x, bias = NativeOps(), random(5, 256), random(60, seed=3)
     parts = [stored_tensor("Q4_0", 20, 256, seed=1), stored_tensor("Q4_0", 10, 256, seed=2)]
