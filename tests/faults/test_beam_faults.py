@@ -69,10 +69,10 @@ class Failing:
         self.plans: list[SchedulerOutput] = []
         self._fails = fails
         executor = llm._client.core.executor
-        model = executor._worker.runner.model
+        inputs = executor._worker.runner.inputs
         self._wrap(patch, executor, "execute_model", self._note_plan)
         if when == BEFORE:
-            self._wrap(patch, model, "embed_tokens", self._fail)  # recorded passes begin with it as well
+            self._wrap(patch, inputs, "prepare", self._fail)
         else:
             self._wrap(patch, executor, "sample_tokens", self._fail)
 
