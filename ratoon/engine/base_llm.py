@@ -14,6 +14,7 @@ from ratoon.core.params import BeamSearchParams, GenerationParams, SamplingParam
 from ratoon.core.settings import configure
 from ratoon.engine.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
 from ratoon.engine.front_end import FrontEnd
+from ratoon.engine.garbage import no_garbage_collection
 from ratoon.engine.hidden_states_budget import HiddenStatesBudget
 from ratoon.engine.input_processor import InputProcessor
 from ratoon.engine.output_processor import OutputProcessor
@@ -65,7 +66,7 @@ class BaseLLM:
         with timer.phase("find model"):
             self.source = resolve_model(self.config.model, self.config.hf_overrides)
         if not self.front_end_config.skip_tokenizer:
-            with timer.phase("load tokenizer"):
+            with timer.phase("load tokenizer"), no_garbage_collection():
                 self._tokenizer = self.source.load_tokenizer()
 
     def _wire(

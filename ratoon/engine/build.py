@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +12,7 @@ import msgspec
 from ratoon.attention.early_kernels import expected_launches
 from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model
 from ratoon.engine.core import EngineCore
+from ratoon.engine.garbage import no_garbage_collection
 from ratoon.engine.torch_parts import without_unused_parts
 from ratoon.execution.cuda_driver import end_compiler, starting_driver
 from ratoon.models.source import ModelSource
@@ -42,24 +40,13 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
     tensors = DummySource(collect_shapes(source.config)) if config.load_format == "dummy" else source.tensors
     config = fit_to_model(fit_to_device(config, gpu_bytes(config.device)), source.config)
     try:
-        executor = executor_class(config.executor)(config, source.config, tensors, timer)
+        with no_garbage_collection():
+            executor = executor_class(config.executor)(config, source.config, tensors, timer)
     finally:
         end_compiler()
     core = EngineCore(config, executor)
     logger.info("%s is ready: %s", source.name, describe(core))
     return core
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """What imports make stays: looking through it for garbage takes a tenth of their time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def note_missing_bytecode(package: ModuleType) -> None:
