@@ -236,4 +236,4 @@ class DecodeKernel:
 
 
 def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    return array.__array_interface__["data"][0]

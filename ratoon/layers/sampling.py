@@ -194,12 +194,12 @@ def greedy(logits: Tensor) -> Chosen:
     if _has_kernel(logits):
         from ratoon.layers.native.recording import new_bytes
 
-        kernels = native.library()
-        assert kernels is not None
+        library = native.library()
+        assert library is not None
         logits = logits.contiguous()
         num_rows, num_columns = logits.shape
         ids, is_bad = new_bytes(8 * num_rows).view(torch.int64), new_bytes(num_rows).view(torch.bool)
-        kernels.ratoon_greedy(logits.data_ptr(), num_rows, num_columns, ids.data_ptr(), is_bad.data_ptr())
+        library.ratoon_greedy(logits.data_ptr(), num_rows, num_columns, ids.data_ptr(), is_bad.data_ptr())
         return Chosen(ids, is_bad)
     chunk = chunk_maxima(logits).argmax(dim=-1)  # [R]; NaN counts as the largest
     columns = _chunk_columns(chunk, logits)
