@@ -27,7 +27,7 @@ from ratoon.layers.native.pages import new_pages
 Tensor = torch.Tensor
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-CHUNK_BYTES = 1 << 20  # that an arena grows by at least
+CHUNK_BYTES = 1 << 20  # that an arena grows by at least; larger chunks are powers of two
 # From here on an allocator returns what is freed to the system, and each layer of a prompt would have its pages cleared
 # and mapped anew: a fifth of the time of a prompt.
 LARGE_BYTES = 128 << 10
@@ -116,7 +116,9 @@ class Arena:
         return torch.from_numpy(piece)
 
     def _grow(self, size: int) -> int:
-        size = max(size, CHUNK_BYTES)
+        # A power of two, so that prompts that are longer each time do not leave a chunk for every length behind. What
+        # is above `size` takes no memory before it is written.
+        size = max(1 << (size - 1).bit_length(), CHUNK_BYTES)
         self._chunks.append(new_pages(size).numpy())
         self._free.append((len(self._chunks) - 1, 0, size))
         self.num_bytes += size

@@ -220,6 +220,13 @@ def test_without_a_recording_large_memory_is_handed_out_again():
     assert new_bytes(LARGE_BYTES).data_ptr() % ALIGNMENT == 0
 
 
+def test_ever_longer_prompts_need_little_more_than_the_longest():
+    arena = Arena()
+    for size in range(CHUNK_BYTES, 9 * CHUNK_BYTES, CHUNK_BYTES // 8):
+        arena.take(size)
+    assert arena.num_bytes < 4 * 9 * CHUNK_BYTES
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3 * CHUNK_BYTES // 2), st.booleans()), max_size=30))
 def test_pieces_in_use_never_overlap(steps):
