@@ -12,15 +12,9 @@ from ratoon.core.errors import RequestError
 if TYPE_CHECKING:
     from ratoon.core.structured import StructuredOutput
 
-# Option → field of StructuredOutput, and whether the option names a file.
-OPTIONS = {
-    "json_schema": ("json_schema", True),
-    "json_object": ("json_object", False),
-    "regex": ("regex", False),
-    "choice": ("choice", False),
-    "grammar": ("grammar", True),
-    "structural_tag": ("structural_tag", True),
-}
+# Named as the fields of StructuredOutput that they fill
+OPTIONS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
+NAMES_OF_FILES = ("json_schema", "grammar", "structural_tag")
 
 
 def add_structured_options(parser: argparse.ArgumentParser) -> None:
@@ -46,14 +40,14 @@ def structured_output(args: argparse.Namespace) -> StructuredOutput | None:
         return None
     if len(given) > 1:
         raise RequestError(_option(given[1]), f"contradicts {_option(given[0])}", "leave one of them out")
-    field, is_file = OPTIONS[given[0]]
-    value = getattr(args, given[0])
-    fields: dict[str, Any] = {field: _read(given[0], value) if is_file else value}
+    name = given[0]
+    value: Any = getattr(args, name)
+    fields: dict[str, Any] = {name: _read(name, value) if name in NAMES_OF_FILES else value}
     asked = StructuredOutput(**fields)
     try:
         asked.verify()
     except RequestError as error:
-        raise RequestError(_option(given[0]), error.problem, error.expected) from None
+        raise RequestError(_option(name), error.problem, error.expected) from None
     return asked
 
 
@@ -84,9 +78,8 @@ def fields_of_option(name: str) -> tuple[str, ...]:
     """What an option can be called in errors: fields of params, and of a request to a server."""
     if name not in OPTIONS:
         return ()
-    field = OPTIONS[name][0]
-    of_server = "response_format" if field in ("json_schema", "json_object") else f"structured_outputs.{field}"
-    return f"structured_output.{field}", "structured_output", of_server
+    of_server = "response_format" if name in ("json_schema", "json_object") else f"structured_outputs.{name}"
+    return f"structured_output.{name}", "structured_output", of_server
 
 
 def _read(option: str, name: str) -> str:

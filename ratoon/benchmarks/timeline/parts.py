@@ -18,6 +18,7 @@ KINDS = {
     "ratoon_quantised_gated_mlp": PRODUCTS,
     "ratoon_attention": ATTENTION,
     "ratoon_store_kv": ATTENTION,
+    "ratoon_allow_bits": SAMPLING,
     "ratoon_draw": SAMPLING,
     "ratoon_greedy": SAMPLING,
 }
