@@ -242,7 +242,9 @@ class ModelRunner:
     def _run_greedy(self, plan: SchedulerOutput, inputs: StepInputs, rows: np.ndarray) -> KnownPass | None:
         """Run a recorded step that also takes the most probable token of every branch. None: a branch asks for more
         than that, or there is no such recording."""
-        if self.recorded is None or plan.captures or plan.fanout or plan.beam_steps or self.pooling:
+        if self.recorded is None or self._resident is not None:  # a device's own rows would not get the tokens
+            return None
+        if plan.captures or plan.fanout or plan.beam_steps or self.pooling:
             return None
         num_sampled = len(plan.sampled_req_ids)
         # Branches without a token of their own are prompts
