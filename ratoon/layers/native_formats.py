@@ -12,7 +12,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,6 @@ from ratoon.layers.native.pages import new_weight
 from ratoon.layers.native.recording import NO_SUCH_ROW, new_bytes, new_floats
 from ratoon.layers.ops import Product
 from ratoon.layers.stored import StoredTensor
-
-if TYPE_CHECKING:
-    from ratoon.layers.native_choices import KernelChoices
 
 Tensor = torch.Tensor
 
@@ -208,6 +205,9 @@ class KeptTable:
         return y
 
 
+Packed = Callable[[PackedWeight], None]  # is told of each new weight
+
+
 class KeptFormat:
     """A format that is kept in its own bits, and what is kept of it."""
 
@@ -215,11 +215,11 @@ class KeptFormat:
         self,
         name: str,
         read: Callable[[Sequence[StoredTensor]], Groups | Blocks],
-        choices: KernelChoices | None = None,
+        packed: Packed | None = None,
     ) -> None:
         self.name = name
         self._read = read  # parts, one above the other
-        self._choices = choices
+        self._packed = packed
         self.num_weights = 0
         self.num_bytes = 0
         self.bits = 0  # of a packed code
@@ -236,8 +236,8 @@ class KeptFormat:
 
     def _pack(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> PackedWeight:
         packed = PackedWeight(self._read(parts), bias)
-        if self._choices is not None:
-            self._choices.add(packed)
+        if self._packed is not None:
+            self._packed(packed)
         self.num_weights += packed.out_features * packed.in_features
         self.num_bytes += packed.num_bytes
         self.bits = packed.bits
@@ -259,9 +259,9 @@ class KeptFormat:
 class KeptFormats:
     """The formats of one model's weights."""
 
-    def __init__(self, choices: KernelChoices | None = None) -> None:
-        self.by_name = {name: KeptFormat(name, partial(_read_blocks, name), choices) for name in BLOCK_NAMES}
-        self.by_name |= {name: KeptFormat(name, _read_codes, choices) for name in grouped.FORMATS.values()}
+    def __init__(self, packed: Packed | None = None) -> None:
+        self.by_name = {name: KeptFormat(name, partial(_read_blocks, name), packed) for name in BLOCK_NAMES}
+        self.by_name |= {name: KeptFormat(name, _read_codes, packed) for name in grouped.FORMATS.values()}
 
     def find(self, stored: StoredTensor) -> KeptFormat | None:
         """The format that keeps this weight as it is stored. None: there is none, or its shape does not allow it."""

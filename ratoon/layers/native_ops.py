@@ -142,7 +142,7 @@ class NativeOps:
         assert kernels is not None, "ask `native_ops_reasons` first"
         self._kernels = kernels
         self.bits = bits
-        self.formats = KeptFormats(choices) if keep_formats else None
+        self.formats = KeptFormats(None if choices is None else choices.add) if keep_formats else None
         self.formats_16 = {name: Kept16Bits(name) for name in DTYPES_16}
 
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
