@@ -155,7 +155,7 @@ def test_the_cost_of_a_streamed_token_is_measured_in_every_process(tmp_path: Pat
 @needs_embedded_model
 @pytest.mark.slow
 def test_the_share_of_the_engine_is_smaller_with_two_steps_in_flight() -> None:
-    shown = run_program("engine_share.py", "--branches", "8", "--tokens", "16", "--rounds", "1", "--step-ms", "5")
+    shown = run_program("engine_share.py", "--branches", "8", "--tokens", "16", "--rounds", "3", "--step-ms", "5")
     *_, row = shown.strip().splitlines()
     assert row.split()[0] == "8" and float(row.split()[-1]) < 1.0, shown
 

@@ -62,7 +62,7 @@ def test_complete_searches_as_generate_does(url, capsys):
     search = ["The capital of France is", "--beam-width", "4", "-n", "2", "--max-tokens", "6"]
     assert main(["complete", "--url", url, *search]) == 0
     here = ratoon("generate", MODEL, *search, "--raw", "--kv-memory", "64MiB").stdout
-    assert here.startswith("--- choice 0, score -0.9") and "Paris" in here
+    assert re.match(r"--- choice 0, score -0\.[89]", here) and here.count("Paris") == 2
     assert capsys.readouterr().out == here
 
 

@@ -73,4 +73,4 @@ def test_the_command_line_of_vllm_serve_means_the_same(capsys):
         "enforce_eager": True, "enable_prefix_caching": False,
     }  # fmt: skip
     assert main(["generate", "fake", "hi", "--tensor-parallel-size", "2"]) == 2
-    assert "tensor_parallel_size: 2 is not supported" in capsys.readouterr().err
+    assert "--tensor-parallel-size: 2 is not supported" in capsys.readouterr().err

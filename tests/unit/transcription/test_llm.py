@@ -256,13 +256,13 @@ def test_what_is_missing_or_can_not_be_written_does_not_stop_the_others(client, 
     [
         ([], "AUDIO: is missing"),
         (["/nowhere.wav"], "/nowhere.wav: there is no such file"),
-        (["A", "--beam-size", "0"], "beam_size: 0 is out of range"),
-        (["A", "--temperature", "-1"], "temperature: -1.0 is out of range"),
+        (["A", "--beam-size", "0"], "--beam-size: 0 is out of range"),
+        (["A", "--temperature", "-1"], "--temperature: -1.0 is out of range"),
         (["A", "--format", "srt", "--no-timestamps"], "--no-timestamps: srt needs timestamps"),
         (["A", "A", "--format", "vtt"], "--format: vtt is for one recording"),
         (["A", "--output-dir", "/dev/null/x"], "--output-dir: can't create the folder /dev/null/x"),
         (["A", "A", "--output-dir", "."], "--output-dir: two recordings would be written to talk.txt"),
-        (["A", "--no-timestamps", "--condition-on-previous-text"], "condition_on_previous_text: without timestamps"),
+        (["A", "--no-timestamps", "--condition-on-previous-text"], "--condition-on-previous-text: without timestamps"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_model_is_loaded(client, recording, capsys, arguments, problem):
