@@ -113,7 +113,7 @@ def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: Langua
     if key.mode is None:
         return logits
     numbers = inputs.sampling_numbers(num_rows)
-    chosen = sample_plain(logits, **numbers, mode=key.mode)
+    chosen = sample_plain(logits, **numbers, mode=key.mode, masks=None)
     inputs.append_tokens(chosen.token_ids, chosen.bad)
     return None
 

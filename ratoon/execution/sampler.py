@@ -129,7 +129,7 @@ class Sampler:
         self.rows = rows
 
     def sample(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray) -> SampledTokens:
-        """One token for each row of logits [R, V], which are not changed.
+        """One token for each row of logits [R, V]. Of these, only those that a grammar forbids may be changed.
 
         `slots` [R] is the slot of each row's request. A slot may occur several times, each with its own entry in
         `seeds` [R] uint64: several choices from one distribution.
@@ -152,24 +152,38 @@ class Sampler:
 
     def _choose_together(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
         """All rows in one call, then those with edits again: on a GPU a pass over some more rows costs less than
-        gathering them. Nothing waits for the device."""
+        gathering them. Masks are part of the one call. Nothing waits for the device."""
         edited = _rows_with(needs, Needs.EDITS)
+        masked, words = self.rows.masks(slots, edited)
+        edited = np.setdiff1d(edited, masked, assume_unique=True)
+        masks = None
+        if len(masked):
+            mask_of = np.full(len(slots), -1, np.int32)
+            mask_of[masked] = np.arange(len(masked))
+            masks = sampling.Masks(*all_to_device([mask_of, words], logits.device))
         if len(edited) == 0:
-            return self._choose_plain(logits, slots, seeds, needs)
+            return self._choose_plain(logits, slots, seeds, needs, masks)
         index = to_device(edited, logits.device)
         changed = logits[index].float()  # a copy
         self.rows.edit(changed, slots[edited])
         again = self._choose_plain(changed, slots[edited], seeds[edited], needs[edited])
         if len(edited) == len(slots):
             return again
-        chosen = self._choose_plain(logits, slots, seeds, needs)
+        chosen = self._choose_plain(logits, slots, seeds, needs, masks)
         return Chosen(*(old.index_copy(0, index, new) for old, new in zip(chosen, again)))
 
-    def _choose_plain(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
-        """Without edits, by params whose arrays travel to the device together."""
+    def _choose_plain(
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        seeds: np.ndarray,
+        needs: np.ndarray,
+        masks: sampling.Masks | None = None,
+    ) -> Chosen:
+        """Without edits but masks, by params whose arrays travel to the device together."""
         numbers = self._plain_numbers(slots, seeds, needs)
         on_device = dict(zip(numbers, all_to_device(list(numbers.values()), logits.device)))
-        return sampling.sample_plain(logits, **on_device, mode=_mode(_all_of(needs)))
+        return sampling.sample_plain(logits, **on_device, mode=_mode(_all_of(needs)), masks=masks)
 
     def plain_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
         """The arguments of `sampling.sample_plain` for these rows. None: they need more than it does."""

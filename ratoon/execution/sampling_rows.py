@@ -36,6 +36,9 @@ class Needs:
     PENALTIES = 32  # kept on the device: it needs edits whatever its rules are
 
 
+MORE_THAN_MASKS = Needs.LOGPROBS | Needs.PENALTIES
+
+
 class SamplingRows:
     """Sampling params in arrays indexed by slot. Grows when a slot is beyond its end."""
 
@@ -111,6 +114,18 @@ class SamplingRows:
                 found.append(place)
                 tokens.append(few)
         return np.array(found, np.int64), np.stack(tokens) if tokens else np.empty((0, FEW), np.int64)
+
+    def masks(self, slots: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of these places in `slots`, those whose only edit is the mask of a grammar, and that are not asked for
+        log-probabilities, which are those before the mask: the places [N], and the masks [N, W] int32."""
+        found, words = [], []
+        for place in places.tolist():
+            slot = slots[place]
+            rules = self.active_rules[slot]
+            if len(rules) == 1 and type(rules[0]) is Grammar and not self.needs[slot] & MORE_THAN_MASKS:
+                found.append(place)
+                words.append(rules[0].mask())
+        return np.array(found, np.int64), np.stack(words) if words else np.empty((0, 0), np.int32)
 
     def append_on_device(self, slots: np.ndarray, token_ids: Tensor) -> None:
         """The same tokens as `append_tokens`, for what is kept on the device. Also for slots that end."""

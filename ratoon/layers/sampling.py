@@ -153,6 +153,13 @@ class Mode(enum.IntEnum):
     FILTERED = 2  # top_k, top_p, min_p as well
 
 
+class Masks(NamedTuple):
+    """The tokens that are possible in some of the rows [R]."""
+
+    mask_of: Tensor  # [R] int32: the place of the row's mask; -1: it has none
+    words: Tensor  # [N, W] int32, as `allow_bits` has them
+
+
 def sample_plain(
     logits: Tensor,  # [R, V]
     temperature: Tensor,  # [R] float32; 0: the largest logit
@@ -161,14 +168,18 @@ def sample_plain(
     min_p: Tensor,  # [R] float32; 0: all
     uniforms: Tensor,  # [R] float64 in [0, 1)
     mode: Mode,
+    masks: Masks | None = None,
 ) -> Chosen:
     """One token for each row, whatever the rows need. Shapes depend on those of the arguments alone, and on a GPU
-    nothing waits for the device, so a CUDA graph can hold it."""
+    nothing waits for the device, so a CUDA graph can hold it. Logits that a mask forbids become -inf in `logits`."""
     if logits.device.type in KERNEL_DEVICES:
         from ratoon.layers.triton import sampling as kernels
 
         draws, filters = mode >= Mode.RANDOM, mode is Mode.FILTERED
-        return Chosen(*kernels.sample_plain(logits, temperature, top_k, top_p, min_p, uniforms, draws, filters))
+        return Chosen(*kernels.sample_plain(logits, temperature, top_k, top_p, min_p, uniforms, draws, filters, masks))
+    if masks is not None:
+        rows = (masks.mask_of >= 0).nonzero().squeeze(1)
+        allow_bits(logits, rows, masks.words[masks.mask_of[rows].long()])
     logits = logits.float()
     largest = greedy(logits)
     if mode is Mode.GREEDY:

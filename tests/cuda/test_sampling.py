@@ -61,6 +61,25 @@ def on_cpu(logits: Tensor, numbers: list[Tensor], mode: Mode) -> Chosen:
     return sampling.sample_plain(logits, temperature, top_k, top_p, min_p, uniforms, mode)
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+def test_masked_rows_get_tokens_of_their_masks(mode: Mode) -> None:
+    kinds = {Mode.GREEDY: KINDS[:1] * 3, Mode.RANDOM: KINDS[:3], Mode.FILTERED: KINDS}[mode]
+    numbers, logits = numbers_of(kinds), random_logits(len(kinds), 151_936).bfloat16()
+    chance = np.random.default_rng(0)
+    words = torch.from_numpy(chance.integers(-(2**31), 2**31, (len(kinds), 4748)).astype(np.int32))
+    mask_of = torch.arange(len(kinds), dtype=torch.int32)
+    mask_of[1] = -1
+    expected = sampling.sample_plain(logits.clone(), *numbers, mode, sampling.Masks(mask_of, words))
+    masks = sampling.Masks(mask_of.cuda(), words.cuda())
+    changed, on_device = logits.cuda(), [number.cuda() for number in numbers]
+    with without_waiting():
+        found = sampling.sample_plain(changed, *on_device, mode, masks)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    allowed = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]] != 0
+    allowed[1] = True
+    assert np.array_equal(changed.isfinite().cpu().numpy(), allowed)
+
+
 @contextmanager
 def without_waiting() -> Iterator[None]:
     """An operation that waits for the device raises."""

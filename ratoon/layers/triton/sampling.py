@@ -53,6 +53,7 @@ def sample_plain(
     uniforms: Tensor,  # [R] float64
     draws: bool,  # whether a row may have a temperature
     filters: bool,  # whether such a row may have filters
+    masks: tuple[Tensor, Tensor] | None = None,  # see layers/sampling.py
 ) -> tuple[Tensor, Tensor]:
     """Token ids [R] int64 and bad rows [R] bool; see layers/sampling.py."""
     num_rows, num_columns = logits.shape
@@ -72,9 +73,12 @@ def sample_plain(
     early = launch_options(logits.device.type != "cpu")
     num_groups = triton.cdiv(num_columns, GROUP) if filters else 0
     of_groups = scratch(torch.float32, num_groups) if filters else maxima  # not read
+    mask_of, words = (token_ids.view(torch.int32),) * 2 if masks is None else masks  # not read
+    num_words = 0 if masks is None else words.shape[1]
     launch(
-        _reduce_chunks, (num_chunks, num_rows), *row, *reduced, of_groups, num_groups, draws, CHUNK, GROUP, num_warps=4
-    )
+        _reduce_chunks, (num_chunks, num_rows),
+        *row, *reduced, of_groups, num_groups, mask_of, words, num_words, draws, CHUNK, GROUP, num_warps=4,
+    )  # fmt: skip
     if not filters:
         launch(_pick, (num_rows,), *row, *reduced, uniforms, token_ids, bad, draws, **sizes, **early, num_warps=8)
         return token_ids, bad
@@ -114,17 +118,25 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return sample_plain(logits, *(numbers,) * 4, uniforms, draws=False, filters=False)
 
 
-@triton.jit(do_not_specialize=["num_groups"])
+@triton.jit(do_not_specialize=["num_groups", "num_words"])
 def _reduce_chunks(
-    logits, row_stride, num_columns, temperature, maxima, sums, num_chunks, of_groups, num_groups,
-    DRAWS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    logits, row_stride, num_columns, temperature, maxima, sums, num_chunks, of_groups, num_groups, mask_of, words,
+    num_words, DRAWS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk: the largest logit, and the sum of exponentials over the temperature, that one subtracted. Of the
     first `num_groups` groups of columns: the largest. With and without groups the same binary runs, so that sums are
-    rounded alike and a row draws the same whether others of its batch have filters or not. A NaN is seen in the sum."""
+    rounded alike and a row draws the same whether others of its batch have filters or not. A NaN is seen in the sum.
+
+    Where there are masks, of `num_words` words, tokens without their bit are made impossible first, here and for the
+    kernels that follow."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = row * num_chunks + chunk
     logits += row * row_stride
+    if num_words > 0:
+        entry = tl.load(mask_of + row).to(tl.int64)
+        if entry >= 0:
+            _forbid(logits, num_columns, words + entry * num_words, chunk, CHUNK)
+            tl.debug_barrier()  # what follows reads it with other threads
     if DRAWS:
         groups = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
         columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -142,6 +154,16 @@ def _reduce_chunks(
         columns = chunk * CHUNK + tl.arange(0, CHUNK)
         top = tl.max(load_logits(logits, columns, num_columns), 0)
     tl.store(maxima + place, top)
+
+
+@triton.jit
+def _forbid(logits, num_columns, words, chunk, CHUNK: tl.constexpr):
+    """Only what is forbidden is written, and nothing of the row is read."""
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = columns < num_columns
+    word = tl.load(words + columns // 32, mask=inside, other=-1)
+    forbidden = inside & (((word >> (columns % 32)) & 1) == 0)
+    tl.store(logits + columns, tl.full((CHUNK,), -INF, tl.float32).to(logits.dtype.element_ty), mask=forbidden)
 
 
 @triton.jit

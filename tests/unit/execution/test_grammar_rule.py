@@ -251,5 +251,7 @@ def test_a_choice_among_few_tokens_is_that_of_masked_logits(monkeypatch: pytest.
         assert few.bad_rows == masked.bad_rows == ([1] if seed % 8 == 0 else [])
         good = [slot for slot in range(len(SAMPLED)) if slot not in few.bad_rows]
         assert few.to_numpy()[good].tolist() == masked.to_numpy()[good].tolist()
+        together = Sampler(rows)._choose_together(logits.clone(), slots, seeds, rows.needs[slots])  # as on a GPU
+        assert together.token_ids[good].tolist() == masked.to_numpy()[good].tolist()
         assert alone.to_numpy()[0] == few.to_numpy()[1]
         assert few.logprobs_lists() == masked.logprobs_lists()

@@ -36,7 +36,9 @@ def random_logits(num_rows: int, vocab_size: int, scale: float = 3.0, seed: int 
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def sample(logits: Tensor, kinds: list[tuple], uniforms: list[float] | Tensor, mode: Mode) -> tuple[Chosen, Chosen]:
+def sample(
+    logits: Tensor, kinds: list[tuple], uniforms: list[float] | Tensor, mode: Mode, masks: sampling.Masks | None = None
+) -> tuple[Chosen, Chosen]:
     """By the kernels, and by the functions for CPUs."""
     temperature, top_k, top_p, min_p = zip(*kinds)
     numbers = (
@@ -47,8 +49,12 @@ def sample(logits: Tensor, kinds: list[tuple], uniforms: list[float] | Tensor, m
         torch.as_tensor(uniforms, dtype=torch.float64),
     )
     on_device = [number.to(DEVICE) for number in numbers]
-    found = kernels.sample_plain(logits.to(DEVICE), *on_device, mode >= Mode.RANDOM, mode is Mode.FILTERED)
-    return Chosen(*(part.cpu() for part in found)), sampling.sample_plain(logits, *numbers, mode)
+    masks_there = None if masks is None else (masks.mask_of.to(DEVICE), masks.words.to(DEVICE))
+    logits_there = logits.clone().to(DEVICE)
+    found = kernels.sample_plain(logits_there, *on_device, mode >= Mode.RANDOM, mode is Mode.FILTERED, masks_there)
+    expected = sampling.sample_plain(logits, *numbers, mode, masks)
+    torch.testing.assert_close(logits_there.cpu(), logits, rtol=0, atol=0, equal_nan=True)
+    return Chosen(*(part.cpu() for part in found)), expected
 
 
 def assert_alike(pair: tuple[Chosen, Chosen]) -> None:
@@ -66,6 +72,31 @@ def test_greedy_rows_get_the_largest_logit(vocab_size):
     logits = random_logits(3, vocab_size)
     assert_alike(sample(logits, [GREEDY] * 3, [0.5] * 3, Mode.GREEDY))
     assert_alike(sample(logits.bfloat16(), [GREEDY] * 3, [0.5] * 3, Mode.GREEDY))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_tokens_without_a_bit_of_their_rows_mask_are_impossible(mode, dtype):
+    kinds = {Mode.GREEDY: [GREEDY] * 4, Mode.RANDOM: [PLAIN] * 4, Mode.FILTERED: [TOP_K, TOP_P, ALL_FILTERS, WIDE]}[
+        mode
+    ]
+    logits = random_logits(4, 5000).to(dtype)
+    plain, _ = sample(logits.clone(), kinds, [0.3, 0.6, 0.9, 0.1], mode)
+    words = torch.zeros(2, 157, dtype=torch.int32)  # the last token has bit 7 of its word
+    words[0, [3, 130]] = torch.tensor([1 << 5, -1 << 31], dtype=torch.int32)
+    words[1, 156] = -1
+    pair = sample(logits, kinds, [0.3, 0.6, 0.9, 0.1], mode, sampling.Masks(torch.tensor([1, -1, 0, -1]).int(), words))
+    assert_alike(pair)
+    first, second, third, fourth = pair[0].token_ids.tolist()
+    assert 156 * 32 <= first < 5000 and third in (3 * 32 + 5, 130 * 32 + 31)
+    assert [second, fourth] == plain.token_ids[[1, 3]].tolist()
+    assert logits[2].isfinite().sum() == 2 and logits[1].isfinite().all()
+
+
+def test_a_row_whose_mask_has_no_bit_is_flagged():
+    masks = sampling.Masks(torch.tensor([-1, 0]).int(), torch.zeros(1, 16, dtype=torch.int32))
+    found, _ = sample(random_logits(2, 500), [PLAIN] * 2, [0.5] * 2, Mode.RANDOM, masks)
+    assert found.bad.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("equal", [(4095, 4096), (0, 9000)])
