@@ -75,6 +75,18 @@ async def read_stream(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> dict[in
     return tokens
 
 
+async def read_and_kill(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> asyncio.Task[dict[int, list[int]]]:
+    """A stream whose engine is killed before its end, however fast it is: the engine stands still from before the
+    request until it is killed."""
+    pid = llm.health().engines[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    reading = asyncio.create_task(read_stream(llm, seed, max_tokens))
+    await asyncio.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return reading
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("depth", "num_kills"), [(2, 50), (1, 8)])
 def test_streams_survive_many_kills_without_losing_or_changing_a_token(depth, num_kills):
@@ -129,9 +141,7 @@ def test_a_killed_engine_is_reported_until_it_is_back():
     async def run() -> None:
         async with AsyncLLM(model_name(), **engine_settings()) as llm:
             right = await read_stream(llm, 3, 80)
-            reading = asyncio.create_task(read_stream(llm, 3, 80))
-            await asyncio.sleep(0.05)
-            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            reading = await read_and_kill(llm, 3, 80)
             states = set()
             while not reading.done():
                 states.add(llm.health().state)
@@ -278,9 +288,7 @@ def test_an_engine_that_can_not_be_started_again_is_given_up(monkeypatch, tmp_pa
     async def run() -> None:
         async with AsyncLLM(str(folder), **SETTINGS) as llm:
             shutil.rmtree(folder)
-            reading = asyncio.create_task(read_stream(llm, 4, 80))
-            await asyncio.sleep(0.05)
-            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            reading = await read_and_kill(llm, 4, 80)
             with pytest.raises(EngineDeadError):
                 await reading
             assert llm.health().state == EngineState.DEAD
@@ -381,9 +389,7 @@ def test_a_process_that_can_not_be_made_is_tried_again(monkeypatch):
     async def run() -> None:
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
             right = await read_stream(llm, 3)
-            reading = asyncio.create_task(read_stream(llm, 3))
-            await asyncio.sleep(0.02)
-            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            reading = await read_and_kill(llm, 3)
             assert await reading == right
             assert llm.health().engines[0].num_restarts == 3
 
