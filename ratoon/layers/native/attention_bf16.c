@@ -35,7 +35,7 @@ void ratoon_attention_bf16(const float *q, int64_t ldq, const float *k, int64_t 
     (void)starts, (void)requests, (void)heads, (void)scale, (void)scratch;
 }
 #else
-#include <immintrin.h>
+#include "matrix_unit.h"
 
 #define WITH_BF16 __attribute__((target("amx-bf16")))
 
@@ -65,15 +65,9 @@ typedef struct {
     vec highest[TOGETHER], total[TOGETHER];
 } query_group;
 
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes_of_row[16];
-    uint8_t rows[16];
-} tile_config;
-
 static void configure(void) {
-    _Alignas(64) tile_config config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.rows[i] = SIDE, config.bytes_of_row[i] = 4 * SIDE;
+    tile_config config = {.palette = TILE_PALETTE};
+    set_shape(&config, 0, 8, SIDE, 4 * SIDE);
     _tile_loadconfig(&config);
 }
 

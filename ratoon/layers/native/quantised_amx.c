@@ -14,6 +14,8 @@ int ratoon_kernels_usable(void) { return 1; }
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "matrix_unit.h"
+
 #define TILE_ROWS STRIP
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_TILE_DATA 18
@@ -21,18 +23,12 @@ int ratoon_kernels_usable(void) { return 1; }
 // Linux gives a process the registers of the matrix unit when it asks for them.
 int ratoon_kernels_usable(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_TILE_DATA) == 0; }
 
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes_of_row[16];
-    uint8_t rows[16];
-} tile_config;
-
 // Registers 0 and 1 hold sums, 4 and 5 activations, 6 and 7 weights of a block.
 static void configure(void) {
-    _Alignas(64) tile_config config = {.palette = 1};
-    for (int i = 0; i < 2; i++) config.rows[i] = TILE_ROWS, config.bytes_of_row[i] = 4 * TILE;
-    for (int i = 4; i < 6; i++) config.rows[i] = TILE_ROWS, config.bytes_of_row[i] = QUANTISED_BLOCK;
-    for (int i = 6; i < 8; i++) config.rows[i] = QUADS, config.bytes_of_row[i] = 4 * TILE;
+    tile_config config = {.palette = TILE_PALETTE};
+    set_shape(&config, 0, 2, TILE_ROWS, 4 * TILE);
+    set_shape(&config, 4, 6, TILE_ROWS, QUANTISED_BLOCK);
+    set_shape(&config, 6, 8, QUADS, 4 * TILE);
     _tile_loadconfig(&config);
 }
 
