@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from ratoon.core.errors import RequestError
-from ratoon.core.structured import StructuredOutput, structured_output, verify_structured_output
+from ratoon.core.structured import FREE_TEXT, StructuredOutputField, structured_output, verify_structured_output
 from ratoon.core.suggestions import ParamsMeta
 
 MAX_LOGPROBS = (
@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
     min_length: int = 0  # lowered where `max_tokens` ends the text earlier
     # The text must match a schema, an expression, a grammar or one of some texts. It limits which tokens are possible,
     # so like all forbidden tokens it affects sampling but not `logprobs`.
-    structured_output: StructuredOutput | None = None  # or a mapping of its fields
+    structured_output: StructuredOutputField = FREE_TEXT
 
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None
@@ -184,7 +184,7 @@ class BeamSearchParams(
     bad_words_ids: list[list[int]] | None = None
     max_length: int | None = None
     min_length: int = 0
-    structured_output: StructuredOutput | None = None  # no beam leaves it
+    structured_output: StructuredOutputField = FREE_TEXT  # no beam leaves it
 
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -97,8 +97,33 @@ class StructuredOutput(
             _verify_json(name, getattr(self, name))
 
 
-def structured_output(asked: Any) -> Any:
-    """The StructuredOutput that a mapping of its fields or a pydantic model class means; any other value as it is."""
+class HasJsonSchema(Protocol):
+    """A pydantic model class, or another object that tells its JSON schema."""
+
+    def model_json_schema(self) -> dict[str, Any]: ...
+
+
+StructuredOutputLike: TypeAlias = StructuredOutput | Mapping[str, Any] | HasJsonSchema  # mapping: of its fields
+
+# A field of params. The constructor takes any StructuredOutputLike and converts it (`__post_init__`), so that a
+# StructuredOutput is read, encoded and decoded. A type checker learns both types from a descriptor. Only the
+# constructor converts: what is assigned later must be a StructuredOutput.
+if TYPE_CHECKING:
+
+    class StructuredOutputField:
+        def __get__(self, params: object, owner: type | None = None) -> StructuredOutput | None: ...
+
+        def __set__(self, params: object, asked: StructuredOutputLike | None) -> None: ...
+
+else:
+    StructuredOutputField = StructuredOutput | None  # the type that msgspec decodes
+
+FREE_TEXT: Any = None  # the default of such a field. Any: for a type checker None is no StructuredOutputField
+
+
+def structured_output(asked: StructuredOutputLike | None) -> StructuredOutput | None:
+    """The StructuredOutput that is meant. A value of another type is returned as it is, and refused by
+    verify_structured_output."""
     if isinstance(asked, Mapping):
         known = (*StructuredOutput.__struct_fields__[:-1], *VLLM_NAMES)
         for name in asked:
@@ -110,7 +135,7 @@ def structured_output(asked: Any) -> Any:
         except RequestError as error:
             raise error.inside("structured_output") from None
     if hasattr(asked, "model_json_schema"):
-        return StructuredOutput(json_schema=asked)
+        return StructuredOutput(json_schema=_json_text("json_schema", asked))
     return asked
 
 

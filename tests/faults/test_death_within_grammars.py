@@ -62,7 +62,7 @@ class Asked:
         kind = RequestOutputKind.DELTA if self.streams else RequestOutputKind.FINAL_ONLY
         thinks = "begins_after" in self.structured_output
         return SamplingParams(
-            structured_output=self.structured_output,  # type: ignore[arg-type]
+            structured_output=self.structured_output,
             seed=self.seed,
             n=self.n,
             max_tokens=max_tokens,
@@ -120,7 +120,7 @@ async def kill_after(llm: AsyncLLM, num_tokens: int) -> None:
 def test_texts_go_on_in_their_grammars_in_another_engine() -> None:
     async def run() -> None:
         async with AsyncLLM(str(grammar_folder(FAMILY)), **engine_settings(num_blocks=512)) as llm:
-            begin = SamplingParams(structured_output={"regex": WORDS}, seed=9, max_tokens=20)  # type: ignore[arg-type]
+            begin = SamplingParams(structured_output={"regex": WORDS}, seed=9, max_tokens=20)
             async for output in llm.generate("hello", begin, "parent"):
                 begun = output.outputs[0].text
             assert output.outputs[0].finish_reason == "length"

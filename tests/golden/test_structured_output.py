@@ -33,7 +33,7 @@ PROMPTS = ["hello", "abc", "12, 3"]
 
 
 def params(seed: int, temperature: float = 1.0, max_tokens: int = 90, **asked: Any) -> SamplingParams:
-    return SamplingParams(structured_output=asked, temperature=temperature, seed=seed, max_tokens=max_tokens)  # type: ignore[arg-type]
+    return SamplingParams(structured_output=asked, temperature=temperature, seed=seed, max_tokens=max_tokens)
 
 
 def matches(asked: dict[str, Any], text: str) -> bool:
@@ -141,7 +141,7 @@ def test_without_a_tokenizer_it_is_refused() -> None:
 
 def test_a_text_that_can_t_go_on_ends_without_an_end_token() -> None:
     each = [
-        SamplingParams(structured_output={"choice": ["abc", "12"]}, seed=1, n=3, max_tokens=20, **changes)  # type: ignore[arg-type]
+        SamplingParams(structured_output={"choice": ["abc", "12"]}, seed=1, n=3, max_tokens=20, **changes)
         for changes in ({"ignore_eos": True}, {"min_tokens": 10})
     ]
     with grammar_engine() as llm:
@@ -155,13 +155,13 @@ def test_a_text_that_can_t_go_on_ends_without_an_end_token() -> None:
 def test_beams_never_leave_the_grammar() -> None:
     with grammar_engine(max_num_seqs=64) as llm:
         for asked in ({"choice": ["red", "green", "blue"]}, {"regex": "[ab]{2,4}"}, KINDS[0], {"json_object": True}):
-            params = BeamSearchParams(beam_width=6, n=3, max_tokens=60, structured_output=asked)  # type: ignore[arg-type]
+            params = BeamSearchParams(beam_width=6, n=3, max_tokens=60, structured_output=asked)
             (output,) = llm.generate([PROMPTS[0]], [params], progress=False)
             assert output.error is None and len({answer.text for answer in output.outputs}) == 3
             for answer in output.outputs:
                 assert answer.finish_reason == "length" or matches(asked, answer.text), answer.text
         with pytest.raises(RequestError, match="needs a token that ends a text"):
-            llm.generate([PROMPTS[0]], [BeamSearchParams(beam_width=2, structured_output=asked, ignore_eos=True)])  # type: ignore[arg-type]
+            llm.generate([PROMPTS[0]], [BeamSearchParams(beam_width=2, structured_output=asked, ignore_eos=True)])
 
 
 @pytest.mark.parametrize("asked", [{"choice": ["red", "green", "blue"]}, {"regex": "[xy]{1,2}"}, {"regex": "x"}])
@@ -188,7 +188,7 @@ def test_a_search_ends_with_the_texts_that_exist(asked: dict[str, Any]) -> None:
 
 def test_a_continuation_goes_on_with_the_parent_s_grammar() -> None:
     asked = {"regex": "[a-z]{40}"}
-    goes_on = SamplingParams(structured_output={"continue_grammar": True}, seed=7, max_tokens=60)  # type: ignore[arg-type]
+    goes_on = SamplingParams(structured_output={"continue_grammar": True}, seed=7, max_tokens=60)
     with grammar_engine() as llm:
         (parent,) = llm.generate([PROMPTS[0]], [params(1, max_tokens=10, **asked)], progress=False)
         assert parent.outputs[0].finish_reason == "length"
@@ -221,7 +221,7 @@ def params_of(some: SamplingParams, **changes: Any) -> SamplingParams:
 
 
 def test_a_suffix_that_leaves_the_grammar_fails_alone() -> None:
-    goes_on = SamplingParams(structured_output={"continue_grammar": True}, max_tokens=60)  # type: ignore[arg-type]
+    goes_on = SamplingParams(structured_output={"continue_grammar": True}, max_tokens=60)
     with grammar_engine() as llm:
         (parent,) = llm.generate([PROMPTS[0]], [params(1, max_tokens=3, regex="[a-z]{9}")], progress=False)
         child = llm.generate_continuation(parent, "123", goes_on)

@@ -84,9 +84,9 @@ def test_bad_values_are_refused_by_name(asked: StructuredOutput, field: str, pro
 
 def test_a_mapping_with_an_unknown_field_is_refused() -> None:
     with pytest.raises(RequestError, match="has no field 'json_shema'; did you mean json_schema"):
-        SamplingParams(structured_output={"json_shema": SCHEMA})  # type: ignore[arg-type]
+        SamplingParams(structured_output={"json_shema": SCHEMA})
     with pytest.raises(RequestError, match=r"structured_output\.json_schema: is not JSON"):
-        SamplingParams(structured_output={"json_schema": {"const": object()}})  # type: ignore[arg-type]
+        SamplingParams(structured_output={"json_schema": {"const": object()}})
 
 
 def test_another_type_is_refused() -> None:
