@@ -217,10 +217,17 @@ def _literal(node: ast.expr) -> Any:
             return value
         case ast.Name(id) if id in CONSTANTS:
             return CONSTANTS[id]
-        case ast.UnaryOp(ast.USub(), ast.Constant(value)) if type(value) in (int, float):
-            return -value  # type: ignore[operator]
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)) if not isinstance(number, bool):
+            return -number
         case ast.List(elements) | ast.Tuple(elements) | ast.Set(elements):
             return [_literal(element) for element in elements]
-        case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
-            return {str(key.value): _literal(value) for key, value in zip(keys, values)}  # type: ignore[union-attr]
+        case ast.Dict(keys, values):
+            return {_key(key): _literal(value) for key, value in zip(keys, values)}
+    raise MalformedError
+
+
+def _key(node: ast.expr | None) -> str:
+    """Of a dict's entry; `**` has none."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
     raise MalformedError
