@@ -42,10 +42,11 @@ from ratoon.execution.readers import (
     rows_of,
 )
 from ratoon.execution.sampled_rows import KnownPass, SampledPass, SampledRowsReader
-from ratoon.execution.sampler import Sampler
+from ratoon.execution.sampler import HostTokens, Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
 from ratoon.execution.step_inputs import InputPreparation, ReadRows, StepInputs
+from ratoon.layers import sampling
 from ratoon.layers.beams import SearchShape
 from ratoon.models.base import LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderDecoderLM
@@ -240,8 +241,8 @@ class ModelRunner:
         return SampledPass(tokens, ids, own, self.input_batch, self.sampling_rows)
 
     def _run_greedy(self, plan: SchedulerOutput, inputs: StepInputs, rows: np.ndarray) -> KnownPass | None:
-        """Run a recorded step that also takes the most probable token of every branch. None: a branch asks for more
-        than that, or there is no such recording."""
+        """Run a recorded step and take the most probable token of every branch. None: a branch asks for more than that,
+        or there is no such recording; then nothing was run."""
         if self.recorded is None or self._resident is not None:  # a device's own rows would not get the tokens
             return None
         if plan.captures or plan.fanout or plan.beam_steps or self.pooling:
@@ -252,10 +253,10 @@ class ModelRunner:
         if not is_decode or self.sampling_rows.needs[rows].any():
             return None
         result = self.recorded.run(self.model, inputs, PassEnd.TOKENS)
-        if result is None or result.tokens is None:
+        if result is None:
             return None
-        ids = list(plan.num_scheduled_tokens)
-        return KnownPass(result.tokens, ids, rows, self.input_batch, self.sampling_rows)
+        tokens = result.tokens or HostTokens(sampling.greedy(self.model.compute_logits(result.states.normed)))
+        return KnownPass(tokens, list(plan.num_scheduled_tokens), rows, self.input_batch, self.sampling_rows)
 
     def _run_alone(self, plan: SchedulerOutput, inputs: StepInputs) -> ExecutedPass | LogitsPass:
         """Run a step of any kind, from inputs of its own size."""

@@ -1,7 +1,8 @@
 """Whole engines on the CPU whose small steps are recorded passes give what they give call by call, to the bit."""
 
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -9,11 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ratoon import SamplingParams
+from ratoon.core.request import EngineCoreRequest
 from ratoon.execution import choices
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.execution.recorded_passes import MAX_LOGITS_ROWS
 from ratoon.layers.native import library
+from ratoon.layers.native.recording import Program
+from ratoon.models.base import LanguageModel
 from tests.golden import tiny_models
-from tests.golden.test_cuda import greedy, searches, states, texts_over_encoders
+from tests.golden.test_cuda import core_of, greedy, searches, states, texts_over_encoders
+from tests.golden.tiny_models import random_token_ids
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")
 
@@ -54,6 +61,34 @@ def with_and_without(function: Any, *arguments: Any, **settings: Any) -> list[An
 def test_a_batch_gets_the_same_tokens(family):
     alone, recorded = with_and_without(greedy, FAMILIES[family](), "cpu")
     assert recorded == alone
+
+
+@pytest.mark.parametrize("num_requests", [3, MAX_LOGITS_ROWS, MAX_LOGITS_ROWS + 4])
+def test_a_step_runs_its_pass_once(num_requests):
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            counts[name] += name != "steps" or arguments[1].total_num_scheduled_tokens > 0
+            return function(*arguments, **settings)
+
+        return call
+
+    with ExitStack() as patches:
+        for name, owner, method in (
+            ("steps", ModelRunner, "execute_model"),
+            ("replays", Program, "run"),
+            ("passes", LanguageModel, "forward_stream"),
+        ):
+            patches.enter_context(patch.object(owner, method, counted(name, getattr(owner, method))))
+        core = core_of(tiny_models.tiny_llama(), "cpu")
+        for index in range(num_requests):
+            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            core.add_request(EngineCoreRequest(str(index), random_token_ids(6, seed=index), params))
+        while core.has_work():
+            core.step()
+    assert counts["replays"] >= 8
+    assert counts["replays"] + counts["passes"] == counts["steps"]
 
 
 def test_searches_and_continuations_find_the_same_texts():
