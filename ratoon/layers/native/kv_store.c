@@ -6,6 +6,7 @@
 #include "kv_cache.h"
 #include "threads.h"
 
+#define MOST_ROWS 32             // of a unit
 #define SMALLEST_MAXIMUM 1e-30f  // of a head in bytes: 127 / maximum would overflow below it
 
 typedef struct {
@@ -86,7 +87,10 @@ static void store_unit(void *context, int64_t unit) {
 void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t kind, void *cache, int64_t block_bytes,
                      void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
                      int64_t head_dim, int64_t block_size) {
-    store_call c = {k, v, cache, scales, slots, kind, ldk, ldv, rows, 32, block_bytes, scale_block_bytes, kv_heads, head_dim,
-                    block_size};
+    // Long runs, since tokens that follow one another share cache lines; tokens of different requests do not.
+    int64_t rows_per_unit = rows / (2 * thread_count());
+    rows_per_unit = rows_per_unit < 2 ? 2 : rows_per_unit > MOST_ROWS ? MOST_ROWS : rows_per_unit;
+    store_call c = {k,    v,    cache,         scales,      slots,             kind,     ldk,      ldv,
+                    rows, rows_per_unit, block_bytes, scale_block_bytes, kv_heads, head_dim, block_size};
     if (rows > 0) parallel_units(store_unit, &c, (rows + c.rows_per_unit - 1) / c.rows_per_unit);
 }

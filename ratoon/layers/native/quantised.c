@@ -97,8 +97,9 @@ static void quantise_block(const quantised_call *c, int64_t row, int64_t block) 
 // What the codes of a row's block left, for a block whose numbers are not all zero.
 static void quantise_rest(const quantised_call *c, int64_t row, int64_t block) {
     uint8_t *flag = c->has_rests + row / c->height * c->blocks + block;
-    if (!*flag) memset(rests_of(c, row / c->height * c->height, block).shifts, 0, (size_t)c->height * REST_BYTES);
-    *flag = 1;
+    if (!c->shares_strips && !*flag)
+        memset(rests_of(c, row / c->height * c->height, block).shifts, 0, (size_t)c->height * REST_BYTES);
+    __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
     const float *x = c->x + row * c->ldx + block * QUANTISED_BLOCK;
     const activation_block from = block_of(c, row, block);
     const rest_block to = rests_of(c, row, block);
@@ -113,10 +114,20 @@ static void quantise_rest(const quantised_call *c, int64_t row, int64_t block) {
     write_shifts(rest_sums, zero_of(c->weight), c->groups, c->height, to.shifts);
 }
 
+// A row that has none, in a strip where another thread may find one for another row.
+static void clear_rests(const quantised_call *c, int64_t row) {
+    for (int64_t block = 0; block < c->blocks; block++) {
+        const rest_block to = rests_of(c, row, block);
+        to.shifts[0] = to.shifts[c->height] = 0;
+        memset(to.codes[0], 0, QUANTISED_BLOCK);
+    }
+}
+
 // Rounding errors follow the largest number of a block, so that few blocks with outliers make most of the error of a product:
 // these get rests.
 static void quantise_row(const quantised_call *c, int64_t row) {
     float squares = 0;
+    if (c->shares_strips) clear_rests(c, row);
     for (int64_t block = 0; block < c->blocks; block++) {
         quantise_block(c, row, block);
         const float scale = *block_of(c, row, block).scales;
@@ -139,19 +150,31 @@ static void clear_rows(const quantised_call *c, int64_t row, int64_t count) {
     }
 }
 
-static void quantise_unit(void *context, int64_t strip) {
+// Some rows of one strip.
+static void quantise_unit(void *context, int64_t unit) {
     const quantised_call *c = context;
-    int64_t last = (strip + 1) * c->height < c->rows ? (strip + 1) * c->height : c->rows;
-    memset(c->has_rests + strip * c->blocks, 0, (size_t)c->blocks);
-    for (int64_t row = strip * c->height; row < last; row++) quantise_row(c, row);
+    const int64_t first = unit * c->rows_per_unit, left = c->rows - first;
+    const int64_t last = first + (left < c->rows_per_unit ? left : c->rows_per_unit);
+    for (int64_t row = first; row < last; row++) quantise_row(c, row);
     if (last > c->matrix_rows) return;
-    if (last % STRIP) clear_rows(c, last, STRIP - last % STRIP);
+    if (last == c->rows && last % STRIP) clear_rows(c, last, STRIP - last % STRIP);
 #if PAIRED_ROWS
     for (int64_t block = 0; block < c->blocks; block++) {
-        pair_rows(block_of(c, strip * STRIP, block).codes);
-        if (has_rests(c, strip * STRIP, block)) pair_rows(rests_of(c, strip * STRIP, block).codes);
+        pair_rows(block_of(c, first, block).codes, last - first);
+        if (c->shares_strips || has_rests(c, first, block)) pair_rows(rests_of(c, first, block).codes, last - first);
     }
 #endif
+}
+
+// A strip for each unit, or parts of it where that leaves threads without work: an even number of rows, since the matrix
+// instruction of ARM has pairs.
+static void quantise(quantised_call *c, int64_t strips) {
+    c->rows_per_unit = c->height;
+    while (c->rows_per_unit > 2 && (c->rows + c->rows_per_unit - 1) / c->rows_per_unit < thread_count())
+        c->rows_per_unit = (c->rows_per_unit / 2 + 1) / 2 * 2;
+    c->shares_strips = c->rows_per_unit < c->height;
+    memset(c->has_rests, 0, (size_t)(strips * c->blocks));
+    parallel_units(quantise_unit, c, (c->rows + c->rows_per_unit - 1) / c->rows_per_unit);
 }
 
 // The quads of a block, for the columns of vector `j`.
@@ -354,7 +377,7 @@ void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int
     c.activations = scratch;
     c.rests = c.activations + row_blocks * (int64_t)ROW_BYTES;
     c.has_rests = c.rests + row_blocks * (int64_t)REST_BYTES;
-    parallel_units(quantise_unit, &c, strips);
+    quantise(&c, strips);
     c.panels = (weight->out + TILE - 1) / TILE;
     // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another.
     c.panels_per_unit = c.panels / (UNITS_PER_THREAD * thread_count());

@@ -23,6 +23,8 @@ typedef struct {
     uint8_t *rests;        // [strip][block]
     uint8_t *has_rests;    // [strip][block]: whether a row of the strip has one there
     int64_t height;        // of a strip: STRIP, or all rows if they are fewer and multiplied in registers
+    int64_t rows_per_unit; // that are rounded together
+    int shares_strips;     // whether these are less than a strip
     int64_t matrix_rows;   // that the matrix unit multiplies: all, or those before the last strip, or none
     int kernel;            // for the others
 } quantised_call;
@@ -84,7 +86,7 @@ void multiply_by_matrices(const quantised_call *c, int64_t first, int64_t last, 
 #else
 #define PAIRED_ROWS 0
 #endif
-void pair_rows(int8_t (*codes)[QUANTISED_BLOCK]);
+void pair_rows(int8_t (*codes)[QUANTISED_BLOCK], int64_t rows);
 void multiply_by_pairs(const quantised_call *c, int64_t first, int64_t last, int64_t first_panel, int64_t last_panel);
 
 INLINE void write_part(float *p, int64_t count, vec v) {

@@ -22,8 +22,8 @@ INLINE vec last_halves(vec a, vec b) { return (vec)vzip2q_f64((float64x2_t)a, (f
 INLINE vec spread_rows(const float *p) { return (vec){p[0], p[0], p[1], p[1]}; }
 INLINE vec spread_columns(const float *p) { return (vec){p[0], p[1], p[0], p[1]}; }
 
-void pair_rows(int8_t (*codes)[QUANTISED_BLOCK]) {
-    for (int i = 0; i < STRIP; i += 2) {
+void pair_rows(int8_t (*codes)[QUANTISED_BLOCK], int64_t rows) {
+    for (int64_t i = 0; i < rows; i += 2) {
         int8_t *pair = codes[i];
         const int64x2_t a = (int64x2_t)vld1q_s8(pair), b = (int64x2_t)vld1q_s8(pair + 16);
         const int64x2_t c = (int64x2_t)vld1q_s8(pair + 32), d = (int64x2_t)vld1q_s8(pair + 48);
