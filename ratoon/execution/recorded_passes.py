@@ -1,7 +1,7 @@
 """Small steps on a CPU as recorded passes: one native call, without Python between the kernels.
 
-A pass is recorded the second time that a step of its shape comes, and replayed from then on; the results are the same
-to the bit. It begins with the embeddings, where kernels compute them, and ends with the final states of all rows, with
+A pass is recorded after a step of its shape has come before, and replayed from then on; the results are the same to
+the bit. It begins with the embeddings, where kernels compute them, and ends with the final states of all rows, with
 their logits, or with the tokens whose logits are largest. A model whose layers use anything but kernels is not
 recorded.
 """
@@ -9,6 +9,7 @@ recorded.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 64  # of a step: with more, the kernels take so long that what lies between them does not matter
 MAX_PASSES = 256
+# Steps of a shape that run call by call before one is recorded. Recording takes as long as several replays gain, and a
+# step with one token for each request is followed by others like it, while a prompt's may not be.
+STEPS_BEFORE_DECODES = 1
+STEPS_BEFORE_PROMPTS = 4
 MAX_LOGITS_ROWS = 8  # of a pass that ends with logits: each such pass keeps memory for its own
 
 
@@ -59,7 +64,7 @@ class RecordedPasses:
         self._kv = kv
         self._arena = Arena()
         self._passes: dict[PassShape, RecordedPass] = {}  # in the order of their last use
-        self._seen: set[PassShape] = set()
+        self._steps: Counter[PassShape] = Counter()  # of shapes that are not recorded
         self._is_possible = True
 
     @staticmethod
@@ -88,15 +93,16 @@ class RecordedPasses:
             if result is not None:
                 self._passes[shape] = recorded
             return result
-        if shape not in self._seen:
-            self._seen.add(shape)
+        needed = STEPS_BEFORE_DECODES if shape.num_tokens == shape.num_reqs else STEPS_BEFORE_PROMPTS
+        if self._steps[shape] < needed:
+            self._steps[shape] += 1
             return None
         return self._record(shape, model, inputs)
 
     def clear(self) -> None:
         """Drop all: memory that they use is about to be freed."""
         self._passes.clear()
-        self._seen.clear()
+        self._steps.clear()
         self._arena = Arena()
 
     def _replay(self, recorded: RecordedPass, model: LanguageModel, inputs: StepInputs) -> PassResult | None:
