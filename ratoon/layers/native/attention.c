@@ -28,6 +28,7 @@
 
 #define GROUP (8 * STRETCH)  // keys
 #define READING_ROWS 2  // reading a stretch takes about as long as computing it for so many rows
+#define COPYING_ROWS 24     // of a stretch in floats
 #define FEWEST_ROWS 24      // of a part with many tokens
 #define UNITS_PER_THREAD 4  // so many at least, where the keys allow it: threads then end at about the same time
 
@@ -157,7 +158,7 @@ INLINE void fetch(const char *p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
-// Halves and bytes as floats, for several tiles.
+// Keys and values as floats side by side, for several tiles.
 INLINE void widen(int kind, const attention_call *c, scratch *s, stretch *t) {
     const int64_t size = size_of(kind), panels = c->head_dim / TILE;
     for (int64_t run = t->first_run; run * TILE < t->keys; run++) {
@@ -182,8 +183,14 @@ INLINE void widen(int kind, const attention_call *c, scratch *s, stretch *t) {
     t->fetches = 0;
 }
 
-static void attend_floats(const attention_call *c, scratch *s, const row_run *run, stretch *t) {
+static void attend_widened(const attention_call *c, scratch *s, const row_run *run, stretch *t) {
     attend_tiles(FLOATS, c, s, run, t);
+}
+
+// Blocks of the cache lie at distances that the first-level cache has few places for: many tiles read a copy.
+static void attend_floats(const attention_call *c, scratch *s, const row_run *run, stretch *t) {
+    if (run->rows >= COPYING_ROWS) widen(FLOATS, c, s, t);
+    attend_widened(c, s, run, t);
 }
 
 static void attend_halves(const attention_call *c, scratch *s, const row_run *run, stretch *t) {
@@ -192,7 +199,7 @@ static void attend_halves(const attention_call *c, scratch *s, const row_run *ru
         return;
     }
     widen(HALVES, c, s, t);
-    attend_floats(c, s, run, t);
+    attend_widened(c, s, run, t);
 }
 
 static void attend_bytes(const attention_call *c, scratch *s, const row_run *run, stretch *t) {
@@ -202,7 +209,7 @@ static void attend_bytes(const attention_call *c, scratch *s, const row_run *run
         return;
     }
     widen(BYTES, c, s, t);
-    attend_floats(c, s, run, t);
+    attend_widened(c, s, run, t);
 }
 
 static void (*const attend[])(const attention_call *, scratch *, const row_run *, stretch *) = {attend_floats, attend_halves,
