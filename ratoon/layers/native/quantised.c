@@ -76,23 +76,82 @@ static void write_shifts(const int32_t sums[2], int zero, int64_t groups, int64_
     shifts[height] = -zero * sums[1];  // of the second group, if there is one
 }
 
-// One row of a block. With a NaN or an infinity in it the scale is NaN, and so are the row's results.
-static void quantise_block(const quantised_call *c, int64_t row, int64_t block) {
-    const float *x = c->x + row * c->ldx + block * QUANTISED_BLOCK;
-    const activation_block to = block_of(c, row, block);
+// One row of a block; returns the scale. With a NaN or an infinity in it the scale is NaN, and so are the row's results.
+INLINE float quantise_block(const float *x, int zero, int64_t groups, int64_t height, const activation_block *to) {
     const uint32_t largest = largest_of(x);
     const float maximum = float_of(largest);
     const int usable = largest < 0x7f800000 && maximum >= SMALLEST_MAXIMUM;
     const float factor = usable ? 127.0f / maximum : 0.0f;
+    const float scale = usable ? maximum / 127.0f : largest < 0x7f800000 ? 0.0f : NAN;
     int32_t sums[2] = {0, 0};
     if (usable)
-        round_block(x, factor, to.codes[0], sums);
+        round_block(x, factor, to->codes[0], sums);
     else
-        memset(to.codes[0], 0, QUANTISED_BLOCK);
-    *to.scales = usable ? maximum / 127.0f : largest < 0x7f800000 ? 0.0f : NAN;
-    *to.scaled_sums = *to.scales * (float)(sums[0] + sums[1]);
-    write_shifts(sums, zero_of(c->weight), c->groups, c->height, to.shifts);
+        memset(to->codes[0], 0, QUANTISED_BLOCK);
+    *to->scales = scale;
+    *to->scaled_sums = scale * (float)(sums[0] + sums[1]);
+    write_shifts(sums, zero, groups, height, to->shifts);
+    return scale;
 }
+
+#if defined(__AVX512F__)
+#define TOGETHER 4  // blocks of a row that are rounded together: what takes long for one, its maximum and sums, is done for all
+
+// Lane i of the result is vector i, its lanes put together by OP: within 128 bits first, then those.
+#define REDUCE_FOUR(NAME, OP_512, OP_256, OP_128)                                                                              \
+    INLINE __m128i NAME(const __m512i v[TOGETHER]) {                                                                           \
+        const __m512i a = OP_512(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));                        \
+        const __m512i b = OP_512(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));                        \
+        const __m512i all = OP_512(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));                                  \
+        const __m256i half = OP_256(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));                           \
+        return OP_128(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));                                        \
+    }
+REDUCE_FOUR(largest_of_four, _mm512_max_epu32, _mm256_max_epu32, _mm_max_epu32)
+REDUCE_FOUR(sums_of_four, _mm512_add_epi32, _mm256_add_epi32, _mm_add_epi32)
+
+// The same as quantise_block for each of them. Leaves `to` behind them, and writes their scales.
+INLINE void quantise_blocks(const float *x, int zero, int64_t groups, int64_t height, int64_t step, activation_block *to,
+                            float scales[TOGETHER]) {
+    const __m512i sign = _mm512_set1_epi32(0x7fffffff);
+    __m512i sizes[TOGETHER], first[TOGETHER], second[TOGETHER];
+    UNROLLED for (int i = 0; i < TOGETHER; i++) {
+        const float *block = x + i * QUANTISED_BLOCK;
+        const __m512i a = _mm512_loadu_si512(block), b = _mm512_loadu_si512(block + 16);
+        sizes[i] = _mm512_max_epu32(_mm512_and_si512(a, sign), _mm512_and_si512(b, sign));
+    }
+    const __m128i largest = largest_of_four(sizes);
+    const __m128 maximum = _mm_castsi128_ps(largest), full = _mm_set1_ps(127.0f);
+    const __mmask8 finite = _mm_cmplt_epi32_mask(largest, _mm_set1_epi32(0x7f800000));
+    const __mmask8 usable = _mm_mask_cmp_ps_mask(finite, maximum, _mm_set1_ps(SMALLEST_MAXIMUM), _CMP_GE_OQ);
+    const __m128 scale = _mm_mask_div_ps(_mm_maskz_mov_ps((__mmask8)~finite, _mm_set1_ps(NAN)), usable, maximum, full);
+    float factors[TOGETHER];
+    _mm_storeu_ps(factors, _mm_maskz_div_ps(usable, full, maximum));
+    UNROLLED for (int i = 0; i < TOGETHER; i++) {
+        const float *block = x + i * QUANTISED_BLOCK;
+        const __m512 factor = _mm512_set1_ps(factors[i]);
+        const __mmask16 keep = (__mmask16)-(usable >> i & 1);
+        first[i] = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(_mm512_loadu_ps(block), factor));
+        second[i] = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(_mm512_loadu_ps(block + 16), factor));
+    }
+    const __m128i of_first = sums_of_four(first), of_second = sums_of_four(second), sum = _mm_add_epi32(of_first, of_second);
+    const __m128i shift = _mm_set1_epi32(-zero);
+    float scaled_sums[TOGETHER];
+    int32_t shifts[2][TOGETHER];
+    _mm_storeu_ps(scales, scale);
+    _mm_storeu_ps(scaled_sums, _mm_mul_ps(scale, _mm_cvtepi32_ps(sum)));
+    _mm_storeu_si128((__m128i *)shifts[0], _mm_mullo_epi32(groups == 2 ? of_first : sum, shift));
+    _mm_storeu_si128((__m128i *)shifts[1], _mm_mullo_epi32(of_second, shift));
+    UNROLLED for (int i = 0; i < TOGETHER; i++) {
+        _mm_storeu_si128((__m128i *)to->codes[0], _mm512_cvtepi32_epi8(first[i]));
+        _mm_storeu_si128((__m128i *)(to->codes[0] + 16), _mm512_cvtepi32_epi8(second[i]));
+        *to->scales = scales[i];
+        *to->scaled_sums = scaled_sums[i];
+        to->shifts[0] = shifts[0][i];
+        to->shifts[height] = shifts[1][i];
+        go_on(to, step);
+    }
+}
+#endif
 
 // What the codes of a row's block left, for a block whose numbers are not all zero.
 static void quantise_rest(const quantised_call *c, int64_t row, int64_t block) {
@@ -116,26 +175,42 @@ static void quantise_rest(const quantised_call *c, int64_t row, int64_t block) {
 
 // A row that has none, in a strip where another thread may find one for another row.
 static void clear_rests(const quantised_call *c, int64_t row) {
-    for (int64_t block = 0; block < c->blocks; block++) {
-        const rest_block to = rests_of(c, row, block);
-        to.shifts[0] = to.shifts[c->height] = 0;
+    const int64_t blocks = c->blocks, height = c->height, step = height * (int64_t)REST_BYTES;
+    rest_block to = rests_of(c, row, 0);
+    for (int64_t block = 0; block < blocks; block++) {
+        to.shifts[0] = to.shifts[height] = 0;
         memset(to.codes[0], 0, QUANTISED_BLOCK);
+        to.shifts = (int32_t *)((char *)to.shifts + step);
+        to.codes = (int8_t(*)[QUANTISED_BLOCK])((char *)to.codes + step);
     }
 }
 
 // Rounding errors follow the largest number of a block, so that few blocks with outliers make most of the error of a product:
 // these get rests.
 static void quantise_row(const quantised_call *c, int64_t row) {
+    const int64_t blocks = c->blocks, groups = c->groups, height = c->height, step = height * (int64_t)ROW_BYTES;
+    const float *x = c->x + row * c->ldx;
+    const int zero = zero_of(c->weight);
     float squares = 0;
     if (c->shares_strips) clear_rests(c, row);
-    for (int64_t block = 0; block < c->blocks; block++) {
-        quantise_block(c, row, block);
-        const float scale = *block_of(c, row, block).scales;
-        squares = __builtin_fmaf(scale, scale, squares);
+    activation_block to = block_of(c, row, 0);
+    const char *scales = (const char *)to.scales;
+    int64_t block = 0;
+#if defined(TOGETHER)
+    for (; block + TOGETHER <= blocks; block += TOGETHER) {
+        float of_blocks[TOGETHER];
+        quantise_blocks(x + block * QUANTISED_BLOCK, zero, groups, height, step, &to, of_blocks);
+        UNROLLED for (int i = 0; i < TOGETHER; i++) squares = __builtin_fmaf(of_blocks[i], of_blocks[i], squares);
     }
-    const float limit = squares * (QUANTISED_LARGE / (float)c->blocks);
-    for (int64_t block = 0; block < c->blocks; block++) {
-        const float scale = *block_of(c, row, block).scales;
+#endif
+    for (; block < blocks; block++) {
+        const float scale = quantise_block(x + block * QUANTISED_BLOCK, zero, groups, height, &to);
+        squares = __builtin_fmaf(scale, scale, squares);
+        go_on(&to, step);
+    }
+    const float limit = squares * (QUANTISED_LARGE / (float)blocks);
+    for (block = 0; block < blocks; block++, scales += step) {
+        const float scale = *(const float *)scales;
         if (scale * scale > limit) quantise_rest(c, row, block);
     }
 }

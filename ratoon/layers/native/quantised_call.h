@@ -47,6 +47,14 @@ INLINE activation_block block_of(const quantised_call *c, int64_t row, int64_t b
                               (int8_t (*)[QUANTISED_BLOCK])(numbers + 4 * height) + i};
 }
 
+// To the same row of the next block, `step` bytes further on: without the division by the height that block_of makes.
+INLINE void go_on(activation_block *b, int64_t step) {
+    b->scales = (float *)((char *)b->scales + step);
+    b->scaled_sums = (float *)((char *)b->scaled_sums + step);
+    b->shifts = (int32_t *)((char *)b->shifts + step);
+    b->codes = (int8_t(*)[QUANTISED_BLOCK])((char *)b->codes + step);
+}
+
 // What rounding left of blocks that are far larger than others of their row, in units of 1 / REST_STEPS of a code: codes, and
 // their shifts as above. Zeros in a row that has none, in a block where another row of the strip has one: such a row comes out
 // as if there were no rests, since a sum is multiplied by REST_STEPS, a power of two, and divided by it.
