@@ -24,6 +24,7 @@
 
 #include "attention_tile.h"
 #include "kernels.h"
+#include "room.h"
 #include "threads.h"
 
 #define GROUP (8 * STRETCH)  // keys
@@ -429,21 +430,6 @@ static void list_units(plan *plan) {
             *next++ = (unit){(int32_t)i, key, end};
         }
     }
-}
-
-// Memory of the calling thread that is kept from call to call: new memory would cost more than a small call.
-typedef struct {
-    void *memory;
-    size_t size;
-} room;
-
-static void *at_least(room *room, size_t size) {
-    if (room->size < size) {
-        free(room->memory);
-        room->memory = malloc(size);
-        room->size = room->memory ? size : 0;
-    }
-    return room->memory;
 }
 
 static _Thread_local room room_of_parts, room_of_units, room_of_pieces;

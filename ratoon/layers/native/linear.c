@@ -5,11 +5,13 @@
 //
 // Many rows go by in blocks. A group of panels is taken in pieces of CACHE_DEPTH, which stay in the first-level cache while
 // the rows of a block, which are in the second-level one, are multiplied with it tile by tile; the next piece is fetched
-// meanwhile. Sums over K have three levels, the same for any number of rows: within a stretch (tile.h), over the stretches
+// meanwhile. With AVX-512 these rows are laid out first as tiles read them: what a tile has of a row would otherwise be on a page
+// of its own, and where rows are 4 KiB apart, in the same places of the first-level cache. Sums over K have three levels, the same for any number of rows: within a stretch (tile.h), over the stretches
 // of SUM_DEPTH, and over those.
 #include <string.h>
 
 #include "kernels.h"
+#include "room.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -21,9 +23,14 @@
 #define UNITS_PER_THREAD 8
 #define WIDENING_TILES 2  // up to so many tiles widen numbers themselves, while memory streams; for more it is done once
 #define FETCHING_TILES 3  // with fewer tiles in a block the processor's own fetching ahead is as good
+#define LAYS_OUT_ROWS (W == 16)
+#define LAID_OUT_FROM 17             // rows
+#define MOST_LAID_OUT (16 << 20)  // bytes; of more rows, some after the others
 
 _Static_assert(SUM_DEPTH % CACHE_DEPTH == 0 && CACHE_DEPTH % STRETCH_K == 0, "pieces end where sums end");
 _Static_assert(CACHE_DEPTH % WIDENED_DEPTH == 0 && WIDENED_DEPTH % STRETCH_K == 0, "pieces end where sums end");
+
+enum { LAID_OUT = FP16 + 1 };  // a table of tiles beside those of formats: floats, with rows that are laid out
 
 // A packed weight begins with what its panels are of; they follow at the next 64 bytes.
 typedef union {
@@ -76,6 +83,7 @@ typedef struct {
     int64_t ldx, ldy, rows, in, out, panels;
     int64_t block_rows, panels_per_unit, units_per_block;
     int format;
+    float *laid_out;  // rows as tiles read them, [tile][k][MAX_TILE_ROWS]; NULL: tiles read x
 } linear_call;
 
 // Panel by panel, from `depth` numbers on.
@@ -102,14 +110,16 @@ INLINE void write_part(float *p, int64_t count, vec v) {
 }
 
 // totals [rows][TILE_WIDTH] = A · B in stretches; with `add`, they are added to what is there.
-INLINE void tile_of(int rows, int panels, int format, const float *x, int64_t ldx, const void *b, int64_t panel_size,
-                    int64_t depth, const float *fetch, int add, float *totals) {
+INLINE void tile_of(int rows, int panels, int format, tile_rows a, const void *b, int64_t panel_size, int64_t depth,
+                    memory_ahead ahead, int add, float *totals) {
     for (int64_t k = 0; k < depth; k += STRETCH_K, add = 1) {
         vec acc[MAX_TILE_ROWS][TILE_WIDTH / W];
         UNROLLED for (int i = 0; i < rows; i++)
             UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] = (vec){};
-        panels_chain(rows, panels, format, x + k, ldx, number_at(format, b, k * TILE), panel_size,
-                     depth - k < STRETCH_K ? depth - k : STRETCH_K, fetch + k / STEPS_PER_FETCH * panels * 16, acc);
+        panels_chain(rows, panels, format, a, number_at(format, b, k * TILE), panel_size,
+                     depth - k < STRETCH_K ? depth - k : STRETCH_K, ahead, acc);
+        a.at += STRETCH_K * a.step;
+        ahead.from += STRETCH_K / STEPS_PER_FETCH * ahead.step * 16;
         if (add)
             UNROLLED for (int i = 0; i < rows; i++)
                 UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] += load(totals + i * TILE_WIDTH + j * W);
@@ -118,12 +128,15 @@ INLINE void tile_of(int rows, int panels, int format, const float *x, int64_t ld
     }
 }
 
-typedef void (*tile_function)(const float *x, int64_t ldx, const void *b, int64_t panel_size, int64_t depth,
-                              const float *fetch, int add, float *totals);
+// a: rows of x, `ldx` floats apart; for LAID_OUT, a tile of these.
+typedef void (*tile_function)(const float *a, int64_t ldx, const void *b, int64_t panel_size, int64_t depth,
+                              const memory_ahead *ahead, int add, float *totals);
 #define TILE_OF(ROWS, PANELS, FORMAT)                                                                                      \
-    static void tile_##ROWS##_##PANELS##_##FORMAT(const float *x, int64_t ldx, const void *b, int64_t panel_size,          \
-                                                  int64_t depth, const float *fetch, int add, float *totals) {             \
-        tile_of(ROWS, PANELS, FORMAT, x, ldx, b, panel_size, depth, fetch, add, totals);                                   \
+    static void tile_##ROWS##_##PANELS##_##FORMAT(const float *a, int64_t ldx, const void *b, int64_t panel_size,          \
+                                                  int64_t depth, const memory_ahead *ahead, int add, float *totals) {      \
+        const tile_rows x = {a, ldx, 1}, laid_out = {a, 1, MAX_TILE_ROWS};                                                 \
+        tile_of(ROWS, PANELS, FORMAT == LAID_OUT ? FLOATS : FORMAT, FORMAT == LAID_OUT ? laid_out : x, b, panel_size,      \
+                depth, *ahead, add, totals);                                                                               \
     }
 #if W == 4
 #define TILES_OF(P, F) TILE_OF(1, P, F) TILE_OF(2, P, F) TILE_OF(3, P, F) TILE_OF(4, P, F)
@@ -149,9 +162,9 @@ typedef void (*tile_function)(const float *x, int64_t ldx, const void *b, int64_
 #define FORMAT_OF(F) TILES_OF(1, F)
 #define TABLE_OF(F) {{NULL}, NAMES_OF(1, F)}
 #endif
-FORMAT_OF(FLOATS) FORMAT_OF(BF16) FORMAT_OF(FP16)
+FORMAT_OF(FLOATS) FORMAT_OF(BF16) FORMAT_OF(FP16) FORMAT_OF(LAID_OUT)
 static const tile_function tiles[][MAX_TILE_PANELS + 1][MAX_TILE_ROWS + 1] = {
-    [FLOATS] = TABLE_OF(FLOATS), [BF16] = TABLE_OF(BF16), [FP16] = TABLE_OF(FP16)};
+    [FLOATS] = TABLE_OF(FLOATS), [BF16] = TABLE_OF(BF16), [FP16] = TABLE_OF(FP16), [LAID_OUT] = TABLE_OF(LAID_OUT)};
 
 // A group of up to MAX_TILE_PANELS panels, a block of rows, and the part of the depth that is multiplied now: a part of the
 // span [begin, end), through which one group goes after the other.
@@ -159,15 +172,21 @@ typedef struct {
     int64_t panel, panels, row, rows, first, depth, begin, end;
 } piece;
 
-// Where a tile fetches from, so that the tiles of a block together fetch the next piece: each panel's part of it is one run
-// of memory, and each tile takes a run's beginning, or what follows it. `otherwise` is memory that needs no fetching.
-INLINE const float *fetch_of(const linear_call *c, const piece *p, int64_t tile, const void *otherwise) {
+// What a tile fetches, so that the tiles of a block together fetch the next piece, and no more at a time than that takes: a read
+// that misses the first-level cache waits behind what is fetched. Each panel's part of the piece is one run of memory, and each
+// tile takes a run's beginning, or what follows it. `otherwise` is memory that needs no fetching.
+INLINE memory_ahead fetch_of(const linear_call *c, const piece *p, int64_t tile, int64_t tiles, const void *otherwise) {
+    const memory_ahead none = {otherwise, 0};
     int64_t panel = p->panel, first = p->first + p->depth;
     if (first == p->end) panel += p->panels, first = p->begin;
-    int64_t lines = tile / p->panels * (p->depth / STEPS_PER_FETCH * p->panels);  // that the tiles before it took of the run
-    int64_t offset = lines * (c->format == FLOATS ? 1 : 2);
-    if (panel + tile % p->panels >= c->panels || offset >= p->depth) return otherwise;
-    return (const float *)panel_at(c, panel + tile % p->panels, first + offset);
+    const int64_t looks = p->depth / STEPS_PER_FETCH, turns = tiles / p->panels;
+    const int64_t lines = c->format == FLOATS ? p->depth : p->depth / 2;  // of a run
+    if (tiles < FETCHING_TILES || !looks || panel + tile % p->panels >= c->panels) return none;
+    int64_t step = (lines + turns * looks - 1) / (turns * looks);
+    if (step > p->panels) step = p->panels;
+    const int64_t offset = tile / p->panels * looks * step * (c->format == FLOATS ? 1 : 2);
+    if (offset >= p->depth) return none;
+    return (memory_ahead){(const float *)panel_at(c, panel + tile % p->panels, first + offset), step};
 }
 
 // The piece's panels as floats, WIDENED_DEPTH · 16 from one to the next.
@@ -193,17 +212,21 @@ static void multiply_piece(const linear_call *c, const piece *p, float *totals) 
         widen_piece(c, p, widened);
         format = FLOATS, b = widened, panel_size = WIDENED_DEPTH * TILE;
     }
+    const int laid_out = format == FLOATS && c->laid_out;
     int64_t row = 0;
     for (int64_t tile = 0; tile < num_tiles; tile++) {
-        // Even heights: 5 rows go as 3 + 2, not as 4 + 1.
+        // Even heights: 5 rows go as 3 + 2, not as 4 + 1. Rows that were laid out for tiles have theirs.
         int64_t height = (p->rows - row + num_tiles - tile - 1) / (num_tiles - tile);
+        if (laid_out) height = p->rows - row < MAX_TILE_ROWS ? p->rows - row : MAX_TILE_ROWS;
         if (ends_sum)  // these are written next
             for (int64_t i = row; i < row + height; i++)
                 for (int64_t j = 0; j < p->panels; j++)
                     __builtin_prefetch(c->y + (p->row + i) * c->ldy + (p->panel + j) * TILE, 1, 3);
-        tiles[format][p->panels][height](c->x + (p->row + row) * c->ldx + p->first, c->ldx, b, panel_size, p->depth,
-                                         num_tiles < FETCHING_TILES ? b : fetch_of(c, p, tile, b),
-                                         p->first % SUM_DEPTH > 0, totals + row * TILE_WIDTH);
+        const float *a = laid_out ? c->laid_out + (p->row + row) * c->in + p->first * MAX_TILE_ROWS
+                                  : c->x + (p->row + row) * c->ldx + p->first;
+        const memory_ahead ahead = fetch_of(c, p, tile, num_tiles, b);
+        tiles[laid_out ? LAID_OUT : format][p->panels][height](a, c->ldx, b, panel_size, p->depth, &ahead,
+                                                               p->first % SUM_DEPTH > 0, totals + row * TILE_WIDTH);
         row += height;
     }
 }
@@ -247,6 +270,51 @@ static void linear_unit(void *context, int64_t unit) {
     }
 }
 
+#if LAYS_OUT_ROWS
+#define INTERLEAVED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+// 16 numbers of eight rows, as eight of each k: single numbers of two rows side by side, then pairs, then fours.
+INLINE void lay_out_16(const float *x, int64_t ldx, float *to) {
+    vec a[8], b[8];
+    UNROLLED for (int i = 0; i < 8; i++) a[i] = load(x + i * ldx);
+    UNROLLED for (int i = 0; i < 8; i += 2) {
+        b[i] = INTERLEAVED(a[i], a[i + 1], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        b[i + 1] = INTERLEAVED(a[i], a[i + 1], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    UNROLLED for (int i = 0; i < 8; i += 4)
+        UNROLLED for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = INTERLEAVED(b[i + j], b[i + 2 + j], 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
+            a[i + 2 * j + 1] = INTERLEAVED(b[i + j], b[i + 2 + j], 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
+        }
+    UNROLLED for (int j = 0; j < 4; j++) {
+        store(to + 32 * j, INTERLEAVED(a[j], a[4 + j], 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+        store(to + 32 * j + 16, INTERLEAVED(a[j], a[4 + j], 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+    }
+}
+
+static void lay_out_tile(void *context, int64_t tile) {
+    const linear_call *c = context;
+    const float *x = c->x + tile * MAX_TILE_ROWS * c->ldx;
+    float *to = c->laid_out + tile * MAX_TILE_ROWS * c->in;
+    const int64_t rows = c->rows - tile * MAX_TILE_ROWS;
+    int64_t k = 0;
+    for (; rows >= MAX_TILE_ROWS && k + 16 <= c->in; k += 16) lay_out_16(x + k, c->ldx, to + k * MAX_TILE_ROWS);
+    for (; k < c->in; k++)
+        for (int64_t i = 0; i < MAX_TILE_ROWS && i < rows; i++) to[k * MAX_TILE_ROWS + i] = x[i * c->ldx + k];
+}
+
+// Without the memory for it, tiles read rows where they are.
+static void lay_out(linear_call *c) {
+    static _Thread_local room room_of_rows;
+    const int64_t tiles = (c->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    if (c->rows < LAID_OUT_FROM) return;
+    c->laid_out = at_least(&room_of_rows, (size_t)(tiles * MAX_TILE_ROWS * c->in) * sizeof(float));
+    if (c->laid_out) parallel_units(lay_out_tile, c, tiles);
+}
+#else
+static void lay_out(linear_call *c) { (void)c; }
+#endif
+
 // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another. Few rows
 // take little computing, so that single panels may be units; many rows need whole tiles, and smaller blocks make more units.
 static void divide(linear_call *c) {
@@ -266,10 +334,15 @@ static void divide(linear_call *c) {
 
 void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
                    const float *bias, float *y, int64_t ldy) {
-    if (rows <= 0) return;
     const packed_header *header = (const packed_header *)packed;
-    linear_call c = {.x = x, .weight = (const char *)(header + 1), .bias = bias, .y = y, .ldx = ldx, .ldy = ldy,
-                     .rows = rows, .in = in, .out = out, .panels = panels_of(out), .format = header->format};
-    divide(&c);
-    parallel_units(linear_unit, &c, c.units_per_block * ((rows + c.block_rows - 1) / c.block_rows));
+    const int64_t blocks = MOST_LAID_OUT / (ROW_BLOCK * in * (int64_t)sizeof(float));
+    const int64_t most = !LAYS_OUT_ROWS ? rows : blocks < 1 ? ROW_BLOCK : blocks * ROW_BLOCK;
+    for (int64_t row = 0; row < rows; row += most) {
+        linear_call c = {.x = x + row * ldx, .weight = (const char *)(header + 1), .bias = bias, .y = y + row * ldy, .ldx = ldx,
+                         .ldy = ldy, .rows = rows - row < most ? rows - row : most, .in = in, .out = out,
+                         .panels = panels_of(out), .format = header->format};
+        divide(&c);
+        lay_out(&c);
+        parallel_units(linear_unit, &c, c.units_per_block * ((c.rows + c.block_rows - 1) / c.block_rows));
+    }
 }

@@ -77,16 +77,32 @@ INLINE void tile_chain(int rows, const float *a, int64_t lda, const float *b, in
     tile_chain_of(rows, FLOATS, a, lda, b, ldb, depth, acc);
 }
 
-// One step of a chain with panels side by side, each `panel_size` numbers behind the one before it.
-INLINE void panels_step(int rows, int panels, int format, const float *a, int64_t lda, const void *b, int64_t panel_size,
-                        vec acc[][TILE_WIDTH / W]) {
+// Where a tile reads A: a value of its first row; those of other rows are `row_step` floats apart, those of other k `step`.
+typedef struct {
+    const float *at;
+    int64_t row_step, step;
+} tile_rows;
+
+// Rows that multiply-adds read from memory one by one, where one instruction does both: three of eight, as few instructions as
+// the two reads of a cycle allow. Addresses with a variable distance take an instruction of their own, so not for those.
+INLINE int is_read_again(int row, const tile_rows *a) { return W == 16 && a->step > 1 && row * 3 / 8 < (row + 1) * 3 / 8; }
+
+// Step s of a chain with panels side by side.
+INLINE void panels_step(int rows, int panels, int format, tile_rows *a, const char *const *b, int s, vec acc[][TILE_WIDTH / W]) {
     vec column[TILE_WIDTH / W];
     UNROLLED for (int p = 0; p < panels; p++)
-        UNROLLED for (int j = 0; j < TILE_VECS; j++)
-            column[p * TILE_VECS + j] = load_as(format, b, p * panel_size + j * W);
+        UNROLLED for (int j = 0; j < TILE_VECS; j++) column[p * TILE_VECS + j] = load_as(format, b[p], s * TILE + j * W);
     UNROLLED for (int i = 0; i < rows; i++) {
-        vec value = splat(a[i * lda]);
-        UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] = fma_(column[j], value, acc[i][j]);
+        READ_FROM_HERE(a->at);
+        vec value = splat(a->at[i * a->row_step + s * a->step]);
+        UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) {
+            if (j && is_read_again(i, a)) {
+                READ_FROM_HERE(a->at);
+                value = splat(a->at[i * a->row_step + s * a->step]);
+            }
+            acc[i][j] = fma_(column[j], value, acc[i][j]);
+            SUM_IS_HERE(acc[i][j]);
+        }
     }
 }
 
@@ -94,32 +110,45 @@ INLINE void panels_step(int rows, int panels, int format, const float *a, int64_
 #define STREAMING_ROWS 4  // tiles of so few rows wait for memory
 #define LINES_AHEAD 32    // that they fetch, in every panel: across the page on which the processor's own fetching ends
 
-// Fetches ahead of a chain at step k: what the same panels have further on, for few rows. For more, which have the panels in
-// the first-level cache, memory at `fetch` into the second-level one: 64 bytes for each panel.
-INLINE void fetch_ahead(int rows, int panels, int format, const void *b, int64_t panel_size, int64_t k, const float *fetch) {
-    UNROLLED for (int p = 0; p < panels; p++) {
-        const char *ahead = (const char *)number_at(format, b, p * panel_size + k * TILE) + 64 * LINES_AHEAD;
+// Memory that a tile of more rows fetches into the second-level cache: `step` cache lines in STEPS_PER_FETCH steps of its chains.
+typedef struct {
+    const float *from;
+    int64_t step;
+} memory_ahead;
+
+// Fetches ahead of a chain: what the same panels have further on, for few rows. For more, which have the panels in the
+// first-level cache, as many lines as there are panels: some of them twice if fewer are wanted.
+INLINE void fetch_ahead(int rows, int panels, int format, const char *const *b, const float *from) {
+    UNROLLED for (int p = 0; p < panels; p++)
         if (rows > STREAMING_ROWS)
-            __builtin_prefetch(fetch + (k / STEPS_PER_FETCH * panels + p) * 16, 0, 2);
+            __builtin_prefetch(from + p * 16, 0, 2);
         else
             UNROLLED for (int i = 0; i < STEPS_PER_FETCH * TILE * bytes_of(format) / 64; i++)
-                __builtin_prefetch(ahead + 64 * i, 0, 3);
-    }
+                __builtin_prefetch(b[p] + 64 * (LINES_AHEAD + i), 0, 3);
 }
 
-// The same chains for up to MAX_TILE_PANELS panels, with packed rows of B.
-INLINE void panels_chain(int rows, int panels, int format, const float *a, int64_t lda, const void *b, int64_t panel_size,
-                         int64_t depth, const float *fetch, vec acc[][TILE_WIDTH / W]) {
+// The same chains for up to MAX_TILE_PANELS panels with packed rows, each `panel_size` numbers behind the one before it.
+INLINE void panels_chain(int rows, int panels, int format, tile_rows a, const void *first_panel, int64_t panel_size, int64_t depth,
+                         memory_ahead ahead, vec acc[][TILE_WIDTH / W]) {
 #if W == 4
-    (void)panels, (void)panel_size, (void)fetch;
-    tile_chain_of(rows, format, a, lda, b, TILE, depth, acc);
+    (void)panels, (void)panel_size, (void)ahead;
+    tile_chain_of(rows, format, a.at, a.row_step, first_panel, TILE, depth, acc);
 #else
-    int64_t k = 0;
-    for (; k + STEPS_PER_FETCH <= depth; k += STEPS_PER_FETCH) {
-        fetch_ahead(rows, panels, format, b, panel_size, k, fetch);
-        UNROLLED for (int s = 0; s < STEPS_PER_FETCH; s++)
-            panels_step(rows, panels, format, a + k + s, lda, number_at(format, b, (k + s) * TILE), panel_size, acc);
+    const char *b[MAX_TILE_PANELS];
+    UNROLLED for (int p = 0; p < panels; p++) b[p] = number_at(format, first_panel, p * panel_size);
+    for (; depth >= STEPS_PER_FETCH; depth -= STEPS_PER_FETCH) {
+        fetch_ahead(rows, panels, format, b, ahead.from);
+        UNROLLED for (int s = 0; s < STEPS_PER_FETCH; s++) panels_step(rows, panels, format, &a, b, s, acc);
+        a.at += STEPS_PER_FETCH * a.step;
+        ahead.from += 16 * ahead.step;
+        UNROLLED for (int p = 0; p < panels; p++) {
+            b[p] = number_at(format, b[p], STEPS_PER_FETCH * TILE);
+            READ_FROM_HERE(b[p]);
+        }
     }
-    for (; k < depth; k++) panels_step(rows, panels, format, a + k, lda, number_at(format, b, k * TILE), panel_size, acc);
+    for (; depth > 0; depth--, a.at += a.step) {
+        panels_step(rows, panels, format, &a, b, 0, acc);
+        UNROLLED for (int p = 0; p < panels; p++) b[p] = number_at(format, b[p], TILE);
+    }
 #endif
 }

@@ -21,6 +21,16 @@ typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4)));
 // Loops over the registers of a tile must be unrolled wholly: an index that is not a constant would put them into memory.
 #define UNROLLED _Pragma("GCC unroll 32")
 
+// Marks in the inner loops of products, for a compiler that would otherwise read the values of all rows first and then have no
+// register left for a sum. What is read through `pointer` is read behind the mark; `sum` is there at the mark.
+#if defined(__x86_64__)
+#define READ_FROM_HERE(pointer) __asm__ volatile("" : "+r"(pointer))
+#define SUM_IS_HERE(sum) __asm__ volatile("" : "+v"(sum))
+#else
+#define READ_FROM_HERE(pointer) (void)(pointer)
+#define SUM_IS_HERE(sum) (void)(sum)
+#endif
+
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
 typedef uint16_t hvec __attribute__((vector_size(2 * W), aligned(2)));
