@@ -306,7 +306,7 @@ def format_scaling(runs: list[dict[str, Any]]) -> str:
     """Ratoon with each number of threads, part by part; a figure that is worse with more threads is marked."""
     rows: list[list[str]] = []
     for part in dict.fromkeys(run["title"] for run in runs):
-        of_part = [run for run in runs if run["title"] == part]
+        of_part = sorted((run for run in runs if run["title"] == part), key=lambda run: int(run["threads"]))
         if not rows:
             rows = [["", *(f"{run['threads']} threads" for run in of_part)], ["---"] * (len(of_part) + 1)]
         for key, figure in all_figures().items():
