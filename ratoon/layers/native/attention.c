@@ -155,8 +155,9 @@ static void find_stretch(const attention_call *c, const scratch *s, const row_ru
     }
 }
 
+// Into the second-level cache: the first-level one is full of the stretch in work.
 INLINE void fetch(const char *p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 // Keys and values as floats side by side, for several tiles.

@@ -64,7 +64,7 @@ typedef struct {
 
 typedef struct {
     _Alignas(64) float q[UNIT_ROWS * Q_STRIDE];
-    tile tiles[2];
+    tile tiles[(UNIT_ROWS + TALLEST - 1) / TALLEST];
     _Alignas(64) float keys[MAX_HEAD_DIM * STRETCH], values[MAX_HEAD_DIM * STRETCH];  // of halves and bytes, as floats
     float key_scales[STRETCH], value_scales[STRETCH];
     int32_t token_of_row[UNIT_ROWS], head_of_row[UNIT_ROWS];  // counted from the first of the unit
@@ -346,7 +346,7 @@ INLINE int64_t keys_seen(int rows, const attention_call *c, const scratch *s, co
 INLINE void begin_tile(int rows, int kind, const attention_call *c, scratch *s, const row_run *run, const stretch *t,
                        int64_t row) {
     const int64_t keys = keys_seen(rows, c, s, run, t, row);
-    tile *tile = &s->tiles[(row - run->first_row) / TALLEST % 2];
+    tile *tile = &s->tiles[(row - run->first_row) / TALLEST];
     if (keys <= 0) return;
     score_tile(rows, kind, c, s, t, row, keys, t->fetches && row == run->first_row, tile);
     weigh_tile(c, s, run, t, row, rows, tile);
@@ -354,7 +354,7 @@ INLINE void begin_tile(int rows, int kind, const attention_call *c, scratch *s, 
 
 INLINE void end_tile(int rows, int kind, const attention_call *c, scratch *s, const row_run *run, const stretch *t, int64_t row) {
     const int64_t keys = keys_seen(rows, c, s, run, t, row);
-    const tile *tile = &s->tiles[(row - run->first_row) / TALLEST % 2];
+    const tile *tile = &s->tiles[(row - run->first_row) / TALLEST];
     if (keys > 0) sum_tile(rows, kind, c, s, t, row, keys, t->fetches && row == run->first_row, tile);
 }
 
@@ -364,14 +364,12 @@ INLINE void end_tile(int rows, int kind, const attention_call *c, scratch *s, co
         end_tile(ROWS, kind, c, s, run, t, row);       \
         break;
 
-// The weights of a tile are used when the next tile's are under way: a processor then has other work until they are there.
+// The weights of all tiles, and then their sums: of a stretch the keys, and after them the values, stay in the first-level cache,
+// which does not hold both.
 INLINE void attend_tiles(int kind, const attention_call *c, scratch *s, const row_run *run, const stretch *t) {
     int64_t row = run->first_row, end = row + run->rows;
-    for (; row + TALLEST <= end; row += TALLEST) {
-        begin_tile(TALLEST, kind, c, s, run, t, row);
-        if (row > run->first_row) end_tile(TALLEST, kind, c, s, run, t, row - TALLEST);
-    }
-    if (row > run->first_row) end_tile(TALLEST, kind, c, s, run, t, row - TALLEST);
+    for (; row + TALLEST <= end; row += TALLEST) begin_tile(TALLEST, kind, c, s, run, t, row);
+    for (int64_t done = run->first_row; done < row; done += TALLEST) end_tile(TALLEST, kind, c, s, run, t, done);
     switch (end - row) {
 #if TALLEST > 4
         REST(5)
