@@ -61,8 +61,12 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     hidden_states: dict[str, WireTensor] = {}  # [layers, rows, hidden], for `captures`
     errors: dict[str, str] = {}  # branches that failed in this step, and why (such as NaN logits)
     completed: list[str] = []  # branches without a token: their grammar is complete, and no end token is possible
-    # Branches without a token: what follows in them was known when the step began, from the result of an earlier one
+    # Branches without a token: the result of an earlier step has changed what follows in them
     known: list[str] = []
+    # Branches without a token: what their grammar allows is not known yet. Their last token is to be computed again.
+    late: list[str] = []
+    # Branches that end because their grammar allows no token, and why: it exceeds a limit, or no text matches
+    refused: dict[str, str] = {}
 
 
 @dataclass(slots=True)

@@ -17,8 +17,10 @@ from ratoon.core.plan import BeamStep
 from ratoon.execution.beam_rows import BeamRows
 from ratoon.execution.buffers import HostCopy
 from ratoon.execution.cells import to_device
+from ratoon.execution.grammar.interface import SLOW_SECONDS
 from ratoon.execution.readers import Finish, StepLayout
 from ratoon.execution.rules.base import LogitsRule, apply_rules
+from ratoon.execution.rules.grammar import Grammar, fill_and_wait
 from ratoon.layers.beams import (
     Candidates,
     SearchRows,
@@ -42,7 +44,18 @@ class CandidatesReader:
             self.rows += layout.beam_last_rows.get(step.req_id) or [layout.last_row[step.req_id]]
 
     def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
-        return choose_candidates(self._steps, logits, output, self._beam_rows) if self._steps else None
+        if not self._steps:
+            return None
+        refused = refuse_slow(self._steps, self._beam_rows, output)
+        if refused:
+            kept = [
+                row for row, step in enumerate(step for step in self._steps for _ in step.scores) if step not in refused
+            ]
+            self._steps = [step for step in self._steps if step not in refused]
+            if not self._steps:
+                return None
+            logits = logits[to_device(np.array(kept), logits.device)]
+        return choose_candidates(self._steps, logits, output, self._beam_rows)
 
     def plain_searches(self, device: torch.device) -> tuple[list[float], list[SearchRows]] | None:
         """The scores of the rows, and the searches, for best_keys_of_shape. None: a rule is active, or keys can't hold
@@ -53,6 +66,28 @@ class CandidatesReader:
     def read_keys(self, keys: torch.Tensor, searches: list[SearchRows], vocab_size: int) -> Finish:
         """Of keys [S, W] that were chosen for these searches."""
         return _finish_keys(keys, searches, vocab_size, self._steps)
+
+
+def refuse_slow(steps: list[BeamStep], beam_rows: BeamRows, output: ModelRunnerOutput) -> list[BeamStep]:
+    """The searches whose grammar takes long, or has failed for all beams: all of them would be waited for in every
+    step. Fills the masks of the others."""
+    grammars = {
+        step.req_id: [rule for rules in beam_rows.rules_of(step.req_id) for rule in rules if isinstance(rule, Grammar)]
+        for step in steps
+    }
+    fill_and_wait([rule for of_search in grammars.values() for rule in of_search])
+    refused = []
+    for step in steps:
+        of_search = grammars[step.req_id]
+        problem = None
+        if any(rule.cost.is_slow for rule in of_search):
+            problem = f"takes too long to match for a beam search: more than {1000 * SLOW_SECONDS:g} ms for a token"
+        elif of_search and all(rule.problem is not None for rule in of_search):
+            problem = of_search[0].problem
+        if problem is not None:
+            output.refused[step.req_id] = problem
+            refused.append(step)
+    return refused
 
 
 def choose_candidates(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ratoon.attention.interface import AttentionBackend
-from ratoon.core.kv import KVCacheConfig
+from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
@@ -103,6 +103,8 @@ class ModelRunner:
         )
         penalties = PenaltyRows(model.config.vocab_size, device) if device.type == "cuda" else None
         self.sampling_rows = SamplingRows(max_num_reqs, penalties, grammars)
+        # A row that is left out computes its last token again, which reads what a sliding window may have passed
+        self.sampling_rows.may_be_late = not any(isinstance(g.spec, SlidingWindowSpec) for g in kv_config.groups)
         self.sampler = Sampler(self.sampling_rows)
         self._jumps = jump_forward and grammars is not None
         self.pooling = PoolingBranches()
@@ -137,12 +139,13 @@ class ModelRunner:
             self.recorded = RecordedPasses(self.kv) if RecordedPasses.can_serve(self.kv) else None
         self.num_computed_tokens = 0  # rows run through the model since the start
         self._executed: list[Executed] = []  # what the first phase leaves for the second
-        self._known: list[str] = []  # the same: ModelRunnerOutput.known
+        self._known: list[str] = []  # the same: ModelRunnerOutput.known,
+        self._late: list[str] = []  # and what it has of ModelRunnerOutput.late
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Update the rows and launch the forward pass. Does not wait for the device."""
-        self._executed, self._known = [], []
+        self._executed, self._known, self._late = [], [], []
         self._apply_changes(plan)
         self.sampling_rows.fill_ahead()  # of new rows
         if plan.encoder_steps:
@@ -290,7 +293,7 @@ class ModelRunner:
         next_token: list[LogitsReader] = []
         if plan.sampled_req_ids:
             sampled = SampledRowsReader(plan, layout, self.input_batch, self.sampler, self._resident, self._jumps)
-            self._known = sampled.known
+            self._known, self._late = sampled.known, sampled.late
             next_token.append(sampled)
         if plan.beam_steps:
             next_token.append(CandidatesReader(plan.beam_steps, layout, self.beam_rows))
@@ -388,7 +391,7 @@ class ModelRunner:
         executed, self._executed = self._executed, []
         if self._resident is not None:
             cast("DeviceInputs", self.inputs).note_launched()
-        output = ModelRunnerOutput(known=self._known)
+        output = ModelRunnerOutput(known=self._known, late=self._late)
         finish = join([forward_pass.read(output) for forward_pass in executed])
         if finish is None:
             return output

@@ -16,7 +16,7 @@ from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import FEW, Grammar, fill_ahead, forced_token
+from ratoon.execution.rules.grammar import FEW, Grammar, fill_ahead, forced_run, mask_filler
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.layers import sampling
 
@@ -34,9 +34,11 @@ class Needs:
     EDITS = 8  # some of its rules are active
     TOKENS = 16  # its rules depend on its tokens or their number
     PENALTIES = 32  # kept on the device: it needs edits whatever its rules are
+    MASK = 64  # one of its rules is a grammar that has begun
 
 
 MORE_THAN_MASKS = Needs.LOGPROBS | Needs.PENALTIES
+NO_LIMIT = 1 << 62
 
 
 class SamplingRows:
@@ -47,11 +49,13 @@ class SamplingRows:
     ) -> None:
         """`penalties`: applies those of sampled rows in place of their rules, where there is one. `grammars`: of
         structured output."""
+        self.may_be_late = True  # whether a step may leave out rows whose masks take long
         self._penalties = penalties
         self._grammars = grammars
         self.needs = np.zeros(max_slots, dtype=np.uint16)
         self.seeds = np.zeros(max_slots, dtype=np.uint64)
         self.num_outputs = np.zeros(max_slots, dtype=np.int64)
+        self.max_outputs = np.zeros(max_slots, dtype=np.int64)  # tokens that its request asks for at most
         self.temperature = np.zeros(max_slots, dtype=np.float32)
         self.top_k = np.zeros(max_slots, dtype=np.int64)
         self.top_p = np.ones(max_slots, dtype=np.float64)
@@ -73,6 +77,7 @@ class SamplingRows:
         """Add a branch. `output_token_ids`: what a resumed branch generated before."""
         self._grow(slot + 1)
         self.num_outputs[slot] = len(output_token_ids)
+        self.max_outputs[slot] = NO_LIMIT if params.max_tokens is None else params.max_tokens
         self.needs[slot] = Needs.NOTHING
         if isinstance(params, SamplingParams):  # the trunk of a search is not sampled, and has only rules
             self._set_numbers(slot, params, seed)
@@ -170,27 +175,32 @@ class SamplingRows:
         if self._changed and self._grammars is not None:
             changed, self._changed = self._changed, set()
             rules = chain.from_iterable(map(self.rules.__getitem__, changed))
-            new = [rule for rule in rules if type(rule) is Grammar]
-            if new:
-                fill_ahead(new, self._grammars.library)
+            fill_ahead(rules)
 
-    def slots_that_read(self, slots: np.ndarray) -> np.ndarray:
-        """The places among `slots` of those whose rules change with their tokens."""
-        return (self.needs[slots] & Needs.TOKENS).nonzero()[0]
+    def grammars_of(self, slots: np.ndarray) -> dict[int, Grammar]:
+        """The grammars of these slots, by their places among them."""
+        places = (self.needs[slots] & Needs.MASK).nonzero()[0].tolist()
+        return {place: _grammar_of(self.rules[slots[place]]) for place in places}
 
-    def append_forced(self, slot: int, most: int) -> list[int]:
-        """Append the tokens for which the rules leave no choice, up to so many. None where log-probabilities are asked
-        for: these need a forward pass for each token."""
-        tokens: list[int] = []
-        rules = self.rules[slot]
+    def wait_for_masks(self, grammars: Sequence[Grammar], has_others: bool) -> None:
+        """Until the masks of these are filled; only briefly for those that are known to take long. `has_others`: there
+        is other work for the step."""
+        fill_ahead(grammars)
+        if self.may_be_late:
+            mask_filler().wait(grammars, for_one=not has_others)
+        else:
+            mask_filler().wait_for_all(grammars)
+
+    def take_forced(self, slot: int, most: int) -> list[int]:
+        """Append the tokens for which the rules leave no choice, up to so many, to a slot whose mask is filled. None
+        where log-probabilities are asked for: these need a forward pass for each token."""
         if self.needs[slot] & Needs.LOGPROBS:
-            return tokens
-        while len(tokens) < most and (token_id := forced_token(rules)) is not None:
-            tokens.append(token_id)
-            rules = rules.after(token_id)
+            return []
+        rules = self.rules[slot]
+        tokens = forced_run(rules, min(most, int(self.max_outputs[slot] - self.num_outputs[slot])))
         if tokens:
             self.num_outputs[slot] += len(tokens)
-            self._set_rules([slot], [rules])
+            self._set_rules([slot], [rules.after_all(tokens)])
         return tokens
 
     def need_tokens(self, slots: np.ndarray) -> bool:
@@ -206,6 +216,7 @@ class SamplingRows:
                 needs &= ~Needs.TOKENS
             self.rules[slot] = row_rules
             self._changed.add(slot)
+            needs = needs | Needs.MASK if any(isinstance(rule, Grammar) for rule in row_rules) else needs & ~Needs.MASK
             active = self.active_rules[slot] = row_rules.active()
             if not active and not needs & Needs.PENALTIES:
                 needs &= ~Needs.EDITS
@@ -222,6 +233,10 @@ class SamplingRows:
                 setattr(self, name, np.concatenate([value, room]))
         self.rules += [NO_RULES] * missing
         self.active_rules += [()] * missing
+
+
+def _grammar_of(rules: RowRules) -> Grammar:
+    return next(rule for rule in rules if isinstance(rule, Grammar))
 
 
 def _needs_of(params: SamplingParams) -> int:

@@ -286,6 +286,19 @@ class KVCacheManager:
         branch.num_registered_blocks = min(branch.num_registered_blocks, num_full)
         branch.write_limit = 0
 
+    def take_back_last(self, branch: TokenSequence) -> None:
+        """The last computed token will be computed again: in its block, which leaves the prefix cache until then, or,
+        where others share it, in a copy."""
+        self.register_blocks()
+        branch.num_computed_tokens -= 1
+        num_full = branch.num_computed_tokens // self.block_size
+        for table in branch.block_tables:
+            for block in table[num_full : branch.num_registered_blocks]:
+                if block.ref_cnt == 1:
+                    self.pool.uncache(block)
+        branch.num_registered_blocks = min(branch.num_registered_blocks, num_full)
+        branch.write_limit = 0
+
     def invalidate_writes(self, plan: SchedulerOutput) -> None:
         """A plan was not executed, or failed midway: remove the blocks that it should have written from the prefix
         cache, even if their sequence is gone."""

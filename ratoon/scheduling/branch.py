@@ -115,6 +115,7 @@ class Branch(TokenSequence):
         "plans_ahead",
         "request",
         "request_id",
+        "rest",
         "seed",
         "status",
         "stop_token_ids",
@@ -134,6 +135,7 @@ class Branch(TokenSequence):
         self.plans_ahead = False  # True: sampled tokens may be pending; else the next step waits for the result
         self.first_step = NEVER  # of this run: results of earlier steps are for an earlier branch with its id
         self.num_rows = 1  # in the runner; a search needs one per beam
+        self.rest = (0, 0)  # how many tokens it had when it last rested, and for how many steps
         # Copied from the request, because they are read for every branch in every step.
         self.request_id = request.request_id
         self.max_total_tokens = request.max_total_tokens

@@ -34,6 +34,8 @@ class StepPlanner:
         if self._state.may_take_memory:
             self._state.wants_drain = False
         step = StepDraft(self._state.config.token_budget, self._state.config.max_num_encoder_tokens)
+        if self._state.resting:
+            self._state.end_rests(early=bool(self._state.quarantined) or self._all_rest())
         if self._state.quarantined:
             self._schedule_alone(step, next(iter(self._state.quarantined.values())))
             return self._build_plan(step)
@@ -43,7 +45,17 @@ class StepPlanner:
         self._schedule_waiting_and_kinds(step)
         if step.preempted_for_share and step.is_empty:  # for a branch that did not fit after all
             self._schedule_running(step)
+        if self._state.resting and step.is_empty and not self._state.in_flight:  # the others have given way to these
+            self._state.end_rests(early=True)
+            self._schedule_running(step)
         return self._build_plan(step)
+
+    def _all_rest(self) -> bool:
+        """Whether there is nothing to do for running branches but for those that rest."""
+        state = self._state
+        return not state.in_flight and all(
+            branch in state.resting or branch.num_tokens == branch.num_computed_tokens for branch in state.running
+        )
 
     def _schedule_waiting_and_kinds(self, step: StepDraft) -> None:
         """Admit waiting branches, then rows of kinds that yield to generation, unless they waited too long."""

@@ -5,12 +5,15 @@ Finished requests leave the scheduler's state here. planner.py decides what runs
 
 from __future__ import annotations
 
+from ratoon.core.messages import Fault
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput
 from ratoon.scheduling.branch import Branch, BranchStatus
 from ratoon.scheduling.kinds.registry import Kinds
 from ratoon.scheduling.state import SchedulerState
+
+EXPECTED_OF_GRAMMAR = "a schema or grammar that can be matched, within the limits of docs/structured-output.md"
 
 
 class StepResults:
@@ -29,6 +32,11 @@ class StepResults:
         outputs: list[EngineCoreOutput] = []
         for branch_id, message in output.errors.items():
             outputs += self._state.fail_requests([branch_id], message)
+        for branch_id, problem in output.refused.items():
+            branch = self._state.branches.get(branch_id)
+            if branch is not None and branch.first_step <= plan.step:
+                refusal = Fault("RequestError", "structured_output", problem, EXPECTED_OF_GRAMMAR)
+                outputs += self._state.refuse_requests([branch_id], refusal)
         for kind in self._kinds:
             outputs += kind.take(plan, output)
         if children:

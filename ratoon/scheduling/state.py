@@ -25,6 +25,8 @@ from ratoon.scheduling.queues import FairQueue, sort_key_for
 from ratoon.scheduling.readings import Readings
 from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
 
+MAX_STEPS_OF_REST = 32  # that a branch is left out for, while what its grammar allows is not known
+
 
 class SchedulerState:
     def __init__(
@@ -49,6 +51,9 @@ class SchedulerState:
         self.order = sort_key_for(config.policy)
         # Unfinished branches with several rows that run all or none: one token of each in every step
         self.all_or_none: dict[str, Branch] = {}
+        # Branches whose last token is computed, and will be again in this step: what their grammar allows next is not
+        # known yet
+        self.resting: dict[Branch, int] = {}
         self.quarantined: dict[str, Request] = {}  # of a failed step; each runs alone until it gets a result
         self.inherited: dict[str, InheritedFrom] = {}  # of continuations without a token yet: sent with the first
         self.finished_rows: list[str] = []  # for the next plan
@@ -82,6 +87,22 @@ class SchedulerState:
                 self.branches[branch.branch_id] = branch
         if request.continuation_of is not None:
             self.leases.await_continuation(request.continuation_of, request.request_id)
+
+    def rest(self, branch: Branch) -> None:
+        """Leave a branch out of the next plans, for twice as many as the last time if it got no token since."""
+        num_tokens, num_steps = branch.rest
+        num_steps = min(2 * num_steps, MAX_STEPS_OF_REST) if num_tokens == branch.num_tokens else 1
+        branch.rest = branch.num_tokens, num_steps
+        self.resting[branch] = self.next_step + num_steps
+
+    def end_rests(self, *, early: bool = False) -> None:
+        """Of the branches whose step has come, or of all."""
+        for branch in [branch for branch, step in self.resting.items() if early or step <= self.next_step]:
+            self.end_rest(branch)
+
+    def end_rest(self, branch: Branch) -> None:
+        if self.resting.pop(branch, None) is not None:
+            self.kv_cache.take_back_last(branch)
 
     @property
     def may_take_memory(self) -> bool:
@@ -196,6 +217,12 @@ class SchedulerState:
         cache."""
         return self.end_requests(self.find_requests(ids), FinishReason.ERROR, message)
 
+    def refuse_requests(self, ids: Iterable[str], refusal: Fault) -> list[EngineCoreOutput]:
+        """The same where the request itself is at fault, so that what it computed is good."""
+        error = f"{refusal.subject}: {refusal.problem}; expected {refusal.expected}"
+        requests = self.find_requests(ids)
+        return self.end_requests(requests, FinishReason.ERROR, error, trusted=True, refusal=refusal)
+
     def end_requests(
         self,
         requests: list[Request],
@@ -235,6 +262,7 @@ class SchedulerState:
     def reclaim(self, branch: Branch, trusted: bool = True, may_swap: bool = False) -> None:
         """Preempt a branch and take its memory: it is swapped out if `may_swap`, there is room and computing it again
         would take longer; otherwise it is computed again."""
+        self.end_rest(branch)
         if not (may_swap and self._swap_out(branch)):
             branch.request.task.reclaim()
             self.kv_cache.free(branch, trusted)
@@ -277,6 +305,7 @@ class SchedulerState:
         for branch in branches:
             request = branch.request
             request.task.release()
+            self.resting.pop(branch, None)
             is_there = self.discard_in_flight(branch)
             is_text = ended_well and request.task.branches_are_texts
             if not is_there:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -14,6 +15,9 @@ from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams, HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import ResumedChoice
 from ratoon.core.structured import StructuredOutput
+from ratoon.execution.grammar.interface import GrammarCost
+from ratoon.execution.grammar.llguidance_library import State
+from tests.depths import both_depths
 from tests.golden.engines import engine
 from tests.golden.grammar_engines import FAMILY, grammar_engine
 
@@ -80,7 +84,9 @@ def test_texts_that_end_match(asked: dict[str, Any]) -> None:
                 ended += 1
             else:
                 assert answer.finish_reason == "length" and len(answer.token_ids) == 90
-        assert ended >= (1 if asked.keys() & {"json_object", "structural_tag"} else len(each) * 2 // 3)
+        # Few tokens of this vocabulary end with the marker
+        share = 1 / 3 if "begins_after" in asked else 2 / 3
+        assert ended >= (1 if asked.keys() & {"json_object", "structural_tag"} else len(each) * share)
 
 
 def test_a_request_gets_the_same_tokens_alone_and_among_others() -> None:
@@ -224,8 +230,8 @@ def test_a_suffix_that_leaves_the_grammar_fails_alone() -> None:
     goes_on = SamplingParams(structured_output={"continue_grammar": True}, max_tokens=60)
     with grammar_engine() as llm:
         (parent,) = llm.generate([PROMPTS[0]], [params(1, max_tokens=3, regex="[a-z]{9}")], progress=False)
-        child = llm.generate_continuation(parent, "123", goes_on)
-        assert child.error is not None and "the grammar allows no token" in child.error
+        with pytest.raises(RequestError, match="structured_output: allows no token here"):
+            llm.generate_continuation(parent, "123", goes_on)
 
 
 def test_steps_in_flight_change_nothing() -> None:
@@ -280,3 +286,35 @@ def test_a_run_without_a_choice_ends_at_max_tokens_and_at_stop_strings() -> None
         (stopped,) = llm.generate([PROMPTS[0]], [stop], progress=False)
     assert cut.outputs[0].finish_reason == "length" and len(cut.outputs[0].token_ids) == 5
     assert (stopped.outputs[0].text, stopped.outputs[0].finish_reason) == ("abcdefg", "stop")
+
+
+@both_depths
+def test_masks_that_take_long_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose masks are not filled in time are left out of steps, beside others that are not."""
+    each = [params(seed, **KINDS[seed % len(KINDS)]) for seed in range(8)]
+    each += [
+        SamplingParams(seed=9, max_tokens=40, ignore_eos=True),
+        params_of(params(3, json_schema=SCHEMA), logprobs=1),
+    ]
+
+    def texts() -> tuple[list[Any], int]:
+        with grammar_engine() as llm:
+            outputs = llm.generate([PROMPTS[0]] * len(each), each, progress=False)
+            assert all(output.error is None for output in outputs)
+            num_steps = llm._client.core.scheduler.planner.num_steps
+            return [(out.outputs[0].token_ids, out.outputs[0].finish_reason) for out in outputs], num_steps
+
+    right, num_steps = texts()
+    fill, num_slow = State.fill, 0
+
+    def fill_slowly(state: State, words: Any) -> None:
+        nonlocal num_slow
+        num_slow += 1
+        if num_slow % 5 == 0:
+            time.sleep(0.02)
+        fill(state, words)
+
+    monkeypatch.setattr(State, "fill", fill_slowly)
+    monkeypatch.setattr(GrammarCost, "note", lambda cost, _: setattr(cost, "is_slow", True))
+    found, num_slow_steps = texts()
+    assert found == right and num_slow_steps > num_steps

@@ -74,7 +74,7 @@ class Drive:
             load.max_model_len,
             load.swap_costs,
         )
-        self.runner = FakeRunner(load.kv, self.accepted, VOCABULARY, load.burst)
+        self.runner = FakeRunner(load.kv, self.accepted, VOCABULARY, load.burst, load.lateness)
         self.in_flight: list[tuple[SchedulerOutput, SchedulerOutput, bool]] = []  # plan, as decoded, is one quarantined
         self.swaps = SwapWatch(self.scheduler)
         self.encoder = EncoderWatch(self.scheduler, self.accepted, load.scheduler.max_num_encoder_tokens)

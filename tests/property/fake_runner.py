@@ -72,7 +72,12 @@ def cross_content(salt: int, encoder_input: EncoderInput | None, position: int) 
 
 class FakeRunner:
     def __init__(
-        self, kv_config: KVCacheConfig, requests: dict[str, EngineCoreRequest], vocabulary: int, burst: int = 1
+        self,
+        kv_config: KVCacheConfig,
+        requests: dict[str, EngineCoreRequest],
+        vocabulary: int,
+        burst: int = 1,
+        lateness: int = 0,
     ) -> None:
         self.block_size = kv_config.block_size
         self.num_host_blocks = kv_config.num_host_blocks
@@ -80,6 +85,10 @@ class FakeRunner:
         self.requests = requests  # by their ids: plans say neither salts nor whole sequences that are read out
         self.vocabulary = vocabulary
         self.burst = burst  # tokens that a branch may get in one step
+        # How often a branch may get none, because what its grammar allows is not known. The blocks before a window may
+        # be gone, so that the last token can't be computed again.
+        self.lateness = 0 if any(window is not None for window in self.windows) else lateness
+        self.num_late: dict[tuple[str, int], int] = {}  # how often it was so, by its id and number of tokens
         self.rows: dict[str, Row] = {}
         self.beams: dict[str, list[Row]] = {}  # by the trunk's id
         self.store = BlockStore(kv_config.block_size)
@@ -157,6 +166,9 @@ class FakeRunner:
         known = plan.scheduled_cached_reqs
         for row_id, num_computed, appended in zip(known.req_ids, known.num_computed_tokens, known.new_block_ids):
             row = self.rows[row_id]
+            if self.lateness and row.num_computed_tokens > num_computed:
+                assert num_computed == len(row.token_ids) - 1, "more than the last token is computed again"
+                row.num_computed_tokens = num_computed
             assert row.num_computed_tokens == num_computed
             for table, ids in zip(row.tables, appended or [[] for _ in row.tables]):
                 table.extend(ids)
@@ -259,14 +271,19 @@ class FakeRunner:
         new_ids = {new.req_id for new in plan.scheduled_new_reqs}
         for row_id, row, count in self._scheduled(plan):
             end = row.num_computed_tokens + count
-            assert count > 0 and end <= len(row.token_ids)
+            assert count > 0 and (end <= len(row.token_ids) or self._is_early(row_id, row))
             for position in range(row.num_computed_tokens, end if row.is_written else 0):
                 place, offset = divmod(position, self.block_size)
                 for group, table in enumerate(row.tables):
                     block = table[place]
                     assert (block, offset) not in written, f"slot {block}:{offset} is written twice"
                     written.add((block, offset))
-                    self.store.write(block, offset, (group, row.contents[position]))
+                    content = (
+                        row.contents[position]
+                        if position < len(row.contents)
+                        else f"no token of {row_id} in step {plan.step}"
+                    )
+                    self.store.write(block, offset, (group, content))
                     for other in readers.get(block, set()) - {row_id}:
                         # Only a branch that comes in with this very step may share what it writes, as a prefix hit.
                         assert other in new_ids, f"{row_id} writes block {block}, which {other} holds"
@@ -297,8 +314,12 @@ class FakeRunner:
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1)
 
+    def _is_early(self, row_id: str, row: Row) -> bool:
+        """Whether it got no token in the step before, which this step was planned to compute."""
+        return self.num_late.get((row_id, len(row.token_ids)), 0) > 0
+
     def _read(self, row_id: str, row: Row, count: int) -> None:
-        end = row.num_computed_tokens + count
+        end = min(row.num_computed_tokens + count, len(row.contents))
         for group, table in enumerate(row.tables):
             for position in range(self._first_read(group, row.num_computed_tokens), end):
                 block = table[position // self.block_size]
@@ -342,6 +363,9 @@ class FakeRunner:
             if self.burst > 1 and row.num_computed_tokens < len(row.token_ids):
                 result.known.append(row_id)  # planned before the last run of tokens was known
                 continue
+            if self._is_late(row_id, row) and row_id not in plan.fanout:
+                result.late.append(row_id)
+                continue
             assert row.pooling is None and row.num_computed_tokens == len(row.token_ids)
             for child_id, seed in plan.fanout.get(row_id, []):
                 sampled.append((child_id, self._sample(row, seed)))
@@ -354,6 +378,17 @@ class FakeRunner:
             root_id = row_id.split("#")[0]  # a child has no row yet
             if self.rows[row_id if row_id in self.rows else root_id].params.logprobs is not None:
                 result.logprobs[row_id] = logprobs_of(tokens)
+
+    def _is_late(self, row_id: str, row: Row) -> bool:
+        if row.num_computed_tokens > len(row.token_ids):
+            return True
+        key = row_id, len(row.token_ids)
+        num_late = self.num_late.get(key, 0)
+        if not self.lateness or num_late >= hash((row.prefixes[-1], 7)) % (self.lateness + 1):
+            self.num_late.pop(key, None)
+            return False
+        self.num_late[key] = num_late + 1
+        return True
 
     def _read_out(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for capture in plan.captures:

@@ -71,6 +71,7 @@ class Load:
     caching: bool
     max_model_len: int
     burst: int
+    lateness: int  # how often a branch at the most gets no token, because its mask is not known in time
     arrivals: dict[int, list[EngineCoreRequest]]  # step → requests
     aborts: dict[int, list[str]]
     mid_step_aborts: dict[int, list[str]]  # while the step runs
@@ -227,6 +228,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     branch_ids = [f"r{index}{suffix}" for index in range(num_requests) for suffix in ("", "", "#1")]
     max_model_len = draw(number(16, 40))
     burst = draw(among(1, 1, 3))
+    lateness = draw(among(0, 0, 2, 6))
     return Load(
         SchedulerConfig(
             max_num_batched_tokens=draw(BUDGET),
@@ -241,6 +243,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         caching=draw(among(True, True, True, False)),
         max_model_len=max_model_len,
         burst=burst,
+        lateness=lateness,
         arrivals=arrivals,
         aborts=draw(some_steps),
         mid_step_aborts=draw(some_steps),

@@ -25,7 +25,8 @@ class SwapWatch:
 
     def before_plan(self) -> None:
         branches, is_swapped = self._state.branches.values(), self._state.kv_cache.is_swapped
-        self._num_computed = {branch: self._computed_of(branch) for branch in branches}
+        resting = self._state.resting  # these compute their last token again
+        self._num_computed = {branch: self._computed_of(branch) - (branch in resting) for branch in branches}
         self._swapped = {branch: count for branch, count in self._swapped.items() if is_swapped(branch)}
 
     def after_plan(self, plan: SchedulerOutput) -> None:

@@ -16,7 +16,8 @@ class GrammarState(Protocol):
     def copy(self) -> GrammarState: ...
 
     def consume(self, token_id: int) -> bool:
-        """Go on by this token. False: the grammar forbids it, and the state is as before."""
+        """Go on by this token. False: the grammar forbids it, and the state is as before, or it exceeds a limit
+        (`error`)."""
         ...
 
     def rewind(self, num_tokens: int) -> None:
@@ -29,19 +30,9 @@ class GrammarState(Protocol):
         `is_accepting`."""
         ...
 
-    def forced_token(self) -> int | None:
-        """The one token that may follow, where the library finds it without a mask: None says nothing. There is none
-        where the text may end. Takes a microsecond or two."""
-        ...
-
     @property
     def is_accepting(self) -> bool:
         """Whether the text may end here."""
-        ...
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the text may end here, and nothing may follow."""
         ...
 
     @property
@@ -52,6 +43,7 @@ class GrammarState(Protocol):
 
 class CompiledGrammar(Protocol):
     num_bytes: int  # of memory, estimated
+    cost: GrammarCost
 
     def begin(self) -> GrammarState: ...
 
@@ -60,6 +52,8 @@ class GrammarLibrary(Protocol):
     """A grammar library with the vocabulary of a model. To be used from any thread."""
 
     vocab_size: int
+
+    def __hash__(self) -> int: ...
 
     def masks(self, states: Sequence[Any]) -> np.ndarray:
         """What `fill` sets, for several states of this library in one call: [N, words_of(vocab_size)] int32. Releases
@@ -73,6 +67,51 @@ class GrammarLibrary(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The text of a token, in UTF-8; for a special token, its name."""
         ...
+
+    def all_token_bytes(self) -> Sequence[bytes]:
+        """The same of all tokens of the model. The first call takes some tenths of a second."""
+        ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+    def tokenize(self, text: bytes, is_whole: bool) -> list[int]:
+        """The tokens that the tokenizer makes of a text. If more may follow (not `is_whole`), those that no
+        continuation changes."""
+        ...
+
+
+class GrammarCost:
+    """What it has taken to fill masks of a grammar so far, in seconds of processor time. All texts of a grammar share
+    it, as they share what the library computes. A new grammar is measured mask by mask, a trusted one is not."""
+
+    __slots__ = ("is_slow", "num_fast", "seconds")
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self.num_fast = 0  # masks in a row that were fast
+        self.seconds = 0.0  # of all masks that were measured
+
+    @property
+    def is_trusted(self) -> bool:
+        return self.num_fast >= NUM_FAST_OF_TRUSTED and not self.is_slow
+
+    def note(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.num_fast = self.num_fast + 1 if seconds < FAST_SECONDS else 0
+        if seconds >= SLOW_SECONDS:
+            self.is_slow = True
+        elif self.num_fast >= NUM_FAST_OF_SLOW:
+            self.is_slow = False
+
+    def doubt(self) -> None:
+        """Measure it again: it was among masks that together took long."""
+        self.num_fast = min(self.num_fast, 0)
+
+
+FAST_SECONDS = 0.001
+SLOW_SECONDS = 0.003
+NUM_FAST_OF_TRUSTED = 4
+NUM_FAST_OF_SLOW = 32  # as many again, before one that was slow is measured among the others
 
 
 def words_of(vocab_size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
-from ratoon.execution.grammar.interface import words_of
+from ratoon.execution.grammar.interface import GrammarCost, words_of
 from ratoon.execution.grammar.notation import LIMITS, grammar_text
 from ratoon.models.tokenizer import Tokenizer
 
@@ -45,17 +46,9 @@ class State:
         words[:] = mask[: len(words)]
         _clear(words, self._end)
 
-    def forced_token(self) -> int | None:
-        tokens = self.matcher.compute_ff_tokens()
-        return tokens[0] if tokens else None
-
     @property
     def is_accepting(self) -> bool:
         return self.matcher.is_accepting()
-
-    @property
-    def is_complete(self) -> bool:
-        return self.matcher.is_stopped() and self.matcher.is_accepting()
 
     @property
     def error(self) -> str | None:
@@ -68,6 +61,7 @@ class Grammar:
     def __init__(self, matcher: LLMatcher, end: int, num_bytes: int) -> None:
         self._first = State(matcher, end)
         self.num_bytes = num_bytes
+        self.cost = GrammarCost()
 
     def begin(self) -> State:
         return self._first.copy()
@@ -88,7 +82,7 @@ class Llguidance:
         )
 
     def compile(self, asked: StructuredOutput) -> Grammar:
-        text = grammar_text(asked, self.special_tokens)
+        text = without_forcing(grammar_text(asked, self.special_tokens))
         matcher = LLMatcher(self._library_tokenizer, text, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise RequestError(asked.kind or "", matcher.get_error(), "")
@@ -106,6 +100,29 @@ class Llguidance:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._library_tokenizer.decode_bytes([token_id])
+
+    @lru_cache(1)  # noqa: B019  (a library is there once for a model)
+    def all_token_bytes(self) -> list[bytes]:
+        return [self.token_bytes(token_id) for token_id in range(self.vocab_size)]
+
+    def is_special(self, token_id: int) -> bool:
+        return self._library_tokenizer.is_special_token(token_id)
+
+    def tokenize(self, text: bytes, is_whole: bool) -> list[int]:
+        if is_whole:
+            return self._library_tokenizer.tokenize_bytes(text)
+        return self._library_tokenizer.tokenize_partial(text)[0]
+
+
+def without_forcing(grammar: str) -> str:
+    """The same grammar for a library that looks for no forced text. With each mask it would look for all text that
+    has no alternative from here on and tokenise it, which takes seconds where that is long ("a{99999}"), and no limit
+    ends it. forced_text.py finds a bounded piece of it. The last such line of a grammar counts."""
+    if grammar.startswith("{"):
+        (part,) = json.loads(grammar)["grammars"]
+        schema = part["json_schema"]
+        grammar = part["lark_grammar"] if schema is None else "start: %json " + json.dumps(schema, ensure_ascii=False)
+    return grammar + '\n%llguidance {"no_forcing": true}\n'
 
 
 def _clear(words: np.ndarray, token_id: int) -> None:

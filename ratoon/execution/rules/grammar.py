@@ -1,13 +1,15 @@
 """The text matches a grammar (`structured_output`): only tokens that can go on with it are possible.
 
 A token that ends the text is possible exactly where the grammar is complete, so a text that ends by one always matches.
+Masks are filled by other threads (mask_filler.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,22 +18,46 @@ import torch
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.cells import all_to_device
 from ratoon.execution.grammar.compiler import GrammarCompiler
-from ratoon.execution.grammar.interface import GrammarLibrary, GrammarState, words_of
+from ratoon.execution.grammar.forced_text import allowed_tokens, forced_tokens
+from ratoon.execution.grammar.interface import CompiledGrammar, GrammarCost, GrammarLibrary, GrammarState, words_of
+from ratoon.execution.grammar.markers import Marker, marker_of
 from ratoon.execution.rules.base import ForbiddingRule, LogitsRule, Reads, Stage
+from ratoon.execution.rules.mask_filler import MaskFiller
 from ratoon.layers import sampling
 
 FEW = 512  # tokens; a choice among so many does not read the other logits of its row
+
+# What the masks of one text may take in all: seconds of processor time, where they are measured.
+SECONDS_OF_TEXT = 0.5
+SECONDS_OF_TOKEN = 0.005
+
+NOT_MATCHED = "allows no token here: no text that begins like this one matches it"
+
+
+class Source:
+    """Where a grammar's states come from."""
+
+    __slots__ = ("compiled", "library")
+
+    def __init__(self, compiled: CompiledGrammar, library: GrammarLibrary) -> None:
+        self.compiled = compiled
+        self.library = library
+
+    def begin(self) -> Path:
+        return Path(self.compiled.begin(), self)
 
 
 class Path:
     """The grammar's state along one text, which all rules of that text share. It only grows, and each rule knows how
     many tokens it has consumed. A rule that is no longer the newest goes on with a copy."""
 
-    __slots__ = ("num_tokens", "state")
+    __slots__ = ("num_tokens", "seconds", "source", "state")
 
-    def __init__(self, state: GrammarState, num_tokens: int = 0) -> None:
+    def __init__(self, state: GrammarState, source: Source, num_tokens: int = 0, seconds: float = 0.0) -> None:
         self.state = state
+        self.source = source
         self.num_tokens = num_tokens
+        self.seconds = seconds  # of processor time that its masks have taken, where they were measured
 
     def at(self, num_tokens: int) -> Path:
         """Itself, or a copy as of fewer tokens."""
@@ -39,7 +65,7 @@ class Path:
             return self
         state = self.state.copy()
         state.rewind(self.num_tokens - num_tokens)
-        return Path(state, num_tokens)
+        return Path(state, self.source, num_tokens, self.seconds)
 
 
 class Ends:
@@ -57,10 +83,16 @@ class Ends:
             bits[token // 32] |= np.uint32(1 << token % 32)
         self._bits = [(place, bits[place]) for place in bits.nonzero()[0].tolist()]
 
-    @property
-    def only(self) -> int | None:
-        """The token, if it is one."""
-        return next(iter(self.token_ids)) if len(self.token_ids) == 1 else None
+    def cut(self, forced: list[int], words: np.ndarray | None) -> list[int]:
+        """Tokens without an alternative, up to one that would end the text or that the model does not have. `words`:
+        the mask of a text that may end here; if nothing else is possible, and it is one token, that one is forced."""
+        if words is not None:
+            alone = allowed_tokens(words, self.vocab_size, 1)
+            return [] if alone is None else alone.tolist()
+        for count, token_id in enumerate(forced):
+            if token_id in self.token_ids or token_id >= self.vocab_size:
+                return forced[:count]
+        return forced
 
     def set_in(self, words: np.ndarray, allowed: bool) -> None:
         """Their bits in a mask [W] int32."""
@@ -70,16 +102,33 @@ class Ends:
 
 
 class Grammar(LogitsRule):
-    __slots__ = ("_ahead", "_ends", "_few", "_mask", "_num_tokens", "_path")
+    """It is filled when its mask is known, the few tokens that may follow, and the tokens without an alternative."""
+
+    __slots__ = (
+        "_ends",
+        "_few",
+        "_forced",
+        "_is_queued",
+        "_mask",
+        "_num_tokens",
+        "_path",
+        "cost",
+        "is_filled",
+        "problem",
+    )
     stage = Stage.GRAMMAR
 
     def __init__(self, path: Path, ends: Ends, num_tokens: int = 0) -> None:
         self._path = path
         self._ends = ends
         self._num_tokens = num_tokens
+        self.cost: GrammarCost = path.source.compiled.cost
+        self.problem: str | None = None  # why no token is possible: a limit
+        self.is_filled = False
+        self._is_queued = False  # to be filled by another thread, which has the state until then
         self._mask: np.ndarray | None = None
         self._few: np.ndarray | None = None
-        self._ahead: Future[None] | None = None  # which fills the mask in another thread
+        self._forced: list[int] = []
 
     @property
     def reads(self) -> Reads:
@@ -89,52 +138,76 @@ class Grammar(LogitsRule):
         """None behind an end."""
         if token_id in self._ends.token_ids:
             return None
-        if self._ahead is not None:  # the state is in use until then
-            self._ahead.result()
+        if self._is_queued and not self.is_filled:
+            mask_filler().wait_for_all([self])
         path = self._path.at(self._num_tokens)
         if not path.state.consume(token_id):
-            return NoWay(self._path, self._ends)
+            return NoWay(path, self._ends, path.state.error)
         path.num_tokens += 1
         return Grammar(path, self._ends, self._num_tokens + 1)
 
     def mask(self) -> np.ndarray:
         """A bit for each token that may follow, [W] int32. None is set after a token that the grammar forbids."""
-        self._wait_or_fill()
+        self.wait_or_fill()
         assert self._mask is not None
         return self._mask
 
     def few_tokens(self) -> np.ndarray | None:
         """The tokens that may follow, in rising order and filled up with -1, [FEW] int64. None: there are more."""
-        self._wait_or_fill()
+        self.wait_or_fill()
         return self._few
 
-    def _wait_or_fill(self) -> None:
-        if self._ahead is not None:
-            self._ahead.result()
-        if self._mask is None:
-            state, words = self._state, np.empty((1, len(self._ends.words)), np.int32)
+    def forced_tokens(self) -> list[int]:
+        """The next tokens, where they have no alternative."""
+        self.wait_or_fill()
+        return self._forced
+
+    def wait_or_fill(self) -> None:
+        if not self.is_filled:
+            if self._is_queued:
+                mask_filler().wait_for_all([self])
+            else:
+                self.fill()
+                self.is_filled = True
+
+    def queue(self) -> bool:
+        """Whether it should be filled by another thread now: it is not yet, and none does so."""
+        if self.is_filled or self._is_queued:
+            return False
+        self._is_queued = True
+        return True
+
+    def fill(self) -> None:
+        words = np.zeros((1, len(self._ends.words)), np.int32)
+        try:
+            state = self._state
             state.fill(words[0])
             _set_masks([self], [state], words)
+        except Exception as error:  # of the library, about this grammar
+            self._fail(str(error))
+
+    def note_seconds(self, seconds: float) -> None:
+        self.cost.note(seconds)
+        path = self._path
+        path.seconds += seconds
+        if path.seconds > SECONDS_OF_TEXT + SECONDS_OF_TOKEN * self._num_tokens:
+            limit = f"{SECONDS_OF_TEXT:g} s and {1000 * SECONDS_OF_TOKEN:g} ms for each token"
+            self._fail(f"takes longer to match than is allowed ({limit})")
+
+    def _fail(self, problem: str) -> None:
+        self.problem = " ".join(problem.split())
+        self._mask = np.zeros_like(self._ends.words)
+        self._few, self._forced = np.full(FEW, -1, np.int64), []
 
     @property
     def _state(self) -> GrammarState:
         return self._path.at(self._num_tokens).state
 
-    def forced_token(self) -> int | None:
-        """The one token that may follow, where the library knows it without a mask."""
-        if self._ahead is not None:
-            self._ahead.result()
-        state, ends = self._state, self._ends
-        token_id = state.forced_token()
-        if token_id is None:
-            return ends.only if state.is_complete else None
-        return token_id if token_id < ends.vocab_size and token_id not in ends.token_ids else None
-
     @property
     def is_complete(self) -> bool:
         """Whether nothing but an end may follow."""
         words = self.mask()
-        return self._state.is_accepting and not (words & ~self._ends.words).any()
+        return self.problem is None and self._state.is_accepting and not (words & ~self._ends.words).any()
 
     @staticmethod
     def apply(logits: torch.Tensor, rows: np.ndarray, rules: Sequence[Any]) -> None:
@@ -142,39 +215,71 @@ class Grammar(LogitsRule):
         sampling.allow_bits(logits, *all_to_device([rows, words], logits.device))
 
 
-def forced_token(rules: Sequence[LogitsRule]) -> int | None:
-    """The one token that a grammar allows next, if it is one and no other rule forbids or forces tokens. It may miss
-    one: a mask would tell, but takes longer than a step without it."""
+def forced_run(rules: Sequence[LogitsRule], most: int) -> list[int]:
+    """The next tokens, up to so many, for which a grammar leaves no choice, if no other rule forbids or forces
+    tokens. Its mask is filled, or is filled now."""
     grammar = None
     for rule in rules:
         if type(rule) is Grammar:
             grammar = rule
         elif rule.stage < Stage.BIAS:
-            return None
-    return None if grammar is None else grammar.forced_token()
+            return []
+    return [] if grammar is None else grammar.forced_tokens()[:most]
 
 
-def fill_ahead(rules: Iterable[LogitsRule], library: GrammarLibrary) -> None:
-    """Fill the masks of the next tokens in another thread, beside the forward pass. They are waited for when they are
-    used. The rules are of different texts."""
-    new = [rule for rule in rules if type(rule) is Grammar and rule._ahead is None and rule._mask is None]
-    if new:
-        future = _filling_thread().submit(_fill_all, new, library)
-        for rule in new:
-            rule._ahead = future
+def fill_ahead(rules: Iterable[LogitsRule]) -> None:
+    """Fill the masks of the next tokens in other threads. The rules are of different texts."""
+    queued = [rule for rule in rules if isinstance(rule, Grammar) and rule.queue()]
+    if queued:
+        mask_filler().begin(queued)
 
 
-def _fill_all(rules: list[Grammar], library: GrammarLibrary) -> None:
-    states = [rule._state for rule in rules]
-    _set_masks(rules, states, library.masks(states))
+def fill_and_wait(rules: Sequence[Grammar]) -> None:
+    """Fill the masks of all of these, in other threads."""
+    if rules:
+        fill_ahead(rules)
+        mask_filler().wait_for_all(rules)
+
+
+def _fill_many(rules: Sequence[Any]) -> None:
+    """Of trusted grammars. If the library fails for all together, each is filled alone."""
+    for library, group in groupby(rules, lambda rule: rule._path.source.library):
+        members: list[Grammar] = list(group)
+        try:
+            states = [rule._state for rule in members]
+            _set_masks(members, states, library.masks(states))
+        except Exception:
+            for rule in members:
+                rule.fill()
+
+
+@cache
+def mask_filler() -> MaskFiller:
+    return MaskFiller(_fill_many)
+
+
+os.register_at_fork(after_in_child=mask_filler.cache_clear)  # threads stay in the parent
 
 
 def _set_masks(rules: Sequence[Grammar], states: Sequence[GrammarState], masks: np.ndarray) -> None:
     """`masks` [N, W]: what the library allows, without ends."""
+    vocab_size = rules[0]._ends.vocab_size
     for rule, state, words in zip(rules, states, masks):
-        rule._ends.set_in(words, state.is_accepting)
-    for rule, words, few in zip(rules, masks, few_tokens_of(masks, rules[0]._ends.vocab_size)):
-        rule._mask, rule._few = words, few
+        error = state.error
+        if error is not None:
+            rule._fail(error)
+            continue
+        is_accepting = state.is_accepting
+        forced = [] if is_accepting else forced_tokens(state, words, rule._path.source.library)
+        rule._ends.set_in(words, is_accepting)
+        rule._mask = words
+        rule._forced = rule._ends.cut(forced, words if is_accepting else None)
+        if rule._forced:  # also where it is sampled, it is the only one
+            words[:] = 0
+            words[rule._forced[0] // 32] = np.uint32(1 << rule._forced[0] % 32).astype(np.int32)
+    for rule, few in zip(rules, few_tokens_of(masks, vocab_size)):
+        if rule.problem is None:
+            rule._few = few
 
 
 def few_tokens_of(masks: np.ndarray, vocab_size: int) -> list[np.ndarray | None]:
@@ -196,21 +301,19 @@ def few_tokens_of(masks: np.ndarray, vocab_size: int) -> list[np.ndarray | None]
     return found
 
 
-@cache
-def _filling_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="masks")
-
-
 class NoWay(Grammar):
-    """Behind a token that the grammar forbids, which a forced end may be: no token is possible."""
+    """Behind a token that the grammar forbids, which a forced end may be, or that is beyond one of its limits: no token
+    is possible."""
 
     __slots__ = ()
 
+    def __init__(self, path: Path, ends: Ends, problem: str | None = None) -> None:
+        super().__init__(path, ends)
+        self._fail(NOT_MATCHED if problem is None else problem)
+        self.is_filled = True
+
     def after(self, token_id: int) -> NoWay:
         return self
-
-    def mask(self) -> np.ndarray:
-        return np.zeros_like(self._ends.words)
 
     @property
     def is_complete(self) -> bool:
@@ -222,30 +325,27 @@ class AllSaid(NoWay):
 
     __slots__ = ()
 
+    def __init__(self, path: Path, ends: Ends) -> None:
+        super().__init__(path, ends)
+        self.problem = None
+
     @property
     def is_complete(self) -> bool:
         return True
 
 
 class FreeText(ForbiddingRule):
-    """Before the grammar: anything but an end, up to the marker (`begins_after`). The grammar begins with the token
-    after the one that completes the marker."""
+    """Before the grammar: anything but an end, up to the marker (`begins_after`). What stands behind the marker in the
+    token that completes it belongs to the grammar's text."""
 
-    __slots__ = ("_begin", "_ends", "_marker", "_tail", "_token_bytes")
+    __slots__ = ("_ends", "_forbidden", "_marker", "_source", "_tail")
 
-    def __init__(
-        self,
-        marker: bytes,
-        begin: Callable[[], GrammarState],
-        ends: Ends,
-        token_bytes: Callable[[int], bytes],
-        tail: bytes = b"",
-    ) -> None:
+    def __init__(self, marker: Marker, source: Source, ends: Ends, tail: bytes = b"") -> None:
         self._marker = marker
-        self._begin = begin
+        self._source = source
         self._ends = ends
-        self._token_bytes = token_bytes
         self._tail = tail  # of the text, shorter than the marker
+        self._forbidden: np.ndarray | None = None
 
     @property
     def reads(self) -> Reads:
@@ -254,14 +354,22 @@ class FreeText(ForbiddingRule):
     def after(self, token_id: int) -> FreeText | Grammar | None:
         if token_id in self._ends.token_ids:
             return None
-        text = self._tail + self._token_bytes(token_id)
-        if self._marker in text:
-            return Grammar(Path(self._begin()), self._ends)
-        tail = text[max(0, len(text) - len(self._marker) + 1) :]
-        return FreeText(self._marker, self._begin, self._ends, self._token_bytes, tail)
+        library = self._source.library
+        text = self._tail + library.token_bytes(token_id)
+        rest = self._marker.split(text)
+        if rest is None or (rest and library.is_special(token_id)):  # the name of a special token is no text
+            return FreeText(self._marker, self._source, self._ends, self._marker.tail(text))
+        state = self._marker.begun(self._source.compiled.begin, rest)
+        if state is None:
+            return NoWay(self._source.begin(), self._ends)
+        return Grammar(Path(state, self._source), self._ends)
 
     def forbidden(self) -> np.ndarray:
-        return self._ends.sorted_ids
+        if self._forbidden is None:
+            more = self._marker.forbidden_after(self._tail, self._source.compiled.begin)
+            ends = self._ends.sorted_ids
+            self._forbidden = np.unique(np.concatenate([ends, np.array(more, np.int64)])) if more else ends
+        return self._forbidden
 
 
 def grammar_rule(
@@ -270,12 +378,12 @@ def grammar_rule(
     """The rule of a text at the end of its prompt, of which the grammar may have consumed a part."""
     library = grammars.library
     tokens_of_end = Ends(ends, library.vocab_size)
-    begin = grammars.get(asked).begin
+    source = Source(grammars.get(asked), library)
     rule: Grammar | FreeText
     if asked.begins_after is None:
-        rule = Grammar(Path(begin()), tokens_of_end)
+        rule = Grammar(source.begin(), tokens_of_end)
     else:
-        rule = FreeText(asked.begins_after.encode(), begin, tokens_of_end, library.token_bytes)
+        rule = FreeText(marker_of(asked.begins_after, library), source, tokens_of_end)
     for token_id in () if asked.first_token is None else prompt_token_ids[asked.first_token :]:
-        rule = rule.after(token_id) or AllSaid(Path(begin()), tokens_of_end)
+        rule = rule.after(token_id) or AllSaid(source.begin(), tokens_of_end)
     return rule

@@ -189,8 +189,10 @@ class GenerationKind(RequestKind):
         self._take_tokens(plan.step, output, outputs)
         if output.completed:
             self._end_completed(plan.step, output, outputs)
+        if output.late:
+            self._compute_again(plan.step, output.late)
         num_expected = len(plan.sampled_req_ids) + sum(map(len, plan.fanout.values()))
-        num_answered = len(output.req_ids) + len(output.completed) + len(output.known)
+        num_answered = len(output.req_ids) + len(output.completed) + len(output.known) + len(output.late)
         if num_answered < num_expected or not all(output.sampled_token_ids):
             outputs += self._fail_unanswered(plan, output)
         return outputs
@@ -246,6 +248,19 @@ class GenerationKind(RequestKind):
         if finished:
             self._state.release(finished, ended_well=True)
 
+    def _compute_again(self, step: int, late: list[str]) -> None:
+        """Branches that got no token, because what their grammar allows is not known yet. Each of the steps in flight
+        that computes a token after it says the same, and then the branch rests."""
+        for branch_id in late:
+            branch = self._state.branches.get(branch_id)
+            if branch is None or branch.first_step > step:
+                continue
+            if branch.num_computed_tokens > branch.num_tokens:
+                self._state.kv_cache.take_back_last(branch)
+            else:
+                self._state.rest(branch)
+            branch.num_pending = branch.num_computed_tokens - branch.num_tokens  # steps in flight bring no more
+
     def _end_completed(self, step: int, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
         """Branches whose text can't go on: they end like those with a stop token, without one."""
         finished: list[Branch] = []
@@ -270,7 +285,7 @@ class GenerationKind(RequestKind):
     def _fail_unanswered(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         answered = {req_id for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids) if token_ids}
         expected = plan.sampled_req_ids + [child_id for children in plan.fanout.values() for child_id, _ in children]
-        answered.update(output.completed, output.known)
+        answered.update(output.completed, output.known, output.late)
         missing = [req_id for req_id in expected if req_id not in answered]
         return self._state.fail_requests(missing, "the runner returned no token")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from functools import cache
 
 import numpy as np
@@ -17,7 +18,7 @@ from ratoon.execution.grammar.interface import words_of
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.execution.rules.base import NO_RULES, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import FEW, few_tokens_of, fill_ahead, forced_token
+from ratoon.execution.rules.grammar import FEW, few_tokens_of, fill_ahead, forced_run
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.layers import sampling
@@ -108,10 +109,20 @@ def test_free_text_before_a_marker_never_ends(marker: str) -> None:
     assert texts_of(possible(behind.after_all(tokens_of("7")))) == {END}
 
 
-def test_a_marker_may_be_spread_over_tokens_and_end_inside_one() -> None:
+def test_a_marker_may_be_spread_over_tokens() -> None:
     rules = rules_for(regex="[0-9]", begins_after="xa").after_all(tokens_of("x"))
-    assert texts_of(possible(rules.after_all(tokens_of("abc")))) == set("0123456789")
+    assert texts_of(possible(rules.after_all(tokens_of("a")))) == set("0123456789")
     assert len(possible(rules.after_all(tokens_of("ba")))) == VOCAB_SIZE - 1
+
+
+def test_what_follows_the_marker_in_its_last_token_belongs_to_the_grammar() -> None:
+    (longer,) = tokens_of("abc")
+    before = rules_for(regex="[0-9]", begins_after="xa").after_all(tokens_of("x"))
+    assert longer not in possible(before)
+    assert possible(before.after(longer)) == set()
+    matching = rules_for(regex="bc[0-9]", begins_after="xa").after_all(tokens_of("x"))
+    assert longer in possible(matching)
+    assert texts_of(possible(matching.after(longer))) == set("0123456789")
 
 
 def test_a_part_of_the_prompt_may_belong_to_the_text() -> None:
@@ -152,30 +163,59 @@ def test_the_rule_depends_on_its_tokens_and_on_no_fork_of_it(seed: int) -> None:
         assert possible(rules) == possible(rules_for(**asked).after_all(text)), text
     for text, rules in states:
         assert possible(rules) == possible(rules_for(**asked).after_all(text)), text
-        forced = forced_token(rules)
-        assert forced is None or possible(rules) == {forced}, text
+        run = forced_run(rules, 100)
+        if run == [end_token()]:
+            assert possible(rules) == {end_token()}
+        elif run:  # whatever is possible begins the same text
+            forced = tokenizer().decode(run).encode()
+            for token in possible(rules):
+                one = grammars().library.token_bytes(token)
+                assert forced.startswith(one) or one.startswith(forced), text
+            assert possible(rules.after_all(run)), text
 
 
-def test_a_token_without_a_choice_is_found_without_a_mask() -> None:
+def test_tokens_without_a_choice_are_those_of_the_tokenizer() -> None:
     rules = rules_for(choice=["abc12", "b"])
-    assert forced_token(rules) is None
+    assert forced_run(rules, 100) == []
     rules = rules.after_all(tokens_of("a"))
-    run = []
-    while (token := forced_token(rules)) is not None and token != end_token():
-        run.append(token)
-        rules = rules.after(token)
-    assert tokenizer().decode(run) == "bc12" and forced_token(rules) == end_token()
+    run = forced_run(rules, 100)
+    assert run == tokens_of("bc12") and forced_run(rules, 1) == run[:1]
+    assert forced_run(rules.after_all(run), 100) == [end_token()]
+
+
+def test_a_forced_text_of_any_length_is_found_in_pieces_of_bounded_size() -> None:
+    rules, text = rules_for(regex="x(ab){5000}y|z"), b""
+    assert forced_run(rules, 100) == []
+    rules = rules.after_all(tokens_of("x"))
+    while run := forced_run(rules, 1000):
+        assert len(run) <= 300
+        if run == [end_token()]:
+            break
+        text += b"".join(map(grammars().library.token_bytes, run))
+        rules = rules.after_all(run)
+    assert text == b"ab" * 5000 + b"y" or (b"ab" * 5000 + b"y").startswith(text)
+
+
+@pytest.mark.parametrize("regex", ["a{99999}", "(a{1000}){1000}", "x(a{1000}){1000}"])
+def test_long_forced_text_takes_no_longer_than_short_text(regex: str) -> None:
+    """The library looks for all of it with each mask, unless it is told not to: for seconds."""
+    rules = rules_for(regex=regex)
+    start = time.process_time()
+    for _ in range(20):
+        run = forced_run(rules, 100)
+        rules = rules.after_all(run or [min(possible(rules))])
+    assert time.process_time() - start < 1
 
 
 def test_an_end_among_others_and_a_stop_token_in_the_text_are_not_forced() -> None:
-    assert forced_token(rules_for(regex="a[0-9]*").after_all(tokens_of("a"))) is None
+    assert forced_run(rules_for(regex="a[0-9]*").after_all(tokens_of("a")), 100) == []
     (letter,) = tokens_of("b")
     two_ends = StructuredOutput(choice=["ab"])
     params = SamplingParams(structured_output=two_ends, stop_token_ids=[letter], all_stop_token_ids=[letter, 7])
     rules = rules_of(params, [5], (), grammars()).after_all(tokens_of("a"))
-    assert forced_token(rules) is None and possible(rules) == set()
+    assert forced_run(rules, 100) == [] and possible(rules) == set()
     params = SamplingParams(structured_output=StructuredOutput(choice=["a"]), all_stop_token_ids=[letter, 7])
-    assert forced_token(rules_of(params, [5], (), grammars()).after_all(tokens_of("a"))) is None
+    assert forced_run(rules_of(params, [5], (), grammars()).after_all(tokens_of("a")), 100) == []
 
 
 @pytest.mark.parametrize("vocab_size", [5, 32, 97, 1000])
@@ -197,7 +237,7 @@ def test_masks_that_are_filled_ahead_are_the_same() -> None:
     asked = {"json_schema": json.dumps(SCHEMA)}
     ahead, plain = rules_for(**asked), rules_for(**asked)
     for token in tokens_of('{"a":12,"b":[true,false]}'):
-        fill_ahead(ahead, grammars().library)
+        fill_ahead(ahead)
         assert token in possible(plain)
         ahead, plain = ahead.after(token), plain.after(token)  # with and without its use
         if token % 2:
