@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
+from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.cells import to_device
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.readers import Finish, StepLayout
 from ratoon.execution.rules.grammar import NOT_MATCHED
 from ratoon.execution.sampler import Sampler
-from ratoon.execution.sampling_rows import SamplingRows
+from ratoon.execution.sampling_rows import SamplingRows, Tokens
 
 if TYPE_CHECKING:
     from ratoon.execution.device_inputs import DeviceRows
@@ -25,28 +25,9 @@ if TYPE_CHECKING:
 NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidden)"
 
 
-class Tokens(Protocol):
-    """Tokens that were chosen, one for each draw. They may still be on their way to the host."""
-
-    def start_copy(self) -> None:
-        """Copy to the host without waiting. The methods below are called once that is done."""
-        ...
-
-    def wait(self) -> None:
-        """Until it is done."""
-        ...
-
-    def to_numpy(self) -> np.ndarray: ...
-
-    @property
-    def bad_rows(self) -> list[int]: ...
-
-    def logprobs_lists(self) -> dict[int, LogprobsLists]: ...
-
-
 class SampledRowsReader:
     """`resident`: the rows on the device, if they are there. Sampled tokens then stay on the device until the next step
-    is under way, unless a row's rules read them."""
+    is under way."""
 
     def __init__(
         self,
@@ -73,6 +54,7 @@ class SampledRowsReader:
         if not self._req_ids:  # other readers have rows
             return None
         sampling_rows = self._sampler.rows
+        sampling_rows.read_tokens()
         settled = self._settle_without_sampling(output)
         if settled:
             places = [place for place, req_id in enumerate(self._req_ids) if req_id not in settled]
@@ -231,17 +213,12 @@ def append_pending(
     output: ModelRunnerOutput,
     complete: Collection[str] = (),
 ) -> Finish | None:
-    """As `append_known`, for tokens that the device has written to its rows. The host waits for them only if the rules
-    of a row read them; otherwise what `Finish` does is left."""
+    """As `append_known`, for tokens that the device has written to its rows: the host does not wait for them. What
+    `Finish` does is left."""
     sampled.start_copy()
     own = rows[:num_own]
-    if sampling_rows.need_tokens(own):
-        sampled.wait()
-        append_known(sampled, ids, rows, num_own, branches, sampling_rows, output, complete)
-        sampling_rows.fill_ahead()
-        return None
     branches.append_pending(own)
-    sampling_rows.append_tokens(own, np.zeros(len(own), np.int64))
+    sampling_rows.append_unread(own, sampled)
     return partial(_put_tokens_later, sampled, ids, complete)
 
 

@@ -188,6 +188,9 @@ class Sampler:
     def plain_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
         """The arguments of `sampling.sample_plain` for these rows. None: they need more than it does."""
         needs = self.rows.needs[slots]
+        if self.rows.has_unread and not _all_of(needs) & Needs.EDITS:
+            self.rows.read_tokens()
+            needs = self.rows.needs[slots]
         needed = _all_of(needs)
         if needed & (Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS):
             return None

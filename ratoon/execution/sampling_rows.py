@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from ratoon.core.outputs import LogprobsLists
 from ratoon.core.params import GenerationParams, SamplingParams
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import FEW, Grammar, fill_ahead, forced_run, mask_filler
+from ratoon.execution.rules.grammar import FEW, Grammar, few_tokens_of, fill_ahead, forced_run, mask_filler
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.layers import sampling
 
@@ -35,6 +37,32 @@ class Needs:
     TOKENS = 16  # its rules depend on its tokens or their number
     PENALTIES = 32  # kept on the device: it needs edits whatever its rules are
     MASK = 64  # one of its rules is a grammar that has begun
+
+
+class Tokens(Protocol):
+    """Tokens that were chosen, one for each draw. They may still be on their way to the host."""
+
+    def start_copy(self) -> None:
+        """Copy to the host without waiting. The methods below are called once that is done."""
+        ...
+
+    def wait(self) -> None:
+        """Until it is done."""
+        ...
+
+    def to_numpy(self) -> np.ndarray: ...
+
+    @property
+    def bad_rows(self) -> list[int]: ...
+
+    def logprobs_lists(self) -> dict[int, LogprobsLists]: ...
+
+
+class UnreadTokens(NamedTuple):
+    tokens: Tokens
+    places: np.ndarray  # [N] of those that are read, among the tokens
+    slots: np.ndarray  # [N] that they belong to
+    incarnations: np.ndarray  # [N] of these slots, when they were sampled
 
 
 MORE_THAN_MASKS = Needs.LOGPROBS | Needs.PENALTIES
@@ -64,6 +92,8 @@ class SamplingRows:
         self.rules = [NO_RULES] * max_slots
         self.active_rules: list[Sequence[LogitsRule]] = [()] * max_slots  # those of `rules` that are active now
         self._changed: set[int] = set()  # slots with new rules, for which no mask was begun
+        self._unread: list[UnreadTokens] = []  # tokens that the rules of some slots have not read yet
+        self.incarnations = np.zeros(max_slots, dtype=np.int64)  # how many branches a slot has had
 
     def add(
         self,
@@ -76,6 +106,7 @@ class SamplingRows:
     ) -> None:
         """Add a branch. `output_token_ids`: what a resumed branch generated before."""
         self._grow(slot + 1)
+        self.incarnations[slot] += 1
         self.num_outputs[slot] = len(output_token_ids)
         self.max_outputs[slot] = NO_LIMIT if params.max_tokens is None else params.max_tokens
         self.needs[slot] = Needs.NOTHING
@@ -111,10 +142,9 @@ class SamplingRows:
     def few_tokens(self, slots: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of these places in `slots`, those whose rules leave few tokens and change no logit: the places [F], and the
         tokens of each [F, FEW] in rising order, filled up with -1."""
+        masked, words = self._masks_of(slots, places)
         found, tokens = [], []
-        for place in places.tolist():
-            rules = self.active_rules[slots[place]]
-            few = rules[0].few_tokens() if len(rules) == 1 and type(rules[0]) is Grammar else None
+        for place, few in zip(masked, few_tokens_of(words, self._vocab_size) if masked else ()):
             if few is not None:
                 found.append(place)
                 tokens.append(few)
@@ -123,14 +153,24 @@ class SamplingRows:
     def masks(self, slots: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of these places in `slots`, those whose only edit is the mask of a grammar, and that are not asked for
         log-probabilities, which are those before the mask: the places [N], and the masks [N, W] int32."""
+        plain = places[(self.needs[slots[places]] & MORE_THAN_MASKS) == 0]
+        found, words = self._masks_of(slots, plain)
+        return np.array(found, np.int64), words
+
+    def _masks_of(self, slots: np.ndarray, places: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """Of these places in `slots`, those whose only active rule is a grammar, and their masks [N, W] int32."""
         found, words = [], []
         for place in places.tolist():
-            slot = slots[place]
-            rules = self.active_rules[slot]
-            if len(rules) == 1 and type(rules[0]) is Grammar and not self.needs[slot] & MORE_THAN_MASKS:
+            rules = self.active_rules[slots[place]]
+            if len(rules) == 1 and isinstance(rules[0], Grammar):
                 found.append(place)
                 words.append(rules[0].mask())
-        return np.array(found, np.int64), np.stack(words) if words else np.empty((0, 0), np.int32)
+        return found, np.stack(words) if words else np.empty((0, 0), np.int32)
+
+    @property
+    def _vocab_size(self) -> int:
+        assert self._grammars is not None
+        return self._grammars.library.vocab_size
 
     def append_on_device(self, slots: np.ndarray, token_ids: Tensor) -> None:
         """The same tokens as `append_tokens`, for what is kept on the device. Also for slots that end."""
@@ -152,6 +192,7 @@ class SamplingRows:
             return
         if self._penalties:
             self._penalties.remove(slot)
+        self.incarnations[slot] += 1
         self.needs[slot] = Needs.NOTHING
         self.rules[slot] = NO_RULES
         self.active_rules[slot] = ()
@@ -169,6 +210,40 @@ class SamplingRows:
             moves = zip(changed, tokens[changing].tolist())
             rules = [self.rules[slot].after(token_id) for slot, token_id in moves]
             self._set_rules(changed, rules)
+
+    def append_unread(self, slots: np.ndarray, tokens: Tokens) -> None:
+        """The same for tokens that are on their way to the host. The rules that read them do so with `read_tokens`,
+        before the next token is chosen; until then the device has other work."""
+        changing = (self.needs[slots] & Needs.TOKENS).nonzero()[0]
+        reading = [place for place in changing.tolist() if self.rules[slots[place]].needs_token_on_host]
+        if not reading:
+            self.append_tokens(slots, np.zeros(len(slots), np.int64))
+            return
+        others = np.delete(slots, reading)
+        self.append_tokens(others, np.zeros(len(others), np.int64))
+        places = np.array(reading)
+        self.num_outputs[slots[places]] += 1
+        self._unread.append(UnreadTokens(tokens, places, slots[places], self.incarnations[slots[places]]))
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._unread)
+
+    def read_tokens(self) -> None:
+        """Wait for tokens that are on their way to rules which read them, and begin to fill the masks behind them."""
+        if not self._unread:
+            return
+        unread, self._unread = self._unread, []
+        for tokens, places, slots, incarnations in unread:
+            tokens.wait()
+            token_ids, bad = tokens.to_numpy(), set(tokens.bad_rows)
+            moves = [
+                (slot, int(token_ids[place]))
+                for place, slot, before in zip(places.tolist(), slots.tolist(), incarnations.tolist())
+                if place not in bad and self.incarnations[slot] == before
+            ]
+            self._set_rules([slot for slot, _ in moves], [self.rules[slot].after(token) for slot, token in moves])
+        self.fill_ahead()
 
     def fill_ahead(self) -> None:
         """Begin to fill the masks of grammars that have changed, beside what comes next."""

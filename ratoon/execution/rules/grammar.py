@@ -102,11 +102,10 @@ class Ends:
 
 
 class Grammar(LogitsRule):
-    """It is filled when its mask is known, the few tokens that may follow, and the tokens without an alternative."""
+    """It is filled when its mask is known, and the tokens without an alternative."""
 
     __slots__ = (
         "_ends",
-        "_few",
         "_forced",
         "_is_queued",
         "_mask",
@@ -127,7 +126,6 @@ class Grammar(LogitsRule):
         self.is_filled = False
         self._is_queued = False  # to be filled by another thread, which has the state until then
         self._mask: np.ndarray | None = None
-        self._few: np.ndarray | None = None
         self._forced: list[int] = []
 
     @property
@@ -151,11 +149,6 @@ class Grammar(LogitsRule):
         self.wait_or_fill()
         assert self._mask is not None
         return self._mask
-
-    def few_tokens(self) -> np.ndarray | None:
-        """The tokens that may follow, in rising order and filled up with -1, [FEW] int64. None: there are more."""
-        self.wait_or_fill()
-        return self._few
 
     def forced_tokens(self) -> list[int]:
         """The next tokens, where they have no alternative."""
@@ -197,7 +190,7 @@ class Grammar(LogitsRule):
     def _fail(self, problem: str) -> None:
         self.problem = " ".join(problem.split())
         self._mask = np.zeros_like(self._ends.words)
-        self._few, self._forced = np.full(FEW, -1, np.int64), []
+        self._forced = []
 
     @property
     def _state(self) -> GrammarState:
@@ -263,7 +256,6 @@ os.register_at_fork(after_in_child=mask_filler.cache_clear)  # threads stay in t
 
 def _set_masks(rules: Sequence[Grammar], states: Sequence[GrammarState], masks: np.ndarray) -> None:
     """`masks` [N, W]: what the library allows, without ends."""
-    vocab_size = rules[0]._ends.vocab_size
     for rule, state, words in zip(rules, states, masks):
         error = state.error
         if error is not None:
@@ -277,13 +269,11 @@ def _set_masks(rules: Sequence[Grammar], states: Sequence[GrammarState], masks: 
         if rule._forced:  # also where it is sampled, it is the only one
             words[:] = 0
             words[rule._forced[0] // 32] = np.uint32(1 << rule._forced[0] % 32).astype(np.int32)
-    for rule, few in zip(rules, few_tokens_of(masks, vocab_size)):
-        if rule.problem is None:
-            rule._few = few
 
 
 def few_tokens_of(masks: np.ndarray, vocab_size: int) -> list[np.ndarray | None]:
-    """See Grammar.few_tokens: for each of the masks [N, W]."""
+    """For each of the masks [N, W] the tokens that may follow, in rising order and filled up with -1, [FEW] int64.
+    None: there are more."""
     found: list[np.ndarray | None] = [None] * len(masks)
     sparse = np.flatnonzero(np.count_nonzero(masks, axis=1) <= FEW)
     rows, places = masks[sparse].nonzero()
