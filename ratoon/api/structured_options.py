@@ -29,6 +29,12 @@ def add_structured_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--structural-tag", metavar="FILE", help="text with parts that match schemas: JSON with structures and triggers"
     )
+    group.add_argument(
+        "--allow-additional-properties",
+        action="store_true",
+        default=None,
+        help="objects may have properties that the schema does not name, unless it has additionalProperties",
+    )
 
 
 def structured_output(args: argparse.Namespace) -> StructuredOutput | None:
@@ -36,6 +42,10 @@ def structured_output(args: argparse.Namespace) -> StructuredOutput | None:
     from ratoon.core.structured import StructuredOutput
 
     given = [name for name in OPTIONS if getattr(args, name, None) is not None]
+    is_open = bool(getattr(args, "allow_additional_properties", None))
+    if is_open and given[:1] not in (["json_schema"], ["structural_tag"]):
+        option = _option("allow_additional_properties")
+        raise RequestError(option, "has no meaning without a schema", "add --json-schema, or leave it out")
     if not given:
         return None
     if len(given) > 1:
@@ -43,7 +53,7 @@ def structured_output(args: argparse.Namespace) -> StructuredOutput | None:
     name = given[0]
     value: Any = getattr(args, name)
     fields: dict[str, Any] = {name: _read(name, value) if name in NAMES_OF_FILES else value}
-    asked = StructuredOutput(**fields)
+    asked = StructuredOutput(**fields, allow_additional_properties=is_open)
     try:
         asked.verify()
     except RequestError as error:
@@ -56,13 +66,17 @@ def structured_fields(args: argparse.Namespace) -> dict[str, Any]:
     asked = structured_output(args)
     if asked is None:
         return {}
+    # vLLM's name for the opposite, which both servers know.
+    is_open = {"disable_additional_properties": False} if asked.allow_additional_properties else {}
+    if asked.json_schema is not None and is_open:
+        return {"structured_outputs": {"json": json.loads(asked.json_schema), **is_open}}
     if asked.json_schema is not None:
         schema = {"name": "answer", "schema": json.loads(asked.json_schema), "strict": True}
         return {"response_format": {"type": "json_schema", "json_schema": schema}}
     if asked.json_object:
         return {"response_format": {"type": "json_object"}}
     kind = asked.kind or ""
-    return {"structured_outputs": {kind: getattr(asked, kind)}}
+    return {"structured_outputs": {kind: getattr(asked, kind), **is_open}}
 
 
 def check_structured_output(args: argparse.Namespace) -> None:
@@ -78,8 +92,10 @@ def fields_of_option(name: str) -> tuple[str, ...]:
     """What an option can be called in errors: fields of params, and of a request to a server."""
     if name not in OPTIONS:
         return ()
-    of_server = "response_format" if name in ("json_schema", "json_object") else f"structured_outputs.{name}"
-    return f"structured_output.{name}", "structured_output", of_server
+    of_server = [f"structured_outputs.{name.removesuffix('_schema')}"]  # its name for a schema is "json"
+    if name in ("json_schema", "json_object"):
+        of_server.append("response_format")
+    return f"structured_output.{name}", "structured_output", *of_server
 
 
 def _read(option: str, name: str) -> str:

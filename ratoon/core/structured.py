@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
+from ratoon.core.closed_objects import close_objects
 from ratoon.core.errors import RequestError
 from ratoon.core.suggestions import ParamsMeta, did_you_mean
 
@@ -20,6 +21,7 @@ MAX_OUTPUT_CHOICES = 2**12
 MAX_MARKER_CHARACTERS = 256  # of begins_after
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")  # exactly one is set
 VLLM_NAMES = {"json": "json_schema"}
+VLLM_OPPOSITES = {"disable_additional_properties": "allow_additional_properties"}  # switches that mean the opposite
 
 
 class StructuredMeta(ParamsMeta):
@@ -28,7 +30,7 @@ class StructuredMeta(ParamsMeta):
     if not TYPE_CHECKING:
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
-            return super().__call__(*args, **{VLLM_NAMES.get(name, name): value for name, value in fields.items()})
+            return super().__call__(*args, **dict(_in_our_names(name, value) for name, value in fields.items()))
 
 
 class StructuredOutput(
@@ -53,7 +55,8 @@ class StructuredOutput(
     # Of JSON. By default any whitespace is possible where JSON allows it.
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None  # an expression for whitespace between the parts
-    disable_additional_properties: bool = False  # unless a schema has additionalProperties
+    # Objects of a schema have only the properties that it names, unless it has additionalProperties or this is set.
+    allow_additional_properties: bool = False
 
     # Filled by the InputProcessor; a caller leaves it alone: the prompt's tokens from here on are part of the text
     first_token: int | None = None
@@ -71,10 +74,14 @@ class StructuredOutput(
         """The name of the field that is set."""
         return next((name for name in KINDS if _is_set(getattr(self, name))), None)
 
+    def enforced(self, schema: Any) -> Any:
+        """The JSON schema that texts match where `schema` was given."""
+        return schema if self.allow_additional_properties else close_objects(schema)
+
     def verify(self) -> None:
         """Raise RequestError, naming the field, for values of a wrong type or size and for contradictions."""
         given = [name for name in KINDS if _is_set(getattr(self, name))]
-        for name in ("json_object", "continue_grammar", "disable_any_whitespace", "disable_additional_properties"):
+        for name in ("json_object", "continue_grammar", "disable_any_whitespace", "allow_additional_properties"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, f"{getattr(self, name)!r} is neither true nor false", "true or false")
         if len(given) > 1:
@@ -125,7 +132,7 @@ def structured_output(asked: StructuredOutputLike | None) -> StructuredOutput | 
     """The StructuredOutput that is meant. A value of another type is returned as it is, and refused by
     verify_structured_output."""
     if isinstance(asked, Mapping):
-        known = (*StructuredOutput.__struct_fields__[:-1], *VLLM_NAMES)
+        known = (*StructuredOutput.__struct_fields__[:-1], *VLLM_NAMES, *VLLM_OPPOSITES)
         for name in asked:
             if name not in known:
                 expected = did_you_mean(str(name), known, f"one of {', '.join(KINDS)}")
@@ -149,6 +156,12 @@ def verify_structured_output(asked: Any) -> None:
         asked.verify()
     except RequestError as error:
         raise error.inside("structured_output") from None
+
+
+def _in_our_names(name: str, value: Any) -> tuple[str, Any]:
+    if name in VLLM_OPPOSITES:  # a value that is no switch is refused by verify
+        return VLLM_OPPOSITES[name], not value if isinstance(value, bool) else value
+    return VLLM_NAMES.get(name, name), value
 
 
 def _is_set(value: Any) -> bool:

@@ -101,7 +101,7 @@ def _problem_of_schema(asked: StructuredOutput, schema: Any) -> str | None:
         json_schema=json.dumps(schema),
         disable_any_whitespace=asked.disable_any_whitespace,
         whitespace_pattern=asked.whitespace_pattern,
-        disable_additional_properties=asked.disable_additional_properties,
+        allow_additional_properties=asked.allow_additional_properties,
     )
     try:
         return problem_of(grammar_text(plain))

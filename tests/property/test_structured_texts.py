@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from decimal import Decimal
 from functools import cache
 from random import Random
 from typing import Any
@@ -82,8 +83,10 @@ def refusal_of(asked: StructuredOutput) -> RequestError | None:
 
 
 def find_violations(schema: Any, text: str) -> list[str]:
-    validator = Draft202012Validator(schema, format_checker=FormatChecker(CHECKED_FORMATS))
-    return [error.message for error in validator.iter_errors(json.loads(text))]
+    """Numbers are decimal ones: as a float, 20.7 is no multiple of 0.1."""
+    decimals = json.loads(json.dumps(schema), parse_float=Decimal)
+    validator = Draft202012Validator(decimals, format_checker=FormatChecker(CHECKED_FORMATS))
+    return [error.message for error in validator.iter_errors(json.loads(text, parse_float=Decimal))]
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
@@ -165,3 +168,32 @@ def test_constants_of_any_characters_can_be_written(name: str) -> None:
     tokens, ended = random_text(grammar, np.random.default_rng(0))
     assert ended
     assert json.loads(text_of(tokens)) == name
+
+
+CITY = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+BOTH = {"allOf": [{"$ref": "#/$defs/City"}, {"properties": {"size": {"type": "integer"}}}], "$defs": {"City": CITY}}
+
+
+@pytest.mark.parametrize("as_tag", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "text", "further"),
+    [
+        (CITY, '{"name": "x"}', '{"name": "x", "y": 1}'),
+        ({"type": "array", "items": CITY}, '[{"name": "x"}]', '[{"name": "x", "y": 1}]'),
+        (BOTH, '{"name": "x", "size": 1}', '{"name": "x", "size": 1, "y": 1}'),
+    ],
+)
+def test_objects_are_closed_unless_additional_properties_are_allowed(
+    schema: Any, text: str, further: str, as_tag: bool
+) -> None:
+    def is_possible(text: str, **options: bool) -> bool:
+        if as_tag:
+            tag = {"format": {"type": "json_schema", "json_schema": schema}}
+            return matches(library().compile(StructuredOutput(structural_tag=tag, **options)), text)
+        return matches(library().compile(StructuredOutput(json_schema=schema, **options)), text)
+
+    assert is_possible(text)
+    assert not is_possible(further)
+    assert is_possible(further, allow_additional_properties=True)
+    assert is_possible(further, disable_additional_properties=False)  # vLLM's name
+    assert not is_possible(further, disable_additional_properties=True)

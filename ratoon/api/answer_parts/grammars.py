@@ -14,6 +14,7 @@ from typing import Any
 from ratoon.api.answer_parts.reasoning_formats import ReasoningFormat
 from ratoon.api.answer_parts.tool_formats import CallForm, ToolFormat
 from ratoon.api.answer_parts.tool_use import ToolUse
+from ratoon.core.closed_objects import close_objects
 from ratoon.core.structured import StructuredOutput
 
 MAX_PARALLEL_CALLS = 16  # in a forced answer, which could otherwise go on without an end
@@ -86,9 +87,7 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     if parameters is None:
         schema: dict[str, Any] = dict(NO_PARAMETERS)
     else:
-        schema = {"type": "object", **parameters}
-        if "properties" in schema:
-            schema.setdefault("additionalProperties", False)
+        schema = close_objects({"type": "object", **parameters})
     return {**schema, "x-guidance": JSON_FORM}
 
 
@@ -99,14 +98,14 @@ def text_rule(asked: StructuredOutput, beside_calls: bool = False) -> str | None
         return None
     if asked.json_schema is not None or asked.json_object:
         schema = {"type": "object"} if asked.json_schema is None else json.loads(asked.json_schema)
-        if not isinstance(schema, dict) or asked.disable_additional_properties:
+        if not isinstance(schema, dict):
             return None
         options: dict[str, Any] = JSON_FORM if beside_calls else {}
         if asked.disable_any_whitespace:
             options = {"whitespace_flexible": False}
         if asked.whitespace_pattern is not None:
             options = {"whitespace_pattern": asked.whitespace_pattern}
-        return f"text: %json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
+        return f"text: %json {json.dumps({**asked.enforced(schema), 'x-guidance': options}, ensure_ascii=False)}"
     if asked.choice is not None:
         return "text: " + " | ".join(literal(text, {}) for text in dict.fromkeys(asked.choice))
     return None

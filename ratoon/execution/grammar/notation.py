@@ -71,28 +71,13 @@ def _of_schema(asked: StructuredOutput, schema: Any) -> str:
         raise RequestError("json_schema", "Unsatisfiable schema: false matches nothing", "another schema")
     if schema is True:
         schema = {}
-    if asked.disable_additional_properties:
-        schema = without_additional_properties(schema)
-    text, options = json.dumps(schema, ensure_ascii=False), _json_options(asked)
+    text, options = json.dumps(asked.enforced(schema), ensure_ascii=False), _json_options(asked)
     if "\\u00" in text or "\x7f" in text:  # characters that JSON can't write in another way
         options["json_allowed_escapes"] += "u"
     return LLMatcher.grammar_from_json_schema(
         text,
         overrides=options,  # type: ignore[arg-type]
     )
-
-
-def without_additional_properties(schema: Any) -> Any:
-    """Objects of the schema that say nothing of additional properties have none."""
-    if isinstance(schema, list):
-        return [without_additional_properties(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    changed = {key: without_additional_properties(value) for key, value in schema.items()}
-    of_object = schema.get("type") == "object" or isinstance(schema.get("properties"), dict)
-    if of_object and "additionalProperties" not in schema and "patternProperties" not in schema:
-        changed["additionalProperties"] = False
-    return changed
 
 
 # ---- expressions and grammars ----
@@ -149,8 +134,7 @@ def _of_structural_tag(asked: StructuredOutput, tag: dict[str, Any], special_tok
         trigger = max((text for text in triggers if begin.startswith(text)), key=len, default=None)
         if trigger is None:
             raise RequestError("structural_tag", f"{place}.begin {begin!r} begins with no trigger", "one of them")
-        if asked.disable_additional_properties:
-            schema = without_additional_properties(schema)
+        schema = asked.enforced(schema)
         if isinstance(schema, dict):
             schema = {**schema, "x-guidance": json.loads(options)}
         rest = begin[len(trigger) :]
@@ -175,9 +159,8 @@ def _of_format(asked: StructuredOutput, tag: dict[str, Any], special_tokens: Col
             raise RequestError("structural_tag", f"{name} contradicts format", "one of the two forms")
 
     def schema_part(schema: Any) -> str:
-        if asked.disable_additional_properties:
-            schema = without_additional_properties(schema)
-        return "%json " + json.dumps({**({} if schema is True else schema), "x-guidance": _json_options(asked)})
+        schema = {} if schema is True else asked.enforced(schema)
+        return "%json " + json.dumps({**schema, "x-guidance": _json_options(asked)})
 
     def regex_part(pattern: str) -> str:
         slashes = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", without_anchors(pattern), flags=re.DOTALL)

@@ -39,6 +39,10 @@ WAYS = [
     (["--choice", "a", "--choice", "b"], StructuredOutput(choice=["a", "b"])),
     (["--grammar", "grammar.lark"], StructuredOutput(grammar='start: "a"+')),
     (["--structural-tag", "tag.json"], StructuredOutput(structural_tag=json.dumps(TAG))),
+    (
+        ["--json-schema", "schema.json", "--allow-additional-properties"],
+        StructuredOutput(json_schema=json.dumps(SCHEMA), allow_additional_properties=True),
+    ),
 ]
 
 
@@ -68,6 +72,10 @@ def test_options_become_params(client, files, options, meant):
         (["--choice", "a", "--choice", "b"], {"structured_outputs": {"choice": ["a", "b"]}}),
         (["--grammar", "grammar.lark"], {"structured_outputs": {"grammar": 'start: "a"+'}}),
         (["--structural-tag", "tag.json"], {"structured_outputs": {"structural_tag": json.dumps(TAG)}}),
+        (
+            ["--json-schema", "schema.json", "--allow-additional-properties"],
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
+        ),
     ],
 )
 def test_options_become_fields_for_a_server(files, options, fields):
@@ -84,6 +92,7 @@ def test_options_become_fields_for_a_server(files, options, fields):
         (["--grammar", "bytes"], "--grammar: can't read bytes: it is not UTF-8"),
         (["--json-schema", "bad.json"], "--json-schema: is not JSON"),
         (["--json-schema", "."], "--json-schema: can't read .: "),
+        (["--allow-additional-properties"], "--allow-additional-properties: has no meaning without a schema"),
     ],
 )
 def test_bad_options_are_refused_before_the_model_is_loaded(client, files, capsys, options, message):
@@ -127,6 +136,8 @@ def test_a_server_s_errors_name_the_option():
         assert str(in_terms_of_options(error, args)) == shown
     args = parse_arguments(["complete", "--url", "x", "x", "--json-schema", "schema.json"])
     error = RefusedError("server", "response_format.json_schema.schema: 'not' at #", kind="HTTP 400")
+    assert str(in_terms_of_options(error, args)) == "server: --json-schema: 'not' at #"
+    error = RefusedError("server", "structured_outputs.json: 'not' at #", kind="HTTP 400")
     assert str(in_terms_of_options(error, args)) == "server: --json-schema: 'not' at #"
     listed = RequestError("prompts[1].structured_output.json_schema", "is bad", "a good one")
     assert str(in_terms_of_options(listed, args)) == "prompts[1], --json-schema: is bad; a good one"

@@ -56,7 +56,7 @@ class ResponseFormat(RequestModel):
 
 
 class StructuredOutputsFields(RequestModel):
-    """vLLM's fields, and two of our own."""
+    """vLLM's fields, and three of our own."""
 
     json_: Schema = Field(None, alias="json", description="A JSON schema")
     json_object: bool | None = Field(None, description="Any JSON object")
@@ -68,9 +68,10 @@ class StructuredOutputsFields(RequestModel):
     )
     whitespace_pattern: str | None = Field(None, description="A regular expression for whitespace in JSON")
     disable_any_whitespace: bool | None = Field(None, description="JSON without any whitespace between its parts")
-    disable_additional_properties: bool | None = Field(
-        None, description="Objects have no properties but those named, unless additionalProperties is given"
+    allow_additional_properties: bool | None = Field(
+        None, description="Objects may have properties that the schema does not name, as JSON Schema has it"
     )
+    disable_additional_properties: bool | None = Field(None, description="vLLM's name for the opposite; default: true")
     begins_after: str | None = Field(
         None, description='Any text up to this marker, such as "</think>"; what follows matches'
     )

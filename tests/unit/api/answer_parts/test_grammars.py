@@ -147,6 +147,13 @@ def test_strict_functions_match_their_schemas_wherever_they_are_called(parser, a
     assert accepts(thinking, None, f"<think>a</think>{add}") and accepts(thinking, None, "Hello")
 
 
+def test_objects_in_arguments_have_no_properties_that_are_not_named():
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": inner}}}}
+    assert accepts(make_plan([tool]), None, call("f", '{"a": {"x": 1}}', "hermes"))
+    assert not accepts(make_plan([tool]), None, call("f", '{"a": {"x": 1, "y": 2}}', "hermes"))
+
+
 def test_strict_functions_without_a_mark_are_not_enforced():
     strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
     assert make_plan([strict], "auto", "json").structured_output(None, None) is None

@@ -61,6 +61,15 @@ async def answers(client: Client, fields: dict[str, Any]) -> list[Any]:
             {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
             StructuredOutput(json_schema=TEXT, disable_any_whitespace=True),
         ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "allow_additional_properties": True}},
+            StructuredOutput(json_schema=TEXT, allow_additional_properties=True),
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
+            StructuredOutput(json_schema=TEXT, allow_additional_properties=True),
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}}, OF_SCHEMA),
         ({"guided_json": SCHEMA}, OF_SCHEMA),
         ({"guided_json": TEXT, "guided_decoding_backend": "xgrammar"}, OF_SCHEMA),
         (
