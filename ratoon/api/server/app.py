@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import ApiError, as_api_error, shutting_down
-from ratoon.api.server.exchange import NOTE_HEADER, AsgiApp, Exchange, Scope
+from ratoon.api.server.exchange import IGNORED_HEADER, NOTE_HEADER, AsgiApp, Exchange, Scope
 from ratoon.api.server.middleware import (
     OPEN_PATHS,
     BodyLimit,
@@ -77,7 +77,7 @@ ROUTERS = (
     service.router,
     pages.router,
 )
-EXPOSED_HEADERS = ("X-Request-Id", NOTE_HEADER, "Retry-After")
+EXPOSED_HEADERS = ("X-Request-Id", NOTE_HEADER, IGNORED_HEADER, "Retry-After")
 # Headers that web pages may send beside those that need no preflight: ours, and those of OpenAI's
 # and Anthropic's JavaScript clients.
 ALLOWED_HEADERS = (

@@ -21,6 +21,7 @@ from ratoon.api.server.logprobs import TokenTexts
 from ratoon.api.server.middleware import AllowedHosts
 from ratoon.api.server.response_store import ResponseStore
 from ratoon.api.server.settings import ServerSettings
+from ratoon.api.server.unknown_fields import IgnoredFieldsLog
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.json_extent import ExtentLimit, extent_limit
 from ratoon.core.shares import SharedLimit
@@ -58,6 +59,7 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # set at shutdown: new requests are refused
     allowed_hosts: AllowedHosts | None = None  # None: any Host header is accepted
+    ignored_fields: IgnoredFieldsLog = field(default_factory=IgnoredFieldsLog)
     queue: SharedLimit = field(init=False)  # unfinished prompts of all requests, which API keys share
 
     def __post_init__(self) -> None:

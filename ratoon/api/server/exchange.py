@@ -21,6 +21,7 @@ BODY_WRITER = "ratoon.body_writer"  # an extension of ASGI, in the scope
 REQUEST_ID_HEADER = b"x-request-id"
 TRACE_HEADERS = [("traceparent", b"traceparent"), ("tracestate", b"tracestate")]
 NOTE_HEADER = "X-Ratoon-Note"
+IGNORED_HEADER = "X-Ratoon-Ignored-Fields"
 CLIENTS_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -46,10 +47,15 @@ class Exchange:
     body: bytes = b""
     status: int = 0  # 0: no response was started
     notes: tuple[str, ...] = ()  # notes for the client about how its request was handled
+    ignored_fields: str = ""  # names of fields of the body that are unknown, as the header has them
 
     def headers(self) -> dict[str, str]:
         headers = {"X-Request-Id": self.request_id}
-        return {**headers, NOTE_HEADER: "; ".join(self.notes)} if self.notes else headers
+        if self.notes:
+            headers[NOTE_HEADER] = "; ".join(self.notes)
+        if self.ignored_fields:
+            headers[IGNORED_HEADER] = self.ignored_fields
+        return headers
 
 
 def exchange_of(scope: Scope) -> Exchange:

@@ -1,7 +1,8 @@
-"""A request's body to a checked model: strict JSON or a form, strict types, and no unknown fields.
+"""A request's body to a checked model: strict JSON or a form, and strict types.
 
-Every error in a body is a 400 (or 415) that names the place. FastAPI could read bodies itself, but
-accepts NaN, duplicate keys, lone surrogates and unknown fields, and has no limits on the contents.
+Every error in a body is a 400 (or 415) that names the place. FastAPI could read bodies itself, but accepts NaN,
+duplicate keys, lone surrogates and misspelt fields, and has no limits on the contents. What becomes of fields that a
+request does not have is decided in unknown_fields.py.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from starlette.requests import Request
 from ratoon.api.server.context import context_of
 from ratoon.api.server.errors import ApiError, refused
 from ratoon.api.server.exchange import Scope, exchange_of, header
-from ratoon.api.server.protocol.base import RequestModel, find_hint
+from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.threads import WorkLanes
+from ratoon.api.server.unknown_fields import FieldFilter, header_value
 from ratoon.core.json_extent import ExtentLimit, find_excess
-from ratoon.core.suggestions import did_you_mean
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -33,7 +34,6 @@ HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # or one half of a valid pai
 LONE_HALF = re.compile(  # of a text without escaped backslashes
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
-MAX_SHOWN_NAME = 64
 LONG_BODY = 16 * 1024  # bytes: a shorter body is read faster than a thread starts
 
 _lanes = WorkLanes("body", LONG_BODY)
@@ -43,11 +43,13 @@ async def read_body(request: Request, model: type[Model]) -> Model:
     """The body as `model`. ApiError for anything that is not exactly that."""
     _check_content_type(request.scope)
     context, body = context_of(request), exchange_of(request.scope).body
-    lenient = context.settings.lenient
-    return await _lanes.run(len(body), lambda: parse_body(body, model, lenient, context.extent_limit))
+    filter = _field_filter(request)
+    asked = await _lanes.run(len(body), lambda: parse_body(body, model, filter, context.extent_limit))
+    _report_ignored(request, filter)
+    return asked
 
 
-def parse_body(body: bytes, model: type[Model], lenient: bool, limit: ExtentLimit) -> Model:
+def parse_body(body: bytes, model: type[Model], filter: FieldFilter, limit: ExtentLimit) -> Model:
     """The number of values is known before decoding, and only the first error is reported: a refusal
     costs at most a few times the body, in time and in memory."""
     excess = find_excess(body, limit)
@@ -56,11 +58,26 @@ def parse_body(body: bytes, model: type[Model], lenient: bool, limit: ExtentLimi
     decoded = decode_json(body)
     if not isinstance(decoded, dict):
         raise ApiError(400, "The body is not a JSON object", code="invalid_json")
-    fields = check_fields(decoded, model, lenient)
+    return _validate(decoded, model, filter)
+
+
+def _validate(body: dict[str, Any], model: type[Model], filter: FieldFilter) -> Model:
     try:
-        return model.model_validate(fields)
+        return model.model_validate(filter.fields_of(body, model))
     except ValidationError as error:
         raise explain_first(error) from None
+
+
+def _field_filter(request: Request) -> FieldFilter:
+    """The server has one model, so a request need not name it."""
+    context = context_of(request)
+    return FieldFilter(context.settings.unknown_fields, {"model": context.served_names[0]})
+
+
+def _report_ignored(request: Request, filter: FieldFilter) -> None:
+    if filter.ignored:
+        exchange_of(request.scope).ignored_fields = header_value([*filter.ignored])
+        context_of(request).ignored_fields.note([*filter.ignored])
 
 
 def decode_json(body: bytes) -> Any:
@@ -91,34 +108,6 @@ def _check_content_type(scope: Scope) -> None:
         raise ApiError(415, "The body must be JSON, with the header 'Content-Type: application/json'")
     if (header(scope, b"content-encoding") or b"identity").strip().lower() != b"identity":
         raise ApiError(415, "The body must not be compressed")
-
-
-def check_fields(body: dict[str, Any], model: type[RequestModel], lenient: bool, path: str = "") -> dict[str, Any]:
-    """The fields that the model has. The others are refused, with a message for each kind."""
-    known = {}
-    fields = model.body_fields()
-    for name, value in body.items():
-        if name in fields:
-            inner = model.INNER.get(name)
-            if inner is not None and isinstance(value, dict):
-                value = check_fields(value, inner, lenient, f"{path}{name}.")
-            known[name] = value
-        elif (hint := find_hint(model.UNSUPPORTED, name)) is not None:
-            if not model.is_harmless(name, value):
-                raise refused(path + _shorten(name), "is not supported", hint, code="unsupported_parameter")
-        elif value is not None and not lenient:  # null means "left out"
-            raise _unknown_field(path, name, model)
-    return known
-
-
-def _unknown_field(path: str, name: str, model: type[RequestModel]) -> ApiError:
-    otherwise = "leave it out (ratoon serve --lenient ignores such fields)"
-    expected = did_you_mean(name, model.body_fields(), otherwise)
-    return refused(path + _shorten(name), "is not a field of this request", expected, code="unknown_parameter")
-
-
-def _shorten(name: str) -> str:
-    return name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
 
 
 def explain_first(error: ValidationError) -> ApiError:
@@ -160,17 +149,16 @@ LIST = "[]"  # at the end of a name: it may come several times
 
 async def read_form(request: Request, model: type[Model]) -> Model:
     """The body as `model`. Files are its fields of type bytes."""
-    settings = context_of(request).settings
-    _check_origin(request.scope, settings.cors_origins)
+    _check_origin(request.scope, context_of(request).settings.cors_origins)
     boundary = _boundary(request.scope)
     exchange = exchange_of(request.scope)
     # A recording is large: parsing takes time, and the second copy should be freed immediately after it.
     fields = await asyncio.to_thread(parse_form, exchange.body, boundary)
     exchange.body = b""
-    try:
-        return model.model_validate(check_fields(fields, model, settings.lenient))
-    except ValidationError as error:
-        raise explain_first(error) from None
+    filter = _field_filter(request)
+    asked = _validate(fields, model, filter)
+    _report_ignored(request, filter)
+    return asked
 
 
 def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:

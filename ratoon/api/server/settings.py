@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from ratoon.api.answer_parts.parser import check_parser_names
@@ -11,6 +12,14 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.setting import SECONDS, at_least, number, setting, verify_settings, whole_between
 
 MEBIBYTE = 2**20
+
+
+class UnknownFields(enum.Enum):
+    """What becomes of a field that a request does not have."""
+
+    REPORT = "ignored and reported, unless its name looks like a misspelt one"
+    REFUSE = "refused"
+    IGNORE = "ignored and reported, whatever its name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,8 @@ class ServerSettings:
         "auto: from its chat template",
         metavar="NAME",
     )
-    lenient: bool = setting(False, "ignore unknown fields of requests instead of refusing them")
+    strict: bool = setting(False, "refuse all unknown fields of requests; default: only those that look misspelt")
+    lenient: bool = setting(False, "ignore unknown fields of requests, those that look misspelt as well")
     admin: bool = setting(False, "serve /admin/…, which needs an admin key")
 
     api_keys: tuple[str, ...] = setting(
@@ -86,6 +96,8 @@ class ServerSettings:
         from ratoon.api.server.middleware import is_host_name  # here, because the command line imports this module
 
         verify_settings(self)
+        if self.strict and self.lenient:
+            raise ConfigError("lenient", "contradicts strict", "one of the two, or neither")
         check_parser_names(self.tool_parser, self.reasoning_parser)
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
             if any(not key or not key.isprintable() or key != key.strip() for key in keys):
@@ -100,6 +112,12 @@ class ServerSettings:
             raise ConfigError("allow_host", "is not a host name", "a name or an address, without scheme and port")
         if any(not name for name in self.served_names):
             raise ConfigError("served_model_name", "is empty", "at least one character")
+
+    @property
+    def unknown_fields(self) -> UnknownFields:
+        if self.strict:
+            return UnknownFields.REFUSE
+        return UnknownFields.IGNORE if self.lenient else UnknownFields.REPORT
 
     @property
     def batch_limit(self) -> int:

@@ -1,7 +1,7 @@
 """What all models of the protocol share: types of fields, parts of answers, and the fields of other servers that
 constrain an answer.
 
-The latter are refused by name, on a lenient server too: an unconstrained answer could be mistaken for a
+The latter are refused by name, whatever becomes of unknown fields: an unconstrained answer could be mistaken for a
 constrained one.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -29,16 +29,17 @@ T = TypeVar("T")
 
 
 class RequestModel(BaseModel):
-    """Strict: neither text nor true is a number, and infinity is refused."""
+    """Strict: neither text nor true is a number, and infinity is refused. Fields that it does not have were taken out
+    before (unknown_fields.py)."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     # Fields of OpenAI's protocol, and of others, that this server does not support, each with a hint.
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
     # Values of such fields that have no effect, beside null, false and "".
     HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    # Fields that are models themselves, with equally strict fields.
-    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {}
+    # Fields of other servers without a counterpart here whose names are close to ones that are here, and not misspelt.
+    ELSEWHERE: ClassVar[frozenset[str]] = frozenset({"models", "top_a"})  # OpenRouter's
 
     @classmethod
     @cache
@@ -47,10 +48,24 @@ class RequestModel(BaseModel):
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
+    @cache
+    def inner_models(cls) -> Mapping[str, type[RequestModel]]:
+        """Fields that are models themselves, or lists of them, by the names in a body."""
+        found = {name: _request_model(field.annotation) for name, field in cls.body_fields().items()}
+        return {name: model for name, model in found.items() if model is not None}
+
+    @classmethod
     def is_harmless(cls, name: str, value: Any) -> bool:
         """By type as well: true equals 1."""
         harmless = (None, False, "", *cls.HARMLESS.get(name, ()))
         return any(type(value) is type(one) and value == one for one in harmless)
+
+
+def _request_model(annotation: Any) -> type[RequestModel] | None:
+    """The model in a type such as `Model | None` or `list[Model]`."""
+    if isinstance(annotation, type) and issubclass(annotation, RequestModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _request_model(part)) is not None), None)
 
 
 class AnswerModel(BaseModel):
@@ -112,6 +127,20 @@ def _suffix(value: Any) -> str | list[int]:
     raise ValueError("is neither text nor a list of token ids")
 
 
+def _tool_of_type(kind: str) -> BeforeValidator:
+    """Tools that other servers run themselves have other types, which are refused by name."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and value != kind:
+            raise ValueError(
+                f"{value[:64]!r} is not supported: this server runs no tools itself; expected {kind!r}, "
+                "a function that the client calls"
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
 def _request_id(value: str) -> str:
     if re.fullmatch(REQUEST_ID, value) is None:
         raise ValueError("is not an id; 1 to 128 characters: letters, digits, and . _ : -")
@@ -168,6 +197,12 @@ Suffix = Annotated[
 ]
 LogitBias = Annotated[dict[str, float], AfterValidator(_token_keys), at_most(MAX_LOGIT_BIAS)]
 Metadata = Annotated[dict[str, str], at_most(MAX_METADATA)]
+FunctionType = Annotated[Literal["function"], _tool_of_type("function")]
+CustomType = Annotated[Literal["custom"], _tool_of_type("custom")]
+# The server fills in its own where a request names none.
+ModelName = Annotated[
+    str, Field(default_factory=str, min_length=1, description="The served model's name; may be left out")
+]
 
 
 # ---- parts of answers ----

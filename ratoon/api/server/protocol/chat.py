@@ -15,14 +15,13 @@ from ratoon.api.server.protocol.base import (
     Entries,
     FoundChoice,
     FoundChunkChoice,
+    FunctionType,
     PromptLogprobs,
     Size,
     Usage,
 )
 from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields
-
-LATER = "is not supported; leave it out"
 
 
 def _content(value: Any) -> str | list[dict[str, Any]] | None:
@@ -98,7 +97,7 @@ class Message(BaseModel):
 class Tool(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
-    type: Literal["function"]
+    type: FunctionType
     function: dict[str, Any]
 
 
@@ -110,12 +109,11 @@ def template_variables(reasoning_effort: str | None, further: dict[str, Any] | N
 class ChatCompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **CONSTRAINTS,
-        "audio": f"sound {LATER}",
-        "prediction": f"predicted output {LATER}",
-        "web_search_options": f"searching {LATER}",
+        "audio": "answers are text: leave it out",
+        "prediction": "leave it out",
+        "web_search_options": "define a function in tools that searches, or leave it out",
         "functions": "use tools",
         "function_call": "use tool_choice",
-        "verbosity": f"this {LATER}",
         "prompt": "a conversation is in messages; /v1/completions takes prompts",
         "best_of": "use n, or beam_width",
         "echo": "/v1/completions can do it",
@@ -149,6 +147,7 @@ class ChatCompletionRequest(SamplingFields):
         None, description="Passed to the chat template; none switches reasoning off, if the template can"
     )
     modalities: Entries[str] | None = Field(None, description='["text"]')
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted, without effect")
 
     # Extensions: the chat template
     add_generation_prompt: bool | None = Field(

@@ -28,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class CompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **CONSTRAINTS,
-        "suffix": "is not supported; write the model's own fill-in-the-middle markers into the prompt",
+        "suffix": "write the model's own fill-in-the-middle markers into the prompt",
     }
 
     prompt: Prompts | None = Field(

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from ratoon.api.server.protocol.base import AnswerModel, ErrorDetail, Prompt, RequestId, RequestModel, Size
+from ratoon.api.server.protocol.base import (
+    AnswerModel,
+    ErrorDetail,
+    ModelName,
+    Prompt,
+    RequestId,
+    RequestModel,
+    Size,
+)
 from ratoon.core.params import HiddenStatesParams
 
 NAMES = ("positions", "scope", "layers", "dtype", "deadline", "side")  # here and in HiddenStatesParams
@@ -119,7 +127,7 @@ ReturnHiddenStates = Annotated[
 class HiddenStatesRequest(HiddenStatesFields):
     """For a prompt, or for a finished request."""
 
-    model: str = Field(min_length=1, description="The served model's name")
+    model: ModelName
     prompt: Prompt | None = Field(None, description="Text or token ids; needed unless there is original_request_id")
     decoder_prompt: Prompt | None = Field(
         None,

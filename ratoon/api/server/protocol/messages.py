@@ -7,12 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, RequestModel
+from ratoon.api.server.protocol.base import AnswerModel, CustomType, Entries, Int, ModelName, RequestModel
 from ratoon.api.server.protocol.structured import Schema
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
-
-BUILT_IN = "is not supported; leave it out"
 
 
 def _blocks(value: Any) -> str | list[dict[str, Any]]:
@@ -46,7 +44,7 @@ class CustomTool(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    type: Literal["custom"] | None = None
+    type: CustomType | None = None
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -88,18 +86,13 @@ class CountedMessages(RequestModel):
     """What makes up a prompt."""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        "mcp_servers": f"a connector {BUILT_IN}",
-        "container": f"a container {BUILT_IN}",
-        "context_management": f"editing of the context {BUILT_IN}",
+        "mcp_servers": "the client calls tools itself: leave it out",
+        "container": "nothing is run here: leave it out",
+        "context_management": "the conversation is used as it is sent: leave it out",
     }
     HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mcp_servers": ([],)}
-    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {
-        "tool_choice": MessageToolChoice,
-        "thinking": Thinking,
-        "output_config": OutputConfig,
-    }
 
-    model: str
+    model: ModelName
     messages: Entries[InputMessage] = Field(min_length=1, description="The last one may be the answer's beginning")
     system: Blocks | None = Field(None, description="A system message")
     tools: Entries[CustomTool] | None = Field(None, description="Functions; built-in tools are refused")

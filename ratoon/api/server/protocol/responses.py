@@ -12,9 +12,11 @@ from ratoon.api.server.protocol.base import (
     AnswerModel,
     ContinuationAnswer,
     Entries,
+    FunctionType,
     Int,
     LogitBias,
     Metadata,
+    ModelName,
     RequestModel,
     Size,
     Texts,
@@ -90,7 +92,7 @@ class FunctionTool(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    type: Literal["function"]
+    type: FunctionType
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -149,9 +151,8 @@ class ResponsesRequest(RequestModel):
         "moderation": "leave it out",
     }
     HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n": (1,), "context_management": ([],)}
-    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {"text": TextConfig, "reasoning": ReasoningConfig}
 
-    model: str
+    model: ModelName
     input: Input = Field(None, description="Text of the user, or items; with previous_response_id: only the new ones")
     instructions: str | None = Field(None, description="A system message; not inherited from the previous response")
     previous_response_id: str | None = Field(None, description="Continue the conversation after this response")

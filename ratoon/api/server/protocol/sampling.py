@@ -16,13 +16,14 @@ from ratoon.api.server.protocol.base import (
     Int,
     LogitBias,
     Metadata,
+    ModelName,
     RequestId,
     RequestModel,
     Size,
     Texts,
     TokenIds,
 )
-from ratoon.api.server.protocol.hidden_states import HiddenStatesFields, ReturnHiddenStates
+from ratoon.api.server.protocol.hidden_states import ReturnHiddenStates
 from ratoon.api.server.protocol.structured import StructuredFields
 from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, RequestOutputKind, SamplingParams
@@ -133,13 +134,7 @@ class StreamOptions(RequestModel):
 
 class SamplingFields(BeamFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = CONSTRAINTS
-    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {
-        **StructuredFields.INNER,
-        "stream_options": StreamOptions,
-        "return_hidden_states": HiddenStatesFields,
-    }
-
-    model: str = Field(min_length=1, description="The served model's name")
+    model: ModelName
     temperature: float | None = Field(None, description="0: the likeliest token")
     top_p: float | None = Field(None, description="Sample from the likeliest tokens that sum up to this")
     n: Int | None = Field(None, description="Choices for each prompt")
@@ -150,7 +145,7 @@ class SamplingFields(BeamFields):
     frequency_penalty: float | None = None
     logit_bias: LogitBias | None = Field(None, description="Token ids (as text) to numbers added to their logits")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated")
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = Field(None, description="Without stream, no effect")
 
     # Extensions: sampling
     top_k: Int | None = Field(None, description="Sample from this many of the likeliest tokens; 0 or -1: all")
@@ -236,13 +231,6 @@ class SamplingFields(BeamFields):
         return params
 
     def check_companions(self) -> None:
-        """Refuse fields that are not supported, or that need another field."""
+        """Refuse values that are not supported."""
         if self.store:
             raise refused("store", "storing is not supported", "false, or leave it out", code="unsupported_parameter")
-        options = self.stream_options
-        if (
-            not self.stream
-            and options is not None
-            and any(getattr(options, name) for name in StreamOptions.model_fields)
-        ):
-            raise RequestError("stream_options", "has no meaning without stream", "set stream to true, or leave it out")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
@@ -40,8 +40,6 @@ class JsonSchemaFormat(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {"json_schema": JsonSchemaFormat}
-
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = Field(None, description="With the type json_schema")
     structures: Entries[dict[str, Any]] | None = Field(
@@ -119,11 +117,6 @@ WITHOUT_EFFECT = ("disable_fallback",)
 
 
 class StructuredFields(RequestModel):
-    INNER: ClassVar[Mapping[str, type[RequestModel]]] = {
-        "response_format": ResponseFormat,
-        "structured_outputs": StructuredOutputsFields,
-    }
-
     response_format: ResponseFormat | None = Field(
         None, description="The form of the answer: text, json_object, json_schema, or vLLM's structural_tag"
     )

@@ -16,7 +16,7 @@ from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generation import make_id
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, form
-from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, RequestId, RequestModel
+from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, ModelName, RequestId, RequestModel
 from ratoon.api.server.request_bodies import read_form
 from ratoon.api.server.responses import EventStream, event, json_response
 from ratoon.transcription.formats import MEDIA_TYPES, SUBTITLES, as_dict, as_verbose_dict, render
@@ -34,10 +34,14 @@ Recording = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary
 
 
 class TranslationRequest(RequestModel):
-    model_config = ConfigDict(strict=False, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=False, extra="ignore", allow_inf_nan=False)
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "timestamp_granularities": "verbose_json has segments; a transcription takes this field",
+    }
 
     file: Recording = Field(description="The recording, in any common container and codec")
-    model: str = Field(min_length=1, description="The served model's name")
+    model: ModelName
     prompt: str | None = Field(None, description="Context before the recording: spelling of names, a style")
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: float | None = Field(None, ge=0, le=1, description="Default: 0, raised where a text is rejected")
@@ -53,7 +57,7 @@ class TranslationRequest(RequestModel):
 
 class TranscriptionRequest(TranslationRequest):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        "include": "log-probabilities of a transcription are not supported; verbose_json has their mean",
+        "include": "verbose_json has the mean log-probability of each segment",
         "chunking_strategy": "windows follow the segments that the model finds; leave it out",
         "known_speaker_names": "who speaks is not found out here; leave it out",
         "known_speaker_references": "who speaks is not found out here; leave it out",

@@ -16,7 +16,7 @@ from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generation import PROMPT_FIELDS, all_or_none, make_id
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import EncodedPrompt, encode_prompts
-from ratoon.api.server.protocol.base import AnswerModel, Int, Prompts, RequestId, RequestModel
+from ratoon.api.server.protocol.base import AnswerModel, Int, ModelName, Prompts, RequestId, RequestModel
 from ratoon.api.server.request_bodies import read_body
 from ratoon.api.server.responses import json_response
 from ratoon.core.errors import RequestError
@@ -25,7 +25,7 @@ from ratoon.core.params import PoolingParams
 
 
 class EmbeddingRequest(RequestModel):
-    model: str = Field(min_length=1, description="The served model's name")
+    model: ModelName
     input: Prompts = Field(description="Text, token ids, or a list of either")
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: 32-bit floats, little-endian")
     dimensions: Int | None = Field(None, description="Keep this many of the first numbers")

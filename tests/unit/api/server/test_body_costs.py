@@ -17,10 +17,12 @@ from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
 from ratoon.api.server.protocol.hidden_states import HiddenStatesFields, HiddenStatesRequest
 from ratoon.api.server.protocol.sampling import StreamOptions
-from ratoon.api.server.request_bodies import check_fields, decode_json, parse_body
+from ratoon.api.server.request_bodies import decode_json, parse_body
 from ratoon.api.server.routes.audio import TranscriptionRequest, TranslationRequest
 from ratoon.api.server.routes.embeddings import EmbeddingRequest
 from ratoon.api.server.routes.tokens import DetokenizeRequest, TokenizeRequest
+from ratoon.api.server.settings import UnknownFields
+from ratoon.api.server.unknown_fields import FieldFilter
 from ratoon.core.json_extent import MAX_PARTS, SLICE, SMALL_BODY, ExtentLimit, extent_limit, find_excess
 from ratoon.core.params import MAX_LOGIT_BIAS
 from tests.unit.api.server.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, say, scripted
@@ -65,7 +67,7 @@ def test_no_field_of_any_request_reports_more_than_the_first_of_many_errors(shap
     for model, name in fields():
         num_errors = 0
         try:
-            model.model_validate(check_fields({name: HOSTILE[shape]}, model, lenient=False))
+            model.model_validate(FieldFilter(UnknownFields.REPORT).fields_of({name: HOSTILE[shape]}, model))
         except ApiError:
             pass  # a field of a field that does not exist
         except ValidationError as error:
@@ -80,7 +82,7 @@ def test_objects_are_checked_no_further_than_they_may_have_entries() -> None:
     assert caught.value.error_count() == MAX_LOGIT_BIAS
     body = json.dumps({"model": "x", "logit_bias": {str(key): 1 for key in range(MAX_LOGIT_BIAS + 1)}}).encode()
     with pytest.raises(ApiError, match="logit_bias: has 4097 entries; 4096 at most"):
-        parse_body(body, CompletionRequest, False, LIMIT)
+        parse_body(body, CompletionRequest, FieldFilter(UnknownFields.REPORT), LIMIT)
 
 
 ENTRIES = {
@@ -104,17 +106,17 @@ ENTRIES = {
 )
 def test_a_refusal_costs_a_few_times_the_body(kind: str, model: type[RequestModel], field: str) -> None:
     entry = ENTRIES[kind]
-    body = b'{"%s": [' % field.encode() + (entry * (MEBIBYTE // len(entry)))[:-1] + b"]}"
+    body = b'{"model": 1, "%s": [' % field.encode() + (entry * (MEBIBYTE // len(entry)))[:-1] + b"]}"
     start = time.thread_time()
     with pytest.raises(ApiError) as caught:
-        parse_body(body, model, False, LIMIT)  # for one thing, the model is missing
+        parse_body(body, model, FieldFilter(UnknownFields.REPORT), LIMIT)  # for one thing, the model is no text
     assert time.thread_time() - start < 1.0, "about 50 ms"
     assert caught.value.status == 400
     assert len(caught.value.message) < 300
     tracemalloc.start()
     try:
         with pytest.raises(ApiError):
-            parse_body(body, model, False, LIMIT)
+            parse_body(body, model, FieldFilter(UnknownFields.REPORT), LIMIT)
         # Mostly below 5. Numbers of three digits are the worst: 4 bytes each in the body, 40 as an entry of a list.
         assert tracemalloc.get_traced_memory()[1] < 12 * len(body)
     finally:
@@ -141,14 +143,20 @@ def test_texts_may_end_anywhere_in_a_slice(shift: int) -> None:
 
 def test_every_prompt_of_the_largest_batch_can_be_token_ids() -> None:
     prompts = [[100] * MAX_MODEL_LEN] * 256
-    asked = parse_body(json.dumps({"model": "x", "prompt": prompts}).encode(), CompletionRequest, False, LIMIT)
+    asked = parse_body(
+        json.dumps({"model": "x", "prompt": prompts}).encode(),
+        CompletionRequest,
+        FieldFilter(UnknownFields.REPORT),
+        LIMIT,
+    )
     assert asked.prompt == prompts
 
 
 def test_a_long_conversation_is_no_attack() -> None:
     conversation = [{"role": "user", "content": "Hello"}] * (MAX_PARTS // 6)
     body = json.dumps({"model": "x", "messages": conversation}).encode()
-    assert len(parse_body(body, ChatCompletionRequest, False, LIMIT).messages) == len(conversation)
+    asked = parse_body(body, ChatCompletionRequest, FieldFilter(UnknownFields.REPORT), LIMIT)
+    assert len(asked.messages) == len(conversation)
 
 
 @pytest.mark.parametrize(

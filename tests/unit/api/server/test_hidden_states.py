@@ -472,7 +472,7 @@ async def test_the_text_comes_even_if_its_states_can_not_be_read(failed, code):
         (1, "return_hidden_states"),
         ([], "return_hidden_states"),
         ({"layer": 3}, "return_hidden_states.layer"),
-        ({"model": MODEL}, "return_hidden_states.model"),
+        ({"position": 1}, "return_hidden_states.position"),
         ({"positions": "last"}, "return_hidden_states.positions"),
         ({"dtype": "int8"}, "return_hidden_states.dtype"),
         ({"deadline": -1}, "return_hidden_states.deadline"),

@@ -207,7 +207,6 @@ async def test_errors_have_anthropics_form():
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"frobnicate": 1}, "frobnicate"),
     ],
 )  # fmt: skip
 @on_event_loop

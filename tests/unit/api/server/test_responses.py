@@ -189,7 +189,6 @@ async def test_items_of_all_kinds_reach_the_template():
         ({"input": "x", "text": WRONG_FORMAT, "background": True}, "text.format.schema"),
         ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
-        ({"input": "x", "frobnicate": 1}, "frobnicate"),
     ],
 )
 @on_event_loop
