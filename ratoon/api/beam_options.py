@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.beams import COMPANIONS, find_companion, find_contradiction
+from ratoon.api.parser import leave_out, show_everyday
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ OPTIONS = (*COMPANIONS, *TOKEN_RULES, "n", "max_tokens", "min_tokens", "ignore_e
 
 def add_beam_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("beam search")
-    group.add_argument("--beam-width", type=int, metavar="N", help="beam search with N beams, instead of sampling")
+    width = "beam search with N beams, instead of sampling"
+    action = group.add_argument("--beam-width", type=int, metavar="N", help=width)
+    leave_out(group)
+    show_everyday(action, width)
     group.add_argument(
         "--length-penalty", type=float, metavar="X", help="above 0 favours long texts, below 0 short ones"
     )

@@ -28,14 +28,23 @@ from ratoon.api.commands import (
     transcribe,
 )
 from ratoon.api.option_names import in_terms_of_options
-from ratoon.api.parser import CommandParser
+from ratoon.api.parser import EXIT_INPUT, CommandParser
+from ratoon.api.terminal import print_error
 from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestError
 from ratoon.observe.logging import configure_logging
 from ratoon.version import __version__
 
 COMMANDS = (generate, chat, complete, embed, hidden_states, transcribe, serve, models, pull, info, demo)
+# Commands of Ollama and others: those that a command here does, and what to do instead of the rest.
+SYNONYMS = {"list": "models", "ls": "models", "show": "info"}
+ELSEWHERE = {
+    "run": "`ratoon chat MODEL` talks with a model, `ratoon generate MODEL PROMPT` answers a prompt",
+    "ps": "`ratoon serve` is a process of its own; `curl http://127.0.0.1:8000/v1/models` shows which model it serves",
+    "stop": "Ctrl-C or SIGTERM ends `ratoon serve`",
+    "rm": "`ratoon models --json` shows where models are; they are files, which can be deleted",
+    "version": "`ratoon --version` prints it",
+}
 EXIT_ENGINE = 1
-EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
@@ -52,12 +61,28 @@ def build_parser(commands: Sequence[ModuleType] = COMMANDS) -> argparse.Argument
 def parse_arguments(argv: Sequence[str] | None, commands: Sequence[ModuleType] = COMMANDS) -> argparse.Namespace:
     """As argparse does, but prompts may follow options, which argparse reports as unknown arguments."""
     parser = build_parser(commands)
-    args, rest = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help(sys.stderr)
+        sys.exit(EXIT_INPUT)
+    args, rest = parser.parse_known_args(in_our_commands(words))
     if rest and not hasattr(args, "prompts"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"{rest[0]!r} is one argument too many")
     if rest:
         args.prompts += rest
     return args
+
+
+def in_our_commands(words: list[str]) -> list[str]:
+    """The command line, where it began with a command of another program. Ends the program with what to do instead,
+    where no command does the same."""
+    first = words[0]
+    if first == "help":
+        return [*words[1:2], "--help"]
+    if first in ELSEWHERE:
+        print_error(f"{first!r} is no command of `ratoon`; {ELSEWHERE[first]}")
+        sys.exit(EXIT_INPUT)
+    return [SYNONYMS.get(first, first), *words[1:]]
 
 
 def main(argv: Sequence[str] | None = None, commands: Sequence[ModuleType] = COMMANDS) -> int:
@@ -86,8 +111,7 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[ModuleType] = COM
 def report(error: Exception) -> int:
     """Print the error in one line; return the exit code."""
     if isinstance(error, RatoonError):
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error(str(error))
         return EXIT_INPUT if isinstance(error, (RequestError, ConfigError, ModelError)) else EXIT_ENGINE
-    problem = " ".join(f"{type(error).__name__}: {error}".split())
-    print(f"error: {problem} (unexpected; --debug shows where)", file=sys.stderr)
+    print_error(f"{type(error).__name__}: {error} (unexpected; --debug shows where)")
     return EXIT_ENGINE

@@ -21,6 +21,7 @@ from ratoon.api.beam_options import (
     leaves_search_open,
     wants_beam_search,
 )
+from ratoon.api.parser import leave_out, show_everyday
 from ratoon.api.structured_options import add_structured_options, structured_output
 from ratoon.core.setting import Setting
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
@@ -41,6 +42,15 @@ OBSERVED_SETTINGS = tuple(
     for setting in FRONT_END_SETTINGS
     if setting.name in ("otlp_traces_endpoint", "max_total_hidden_states_bytes")
 )
+# Those that `--help` shows, with a short description.
+EVERYDAY_SETTINGS = {
+    "device": "auto, cpu, cuda or cuda:N",
+    "dtype": "auto, float32, bfloat16 or float16",
+    "quantization": "bits of weights: auto, none, int8, int4 or fp8",
+    "max_model_len": "longest sequence, prompt and answer",
+    "num_threads": "CPU threads",
+    "kv_memory": "memory for the KV cache, such as 2GiB",
+}
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "logprobs", "ignore_eos",
     *TOKEN_RULES,
@@ -53,7 +63,12 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     """Every setting of the engine. `without`: vLLM's names that mean something else to this command."""
-    add_setting_options(parser.add_argument_group("engine"), (*ENGINE_SETTINGS, *OBSERVED_SETTINGS))
+    group = parser.add_argument_group("engine")
+    for setting in (*ENGINE_SETTINGS, *OBSERVED_SETTINGS):
+        action = add_setting_option(group, setting)
+        if setting.name in EVERYDAY_SETTINGS:
+            show_everyday(action, EVERYDAY_SETTINGS[setting.name])
+    leave_out(group)
     add_vllm_options(parser, without)
 
 
@@ -63,25 +78,26 @@ def add_setting_options(group: argparse._ArgumentGroup, settings: Iterable[Setti
         add_setting_option(group, setting)
 
 
-def add_setting_option(group: argparse._ArgumentGroup, setting: Setting, **how: Any) -> None:
+def add_setting_option(group: argparse._ArgumentGroup, setting: Setting, **how: Any) -> argparse.Action:
     names = [option_of(setting.name), *setting.options]
     default = shown_default(setting)
     help = setting.help if default is None or "default" in setting.help else f"{setting.help}; default {default}"
     if setting.kind is bool:
         how.setdefault("action", argparse.BooleanOptionalAction if setting.default else "store_true")
-        group.add_argument(*names, dest=setting.name, default=None, help=help, **how)
-        return
+        return group.add_argument(*names, dest=setting.name, default=None, help=help, **how)
     if setting.kind is tuple:
         how.setdefault("action", "append")
     kind, metavar = KINDS.get(setting.kind, (str, "NAME"))
     if setting.size:
         kind, metavar = str, "SIZE"
-    group.add_argument(*names, dest=setting.name, type=kind, metavar=setting.metavar or metavar, help=help, **how)
+    metavar = setting.metavar or metavar
+    return group.add_argument(*names, dest=setting.name, type=kind, metavar=metavar, help=help, **how)
 
 
 def add_vllm_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     """Options of `vllm serve` that mean the same here. Those whose other values would not are refused with them."""
     group = parser.add_argument_group("options under vLLM's names")
+    leave_out(group)
     settings = {setting.name: setting for setting in ENGINE_SETTINGS}
     for theirs, ours in RENAMED.items():
         add_setting_option(group, replace(settings[ours], name=theirs, default=None, help=option_of(ours)))
@@ -114,36 +130,49 @@ def shown_default(setting: Setting) -> str | None:
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, metavar="N", help=f"default: the model's own, else {max_tokens}")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"longest answer; default: the model's own, else {max_tokens}"
+    )
     parser.set_defaults(usual_max_tokens=max_tokens)
-    group.add_argument("--min-tokens", type=int, metavar="N")
+    details = [group.add_argument("--min-tokens", type=int, metavar="N", help="the answer does not end before these")]
     group.add_argument(
         "--temperature",
         type=float,
         metavar="X",
-        help="0: the likeliest token; default: the model's own, else 0 (with --url: the server's)",
+        help="0: the likeliest token; default: the model's own, else 0 (of a server: its own)",
     )
-    group.add_argument("--top-p", type=float, metavar="X", help="sample from the likeliest tokens that sum up to X")
+    group.add_argument("--top-p", type=float, metavar="X", help="sample from the likeliest that sum up to X")
     group.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
-    group.add_argument("--min-p", type=float, metavar="X", help="drop tokens below X times the likeliest one")
-    group.add_argument("--presence-penalty", type=float, metavar="X")
-    group.add_argument("--frequency-penalty", type=float, metavar="X")
-    group.add_argument("--repetition-penalty", type=float, metavar="X")
-    group.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="no n-gram of N tokens occurs twice")
-    group.add_argument(
-        "--encoder-no-repeat-ngram-size",
-        type=int,
-        metavar="N",
-        help="no n-gram of N tokens of the encoder's input occurs (without an encoder: of the prompt)",
-    )
-    group.add_argument(
-        "--forced-eos-token-id", type=int, metavar="ID", help="the last token of an answer that --max-tokens ends"
-    )
+    details += [
+        group.add_argument("--min-p", type=float, metavar="X", help="drop tokens below X times the likeliest one"),
+        group.add_argument(
+            "--presence-penalty", type=float, metavar="X", help="less of tokens that the answer has, -2 to 2"
+        ),
+        group.add_argument(
+            "--frequency-penalty", type=float, metavar="X", help="the same for each time that it has them, -2 to 2"
+        ),
+    ]
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1: fewer repetitions")
+    details += [
+        group.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="no n-gram of N tokens occurs twice"),
+        group.add_argument(
+            "--encoder-no-repeat-ngram-size",
+            type=int,
+            metavar="N",
+            help="no n-gram of N tokens of the encoder's input occurs (without an encoder: of the prompt)",
+        ),
+        group.add_argument(
+            "--forced-eos-token-id", type=int, metavar="ID", help="the last token of an answer that --max-tokens ends"
+        ),
+    ]
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated"
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    details.append(
+        group.add_argument(
+            "--ignore-eos", action="store_true", default=None, help="continue after the model's end token"
+        )
     )
-    group.add_argument("--ignore-eos", action="store_true", default=None, help="continue after the model's end token")
+    leave_out(*details)
     add_structured_options(parser)
 
 

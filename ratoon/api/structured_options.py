@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ratoon.api.parser import leave_out
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -19,22 +20,21 @@ NAMES_OF_FILES = ("json_schema", "grammar", "structural_tag")
 
 def add_structured_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("structured output (one of them)")
-    group.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that matches this JSON schema")
+    group.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that matches the schema")
     group.add_argument("--json-object", action="store_true", default=None, help="the answer is a JSON object")
-    group.add_argument("--regex", metavar="REGEX", help="the answer matches this regular expression")
+    group.add_argument("--regex", metavar="REGEX", help="the answer matches this expression")
     group.add_argument("--choice", action="append", metavar="TEXT", help="the answer is this text; may be repeated")
-    group.add_argument(
-        "--grammar", metavar="FILE", help="the answer matches this grammar, in the notation of Lark or GBNF"
-    )
-    group.add_argument(
+    group.add_argument("--grammar", metavar="FILE", help="the answer matches this grammar (Lark or GBNF)")
+    tag = group.add_argument(
         "--structural-tag", metavar="FILE", help="text with parts that match schemas: JSON with structures and triggers"
     )
-    group.add_argument(
+    allow = group.add_argument(
         "--allow-additional-properties",
         action="store_true",
         default=None,
         help="objects may have properties that the schema does not name, unless it has additionalProperties",
     )
+    leave_out(tag, allow)
 
 
 def structured_output(args: argparse.Namespace) -> StructuredOutput | None:

@@ -30,7 +30,7 @@ Requests are sent at a rate (--request-rate), as earlier ones end (--concurrency
 
 def add_parser(kinds: Subparsers) -> None:
     parser = kinds.add_parser("serve", help="load test of a server", description=DESCRIPTION)
-    add_remote_options(parser, required=True)
+    add_remote_options(parser, always=True)
     parser.add_argument("--endpoint", choices=("completions", "chat"), help="default: what the dataset needs")
     _add_dataset_options(parser.add_argument_group("what is sent"))
     _add_load_options(parser.add_argument_group("when"))

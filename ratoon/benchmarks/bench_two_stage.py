@@ -44,7 +44,7 @@ def add_parser(kinds: Subparsers) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write every turn and the figures")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the variants side by side")
-    add_remote_options(parser, required=False)
+    add_remote_options(parser, always=False)
     _add_http_options(parser.add_argument_group("with --url"))
     add_engine_options(parser)
     add_common_options(parser)

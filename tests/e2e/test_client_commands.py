@@ -170,6 +170,20 @@ def test_a_server_that_is_not_there_is_said_so(capsys):
         assert "can't be reached (Connection refused)" in one_line(capsys.readouterr().err)
 
 
+def test_the_usual_server_is_asked_where_none_is_named(server, monkeypatch, capsys):
+    url, _ = server
+    with fake_server() as (gone, _):
+        pass
+    for module in ("ratoon.api.remote.options", "ratoon.api.commands.chat"):
+        monkeypatch.setattr(f"{module}.DEFAULT_URL", url)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main(["complete", "hi", "--max-tokens", "2"]) == main(["chat", "--max-tokens", "2"]) == 0
+    assert capsys.readouterr().out.count("\n") >= 2
+    monkeypatch.setattr("ratoon.api.commands.chat.DEFAULT_URL", gone)
+    assert main(["chat"]) == 2
+    assert f"MODEL: is missing, and {gone} can't be reached" in one_line(capsys.readouterr().err)
+
+
 def test_keys_come_from_the_command_line_or_the_environment(server, monkeypatch, capsys):
     url, script = server
     script.api_key = "secret"

@@ -1,4 +1,5 @@
-"""`ratoon chat MODEL` or `ratoon chat --url URL`: a conversation on the terminal.
+"""`ratoon chat MODEL` or `ratoon chat --url URL`: a conversation on the terminal. Without both, with the server that
+`ratoon serve` starts on this machine.
 
 Ctrl-C stops the answer, Ctrl-D or /exit leaves. The models are in chat_answerers.py, the input in chat_input.py.
 """
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 from ratoon.api.answer_parts.parser import AUTO, check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import EFFORTS, effort_variables
@@ -27,8 +29,15 @@ from ratoon.api.options import (
     status,
 )
 from ratoon.api.remote.client import RemoteError
-from ratoon.api.remote.options import add_remote_options, generation_fields, open_client, refuse_engine_options
+from ratoon.api.remote.options import (
+    DEFAULT_URL,
+    add_remote_options,
+    generation_fields,
+    open_client,
+    refuse_engine_options,
+)
 from ratoon.api.structured_options import check_structured_output
+from ratoon.api.terminal import DIM, PLAIN, is_coloured, print_error
 from ratoon.core.errors import RequestError
 from ratoon.core.suggestions import did_you_mean
 
@@ -44,7 +53,8 @@ Enter sends, Alt-Enter begins a new line; so does Enter between \"\"\" and \"\"\
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("chat", help="talk with a model", description=f"Talk with a model.\n\n{HELP}")
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a GGUF file, a hub id or an embedded name")
+    model = "a folder, a GGUF file, a hub id or an embedded name; left out: that of a server"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=model)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--reasoning-effort", metavar="LEVEL", help=f"for the template: {', '.join(EFFORTS)}")
     parser.add_argument(
@@ -53,7 +63,7 @@ def add_parser(subparsers: Subparsers) -> None:
         default=AUTO,
         help="marks around the model's reasoning; see `ratoon serve`",
     )
-    add_remote_options(parser, required=False)
+    add_remote_options(parser, always=False)
     add_sampling_options(parser, max_tokens=512)
     add_engine_options(parser)
     add_common_options(parser)
@@ -77,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_where(args: argparse.Namespace) -> None:
-    """Either a local model or a server, and only its options."""
+    """Either a local model or a server, and only its options. Without both, the usual server is asked."""
+    if args.model is None and args.url is None:
+        args.url = DEFAULT_URL
     if args.url is None:
-        if args.model is None:
-            raise RequestError("MODEL", "is missing", "a model, or --url for a server")
         if args.remote_model is not None or args.api_key is not None:
             raise RequestError("--model and --api-key", "belong to a server", "add --url in the place of MODEL")
     elif args.model is not None:
@@ -106,7 +116,7 @@ def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
             fields = generation_fields(args, chat=True)
             if args.reasoning_effort is not None:
                 fields["reasoning_effort"] = args.reasoning_effort
-            answerer = RemoteAnswerer(open_client(args), args.remote_model, fields)
+            answerer = open_remote(args, fields)
         yield answerer
         return
     check_structured_output(args)
@@ -115,6 +125,16 @@ def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
             raise RequestError("MODEL", "has no chat template", "use `ratoon generate`, or a model for conversations")
         params, variables = generation_params(args, llm, may_search=False), effort_variables(args.reasoning_effort)
         yield LocalAnswerer(llm, params, args.reasoning_parser, variables)
+
+
+def open_remote(args: argparse.Namespace, fields: dict[str, Any]) -> RemoteAnswerer:
+    try:
+        return RemoteAnswerer(open_client(args), args.remote_model, fields)
+    except RemoteError as error:
+        if args.url != DEFAULT_URL:
+            raise
+        problem = f"is missing, and {error.subject} {error.problem}"
+        raise RequestError("MODEL", problem, "name a model, or start a server: ratoon serve MODEL") from None
 
 
 class Conversation:
@@ -184,7 +204,7 @@ class Conversation:
                 if not answer.text:
                     waiting.close()
                     hint = "; /reset starts a new conversation" if isinstance(error, RequestError) else ""
-                    print(f"error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
+                    print_error(f"{error}{hint}")
                     return None
                 answer.note = str(error)
         print()
@@ -214,6 +234,6 @@ def print_dim(text: str, note: str) -> None:
     """A line after the answer: on a terminal only, unless it has a note."""
     line = f"({note}; {text})" if note else f"({text})"
     if sys.stdout.isatty():
-        print(f"\x1b[2m{line}\x1b[0m")
+        print(f"{DIM}{line}{PLAIN}" if is_coloured(sys.stdout) else line)
     elif note:
         print(line, file=sys.stderr)

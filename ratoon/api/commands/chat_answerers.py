@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ratoon.api.answer_parts.parser import AUTO, choose_answer_format
 from ratoon.api.answer_parts.parts import ContentDelta, Part, ReasoningDelta
 from ratoon.api.answer_parts.plan import answer_plan
+from ratoon.api.terminal import DIM, PLAIN, WordWriter, is_coloured
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 ONLY_REASONING = "ended while reasoning; --max-tokens allows more"
 
 
@@ -35,6 +35,7 @@ class Answer:
 
     def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
         self._on_first = on_first
+        self._words = WordWriter(sys.stdout) if sys.stdout.isatty() else None
         self._pieces: list[str] = []
         self._has_reasoning = False
         self.num_tokens = 0
@@ -46,21 +47,24 @@ class Answer:
         if not text:
             return
         if not self._pieces:
-            if self._has_reasoning and sys.stdout.isatty():
-                sys.stdout.write("\n\n")
+            if self._has_reasoning and self._words is not None:
+                self._words.write("\n\n")
             self._on_first()
         self._pieces.append(text)
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if self._words is not None:
+            self._words.write(text)
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
     def add_reasoning(self, text: str) -> None:
         if not text:
             return
         self._has_reasoning = True
-        if sys.stdout.isatty():
+        if self._words is not None:
             self._on_first()
-            sys.stdout.write(f"{DIM}{text}{PLAIN}")
-            sys.stdout.flush()
+            colour = (DIM, PLAIN) if is_coloured(sys.stdout) else ("", "")
+            self._words.write(text, *colour)
 
     def finish(self) -> None:
         """The answer has ended by itself."""

@@ -1,4 +1,4 @@
-"""`ratoon complete --url URL PROMPT…`: have a server answer prompts, and print the answers.
+"""`ratoon complete PROMPT…`: have a server answer prompts, and print the answers.
 
 The counterpart of `ratoon generate` without a model in this process. Defaults are the server's.
 """
@@ -25,6 +25,7 @@ from ratoon.api.option_names import in_terms_of_options
 from ratoon.api.options import Subparsers, add_answer_options, add_common_options, check_generation_options
 from ratoon.api.remote.client import RemoteError
 from ratoon.api.remote.options import add_remote_options, choose_model, generation_fields, open_client
+from ratoon.api.terminal import print_error
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ Answer = dict[str, Any]  # what a server sent back
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("complete", help="have a server answer prompts", description=DESCRIPTION)
     parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to answer; - reads standard input")
-    add_remote_options(parser, required=True)
+    add_remote_options(parser, always=True)
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     add_prefill_option(parser)
@@ -134,8 +135,7 @@ def print_answers(texts: list[str], answers: list[Answer | RemoteError], args: a
             print_answer(text, answer, heading=len(texts) > 1)
         if isinstance(answer, RemoteError):
             failed += 1
-            problem = " ".join(str(in_terms_of_options(answer, args)).split())
-            print(f"error: prompts[{index}]: {problem}", file=sys.stderr)
+            print_error(f"prompts[{index}]: {in_terms_of_options(answer, args)}")
     return 1 if failed else 0
 
 

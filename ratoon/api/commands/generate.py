@@ -19,6 +19,7 @@ from ratoon.api.options import (
     open_llm,
 )
 from ratoon.api.structured_options import check_structured_output
+from ratoon.api.terminal import print_error
 from ratoon.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="apply the chat template; an error if there is none")
     form.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system message, where the chat template is applied")
+    parser.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
     add_prefill_option(parser)
     add_decoder_prompt_option(parser)
     add_answer_options(parser)
@@ -49,14 +50,14 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def add_prefill_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefill", metavar="TEXT", help="beginning of the answer, which the model continues (chat)")
+    parser.add_argument("--prefill", metavar="TEXT", help="beginning of the answer, which it continues")
 
 
 def add_decoder_prompt_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--decoder-prompt",
         metavar="TEXT",
-        help="start of the answers (encoder-decoder models: PROMPT is the encoder's)",
+        help="start of the answers (encoder-decoder models)",
     )
 
 
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             print_answer(output, texts[index], heading=len(outputs) > 1)
         if output.error is not None:
             failed += 1
-            print(f"error: prompts[{index}]: {output.error}", file=sys.stderr)
+            print_error(f"prompts[{index}]: {output.error}")
     return 1 if failed else 0
 
 
@@ -159,7 +160,7 @@ def stream_answer(llm: LLM, prompt: str | dict[str, Any], params: GenerationPara
             error = output.error
     print()
     if error is not None:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
     return 0 if error is None else 1
 
 

@@ -50,7 +50,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--states-dtype", default="float32", choices=HIDDEN_STATES_DTYPES, help="default float32")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a safetensors file")
-    add_remote_options(parser, required=False)
+    add_remote_options(parser, always=False)
     parser.add_argument("--original-request-id", metavar="ID", help="with --url: read this answer instead of a prompt")
     parser.add_argument("--choice", type=int, metavar="N", help="which of its choices; default 0")
     parser.add_argument("--scope", choices=HIDDEN_STATES_SCOPES, default="all", help="what positions refer to")

@@ -18,6 +18,7 @@ from ratoon.api.options import (
     given_settings,
     status,
 )
+from ratoon.api.parser import leave_out, show_everyday
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError, RequestError
 from ratoon.core.setting import settings_of
@@ -26,6 +27,17 @@ from ratoon.core.settings import FRONT_END_SETTINGS
 SERVER_SETTINGS = {setting.name: setting for setting in settings_of(ServerSettings)}
 FRONT_END = {setting.name: setting for setting in FRONT_END_SETTINGS}
 DEFAULTS = {"max_total_hidden_states_bytes": 2**30}  # clients may not read what they requested
+# Settings of the server that `--help` shows.
+EVERYDAY = {
+    "host": "address to listen on; default 127.0.0.1",
+    "port": "default 8000; 0: any free port",
+    "served_model_name": "the model's names in requests; default: its own",
+    "chat_template": "use this template instead of the model's own",
+    "tool_parser": "how the model writes tool calls; default auto",
+    "reasoning_parser": "marks around its reasoning; default auto",
+    "api_key": "a key that clients must send; may be repeated",
+    "cors_origin": "allow web pages of this origin; may be repeated",
+}
 KEY_VARIABLE = "RATOON_API_KEY"
 ADMIN_KEY_VARIABLE = "RATOON_ADMIN_KEY"
 DESCRIPTION = f"""Serve a model over HTTP, in OpenAI's protocol.
@@ -40,9 +52,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
     add_server_options(parser)
-    add_setting_options(
-        parser.add_argument_group("limits"), (one for one in SERVER_SETTINGS.values() if one.group == "limits")
-    )
+    limits = parser.add_argument_group("limits")
+    add_setting_options(limits, (one for one in SERVER_SETTINGS.values() if one.group == "limits"))
+    leave_out(limits)
     add_log_options(parser)
     add_engine_options(parser, without=("served_model_name", "data_parallel_size"))
     add_setting_options(parser.add_argument_group("engines"), [FRONT_END[name] for name in ("num_replicas", "seed")])
@@ -55,7 +67,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     for setting in SERVER_SETTINGS.values():
         if setting.group is None:
             several = {"action": "extend", "nargs": "+"} if setting.name == "served_model_name" else {}
-            add_setting_option(group, setting, **several)
+            action = add_setting_option(group, setting, **several)
+            if setting.name in EVERYDAY:
+                show_everyday(action, EVERYDAY[setting.name])
+    leave_out(group)
     group.add_argument("--api-key-file", metavar="FILE", help="a key on each line")
     group.add_argument("--admin-key-file", metavar="FILE", help="a key on each line")
 
@@ -65,7 +80,8 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-level", metavar="NAME", help="debug, info, warning or error")
     group.add_argument("--log-file", metavar="FILE", help="write the log to this file, too")
     add_setting_options(group, [SERVER_SETTINGS["access_log"], FRONT_END["disable_log_stats"]])
-    group.add_argument("--startup-times", action="store_true", help="print the time of each part of start-up")
+    times = group.add_argument("--startup-times", action="store_true", help="print the time of each part of start-up")
+    leave_out(times)
 
 
 def run(args: argparse.Namespace) -> int:

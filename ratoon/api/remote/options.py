@@ -14,16 +14,21 @@ from ratoon.core.errors import RequestError
 if TYPE_CHECKING:
     from ratoon.api.remote.client import RemoteClient
 
+DEFAULT_URL = "http://127.0.0.1:8000"  # where `ratoon serve` listens
 KEY_VARIABLES = ("RATOON_API_KEY", "OPENAI_API_KEY")
 
 
-def add_remote_options(parser: argparse.ArgumentParser, required: bool) -> None:
+def add_remote_options(parser: argparse.ArgumentParser, always: bool) -> None:
+    """`always`: the command has no model of its own, so that it asks the usual server unless another is named."""
     group = parser.add_argument_group("server")
-    group.add_argument("--url", required=required, metavar="URL", help="an OpenAI-compatible server")
+    default = DEFAULT_URL if always else None
+    help = "an OpenAI-compatible server" + (f"; default {DEFAULT_URL}" if always else "")
+    group.add_argument("--url", default=default, metavar="URL", help=help)
     group.add_argument(
         "--model", dest="remote_model", metavar="NAME", help="the model's name (default: the server's first)"
     )
-    group.add_argument("--api-key", metavar="KEY", help=f"also: {' or '.join(KEY_VARIABLES)} in the environment")
+    variables = " or ".join(KEY_VARIABLES)
+    group.add_argument("--api-key", metavar="KEY", help=f"the server's key (also: {variables} in the environment)")
 
 
 def open_client(args: argparse.Namespace, timeout: float | None = None) -> RemoteClient:
