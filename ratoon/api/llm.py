@@ -33,7 +33,7 @@ from ratoon.engine.base_llm import BaseLLM, Message
 from ratoon.engine.front_end import Prepared, id_of, verify_beam_search_params
 from ratoon.engine.llm_engine import LLMEngine
 from ratoon.engine.prompts import Prompt, Suffix
-from ratoon.engine.request_options import ContinuationOptions, split_chat_options
+from ratoon.engine.request_options import ContinuationOptions, split_chat_options, verify_keywords
 from ratoon.engine.request_options import GenerationOptions as Options
 from ratoon.engine.roots import Root
 from ratoon.observe.startup import StartupTimer
@@ -112,6 +112,7 @@ class LLM(BaseLLM):
         on; one that is alone, and that the engine refuses, raises. With BeamSearchParams the choices of an output are
         the best texts that a beam search found, the best first.
         """
+        verify_keywords("generate", options, BatchOptions)
         wanted, left = split_progress(options)
         kind = RequestOutputKind.FINAL_ONLY
         prepared = self._batches.generations(prompts, sampling_params, request_id, kind, left)
@@ -126,6 +127,7 @@ class LLM(BaseLLM):
         texts that it found. Request ids tell the prompts apart, in their order. Closing the iterator aborts what is
         unfinished.
         """
+        verify_keywords("stream", options, Options)
         kind = RequestOutputKind.DELTA
         return self.engine.run(self._batches.generations(prompts, sampling_params, request_id, kind, dict(options)))
 
@@ -148,6 +150,7 @@ class LLM(BaseLLM):
         **options: Unpack[BatchChatOptions],
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template. The rest is as in `generate`."""
+        verify_keywords("chat", options, BatchChatOptions)
         variables, left = split_chat_options(options)
         prompts = chat_prompts(self.chat_prompt, messages, variables)
         return self.generate(prompts, sampling_params, request_id, **left)
@@ -169,6 +172,7 @@ class LLM(BaseLLM):
         another owner's, `prompt` is answered like any other, and the output's `continuation` says so; without one,
         UnknownParentError.
         """
+        verify_keywords("generate_continuation", options, ContinuationOptions)
         parent_id, owner = id_of(parent_request_id), options.get("owner")
         if options.pop("wait", True):
             self._running().wait_for_end(parent_id, owner)
@@ -188,6 +192,7 @@ class LLM(BaseLLM):
         """The vectors of prompts, in the same order: hidden states after the final norm, of the last token or their
         mean over all tokens. Prompts, params and errors are as in `generate`; what fails has `error` set and no vector.
         """
+        verify_keywords("embed", options, BatchPoolingOptions)
         wanted, left = split_progress(options)
         prepared = self._batches.poolings(prompts, pooling_params, request_id, left)
         return self._collect(prepared, wanted, lambda output: len(output.prompt_token_ids))
@@ -209,6 +214,7 @@ class LLM(BaseLLM):
         too many wait already, or what was asked for is still held (`max_total_hidden_states_bytes`). DeadlineError: its
         `deadline` is over.
         """
+        verify_keywords("extract_hidden_states", options, BatchExtractionOptions)
         wanted, left = split_progress(options)
         prepared, single = self._batches.extractions(prompts, params, request_id, left)
         outputs = self._collect(prepared, wanted, lambda output: len(output.positions))

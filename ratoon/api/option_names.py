@@ -9,6 +9,14 @@ from ratoon.api.structured_options import fields_of_option
 from ratoon.core.errors import ConfigError, RequestError
 
 POSITIONAL = ("model", "prompts", "files", "run")
+# What the engine calls the tokens of a prompt
+PROMPTS = {
+    "prompt": "PROMPT",
+    "prompt_token_ids": "PROMPT",
+    "encoder_prompt": "PROMPT",
+    "encoder_prompt_token_ids": "PROMPT",
+    "decoder_prompt_token_ids": "--decoder-prompt",
+}
 IN_A_LIST = re.compile(r"(?P<place>prompts\[\d+\])\.(?P<field>.+)", re.DOTALL)
 FIELD_OF_SERVER = re.compile(r"(?P<field>[a-z_]+[\w.\[\]]*): (?P<rest>.+)", re.DOTALL)
 
@@ -19,7 +27,11 @@ def in_terms_of_options(error: Exception, args: argparse.Namespace) -> Exception
     if not isinstance(error, (RequestError, ConfigError)):
         return error
     listed = IN_A_LIST.fullmatch(error.field)
-    option = option_for(listed["field"] if listed else error.field, args)
+    field = listed["field"] if listed else error.field
+    if field in PROMPTS:
+        place = listed["place"] if listed else PROMPTS[field]
+        return RequestError(place, error.problem, in_options(error.expected))
+    option = option_for(field, args)
     if option is not None:
         kind = ConfigError if isinstance(error, ConfigError) else RequestError
         return kind(f"{listed['place']}, {option}" if listed else option, error.problem, error.expected)
@@ -28,6 +40,11 @@ def in_terms_of_options(error: Exception, args: argparse.Namespace) -> Exception
     if told is None or option is None:
         return error
     return RequestError(error.field, f"{option}: {told['rest']}", error.expected)
+
+
+def in_options(expected: str) -> str:
+    """What an error suggests, on the command line: settings are options there."""
+    return expected.replace("start the engine with a greater max_model_len", "give a greater --max-model-len")
 
 
 def option_for(field: str, args: argparse.Namespace) -> str | None:

@@ -106,6 +106,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     groups: tuple[KVCacheGroup, ...]  # those whose tables grow with the sequence
     cross: KVCacheGroup | None = None  # of an encoder-decoder model: its tables are as long as encoder inputs
     num_host_blocks: int = 0  # of the same size, in host memory, for swapped-out sequences
+    sized_by: str = "num_blocks"  # the setting that num_blocks follows from
 
     @property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:

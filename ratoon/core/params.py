@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
 from ratoon.core.errors import RequestError
+from ratoon.core.param_types import TypedParamsMeta
 from ratoon.core.structured import FREE_TEXT, StructuredOutputField, structured_output, verify_structured_output
-from ratoon.core.suggestions import ParamsMeta
 
 MAX_LOGPROBS = (
     64  # the declared size limit of `logprobs` and `prompt_logprobs`, unless the engine's config sets another
@@ -46,8 +46,15 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2  # one output, at the end
 
 
-class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="sampling"):
+class SamplingParams(
+    msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="sampling"
+):
     """How to choose tokens and when to stop. Field meanings follow OpenAI's and vLLM's."""
+
+    # Types that the constructor converts
+    ALSO_ACCEPTED: ClassVar = {
+        "stop": (str,), "forced_eos_token_id": (int,), "return_hidden_states": (bool,), "structured_output": (Any,),
+    }  # fmt: skip
 
     n: int = 1
     temperature: float = 1.0
@@ -126,7 +133,7 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _require_int(name, value, 0, max_logprobs)
+                _require_int(name, value, 0, max_logprobs, hint="the engine's max_logprobs")
         _verify_hidden_states(self.return_hidden_states)
         _verify_rules(self)
         self._verify_lists()
@@ -144,7 +151,7 @@ class SamplingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
 
 
 class BeamSearchParams(
-    msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="beam_search"
+    msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="beam_search"
 ):
     """How to search for the most probable texts. Field meanings follow those of transformers' beam search.
 
@@ -152,6 +159,10 @@ class BeamSearchParams(
     `early_stopping` says when to stop, once there are as many finished texts as beams. True: at once; False: when the
     best beam's current score is no better than the worst of them; "never": when no beam can become better.
     """
+
+    ALSO_ACCEPTED: ClassVar = {
+        "forced_eos_token_id": (int,), "return_hidden_states": (bool,), "structured_output": (Any,)
+    }  # fmt: skip
 
     beam_width: int
     n: int = 1  # how many texts to return, the best first
@@ -224,7 +235,9 @@ class BeamSearchParams(
 GenerationParams: TypeAlias = SamplingParams | BeamSearchParams
 
 
-class TimestampRules(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, frozen=True, gc=False):
+class TimestampRules(
+    msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True, omit_defaults=True, frozen=True, gc=False
+):
     """Whisper's rules for texts with timestamps, which are the tokens from `first_token_id` on. A text begins with a
     timestamp. Timestamps never decrease, and come in pairs (end of one segment, start of the next), or singly before
     the end. If all timestamps together are more probable than any other token, a timestamp is sampled.
@@ -245,7 +258,9 @@ class TimestampRules(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_de
             _require_int("max_initial_index", self.max_initial_index, 0, 2**31 - 1)
 
 
-class PoolingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="pooling"):
+class PoolingParams(
+    msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="pooling"
+):
     """How the hidden states of a prompt become one vector."""
 
     # last, first: the state of that token; mean: over all tokens. None: the model's own, filled in by the front end.
@@ -262,7 +277,7 @@ class PoolingParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_def
             _require_int("dimensions", self.dimensions, 1, None)
 
 
-class HiddenStatesParams(msgspec.Struct, metaclass=ParamsMeta, kw_only=True, omit_defaults=True, gc=False):
+class HiddenStatesParams(msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True, omit_defaults=True, gc=False):
     """Which hidden states of a sequence to return.
 
     `positions` counts in the part that `scope` names: one number, a list of numbers and of pairs [start, stop), or

@@ -45,6 +45,11 @@ def one_of(*names: str) -> Check:
     return Check(lambda value: value in names, f"{', '.join(names[:-1])} or {names[-1]}", "is unknown")
 
 
+# Of settings that are objects
+EXAMPLES = {
+    "rope_scaling": '{"rope_type": "yarn", "factor": 4.0}',
+    "hf_overrides": '{"max_position_embeddings": 4096}',
+}
 ABOVE_ZERO_TO_ONE = number(lambda value: 0 < value <= 1, "above 0 and at most 1")
 SECONDS = number(lambda value: 0 <= value < math.inf, "a number of seconds")
 
@@ -142,12 +147,13 @@ def verify_settings(config: Any) -> None:
 
 
 def json_object(field: str, value: Any) -> dict[str, Any]:
-    expected = 'an object, such as {"rope_type": "yarn", "factor": 4.0}'
+    expected = f"an object, such as {EXAMPLES[field]}" if field in EXAMPLES else "an object"
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ConfigError(field, f"is no JSON: {error}", expected) from None
+            shown = value if len(value) <= 40 else value[:40] + "…"
+            raise ConfigError(field, f"{shown!r} is no JSON: {error}", expected) from None
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):

@@ -33,6 +33,7 @@ from ratoon.engine.request_options import (
     GenerationOptions,
     PoolingOptions,
     split_chat_options,
+    verify_keywords,
 )
 from ratoon.engine.roots import Root
 from ratoon.observe.startup import StartupTimer
@@ -140,6 +141,7 @@ class AsyncLLM(BaseLLM):
         If it returns True, the output is not yielded. A server with many streams saves a change of tasks for each token
         that way.
         """
+        verify_keywords("generate", options, GenerationOptions)
         prepare = partial(AsyncLLMEngine.prepare, prompt=prompt, params=sampling_params)
         return self._outputs(prepare, request_id, options, take, prompt=prompt, params=sampling_params)
 
@@ -173,6 +175,7 @@ class AsyncLLM(BaseLLM):
         **options: Unpack[ChatOptions],
     ) -> Outputs:
         """`LLM.chat` for one conversation. The rest is as in `generate`."""
+        verify_keywords("chat", options, ChatOptions)
         variables, left = split_chat_options(options)
         prompt = await asyncio.to_thread(self.chat_prompt, messages, **variables)
         async with aclosing(self.generate(prompt, sampling_params, request_id, **left)) as outputs:
@@ -190,6 +193,7 @@ class AsyncLLM(BaseLLM):
         **options: Unpack[ContinuationOptions],
     ) -> Outputs:
         """`LLM.generate_continuation`; outputs, errors and `take` are as in `generate`."""
+        verify_keywords("generate_continuation", options, ContinuationOptions)
         if options.get("arrival_time") is None:
             options["arrival_time"] = time.monotonic()  # before the wait
         parent_id, owner, prompt = id_of(parent_request_id), options.get("owner"), options.get("prompt")
@@ -213,6 +217,7 @@ class AsyncLLM(BaseLLM):
         **options: Unpack[PoolingOptions],
     ) -> EmbeddingOutput:
         """`LLM.embed` for one prompt. RequestError if it can't be served, EngineError if it failed."""
+        verify_keywords("embed", options, PoolingOptions)
         prepare = partial(AsyncLLMEngine.prepare_pooling, prompt=prompt, params=pooling_params)
         output: EmbeddingOutput = await self._running().answer_once(prepare, request_id, options, prompt=prompt)
         return output

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from ratoon.core.params import SamplingParams
+from ratoon.core.suggestions import unknown_keyword
 from ratoon.engine.prompts import Prompt
 
 
@@ -49,6 +51,19 @@ class ChatOptions(GenerationOptions, total=False):
 class ExtractionOptions(RequestOptions, total=False):
     original_request_id: str | Sequence[str] | None  # in the place of a prompt; LLM: or a list
     choice: int | Sequence[int]  # of that request; LLM: or one for each
+
+
+def verify_keywords(method: str, options: Mapping[str, Any], kind: type) -> None:
+    """TypeError, with a suggestion, for a keyword that a method does not have. `kind` is the TypedDict of its
+    options."""
+    known = kind.__annotations__
+    for name in options:
+        if name in known:
+            continue
+        if name in SamplingParams.__struct_fields__:
+            how = f"SamplingParams(…, {name}=…) as sampling_params"
+            raise TypeError(f"{method} has no {name!r}; it is a field of the params: give {how}")
+        raise unknown_keyword(method, name, known)
 
 
 def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], Any]:

@@ -50,7 +50,7 @@ def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device, 
                 f"{memory:,} bytes for keys and values{beside} hold {num_blocks} blocks of {price:,} bytes",
                 f"at least 2 blocks are needed: {2 * price:,} bytes",
             )
-    return KVCacheConfig(num_blocks, cache.block_size, groups, cross, num_host_blocks)
+    return KVCacheConfig(num_blocks, cache.block_size, groups, cross, num_host_blocks, _memory_setting(cache))
 
 
 def _kv_bytes(cache: CacheConfig, device: torch.device, step_bytes: int) -> int:

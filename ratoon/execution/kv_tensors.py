@@ -13,6 +13,7 @@ from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig, KVCacheSpec, lay_out_pages
 from ratoon.core.plan import SchedulerOutput
+from ratoon.core.sizes import format_size
 from ratoon.execution.buffers import indices_on
 from ratoon.layers.native.pages import new_pages
 
@@ -57,12 +58,10 @@ class KVTensors:
             elif config.num_host_blocks:  # block 0 is not used there either
                 self._host_tensors = [make_rows(config.num_host_blocks + 1, width, self._device) for width in widths]
         except (RuntimeError, OSError) as error:  # of torch on a GPU, of the system
-            wanted = config.num_blocks * config.bytes_per_block
-            raise ConfigError(
-                "num_blocks",
-                f"{config.num_blocks} blocks of {config.bytes_per_block:,} bytes ({wanted / 2**30:.1f} GiB) don't fit",
-                "lower num_blocks, kv_memory or kv_memory_fraction",
-            ) from error
+            wanted = format_size(config.num_blocks * config.bytes_per_block)
+            blocks = f"{config.num_blocks:,} blocks of {config.bytes_per_block:,} bytes"
+            problem = f"{wanted} for the KV cache ({blocks}) can't be allocated"
+            raise ConfigError(config.sized_by, problem, "less of it, or leave it out") from error
         for number, (group, places) in enumerate(zip(config.all_groups, self._layout.places, strict=True)):
             caches = self.of_cross_layer if group is config.cross else self.of_layer
             for layer, (tensor, start) in zip(group.layers, places, strict=True):

@@ -18,6 +18,7 @@ from ratoon.api.answer_parts.parser import AUTO, check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import EFFORTS, effort_variables
 from ratoon.api.commands.chat_answerers import Answer, Answerer, LocalAnswerer, Message, RemoteAnswerer
 from ratoon.api.commands.chat_input import Entry, read_entry, read_lines, terminal_reader
+from ratoon.api.option_names import PROMPTS, in_options
 from ratoon.api.options import (
     Subparsers,
     add_common_options,
@@ -204,7 +205,7 @@ class Conversation:
                 if not answer.text:
                     waiting.close()
                     hint = "; /reset starts a new conversation" if isinstance(error, RequestError) else ""
-                    print_error(f"{error}{hint}")
+                    print_error(f"{as_conversation(error)}{hint}")
                     return None
                 answer.note = str(error)
         print()
@@ -228,6 +229,13 @@ class Conversation:
         print(f"prompt tokens  {self._num_prompt_tokens}{cached}")
         print(f"answer tokens  {self._num_answer_tokens}")
         print(self._answerer.describe_state())
+
+
+def as_conversation(error: Exception) -> Exception:
+    """An error about the prompt, which is all messages so far."""
+    if isinstance(error, RequestError) and error.field in PROMPTS:
+        return RequestError("the conversation", error.problem, in_options(error.expected))
+    return error
 
 
 def print_dim(text: str, note: str) -> None:

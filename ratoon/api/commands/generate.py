@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
             raise RequestError(f"--{option}", "can't be used with a raw prompt", f"leave out --raw or --{option}")
     check_structured_output(args)
     with open_llm(args) as llm:
+        refuse_audio_models(llm)
         params = generation_params(args, llm, may_search=not args.stream)
         prompts = [make_prompt(llm, text, args) for text in texts]
         if stream and isinstance(params, SamplingParams):  # the text of a search is known at its end
@@ -90,6 +91,13 @@ def run(args: argparse.Namespace) -> int:
             failed += 1
             print_error(f"prompts[{index}]: {output.error}")
     return 1 if failed else 0
+
+
+def refuse_audio_models(llm: LLM) -> None:
+    encoder = llm.source.config.encoder
+    if encoder is not None and encoder.num_mel_bins is not None:
+        problem = f"{llm.source.name} reads recordings, not text"
+        raise RequestError("MODEL", problem, "`ratoon transcribe MODEL FILE` transcribes them")
 
 
 def check_decoder_prompt(args: argparse.Namespace) -> None:

@@ -162,7 +162,7 @@ def test_penalties_go_with_a_beam_search(client):
         (["generate", "fake", "hi", "--beam-width", "2", "-n", "3"], "n:"),
         (["generate", "fake", "hi", "--beam-width", "2", "--early-stopping", "soon"], "--early-stopping"),
         (["generate", "fake", "hi", "--beam-width", "2", "--length-penalty", "nan"], "--length-penalty"),
-        (["generate", "fake", ""], "prompt"),
+        (["generate", "fake", ""], "PROMPT"),
         (["generate", "fake", "a", ""], "prompts[1]"),
         (["generate", "fake", "hi", "--temperature", "-1"], "temperature"),
         (["generate", "fake", "hi", "--temperature", "nan"], "temperature"),

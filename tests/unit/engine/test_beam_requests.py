@@ -25,7 +25,8 @@ def processor(**settings) -> InputProcessor:
 
 
 def beams(**fields) -> BeamSearchParams:
-    return BeamSearchParams(**{"beam_width": 4, **fields})
+    """Set afterwards, so that no type is checked yet."""
+    return replace(BeamSearchParams(beam_width=4), **fields)
 
 
 def streamed(**fields) -> BeamSearchParams:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 import pytest
+from msgspec.structs import replace
 
 from ratoon.core.errors import (
     DeadlineError,
@@ -108,8 +109,8 @@ def test_a_beam_search_that_runs_has_no_choices_to_read_yet():
 )
 def test_what_no_answer_could_have_is_refused_on_arrival(asked: Any, field: str):
     for params in (
-        SamplingParams(max_tokens=10, return_hidden_states=asked),
-        BeamSearchParams(beam_width=2, max_tokens=10, return_hidden_states=asked),
+        replace(SamplingParams(max_tokens=10), return_hidden_states=asked),
+        replace(BeamSearchParams(beam_width=2, max_tokens=10), return_hidden_states=asked),
     ):
         with pytest.raises(RequestError) as refused:
             input_processor().process("r", "abc", params)

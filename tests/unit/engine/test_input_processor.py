@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from ratoon.core.errors import RequestError
@@ -220,7 +221,7 @@ def test_a_pooling_request_generates_nothing_and_may_fill_the_whole_length():
         ([VOCAB_SIZE], PoolingParams(), "prompt_token_ids[0]"),
         ("x", PoolingParams(pooling="max"), "pooling"),
         ("x", PoolingParams(pooling="first"), "pooling"),  # the first token has seen nothing
-        ("x", PoolingParams(normalize="yes"), "normalize"),
+        ("x", msgspec.structs.replace(PoolingParams(), normalize="yes"), "normalize"),
         ("x", PoolingParams(dimensions=0), "dimensions"),
         ("x", PoolingParams(dimensions=9), "dimensions"),  # the model's states have 8
         ("x", SamplingParams(), "pooling_params"),
