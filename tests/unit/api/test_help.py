@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from ratoon.api.cli import build_parser
 from ratoon.cli import COMMANDS, main
 
+ROOT = Path(__file__).parents[3]
 PATHS = [
     [], ["generate"], ["chat"], ["complete"], ["embed"], ["hidden-states"], ["transcribe"], ["serve"], ["models"],
     ["pull"], ["info"], ["demo"], ["bench"], ["bench", "serve"], ["bench", "latency"], ["bench", "two-stage"],
@@ -59,6 +61,13 @@ def test_help_of_generate_shows_groups_with_short_descriptions(capsys, monkeypat
     ):
         assert line in short
     assert "--max-num-batched-tokens" not in short and "vLLM" not in short
+
+
+def test_the_document_lists_the_commands_as_the_help_does(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    help = printed(["--help"], capsys)
+    listed = help[help.index("  COMMAND\n") :]
+    assert listed in (ROOT / "docs/command-line.md").read_text()
 
 
 def test_commands_of_other_programs_lead_somewhere(capsys):

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.errors import ConfigError, ModelError
 from ratoon.core.kv import KVCacheConfig
@@ -23,7 +24,7 @@ from ratoon.execution.kv_memory import (
     share_of_gpu,
     verify_longest_sequence,
 )
-from ratoon.execution.kv_tensors import staging_size
+from ratoon.execution.kv_tensors import KVTensors, staging_size
 from ratoon.execution.worker import refusing_what_does_not_fit
 from tests.unit.execution.test_model_runner import BLOCK_SIZE, TWO_GROUPS, Driver
 
@@ -92,6 +93,17 @@ def test_too_little_memory_names_the_setting_and_what_a_step_takes(monkeypatch: 
         ConfigError, match=r"gpu_memory_utilization: 0 bytes .* beside the weights and .* for a step hold 0"
     ):
         cut_kv_memory(CacheConfig(gpu_memory_utilization=0.5), geometry(), CUDA, step_bytes=40 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("cache", "setting"),
+    [(CacheConfig(memory_bytes=2**60), "kv_memory"), (CacheConfig(num_blocks=2**50), "num_blocks")],
+)
+def test_a_pool_that_can_not_be_allocated_names_the_setting_that_sized_it(cache: CacheConfig, setting: str) -> None:
+    config = cut_kv_memory(cache, geometry(), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="can't be allocated") as refused:
+        KVTensors(config, [TorchReferenceBackend()] * len(config.all_groups), torch.device("cpu"))
+    assert refused.value.field == setting
 
 
 def test_a_length_that_the_pool_can_not_hold_is_refused_with_one_that_it_can() -> None:
