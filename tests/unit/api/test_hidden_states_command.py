@@ -35,7 +35,7 @@ def test_layers_as_people_write_them(text, layers):
     [
         ([], "MODEL: is missing"),
         (["model", "one", "two"], "PROMPT: 2 were given"),
-        (["model", ""], "prompt: is empty"),
+        (["model", ""], "PROMPT: is empty"),
         (["model", "x", "--positions", "last"], "--positions: 'last' is no whole number"),
         (["model", "x", "--positions", "1:2:3"], "--positions: '2:3' is no whole number"),
         (["model", "x", "--layers", "top"], "--layers: 'top' is no whole number"),
