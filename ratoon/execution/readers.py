@@ -81,7 +81,7 @@ class NextTokenReader:
     """Combines readers of logits into one reader of states."""
 
     def __init__(self, readers: Sequence[LogitsReader], compute_logits: ComputeLogits) -> None:
-        self._readers = readers
+        self._readers = [reader for reader in readers if reader.rows]  # tokens of a step may all be known
         self._compute_logits = compute_logits
         self.rows = [row for reader in readers for row in reader.rows]
 
