@@ -66,7 +66,7 @@ class BeamRows:
         rows = self._rows
         old = self.rows_of(step.req_id)
         parents = old[step.parents]  # [B]
-        beams = self._resize(old, len(parents))
+        beams = self._rows_for(len(parents), old)
         num_columns = -(-step.num_computed_tokens // rows.block_size)
         # Rows of a search differ only after the prompt; a new row needs the columns before as well.
         first = int(rows.num_prompt[old[0]]) // rows.block_size
@@ -75,6 +75,8 @@ class BeamRows:
             rows.note_blocks(group, beams, first, num_columns - first)
         if len(beams) > len(old):
             self._begin(beams[len(old) :], old[0], first)
+        # A narrower search may go on from a row that it gives back, which is cleared by that: not before it is copied.
+        self._rows.give_back(old[len(beams) :])
         # Only tokens that are not computed yet are read.
         new_tokens = np.array(step.token_ids).reshape(len(beams), -1)  # [B, N]
         start = step.num_computed_tokens - step.num_restored_tokens
@@ -101,8 +103,6 @@ class BeamRows:
             rows.encoder_lens[added] = rows.encoder_lens[trunk]
             rows.note_cross_table(added)
 
-    def _resize(self, old: np.ndarray, count: int) -> np.ndarray:
-        if count <= len(old):
-            self._rows.give_back(old[count:])
-            return old[:count]
-        return np.concatenate([old, self._rows.take(count - len(old))])
+    def _rows_for(self, count: int, old: np.ndarray) -> np.ndarray:
+        """Rows for so many beams: those that the search has, and new ones if these are too few."""
+        return old[:count] if count <= len(old) else np.concatenate([old, self._rows.take(count - len(old))])

@@ -61,6 +61,7 @@ class Drive:
         self.load = load
         self.accepted: dict[str, EngineCoreRequest] = {}
         self.received: dict[tuple[str, int], Received] = defaultdict(Received)
+        self.num_texts: dict[str, int] = {}  # of searches that found fewer than they were asked for
         self.untold: dict[str, Untold] = {}  # by the id of the branch
         self.now = 0
         self.start()
@@ -85,7 +86,7 @@ class Drive:
         for untold in self.untold.values():
             untold.is_lost = True
         for request in self.accepted.values():
-            choices = [self.received[request.request_id, choice] for choice in range(request.num_choices)]
+            choices = [self.received[request.request_id, choice] for choice in range(self.num_choices(request))]
             if all(received.finish is not None for received in choices):
                 continue
             choices[0].rows.clear()  # hidden states come from the beginning again
@@ -95,6 +96,9 @@ class Drive:
                 request = msgspec.structs.replace(request, resumed=resumed)
             self.add_again(request)
             self.scheduler.check()
+
+    def num_choices(self, request: EngineCoreRequest) -> int:
+        return self.num_texts.get(request.request_id, request.num_choices)
 
     def add_again(self, request: EngineCoreRequest) -> None:
         try:
@@ -230,7 +234,7 @@ class Drive:
             self.arrive(reading.request(name, reading.prompt, reading.salt, reading.encoder_input, None))
             return
         parent = self.accepted.get(f"r{reading.parent}")
-        if parent is None or reading.choice >= parent.num_choices:
+        if parent is None or reading.choice >= self.num_choices(parent):
             return
         received = self.received[parent.request_id, reading.choice]
         tokens = [
@@ -340,6 +344,9 @@ class Drive:
             # One token is always computed, except where nothing is generated behind it.
             most_cached = len(request.prompt_token_ids) - (not isinstance(request.params, Extraction))
             assert output.num_cached_tokens <= most_cached
+            if output.num_texts is not None:
+                event("a search found fewer texts")
+                self.num_texts[output.request_id] = output.num_texts
             received.tokens = output.new_token_ids if output.replaces else received.tokens + output.new_token_ids
             received.score = output.score
             received.finish = output.finish_reason

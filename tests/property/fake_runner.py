@@ -23,7 +23,6 @@ from tests.property.references import (
     best_candidates,
     encoder_states,
     extend_prefix,
-    held_back,
     logprobs_of,
     next_token,
     start_of,
@@ -414,9 +413,14 @@ class FakeRunner:
             if not step.num_candidates:
                 continue
             assert len(rows) == step.num_beams and all(row.num_computed_tokens == len(row.token_ids) for row in rows)
-            forbidden = held_back(rows[0].params, len(rows[0].token_ids) - rows[0].num_prompt_tokens)
+            num_tokens = len(rows[0].token_ids) - rows[0].num_prompt_tokens
             result.candidates[step.req_id] = best_candidates(
-                [row.prefixes[-1] for row in rows], step.scores, step.num_candidates, forbidden, self.vocabulary
+                [row.prefixes[-1] for row in rows],
+                step.scores,
+                step.num_candidates,
+                rows[0].params,
+                num_tokens,
+                self.vocabulary,
             )
 
     def _sample(self, row: Row, seed: int) -> list[int]:

@@ -20,6 +20,7 @@ from ratoon.core.kv import (
 )
 from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
+from ratoon.core.structured import StructuredOutput
 from tests.property.choices import among, number, number_or_none
 from tests.property.extractions import Reading, readings, states_of_texts
 
@@ -34,6 +35,7 @@ INPUT = st.sampled_from(INPUTS)
 TOKENS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 SUFFIX = st.lists(st.integers(0, 4), max_size=4)
 STOPS = st.sampled_from([[], [], [EOS], [EOS, 0]])
+ANY_GRAMMAR = StructuredOutput(json_object=True)  # the model without weights has one of its own
 BUDGET = st.one_of(st.integers(1, 40), st.integers(20, 60))
 POLICY = st.sampled_from(SchedulingPolicy)
 BOOLEAN = st.booleans()
@@ -126,6 +128,7 @@ def beam_params(draw: st.DrawFn, stops: tuple[int, ...], is_long: bool) -> BeamS
         early_stopping=draw(among(True, False, "never")),
         all_stop_token_ids=list(stops),
         output_kind=draw(among(RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE)),
+        structured_output=draw(among(None, ANY_GRAMMAR)),
     )
 
 

@@ -55,17 +55,29 @@ def reference_tokens(request: EngineCoreRequest, seed: int, max_total_tokens: in
     return output
 
 
-def held_back(params: GenerationParams, num_tokens: int) -> list[int]:
-    """The stop tokens, until there are `min_tokens`."""
-    return (params.all_stop_token_ids or []) if num_tokens < params.min_tokens else []
+def forbidden_tokens(params: GenerationParams, prefix: int, num_tokens: int, vocabulary: int) -> set[int]:
+    """The stop tokens, until there are `min_tokens`; within a grammar, all but those that it allows after this prefix:
+    often one or two, so that a search becomes narrower, and wider again."""
+    forbidden = set(params.all_stop_token_ids or []) if num_tokens < params.min_tokens else set()
+    if params.structured_output is not None:
+        num_allowed = (1, 1, 2, vocabulary)[hash((prefix, 11)) % 4]
+        by_chance = sorted(range(vocabulary), key=lambda token: hash((prefix, token, 13)))
+        forbidden.update(by_chance[num_allowed:])
+    return forbidden
 
 
 def best_candidates(
-    prefixes: list[int], scores: list[float], num_candidates: int, forbidden: list[int], vocabulary: int
+    prefixes: list[int],
+    scores: list[float],
+    num_candidates: int,
+    params: GenerationParams,
+    num_tokens: int,
+    vocabulary: int,
 ) -> BeamCandidates:
-    """Of beams with these prefixes: what a model would say that finds some tokens equally good."""
+    """Of beams with these prefixes and so many tokens: what a model would say that finds some tokens equally good."""
     found = []
     for beam, (prefix, score) in enumerate(zip(prefixes, scores)):
+        forbidden = forbidden_tokens(params, prefix, num_tokens, vocabulary)
         for token in range(vocabulary):
             logprob = float("-inf") if token in forbidden else -(hash((prefix, token, 7)) % 40) / 8
             found.append((score + logprob, beam, token))
@@ -82,7 +94,7 @@ def reference_texts(
     prefixes = prefixes_of(request.prompt_token_ids, request.encoder_input)[-1:]
     while not search.done:
         found = best_candidates(
-            prefixes, search.scores, search.num_candidates, held_back(params, search.num_tokens), vocabulary
+            prefixes, search.scores, search.num_candidates, params, search.num_tokens, vocabulary
         )
         moves = search.advance(found.scores, found.beams, found.token_ids)
         prefixes = [extend_prefix(prefixes[parent], token) for parent, token in zip(moves.parents, moves.tokens)]

@@ -53,11 +53,11 @@ def check_choice(request: EngineCoreRequest, choice: int, received: Received, ma
 
 
 def check_texts(request: EngineCoreRequest, params: BeamSearchParams, drive: Drive) -> None:
-    received = [drive.received[request.request_id, choice] for choice in range(params.n)]
+    received = [drive.received[request.request_id, choice] for choice in range(drive.num_choices(request))]
     if received[0].finish in (FinishReason.ABORT, FinishReason.ERROR):
         assert len({choice.finish for choice in received}) == 1
         return
-    event(f"beams: early stopping {params.early_stopping}")
+    event(f"beams: early stopping {params.early_stopping}, {'within a grammar' if params.structured_output else 'free'}")
     prompt = request.prompt_token_ids
     max_total = min(len(prompt) + params.max_tokens, drive.load.max_model_len)
     expected = reference_texts(request, params, max_total, VOCABULARY)

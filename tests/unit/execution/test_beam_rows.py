@@ -198,11 +198,33 @@ def test_rows_that_a_narrower_step_gives_up_can_be_taken_by_others() -> None:
     narrow = BeamStep(
         "s", 1, len(PROMPT) + 1, parents=[2], token_ids=[9], num_candidates=2, scores=[-1.0]
     )  # fmt: skip
-    driver.step(beam_steps=[narrow], total_num_scheduled_tokens=1)
+    output = driver.step(beam_steps=[narrow], total_num_scheduled_tokens=1)
+    assert_candidates(output.candidates["s"], oracle_candidates(LLAMA, [[*PROMPT, 5, 9]], [-1.0], 2))
     output = driver.step(new=[driver.new("a", OTHER, 21), driver.new("b", OTHER, 25)])
     assert token_of(output, "a") == token_of(output, "b") == oracle_greedy(LLAMA, OTHER, 1)[0]
     with pytest.raises(ValueError, match="rows"):
         driver.runner.input_batch.take(MAX_CAPTURE_SPANS + 1)  # those that are kept for hidden states
+
+
+def test_a_search_that_becomes_narrower_and_wider_goes_on_from_any_of_its_beams() -> None:
+    """As within a grammar, which may leave fewer texts than there were, and then more again."""
+    driver = Driver()
+    begin(driver)
+    first_beams(driver, [3, 4, 5, 6], [-1.0] * 4, 5, 6, 7, 8)
+    narrow = BeamStep(
+        "s", 1, len(PROMPT) + 1, parents=[3, 2], token_ids=[9, 10], num_candidates=4, scores=[-2.0, -2.1]
+    )  # fmt: skip
+    output = driver.step(beam_steps=[narrow], total_num_scheduled_tokens=2)
+    texts = [[*PROMPT, 6, 9], [*PROMPT, 5, 10]]
+    assert_candidates(output.candidates["s"], oracle_candidates(LLAMA, texts, [-2.0, -2.1], 4))
+    wide = BeamStep(
+        "s", 1, len(PROMPT) + 2, parents=[1, 1, 0], token_ids=[11, 12, 13], first_column=TAIL, block_ids=([7, 6, 8],),
+        num_candidates=4, scores=[-3.0, -3.1, -3.2],
+    )  # fmt: skip
+    copies = [BlockCopy("s", 0, TAIL, 7, 6)]
+    output = driver.step(beam_steps=[wide], block_copies=copies, total_num_scheduled_tokens=3)
+    texts = [[*PROMPT, 5, 10, 11], [*PROMPT, 5, 10, 12], [*PROMPT, 6, 9, 13]]
+    assert_candidates(output.candidates["s"], oracle_candidates(LLAMA, texts, [-3.0, -3.1, -3.2], 4))
 
 
 def test_a_search_with_nan_logits_fails_alone() -> None:
