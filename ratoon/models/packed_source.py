@@ -21,7 +21,19 @@ if TYPE_CHECKING:
 
 GPTQ, AWQ, COMPRESSED = "gptq", "awq", "compressed-tensors"
 BITS = (4, 8)
-COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+# What compressed-tensors' formats hold: pairs of type and bits. Codes of `pack-quantized` are packed into words, the
+# others' are bytes.
+COMPRESSED_FORMATS = {
+    "pack-quantized": (("int", 4), ("int", 8)),
+    "int-quantized": (("int", 4), ("int", 8)),
+    "naive-quantized": (("int", 4), ("int", 8), ("float", 8)),
+    "float-quantized": (("float", 8),),
+}
+STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel")}  # by type
+COMPRESSED_EXPECTED = (
+    "pack-quantized, int-quantized or naive-quantized with int of 4 or 8 bits for each tensor, channel or group, or "
+    "float-quantized or naive-quantized with float of 8 bits for each tensor or channel; or the original safetensors"
+)
 OTHERWISE = "the original safetensors, a GGUF file, or GPTQ, AWQ or compressed-tensors with 4 or 8 bits"
 # The parts of a layer beside its codes; those that only quantise activations or caches are not read.
 PARTS = {
@@ -42,6 +54,8 @@ class Scheme(NamedTuple):
     method: str
     bits: int
     zeros_less_one: bool = False  # GPTQ's first format stores zero points less one
+    is_float: bool = False  # 8-bit floats, of compressed-tensors
+    needs_zeros: bool = False  # of compressed-tensors, where a layer may lack zero points if it is symmetric
 
 
 def read_scheme(raw_config: Mapping[str, Any], source: str) -> Scheme | None:
@@ -51,32 +65,63 @@ def read_scheme(raw_config: Mapping[str, Any], source: str) -> Scheme | None:
     fields = ConfigFields(raw_config, source).below("quantization_config")
     method = fields.text("quant_method", "an unknown method")
     if method == COMPRESSED:
-        return Scheme(method, _bits_of_groups(fields, source))
+        return _read_compressed_scheme(fields, source)
     if method not in (GPTQ, AWQ):
         raise ModelError(source, f"is quantised with {shorten(method)}", OTHERWISE)
     bits = fields.count("bits", 4)
     version = fields.text("version", "gemm").lower()
     if bits not in BITS or (method == AWQ and (bits != 4 or version != "gemm")):
         raise ModelError(source, f"is quantised with {method}, {bits} bits, version {shorten(version)}", OTHERWISE)
-    first_format = fields.text("checkpoint_format", GPTQ) == GPTQ
-    return Scheme(method, bits, zeros_less_one=method == GPTQ and first_format)
+    if method == AWQ:
+        backend = fields.text("backend", "autoawq")
+        if backend != "autoawq":
+            raise ModelError(source, f"is quantised with awq, backend {shorten(backend)}", "backend autoawq")
+        return Scheme(method, bits)
+    layout = "marlin" if fields.raw.get("is_marlin_format") else fields.text("checkpoint_format", GPTQ)
+    if layout not in (GPTQ, "gptq_v2"):
+        problem = f"is quantised with gptq, checkpoint_format {shorten(layout)}"
+        raise ModelError(source, problem, "checkpoint_format gptq or gptq_v2")
+    for name, changed in _mapping(fields.raw.get("dynamic")).items():
+        if _mapping(changed).get("bits", bits) != bits:
+            problem = f"is quantised with gptq, {bits} bits, and {changed['bits']} for {shorten(name)}"
+            raise ModelError(source, problem, "the same bits for all layers")
+    return Scheme(method, bits, zeros_less_one=layout == GPTQ)
 
 
-def _bits_of_groups(fields: ConfigFields, source: str) -> int:
-    """Of compressed-tensors: the same for all groups of layers."""
+def _read_compressed_scheme(fields: ConfigFields, source: str) -> Scheme:
+    """The same for all groups of layers."""
     stored = fields.text("format", "pack-quantized")
-    groups = fields.raw.get("config_groups")
-    found = set()
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping):
-            found.add(weights.get("num_bits"))
-    if stored in COMPRESSED_FORMATS:
-        for bits in BITS:
-            if found == {bits}:
-                return bits
-    shown = " and ".join(sorted(map(str, found))) or "an unknown number of"
-    raise ModelError(source, f"is quantised with {COMPRESSED}, {shorten(stored)}, {shown} bits", OTHERWISE)
+    found: dict[tuple[str, Any], None] = {}  # type and bits
+    others: list[str] = []  # what is not supported
+    symmetric = []
+    for group in _mapping(fields.raw.get("config_groups")).values():
+        weights = _mapping(_mapping(group).get("weights"))
+        if not weights:
+            continue
+        kind, bits = str(weights.get("type") or "int"), weights.get("num_bits")
+        found[kind, bits if isinstance(bits, int) else shorten(str(bits))] = None
+        symmetric.append(weights.get("symmetric", True) is not False)
+        strategy = weights.get("strategy") or "channel"
+        if kind in STRATEGIES and strategy not in STRATEGIES[kind]:
+            others.append(f"a scale for each {shorten(str(strategy))} of {kind}")
+        own_format = _mapping(group).get("format") or stored
+        if own_format != stored:
+            others.append(f"a group in {shorten(str(own_format))}")
+    for name in ("sparsity_config", "transform_config"):
+        config = _mapping(fields.raw.get(name))
+        if config.get("config_groups") or config.get("format", "dense") != "dense":
+            others.append(name)
+    if stored in COMPRESSED_FORMATS and len(found) == 1 and not others:
+        ((kind, bits),) = found
+        if (kind, bits) in COMPRESSED_FORMATS[stored]:
+            return Scheme(COMPRESSED, bits, is_float=kind == "float", needs_zeros=not any(symmetric))
+    numbers = " and ".join(sorted(f"{kind} of {bits}" for kind, bits in found)) or "an unknown number of"
+    shown = ", ".join([COMPRESSED, shorten(stored), f"{numbers} bits", *others])
+    raise ModelError(source, f"is quantised with {shown}", COMPRESSED_EXPECTED)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 class PackedSource:
@@ -111,6 +156,8 @@ class PackedSource:
         shapes = self._source.shapes()
         codes = shapes.get(layer + CODES[method])
         if codes is None:  # of compressed-tensors, not packed
+            if layer + "weight" not in shapes:
+                raise ModelError(self.name, f"lacks {layer + 'weight'!r}", "a checkpoint as its quantiser wrote it")
             return shapes[layer + "weight"]
         if len(codes) != 2:
             raise ModelError(self.name, f"{layer + CODES[method]!r} has shape {codes}", "two dimensions")
@@ -147,23 +194,23 @@ class PackedSource:
         bits, middle = self._scheme.bits, 2 ** (self._scheme.bits - 1)
         scales, zeros = self._needed(layer, "weight_scale"), self._part(layer, "weight_zero_point")
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales
+        if self._scheme.is_float:
+            return _make_fp8(self._needed(layer, "weight"), scales.expand(shape[0], -1))
         words = self._part(layer, "weight_packed")
-        if words is not None:
-            codes = _unpack(words, bits)
-        else:
-            plain = self._needed(layer, "weight")
-            if plain.is_floating_point():
-                return _make_fp8(plain, scales.expand(shape[0], -1))
-            codes, middle = plain.view(torch.uint8) ^ 128, 128
-        if zeros is not None and zeros.dtype == torch.int32:  # packed along the outputs
+        codes = _codes_of_bytes(self._needed(layer, "weight"), bits) if words is None else _unpack(words, bits)
+        if zeros is None:
+            if self._scheme.needs_zeros:
+                raise ValueError("no zero points, although they are not symmetric")
+            zeros = torch.tensor([[middle]])
+        elif words is not None and zeros.dtype == torch.int32:  # packed along the outputs
             zeros = _unpack(zeros.t(), bits).t()[: shape[0]]
-        elif zeros is not None:
+        else:
             zeros = zeros.view(-1, 1) if zeros.dim() < 2 else zeros
             zeros = zeros.int() + middle
-        else:
-            zeros = torch.tensor([[middle]])
         scales = scales.expand(shape[0], -1)
         order = self._part(layer, "weight_g_idx")
+        if order is not None and (order < 0).any():  # it was never filled: groups are runs of inputs
+            order = None
         return _make_grouped(codes, scales, zeros.expand_as(scales), bits, order)
 
     def _needed(self, layer: str, name: str) -> torch.Tensor:
@@ -226,15 +273,29 @@ def _make_fp8(weight: torch.Tensor, scales: torch.Tensor) -> StoredTensor:
     """Of numbers with a scale for each output."""
     from ratoon.layers import fp8
 
-    if scales.shape[1] != 1:
-        raise ValueError(f"fp8 weights with scales {tuple(scales.shape)}")
+    if weight.dtype != fp8.DTYPE or scales.shape[1] != 1:
+        raise ValueError(f"weights in {weight.dtype} with scales {tuple(scales.shape)}, not one for each output")
     return fp8.stored_rows(weight, scales[:, 0].float().contiguous())
+
+
+def _codes_of_bytes(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """[n, m] int8, whose numbers have so many bits → [n, m] codes from 0 on."""
+    import torch
+
+    if weight.dtype != torch.int8:
+        raise ValueError(f"weights in {weight.dtype}, not torch.int8")
+    codes = weight.view(torch.uint8) + 2 ** (bits - 1)  # the sum wraps: numbers below 0 are above 127 as bytes
+    if codes.numel() and int(codes.max()) >= 2**bits:
+        raise ValueError(f"weights from {int(weight.min())} to {int(weight.max())}, more than {bits} bits hold")
+    return codes
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """[n, m] int32 → [n, m · 32 / bits] codes, the lowest bits of a word first."""
     import torch
 
+    if words.dtype != torch.int32:
+        raise ValueError(f"codes packed in {words.dtype}, not torch.int32")
     codes = words.contiguous().view(torch.uint8)
     return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 

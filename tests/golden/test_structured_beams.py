@@ -57,7 +57,7 @@ SEARCHES: list[Request] = [
     (random_token_ids(length, seed=length), within(asked, width, max_tokens, early_stopping=early))
     for asked, width, max_tokens, early in [
         (WORDS, 3, 20, False), (PAIR, 4, 30, "never"), (FLAGS, 2, 25, True), (FEW, 6, 12, False), (ENUM, 3, 12, False),
-        (WORDS, 2, 14, "never"), (PAIR, 2, 30, False), (FEW, 3, 12, True), (WORDS, 6, 18, False), (ENUM, 6, 12, "never"),
+        (WORDS, 2, 14, "never"), (PAIR, 2, 30, False), (FEW, 3, 12, True), (WORDS, 6, 18, False), (ENUM, 6, 9, "never"),
     ]
     for length in (13, 28)
 ]  # fmt: skip

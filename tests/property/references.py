@@ -93,9 +93,7 @@ def reference_texts(
     search = BeamSearch(params, max_total_tokens - len(request.prompt_token_ids))
     prefixes = prefixes_of(request.prompt_token_ids, request.encoder_input)[-1:]
     while not search.done:
-        found = best_candidates(
-            prefixes, search.scores, search.num_candidates, params, search.num_tokens, vocabulary
-        )
+        found = best_candidates(prefixes, search.scores, search.num_candidates, params, search.num_tokens, vocabulary)
         moves = search.advance(found.scores, found.beams, found.token_ids)
         prefixes = [extend_prefix(prefixes[parent], token) for parent, token in zip(moves.parents, moves.tokens)]
     return search.hypotheses()

@@ -57,7 +57,8 @@ def check_texts(request: EngineCoreRequest, params: BeamSearchParams, drive: Dri
     if received[0].finish in (FinishReason.ABORT, FinishReason.ERROR):
         assert len({choice.finish for choice in received}) == 1
         return
-    event(f"beams: early stopping {params.early_stopping}, {'within a grammar' if params.structured_output else 'free'}")
+    event(f"beams: early stopping {params.early_stopping}")
+    event("beams within a grammar" if params.structured_output else "beams of any text")
     prompt = request.prompt_token_ids
     max_total = min(len(prompt) + params.max_tokens, drive.load.max_model_len)
     expected = reference_texts(request, params, max_total, VOCABULARY)
