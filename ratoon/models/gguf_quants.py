@@ -14,8 +14,6 @@ from ratoon.core.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 14, 30
-
 
 class BlockLayout(NamedTuple):
     format: str
@@ -23,33 +21,44 @@ class BlockLayout(NamedTuple):
     num_bytes: int
 
 
-# Listed here, so that opening a usual file does not import `gguf`.
-COMMON_LAYOUTS = {
-    F32: BlockLayout("F32", 1, 4), F16: BlockLayout("F16", 1, 2), BF16: BlockLayout("BF16", 1, 2),
-    Q4_0: BlockLayout("Q4_0", 32, 18), Q4_1: BlockLayout("Q4_1", 32, 20), Q8_0: BlockLayout("Q8_0", 32, 34),
-    Q4_K: BlockLayout("Q4_K", 256, 144), Q6_K: BlockLayout("Q6_K", 256, 210),
+# By the number of the type in a file. Each is tested against its definition; others are refused.
+LAYOUTS = {
+    0: BlockLayout("F32", 1, 4), 1: BlockLayout("F16", 1, 2), 2: BlockLayout("Q4_0", 32, 18),
+    3: BlockLayout("Q4_1", 32, 20), 6: BlockLayout("Q5_0", 32, 22), 7: BlockLayout("Q5_1", 32, 24),
+    8: BlockLayout("Q8_0", 32, 34), 10: BlockLayout("Q2_K", 256, 84), 11: BlockLayout("Q3_K", 256, 110),
+    12: BlockLayout("Q4_K", 256, 144), 13: BlockLayout("Q5_K", 256, 176), 14: BlockLayout("Q6_K", 256, 210),
+    16: BlockLayout("IQ2_XXS", 256, 66), 17: BlockLayout("IQ2_XS", 256, 74), 18: BlockLayout("IQ3_XXS", 256, 98),
+    19: BlockLayout("IQ1_S", 256, 50), 20: BlockLayout("IQ4_NL", 32, 18), 21: BlockLayout("IQ3_S", 256, 110),
+    22: BlockLayout("IQ2_S", 256, 82), 23: BlockLayout("IQ4_XS", 256, 136), 29: BlockLayout("IQ1_M", 256, 56),
+    30: BlockLayout("BF16", 1, 2), 34: BlockLayout("TQ1_0", 256, 54), 35: BlockLayout("TQ2_0", 256, 66),
+    39: BlockLayout("MXFP4", 32, 17),
 }  # fmt: skip
+TYPES = {layout.format: type_id for type_id, layout in LAYOUTS.items()}
+F16, BF16 = TYPES["F16"], TYPES["BF16"]
 
 
 def block_layout(type_id: int, source: str, tensor: str) -> BlockLayout:
     """How a tensor type is stored. The names are for messages."""
-    if type_id in COMMON_LAYOUTS:
-        return COMMON_LAYOUTS[type_id]
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    if type_id not in LAYOUTS:
+        problem = f"tensor {tensor!r} has the type {_name_of(type_id)}"
+        raise ModelError(source, problem, f"known: {', '.join(sorted(TYPES))}")
+    return LAYOUTS[type_id]
+
+
+def _name_of(type_id: int) -> str:
+    from gguf.constants import GGMLQuantizationType
 
     try:
-        quantization = GGMLQuantizationType(type_id)
-        return BlockLayout(quantization.name, *GGML_QUANT_SIZES[quantization])
-    except (ValueError, KeyError):
-        problem = f"tensor {tensor!r} has the unknown type {type_id}"
-        raise ModelError(source, problem, "a newer `gguf` package may know it") from None
+        return f"{GGMLQuantizationType(type_id).name} ({type_id})"
+    except ValueError:
+        return str(type_id)
 
 
 def plain_dtype(type_id: int) -> torch.dtype | None:
     """The dtype of a type that stores plain floats."""
     import torch
 
-    return {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}.get(type_id)
+    return {TYPES["F32"]: torch.float32, F16: torch.float16, BF16: torch.bfloat16}.get(type_id)
 
 
 def dequantize(blocks: torch.Tensor, type_id: int) -> torch.Tensor:
@@ -103,11 +112,11 @@ def _dequantize_q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 _DEQUANTIZERS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
-    Q8_0: _dequantize_q8_0,
-    Q4_0: _dequantize_q4_0,
-    Q4_1: _dequantize_q4_1,
-    Q4_K: _dequantize_q4_k,
-    Q6_K: _dequantize_q6_k,
+    TYPES["Q8_0"]: _dequantize_q8_0,
+    TYPES["Q4_0"]: _dequantize_q4_0,
+    TYPES["Q4_1"]: _dequantize_q4_1,
+    TYPES["Q4_K"]: _dequantize_q4_k,
+    TYPES["Q6_K"]: _dequantize_q6_k,
 }
 
 
@@ -134,9 +143,4 @@ def _dequantize_with_package(data: torch.Tensor, type_id: int) -> torch.Tensor:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize as gguf_dequantize
 
-    quantization = GGMLQuantizationType(type_id)
-    try:
-        return torch.from_numpy(gguf_dequantize(data.numpy(), quantization))
-    except NotImplementedError:
-        known = "F32, F16, BF16 or a type that the installed `gguf` package can dequantise"
-        raise ModelError("GGUF", f"tensors of type {quantization.name} can't be read", known) from None
+    return torch.from_numpy(gguf_dequantize(data.numpy(), GGMLQuantizationType(type_id)))
