@@ -1,10 +1,11 @@
 """Sockets and connections, below HTTP: where the server listens, how connections are accepted, and their limits.
 
 The socket is bound before the model is loaded, so that a conflict is reported immediately. Connections are uvicorn's
-with httptools, extended by limits: on the size of a request's head and the time it takes, and on how long a client may
-leave an answer unread. Pipelined requests are cancelled when the client disconnects, and a client that has closed its
-own side of the connection still gets its answers. uvicorn has no hooks for these:
-BoundedHttpProtocol and HttpServer override methods that its next versions may change, so pyproject.toml bounds it.
+with httptools, extended by limits: on the size of a request's head and the time it takes, on how long a client may
+leave an answer unread, and on what is read of pipelined requests before their turn. Pipelined requests are cancelled
+when the client disconnects, and a client that has closed its own side of the connection still gets its answers.
+uvicorn has no hooks for these: BoundedHttpProtocol and HttpServer override methods that its next versions may change,
+so pyproject.toml bounds it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ratoon.api.server.exchange import BODY_WRITER
@@ -162,6 +164,10 @@ WRITE_SECONDS = 60.0  # default; the server's settings override it
 FIRST_PROBE_SECONDS = 0.02  # between probes whether a client that has closed its side still waits; they double
 LONGEST_PROBE_SECONDS = 2.0
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client must skip it, even if it did not ask for it
+HEAD_SLICE = 1024  # bytes that are parsed at once where a request's head may be in them: some tens of requests at most
+BODY_SLICE = 64 * 1024  # the same within a body
+MAX_LENGTH_DIGITS = 18  # more is refused by the layer that reads bodies
+MAX_HELD_BYTES = 64 * 1024  # of requests that are not parsed yet; then the connection is not read further
 
 
 class ChunkWriter:
@@ -187,9 +193,23 @@ class ChunkWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
+class HeldFlow(FlowControl):
+    """Does not resume reading while the connection holds enough that was read and is not parsed."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
+    flow: HeldFlow
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._held = bytearray()  # read, and not parsed: earlier requests of the connection are answered first
+        self._num_body_bytes = 0  # that the current request's body still has, if it announced its length
         self._num_head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None  # runs while a head is incomplete
         self._cycles: list[RequestResponseCycle] = []  # several, if the client pipelines requests
@@ -200,6 +220,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = HeldFlow(transport)
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -207,17 +228,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._end_write()
         if self._probe_timer is not None:
             self._probe_timer.cancel()
+        self._held.clear()
         super().connection_lost(exc)
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
 
+    # A client may send requests without waiting for answers. They are parsed when their turn comes, one ahead: parsing
+    # all that has arrived would take the event loop for as long as the client likes.
+
     def data_received(self, data: bytes) -> None:
+        self._held += data
+        self._parse_held()
+
+    def _parse_held(self) -> None:
+        while self._held and not self.pipeline and not self.transport.is_closing():
+            size = min(self._num_body_bytes, BODY_SLICE) or HEAD_SLICE
+            piece = bytes(self._held[:size])
+            del self._held[:size]
+            self._parse(piece)
+        self.flow.is_full = len(self._held) > MAX_HELD_BYTES
+        if self.flow.is_full:
+            self.flow.pause_reading()
+        if self._half_closed:
+            self._end_incomplete()
+
+    def _parse(self, data: bytes) -> None:
         self._num_head_bytes += len(data)
         super().data_received(data)
         if self._head_timer is not None and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes = max(0, self._num_body_bytes - len(body))
+        super().on_body(body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -240,6 +285,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self.flow.write_paused and self.transport.get_write_buffer_size():
             self._begin_write()  # the rest, for which no task waits
+        if self._held and not self.transport.is_closing():
+            self._parse_held()
+            self.flow.resume_reading()
         self._close_behind_last_answer()
 
     def _begin_write(self) -> None:
@@ -262,27 +310,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
+        length = next((value for name, value in self.headers if name == b"content-length"), b"")
+        self._num_body_bytes = int(length) if length.isdigit() and len(length) <= MAX_LENGTH_DIGITS else 0
+        if self.scope["http_version"] == "1.0":  # whose clients know no interim answers
+            self.cycle.waiting_for_100_continue = False
         self.scope["extensions"] = {BODY_WRITER: ChunkWriter(self.cycle)}  # type: ignore[dict-item]
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client has closed its side. True, and the connection stays open, while there are answers to send."""
         self._half_closed = True
         self._end_head()
-        for cycle in self._unanswered():
-            if cycle.more_body:  # the rest of its body will not arrive
-                cycle.disconnected = True
-                cycle.message_event.set()
-        if all(cycle.more_body for cycle in self._unanswered()):
+        self._end_incomplete()
+        if not self._unanswered():
             return False
         self._probe(FIRST_PROBE_SECONDS)
         return True
 
+    def _end_incomplete(self) -> None:
+        """The client has closed its side: what is missing of a body will not arrive."""
+        for cycle in self._unanswered() if not self._held else ():
+            if cycle.more_body:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
     def _close_behind_last_answer(self) -> None:
-        if self._half_closed and not self._unanswered() and not self.transport.is_closing():
+        if self._half_closed and not self._held and not self._unanswered() and not self.transport.is_closing():
             self.transport.close()
 
     def _unanswered(self) -> list[RequestResponseCycle]:
-        return [cycle for cycle in self._cycles if not cycle.response_complete]
+        return [cycle for cycle in self._cycles if not cycle.response_complete and not cycle.disconnected]
 
     def _probe(self, seconds: float) -> None:
         """A disconnected client looks the same as one that only closed its side, until something is sent to it: then
