@@ -5,7 +5,7 @@ host         403 for host names that are not the server's; only without API keys
 CORS         only where origins were given
 draining     503 once the server shuts down
 key          401, 403
-body         413, 408; from here on the body is in memory
+body         413, 408, 417, 503; from here on the body is in memory
 disconnect   cancels the request when the client disconnects
 routes       FastAPI
 """
@@ -110,6 +110,7 @@ def build_app(context: ServerContext) -> AsgiApp:
         app,
         BodyLimit(settings.max_body, "--max-body"),
         settings.body_timeout,
+        context.bodies,
         {route.path: audio_limit for route in audio.router.routes if isinstance(route, APIRoute)},
     )
     if settings.api_keys or settings.admin:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from ratoon.api.answer_parts.parser import choose_answer_format
 from ratoon.api.answer_parts.plan import AnswerPlan, answer_plan
 from ratoon.api.answer_parts.tool_use import NO_TOOLS, ToolUse
+from ratoon.api.server.body_budget import BodyBudget
 from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.logprobs import TokenTexts
 from ratoon.api.server.middleware import AllowedHosts
@@ -62,8 +63,11 @@ class ServerContext:
     ignored_fields: IgnoredFieldsLog = field(default_factory=IgnoredFieldsLog)
     queue: SharedLimit = field(init=False)  # unfinished prompts of all requests, which API keys share
 
+    bodies: BodyBudget = field(init=False)  # of all requests
+
     def __post_init__(self) -> None:
         self.queue = SharedLimit(self.settings.max_queue)
+        self.bodies = BodyBudget(self.settings.max_total_body)
 
     @property
     def num_unfinished(self) -> int:

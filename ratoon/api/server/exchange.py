@@ -44,7 +44,8 @@ class Exchange:
     writer: BodyWriter | None = None  # None: the HTTP server has none
     tenant: str | None = None  # derived from the API key; None without keys
     trace_headers: dict[str, str] | None = None  # the client's trace context
-    body: bytes = b""
+    body: bytes = b""  # until it is parsed
+    body_size: int = 0  # in bytes; known once the body has arrived
     status: int = 0  # 0: no response was started
     notes: tuple[str, ...] = ()  # notes for the client about how its request was handled
     ignored_fields: str = ""  # names of fields of the body that are unknown, as the header has them

@@ -17,7 +17,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from ratoon.api.server.errors import ApiError, shutting_down
+from ratoon.api.server.body_budget import SMALL_BODY, STALL_SECONDS, BodyBudget, BodyPlace
+from ratoon.api.server.errors import SERVER_ERROR, ApiError, shutting_down
 from ratoon.api.server.exchange import (
     BODY_WRITER,
     CLIENTS_REQUEST_ID,
@@ -277,71 +278,128 @@ class BodyLimit(NamedTuple):
 
 
 class BoundedBody:
-    """Puts the body into the exchange. For inner layers, `receive` only reports that the client disconnected."""
+    """Puts the body into the exchange, once there is a place for it in the server's memory. For inner layers, `receive`
+    only reports that the client disconnected."""
 
-    def __init__(self, app: AsgiApp, limit: BodyLimit, timeout: float, others: Mapping[str, BodyLimit] = {}) -> None:
+    def __init__(
+        self,
+        app: AsgiApp,
+        limit: BodyLimit,
+        timeout: float,
+        budget: BodyBudget,
+        others: Mapping[str, BodyLimit] = {},
+    ) -> None:
         """`others` are limits of single paths."""
         self._app = app
         self._limit = limit
         self._others = others
         self._timeout = timeout
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._answer(scope, receive, send)
-        finally:
-            if _announced_length(scope) >= LARGE or len(exchange_of(scope).body) >= LARGE:
-                return_memory_soon(asyncio.get_running_loop())
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] in METHODS_WITH_BODY:
-            limit = self._others.get(scope["path"], self._limit)
+        with contextlib.ExitStack() as places:
             try:
-                _check_announced_length(scope, limit)
-                async with asyncio.timeout(self._timeout):
-                    body = await _read_body(receive, limit)
-            except ApiError as error:
-                return await send_error(scope, send, error)
-            except TimeoutError:
-                message = f"The body was not complete after {self._timeout:g} seconds"
-                return await send_error(scope, send, ApiError(408, message, code="body_timeout", headers=CLOSE))
-            if body is None:
-                return None
-            exchange_of(scope).body = body
+                await self._answer(scope, receive, send, places)
+            finally:
+                if exchange_of(scope).body_size >= LARGE:
+                    return_memory_soon(asyncio.get_running_loop())
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, places: contextlib.ExitStack) -> None:
+        try:
+            _check_expectation(scope)
+            if scope["method"] in METHODS_WITH_BODY:
+                limit = self._others.get(scope["path"], self._limit)
+                body = await self._read(scope, receive, limit, places)
+                if body is None:
+                    return None
+                exchange_of(scope).body = body
+        except ApiError as error:
+            return await send_error(scope, send, error)
         await self._app(scope, receive, send)
 
+    async def _read(
+        self, scope: Scope, receive: Receive, limit: BodyLimit, places: contextlib.ExitStack
+    ) -> bytes | None:
+        """None: the client disconnected."""
+        exchange, announced = exchange_of(scope), _check_announced_length(scope, limit)
 
-def _announced_length(scope: Scope) -> int:
-    announced = header(scope, b"content-length") or b""
-    return int(announced) if announced.isdigit() and len(announced) <= LONGEST_LENGTH else 0
+        async def take_place(num_bytes: int) -> BodyPlace:
+            place = await self._budget.take(exchange.tenant, num_bytes)
+            if place is None:
+                raise _no_room()
+            places.callback(place.give_back)
+            return place
+
+        # A body that does not say how long it is counts as small, and as one of the largest when it is not.
+        place = await take_place(SMALL_BODY if announced is None else announced)
+        pieces: list[bytes] = []
+        try:
+            async with asyncio.timeout(self._timeout) as timeout:
+                place.begin(timeout)
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    place.note_arrival()
+                    pieces.append(message.get("body", b""))
+                    exchange.body_size += len(pieces[-1])
+                    if exchange.body_size > limit.num_bytes:
+                        raise _body_too_large(limit)
+                    if not message.get("more_body", False):
+                        break
+                    if exchange.body_size > place.num_bytes:
+                        small, place = place, await take_place(limit.num_bytes)
+                        small.give_back()
+                        place.begin(timeout)
+        except TimeoutError:
+            raise _body_stalled() if place.is_lost else _body_too_slow(self._timeout) from None
+        place.end()
+        place.shrink(exchange.body_size)
+        if len(pieces) == 1:
+            return pieces[0]
+        if exchange.body_size < LARGE:
+            return b"".join(pieces)
+        return await asyncio.to_thread(b"".join, pieces)  # which releases Python's lock
 
 
-def _check_announced_length(scope: Scope, limit: BodyLimit) -> None:
+def _check_expectation(scope: Scope) -> None:
+    """The HTTP server answers 100-continue when the body is asked for. HTTP/1.0 has no expectations."""
+    expected = header(scope, b"expect")
+    if expected is not None and expected.strip().lower() != b"100-continue" and scope["http_version"] != "1.0":
+        raise ApiError(417, "Expect: only 100-continue is supported", code="expectation_failed", headers=CLOSE)
+
+
+def _check_announced_length(scope: Scope, limit: BodyLimit) -> int | None:
+    """None: the body comes in chunks, and its length is not known."""
     announced = header(scope, b"content-length")
     if announced is None:
-        return
+        return None
     if not announced.isdigit():
         raise ApiError(400, "Content-Length is not a number", headers=CLOSE)
     # A number this long is larger than any body, and slow to convert.
     if len(announced) > LONGEST_LENGTH or int(announced) > limit.num_bytes:
         raise _body_too_large(limit)
+    return int(announced)
 
 
-async def _read_body(receive: Receive, limit: BodyLimit) -> bytes | None:
-    """None: the client disconnected."""
-    pieces: list[bytes] = []
-    num_bytes = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        piece = message.get("body", b"")
-        num_bytes += len(piece)
-        if num_bytes > limit.num_bytes:
-            raise _body_too_large(limit)
-        pieces.append(piece)
-        if not message.get("more_body", False):
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+def _no_room() -> ApiError:
+    return ApiError(
+        503,
+        "The bodies of other requests take all the memory that there is for them (--max-total-body); try again later",
+        kind=SERVER_ERROR,
+        code="server_overloaded",
+        headers={**CLOSE, "Retry-After": "5"},
+    )
+
+
+def _body_too_slow(seconds: float) -> ApiError:
+    message = f"The body was not complete after {seconds:g} seconds"
+    return ApiError(408, message, code="body_timeout", headers=CLOSE)
+
+
+def _body_stalled() -> ApiError:
+    message = f"Nothing of the body has arrived for {STALL_SECONDS:g} seconds, while others wait for its place"
+    return ApiError(408, message, code="body_timeout", headers=CLOSE)
 
 
 def _body_too_large(limit: BodyLimit) -> ApiError:

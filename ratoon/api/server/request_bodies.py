@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -42,9 +43,12 @@ _lanes = WorkLanes("body", LONG_BODY)
 async def read_body(request: Request, model: type[Model]) -> Model:
     """The body as `model`. ApiError for anything that is not exactly that."""
     _check_content_type(request.scope)
-    context, body = context_of(request), exchange_of(request.scope).body
+    context, exchange = context_of(request), exchange_of(request.scope)
+    body, exchange.body = exchange.body, b""  # its contents are kept, and not the text as well
     filter = _field_filter(request)
-    asked = await _lanes.run(len(body), lambda: parse_body(body, model, filter, context.extent_limit))
+    work = partial(parse_body, body, model, filter, context.extent_limit)
+    del body
+    asked = await _lanes.run(exchange.body_size, work)
     _report_ignored(request, filter)
     return asked
 
@@ -153,8 +157,10 @@ async def read_form(request: Request, model: type[Model]) -> Model:
     boundary = _boundary(request.scope)
     exchange = exchange_of(request.scope)
     # A recording is large: parsing takes time, and the second copy should be freed immediately after it.
-    fields = await asyncio.to_thread(parse_form, exchange.body, boundary)
+    work = partial(parse_form, exchange.body, boundary)
     exchange.body = b""
+    fields = await asyncio.to_thread(work)
+    del work
     filter = _field_filter(request)
     asked = _validate(fields, model, filter)
     _report_ignored(request, filter)

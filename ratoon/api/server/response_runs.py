@@ -104,7 +104,7 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
     parent = None
     if asked.previous_response_id is not None:
         parent = await find_previous(context, asked.previous_response_id, owner)
-    size = len(exchange.body)
+    size = exchange.body_size
     known = context.responses.items(owner) if has_references(asked.input) else {}
     items = await off_loop(size, partial(read_input, asked.input, known))
     if parent is None and not items:

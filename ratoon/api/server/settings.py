@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ratoon.api.answer_parts.parser import check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import REASONING_FORMATS
 from ratoon.api.answer_parts.tool_formats import TOOL_FORMATS
+from ratoon.api.server.body_budget import least_limit
 from ratoon.core.errors import ConfigError
 from ratoon.core.setting import SECONDS, at_least, number, setting, verify_settings, whole_between
 
@@ -75,6 +76,9 @@ class ServerSettings:
 
     max_body: int = setting(16 * MEBIBYTE, "largest body of a request", size=True, group="limits")
     max_audio: int = setting(64 * MEBIBYTE, "largest body of a request with a recording", size=True, group="limits")
+    max_total_body: int = setting(
+        512 * MEBIBYTE, "bodies of all unanswered requests together, which API keys share", size=True, group="limits"
+    )
     max_audio_seconds: float = setting(2 * 3600.0, "longest recording", SECONDS, group="limits")
     body_timeout: float = setting(60.0, "seconds until a body must have arrived in full", SECONDS, group="limits")
     write_timeout: float = setting(
@@ -96,6 +100,7 @@ class ServerSettings:
         from ratoon.api.server.middleware import is_host_name  # here, because the command line imports this module
 
         verify_settings(self)
+        self._verify_total_body()
         if self.strict and self.lenient:
             raise ConfigError("lenient", "contradicts strict", "one of the two, or neither")
         check_parser_names(self.tool_parser, self.reasoning_parser)
@@ -112,6 +117,12 @@ class ServerSettings:
             raise ConfigError("allow_host", "is not a host name", "a name or an address, without scheme and port")
         if any(not name for name in self.served_names):
             raise ConfigError("served_model_name", "is empty", "at least one character")
+
+    def _verify_total_body(self) -> None:
+        largest = max(self.max_body, self.max_audio)
+        if self.max_total_body < least_limit(largest):
+            problem = f"{self.max_total_body} bytes have no room for a body of {largest} (max_body, max_audio)"
+            raise ConfigError("max_total_body", problem, f"{least_limit(largest)} or more")
 
     @property
     def unknown_fields(self) -> UnknownFields:

@@ -80,7 +80,7 @@ async def make_batch(
         (asked.top_logprobs or 0) if asked.logprobs else None,
         asked.prompt_logprobs,
     )
-    size = len(exchange.body)
+    size = exchange.body_size
     origin = await chat_origin(context, asked, plan.tools, size)
     prompt, fallback = UNKNOWN_PROMPT, None
     if origin is None:

@@ -78,7 +78,7 @@ async def create_message(request: Request) -> Response:
     openapi_extra=body(CountedMessages, {name: EXAMPLE[name] for name in ("model", "messages")}),
 )
 async def count_tokens(request: Request) -> Response:
-    context, size = context_of(request), len(exchange_of(request.scope).body)
+    context, size = context_of(request), exchange_of(request.scope).body_size
     asked = await read_body(request, CountedMessages)
     context.check_model(asked.model)
     try:
@@ -144,10 +144,10 @@ async def make_run(context: ServerContext, asked: MessagesRequest, exchange: Exc
     context.llm.verify_generates()
     plan = make_plan(context, asked)
     params = make_params(context, asked)
-    rendered = await render(context, asked, plan, len(exchange.body))
+    rendered = await render(context, asked, plan, exchange.body_size)
     token_ids = await encode_within_context(context, PARAM, rendered.text)
     check_token_limit(context, 1, params, len(token_ids))
-    params = await off_loop(len(exchange.body), partial(plan.params, params, rendered.text))
+    params = await off_loop(exchange.body_size, partial(plan.params, params, rendered.text))
     batch = Batch(
         id=new_id("msg"),
         prompts=[EncodedPrompt(rendered.text, token_ids)],

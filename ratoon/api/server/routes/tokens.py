@@ -68,7 +68,7 @@ async def tokenize(request: Request) -> Response:
     asked = await read_body(request, TokenizeRequest)
     if asked.model is not None:
         context.check_model(asked.model)
-    token_ids = await encode(context, asked, len(exchange_of(request.scope).body))
+    token_ids = await encode(context, asked, exchange_of(request.scope).body_size)
     answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": context.max_model_len}
     if asked.return_token_strs:
         answer["token_strs"] = await off_loop(len(token_ids), lambda: name_tokens(context, token_ids))
