@@ -53,16 +53,18 @@ class WholeAnswer:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, parts: Iterable[Part]) -> None:
+        reasoning, content = [self.reasoning], [self.content]  # joined once: an answer can have many parts
         for part in parts:
             match part:
                 case ReasoningDelta(text):
-                    self.reasoning += text
+                    reasoning.append(text)
                 case ContentDelta(text):
-                    self.content += text
+                    content.append(text)
                 case ToolCallBegin(_, call_id, name):
                     self.tool_calls.append(ToolCall(call_id, name))
                 case ToolCallArguments(index, text):
                     self.tool_calls[index].arguments += text
+        self.reasoning, self.content = "".join(reasoning), "".join(content)
 
     def as_openai_message(self) -> dict[str, object]:
         """An assistant's message, as OpenAI's protocol has it; `reasoning_content` is vLLM's and DeepSeek's name."""
@@ -80,24 +82,24 @@ class BlankHolder:
 
     def __init__(self, emit: Callable[[str], None], skips: bool = False) -> None:
         self._emit = emit
-        self._held = ""
+        self._held: list[str] = []
         self._skips = skips  # blanks at the start
 
     def add(self, text: str) -> None:
         solid = text.rstrip()
         if solid:
-            self._emit(solid.lstrip() if self._skips else self._held + solid)
-            self._held, self._skips = text[len(solid) :], False
+            self._emit(solid.lstrip() if self._skips else "".join([*self._held, solid]))
+            self._held, self._skips = [text[len(solid) :]], False
         elif not self._skips:
-            self._held += text
+            self._held.append(text)
 
     def begin_again(self) -> None:
         """Drop what is held, and blanks that follow."""
-        self._held, self._skips = "", True
+        self._held, self._skips = [], True
 
     def release(self) -> None:
-        self._emit(self._held)
-        self._held = ""
+        self._emit("".join(self._held))
+        self._held = []
 
 
 class PartSink:

@@ -1,7 +1,8 @@
 """Reads a text character by character, as generators that wait for the next one.
 
 A parser written this way can't depend on how its text was cut into pieces. `Source.next` is the one place that waits;
-what was read for nothing is given back and read again, without waiting.
+what was read for nothing is given back and read again, without waiting. How much is read again is bounded: a text of
+beginnings without an end would be read as often as it has any.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ END = ""  # sent, and read from then on, when the text has ended
 BLANKS = frozenset(" \t\r\n")
 SCALAR = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-.")  # true, null, -1.5e+3, NaN
 OUTSIDE_STRINGS = frozenset("{}[]:,") | SCALAR | BLANKS
+MOST_READ_AGAIN = 32 * 1024  # characters; every new one allows one more, up to this
 
 
 class MalformedError(Exception):
@@ -29,6 +31,7 @@ class Source:
         self._returned: list[str] = []  # to be read again; the next one is the last
         self._recorded: list[str] = []
         self._has_ended = False
+        self._may_read_again = MOST_READ_AGAIN
         # While a text without any of these characters would only be passed on: them, and where to. A shortcut.
         self.passing: tuple[frozenset[str], Emit] | None = None
 
@@ -43,6 +46,8 @@ class Source:
             if char == END:
                 self._has_ended = True
                 return END
+            if self._may_read_again < MOST_READ_AGAIN:
+                self._may_read_again += 1
         self._recorded.append(char)
         return char
 
@@ -57,8 +62,20 @@ class Source:
         self._recorded.clear()
 
     def rewind(self) -> None:
+        self._may_read_again -= len(self._recorded)
         self._returned.extend(reversed(self._recorded))
         self._recorded.clear()
+
+    @property
+    def is_worn_out(self) -> bool:
+        """More was read again than any answer needs that was meant to be read."""
+        return self._may_read_again < 0
+
+    def take_returned(self) -> str:
+        """All that would be read again."""
+        text = "".join(reversed(self._returned))
+        self._returned.clear()
+        return text
 
 
 def until(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str | None]:
@@ -80,6 +97,15 @@ def until(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str | Non
             held = held[1:]
         if held in marks:
             return held
+
+
+def until_call(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str | None]:
+    """The same for marks before calls, of which the text may have any number. In a text that was read again too often
+    no more calls are looked for: the rest is content."""
+    if source.is_worn_out:
+        emit(source.take_returned())
+        marks = ()
+    return (yield from until(source, marks, emit))
 
 
 def opens_with(source: Source, marks: Sequence[str], behind: frozenset[str] = BLANKS) -> Reading[bool]:

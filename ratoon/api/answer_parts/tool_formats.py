@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 from ratoon.api.answer_parts.calls import CallInProgress, read_arguments, read_call, read_calls
 from ratoon.api.answer_parts.parts import PartSink
-from ratoon.api.answer_parts.reading import BLANKS, END, MalformedError, Reading, Source, opens_with, skip, until
+from ratoon.api.answer_parts.reading import (
+    BLANKS,
+    END,
+    MalformedError,
+    Reading,
+    Source,
+    opens_with,
+    skip,
+    until,
+    until_call,
+)
 from ratoon.api.answer_parts.written_calls import FUNCTION, NAME, PARAMETER, read_python_calls, read_xml_call
 
 MISTRAL_ID_LENGTH = 9  # Mistral's templates refuse other ids
@@ -51,7 +61,7 @@ class ToolFormat:
 
 def _read_hermes(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, anywhere in the text."""
-    while (mark := (yield from until(source, ("<tool_call>",), sink.content))) is not None:
+    while (mark := (yield from until_call(source, ("<tool_call>",), sink.content))) is not None:
         if (yield from read_call(source, sink)):
             yield from opens_with(source, ("</tool_call>",), BLANKS | {"}"})  # small models close too many braces
         else:
@@ -60,7 +70,7 @@ def _read_hermes(source: Source, sink: PartSink, known_names: Collection[str]) -
 
 def _read_mistral(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
     """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and the later form [TOOL_CALLS]name[ARGS]{…}."""
-    while (mark := (yield from until(source, ("[TOOL_CALLS]",), sink.content))) is not None:
+    while (mark := (yield from until_call(source, ("[TOOL_CALLS]",), sink.content))) is not None:
         is_read = yield from read_calls(source, sink, None)
         is_read = is_read or (yield from _read_named_call(source, sink))
         if not is_read:
@@ -95,7 +105,7 @@ def _read_named_call(source: Source, sink: PartSink) -> Reading[bool]:
 def _read_llama3_json(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
     """{"name": …, "parameters": {…}}, several separated by semicolons: as the whole text, or behind <|python_tag|>."""
     yield from read_calls(source, sink, known_names)
-    while (mark := (yield from until(source, ("<|python_tag|>",), sink.content))) is not None:
+    while (mark := (yield from until_call(source, ("<|python_tag|>",), sink.content))) is not None:
         if not (yield from read_calls(source, sink, None)):
             sink.content(mark)
 
@@ -103,7 +113,7 @@ def _read_llama3_json(source: Source, sink: PartSink, known_names: Collection[st
 def _read_qwen3_coder(source: Source, sink: PartSink, known_names: Collection[str]) -> Reading[None]:
     """<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>, anywhere in the text, the
     outer mark missing at times; and the form of Hermes."""
-    while (mark := (yield from until(source, ("<tool_call>", FUNCTION), sink.content))) is not None:
+    while (mark := (yield from until_call(source, ("<tool_call>", FUNCTION), sink.content))) is not None:
         source.mark()
         if mark == FUNCTION or (yield from opens_with(source, (FUNCTION,))):
             is_read = yield from read_xml_call(source, sink, known_names)
