@@ -108,8 +108,11 @@ def until_call(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str 
     return (yield from until(source, marks, emit))
 
 
-def opens_with(source: Source, marks: Sequence[str], behind: frozenset[str] = BLANKS) -> Reading[bool]:
-    """Whether one of the marks comes next, behind blanks or the like. If not, nothing was read."""
+def opens_with(
+    source: Source, marks: Sequence[str], behind: frozenset[str] = BLANKS, *, may_be_cut: bool = False
+) -> Reading[bool]:
+    """Whether one of the marks comes next, behind blanks or the like. If not, nothing was read. `may_be_cut`: where the
+    text ends within a mark, that is the mark."""
     source.mark()
     read = yield from skip(source, behind)
     while any(mark.startswith(read) for mark in marks) and read != END:
@@ -117,6 +120,8 @@ def opens_with(source: Source, marks: Sequence[str], behind: frozenset[str] = BL
             return True
         char = yield from source.next()
         if char == END:
+            if may_be_cut:
+                return True
             break
         read += char
     source.rewind()

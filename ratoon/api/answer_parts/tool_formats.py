@@ -25,6 +25,8 @@ from ratoon.api.answer_parts.reading import (
 )
 from ratoon.api.answer_parts.written_calls import FUNCTION, NAME, PARAMETER, read_python_calls, read_xml_call
 
+CALL_ENDS = ("</tool_call>",)
+BEFORE_CALL_END = BLANKS | {"}"}  # small models close too many braces
 MISTRAL_ID_LENGTH = 9  # Mistral's templates refuse other ids
 
 
@@ -63,7 +65,7 @@ def _read_hermes(source: Source, sink: PartSink, known_names: Collection[str]) -
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, anywhere in the text."""
     while (mark := (yield from until_call(source, ("<tool_call>",), sink.content))) is not None:
         if (yield from read_call(source, sink)):
-            yield from opens_with(source, ("</tool_call>",), BLANKS | {"}"})  # small models close too many braces
+            yield from opens_with(source, CALL_ENDS, BEFORE_CALL_END, may_be_cut=True)
         else:
             sink.content(mark)
 
@@ -120,7 +122,7 @@ def _read_qwen3_coder(source: Source, sink: PartSink, known_names: Collection[st
         else:
             is_read = yield from read_call(source, sink)
         if is_read:
-            yield from opens_with(source, ("</tool_call>",), BLANKS | {"}"})
+            yield from opens_with(source, CALL_ENDS, BEFORE_CALL_END, may_be_cut=True)
         else:
             sink.content(mark)
 
@@ -131,7 +133,7 @@ def _read_pythonic(source: Source, sink: PartSink, known_names: Collection[str])
     is_read = yield from read_calls(source, sink, known_names)
     is_read = is_read or (yield from read_python_calls(source, sink, known_names))
     if is_read:
-        yield from opens_with(source, (PYTHON_END,))
+        yield from opens_with(source, (PYTHON_END,), may_be_cut=True)
     elif has_mark:
         sink.content(PYTHON_START)
     yield from until(source, (), sink.content)

@@ -26,9 +26,9 @@ MARKS = {
 }
 # What follows the mark of a call, again and again
 UNITS = [
-    "{", '{"', '{"a":"', '{"a":[', '{"a":1,', '{"arguments":{', '{"arguments":"', '{"name":"f",', '{"name":"f","arguments":{',
-    "[", " ", "\n", "}", "]", '"', "\\", "a", "f[ARGS]", "f[", "f{", "f(", "f(a=", "f(a=[", "f(a='", "f(a=1),", "1,", "<", "-",
-    "</parameter>", "<parameter=a>", "</function>", "</tool_call>", "é",
+    "{", '{"', '{"a":"', '{"a":[', '{"a":1,', '{"arguments":{', '{"arguments":"', '{"name":"f",',
+    '{"name":"f","arguments":{', "[", " ", "\n", "}", "]", '"', "\\", "a", "f[ARGS]", "f[", "f{", "f(", "f(a=",
+    "f(a=[", "f(a='", "f(a=1),", "1,", "<", "-", "</parameter>", "<parameter=a>", "</function>", "</tool_call>", "é",
 ]  # fmt: skip
 CASES = [
     (name, before, unit)
