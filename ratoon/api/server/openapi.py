@@ -82,15 +82,17 @@ DESCRIPTIONS = {
     404: "No such model, no such request, or no such path",
     405: "The path does not support this method",
     408: "The body did not arrive in time",
+    410: "Events of the response were dropped; the message says from which number on they are there",
     413: "The body is too large, or the answer would be",
     415: "The body's type is not supported; the message names it",
+    417: "The header Expect has anything but 100-continue",
     429: "Too many unfinished requests; try again later",
     500: "The server or the engine failed",
-    503: "The server is shutting down, or its engine is not running",
+    503: "The server is shutting down or has no memory for the body, or its engine is not running",
     504: "The request's own deadline has passed",
 }
 MODEL = "MODEL"  # in examples; the document has the served model's name in its place
-ALWAYS = (401, 403, 500, 503)
+ALWAYS = (401, 403, 417, 500, 503)
 WITH_BODY = (400, 408, 413, 415)
 
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ratoon.api.server.errors import ApiError, refused
 
 Item = dict[str, Any]
+
+
+class FoundItem(NamedTuple):
+    """An item of an earlier response."""
+
+    item: Item
+    num_bytes: int  # of its JSON
+
+
+FindItems = Callable[[Iterable[str]], Mapping[str, FoundItem]]  # by id
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ITEM_FORM = 'an item such as {"role": "user", "content": "Hello"}'
@@ -26,17 +36,18 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
-def has_references(given: str | Sequence[Item] | None) -> bool:
-    """Whether items of earlier responses are needed to read a request's."""
-    return not isinstance(given, str) and any(_kind_of(item) == REFERENCE for item in given or ())
-
-
-def read_input(given: str | Sequence[Item] | None, known: Mapping[str, Item]) -> list[Item]:
-    """The items of a request; `known` are those that it may refer to, by id. ApiError names the first that is wrong."""
+def read_input(given: str | Sequence[Item] | None, find: FindItems, max_referred: int) -> list[Item]:
+    """The items of a request. `find` finds those of earlier responses by id, which it may refer to, `max_referred`
+    bytes of them. ApiError names the first that is wrong."""
     if given is None:
         return []
     if isinstance(given, str):
         return [_message("user", given, "input")]
+    referred = [item_id for item in given if _kind_of(item) == REFERENCE and isinstance(item_id := item.get("id"), str)]
+    known = find(referred) if referred else {}
+    num_bytes = sum(known[item_id].num_bytes for item_id in referred if item_id in known)
+    if num_bytes > max_referred:
+        raise refused("input", f"refers to items of {num_bytes} bytes", f"at most {max_referred} (--max-body)")
     return [_read_item(f"input[{index}]", item, known) for index, item in enumerate(given)]
 
 
@@ -47,7 +58,7 @@ def _kind_of(item: Item) -> Any:
     return kind
 
 
-def _read_item(name: str, item: Item, known: Mapping[str, Item]) -> Item:
+def _read_item(name: str, item: Item, known: Mapping[str, FoundItem]) -> Item:
     kind = _kind_of(item)
     match kind:
         case "message":
@@ -78,7 +89,7 @@ def _read_item(name: str, item: Item, known: Mapping[str, Item]) -> Item:
             if found is None:
                 problem = f"there is no item {_shown(item['id'])} in a stored response"
                 raise ApiError(404, f"{name}.id: {problem}", param=f"{name}.id", code="item_not_found")
-            return found
+            return found.item
     raise _wrong(f"{name}.type", kind, ", ".join(KINDS))
 
 
@@ -181,7 +192,7 @@ def function_call(call_id: str, name: str, arguments: str, status: str = "comple
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """As chat templates expect them. A call that was cut off is left out: it has no valid arguments."""
+    """As chat templates expect them. A call that was cut off within its arguments is left out: chat refuses it."""
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the functions, by call id
     for item in items:
@@ -192,7 +203,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
                 messages.append({"role": item["role"], "content": _content_of(item)})
             case "reasoning":
                 _assistant(messages, "reasoning_content")["reasoning_content"] = _content_of(item)
-            case "function_call" if item["status"] != "incomplete":
+            case "function_call" if item["status"] != "incomplete" or _has_arguments(item):
                 names[item["call_id"]] = item["name"]
                 _assistant(messages).setdefault("tool_calls", []).append(_chat_call(item))
             case "function_call_output":
@@ -213,6 +224,10 @@ def _assistant(messages: list[dict[str, Any]], field: str | None = None) -> dict
         last = {"role": "assistant", "content": ""}
         messages.append(last)
     return last
+
+
+def _has_arguments(item: Item) -> bool:
+    return isinstance(_parse(item["arguments"] or "{}"), dict)
 
 
 def _content_of(item: Item) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.continuations import Origin
-from ratoon.api.server.errors import ApiError, context_length_exceeded
+from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_text, off_loop, render_messages
 from ratoon.api.server.protocol.chat import template_variables
 from ratoon.api.server.protocol.responses import ResponsesRequest
@@ -39,9 +39,9 @@ class PlacedPrompt:
     def transcript(self, is_continuation: bool, num_prompt_tokens: int) -> Transcript:
         """Of the prompt as it was computed."""
         inherited = self.inherited if is_continuation else ()
-        num_chars = sum(len(segment.text) for segment in inherited)
+        num_chars = sum(segment.num_chars for segment in inherited)
         num_tokens = sum(segment.num_tokens for segment in inherited)
-        return (*inherited, Segment(self.text[num_chars:], num_prompt_tokens - num_tokens))
+        return (*inherited, Segment.of(self.text[num_chars:], num_prompt_tokens - num_tokens))
 
     async def whole(self, context: ServerContext) -> EncodedPrompt:
         """The prompt without its parent."""
@@ -58,9 +58,14 @@ async def place_prompt(
 ) -> PlacedPrompt:
     """`items` are the new ones, and `size` is roughly that of the request in characters. ApiError if the conversation
     is too long, and may not be truncated or is too long nevertheless."""
-    before = [] if parent is None else items_of(parent.turn)
-    whole = [*before, *items]
-    size += 0 if parent is None else parent.turn.num_bytes
+    whole = items
+    if parent is not None:
+        size += parent.turn.num_bytes
+        if size > context.settings.max_body:
+            problem = f"the conversation has {size} bytes, this turn included"
+            raise refused("previous_response_id", problem, f"at most {context.settings.max_body} (--max-body)")
+        turn = parent.turn
+        whole = [*await off_loop(size, lambda: items_of(turn)), *items]
 
     async def place(kept: Sequence[Item]) -> PlacedPrompt:
         return await _place(context, await _render(context, asked, tools, kept, size), parent)

@@ -25,7 +25,7 @@ from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit
 from ratoon.api.server.prompts import off_loop
 from ratoon.api.server.protocol.responses import INCLUDABLE, LOGPROBS, ResponsesRequest
 from ratoon.api.server.response_events import EventWriter, OutputBuilder
-from ratoon.api.server.response_items import has_references, new_id, read_input
+from ratoon.api.server.response_items import new_id, read_input
 from ratoon.api.server.response_logprobs import MessageLogprobs
 from ratoon.api.server.response_prompts import PARAM, PlacedPrompt, place_prompt
 from ratoon.api.server.response_store import (
@@ -37,7 +37,10 @@ from ratoon.api.server.response_store import (
     INCOMPLETE,
     EventLog,
     StoredResponse,
+    Turn,
+    encode_head,
 )
+from ratoon.api.server.stored_items import store_items
 from ratoon.core.errors import EngineError, RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind, SamplingParams
@@ -105,8 +108,8 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
     if asked.previous_response_id is not None:
         parent = await find_previous(context, asked.previous_response_id, owner)
     size = exchange.body_size
-    known = context.responses.items(owner) if has_references(asked.input) else {}
-    items = await off_loop(size, partial(read_input, asked.input, known))
+    find = context.responses.finder(owner)
+    items = await off_loop(size, partial(read_input, asked.input, find, context.settings.max_body))
     if parent is None and not items:
         raise refused(PARAM, "is empty", "text, or items")
     prompt = await place_prompt(context, asked, plan.tools, items, parent, size)
@@ -130,9 +133,9 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
     response = StoredResponse(
         id=response_id,
         owner=owner,
-        head=_head(asked, params),
-        before=None if parent is None else parent.turn,
-        input=tuple(items),
+        head=await off_loop(size, partial(_head, asked, params)),
+        is_background=asked.is_in_background,
+        turn=Turn(None if parent is None else parent.turn, await off_loop(size, partial(store_items, items))),
     )
     return ResponseRun(context, asked, batch, prompt, response, plan.parser(prompt.text))
 
@@ -177,11 +180,11 @@ def _options(context: ServerContext, asked: ResponsesRequest, exchange: Exchange
     }
 
 
-def _head(asked: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
+def _head(asked: ResponsesRequest, params: SamplingParams) -> bytes:
     """Fields of the answer that repeat the request's."""
     reasoning, text = asked.reasoning, asked.text
     text_format = None if text is None or text.format is None else text.format
-    return {
+    fields = {
         "background": asked.is_in_background,
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
@@ -205,6 +208,7 @@ def _head(asked: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "truncation": asked.truncation or "disabled",
         "user": asked.user,
     }
+    return encode_head(fields)
 
 
 class ResponseRun:
@@ -268,17 +272,20 @@ class ResponseRun:
             async with aclosing(self.generate()) as chunks:
                 async for chunk in chunks:
                     if log is not None:
-                        log.append(chunk)
+                        self._log(log, chunk)
         except Exception as error:
             events = self._fail(error)
         finally:
             if self.response.is_running:
                 self._cancel()
             if log is not None:
-                log.append(events + self._writer.take())
+                self._log(log, events + self._writer.take())
                 log.end()
-                forget_roots(self._context, self._context.responses.settle(self.response))
             self.response.work = None
+
+    def _log(self, log: EventLog, events: list[bytes]) -> None:
+        log.append(events)
+        forget_roots(self._context, self._context.responses.settle(self.response))
 
     def take(self, output: RequestOutput) -> list[bytes]:
         """The events of an output of the engine."""
@@ -308,7 +315,7 @@ class ResponseRun:
         response.continuation = None if told is None else asdict(told)
         is_continuation = told is not None and not told.fallback
         response.prompt = self._prompt.transcript(is_continuation, len(output.prompt_token_ids or ()))
-        if not response.head["background"]:
+        if not response.is_background:
             self._write_state("created")
             self._keep()
         self._write_state("in_progress")
@@ -346,6 +353,7 @@ class ResponseRun:
     def _end(self, status: str) -> None:
         response = self.response
         response.status = status
+        response.close_output()
         if self.has_begun:
             response.usage = self._usage()
         response.snapshot = None

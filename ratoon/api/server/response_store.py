@@ -1,8 +1,9 @@
 """Stored responses: what was asked, what was answered, and the conversation that the next turn continues.
 
 Bounded in number and in bytes: the least recently used one of the owner that has most of them is evicted, and never
-one that is being generated. The tokens, and their memory, are the engine's (engine/roots.py); a response has the
-same id there.
+one that is being generated. What it holds is kept encoded, and counted as such; a turn that several responses continue
+is held, and counted, once. The tokens, and their memory, are the engine's (engine/roots.py); a response has the same id
+there.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from ratoon.api.server.response_items import Item
+from ratoon.api.server.errors import ApiError
+from ratoon.api.server.response_items import FoundItem, Item
+from ratoon.api.server.stored_items import NO_ITEMS, StoredItems, find_items, store_items
 from ratoon.api.server.transcripts import Transcript
 
 QUEUED, IN_PROGRESS = "queued", "in_progress"
@@ -24,52 +27,92 @@ COMPLETED, INCOMPLETE, FAILED, CANCELLED = "completed", "incomplete", "failed", 
 CONTINUABLE = (COMPLETED, INCOMPLETE)
 
 
-@dataclass(frozen=True, slots=True)
+# What Python's objects take beside what they hold.
+RESPONSE_BYTES = 2048
+TURN_BYTES = 512
+SEGMENT_BYTES = 256
+EVENT_BYTES = 48
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(eq=False, slots=True)
 class Turn:
     """One response's part of a conversation, after those before it. Responses that continue the same one share it."""
 
     before: Turn | None
-    items: tuple[Item, ...]  # input, then output
-    num_bytes: int  # of all turns up to this one
+    input: StoredItems
+    output: StoredItems = NO_ITEMS  # until the response has ended
+    num_holders: int = 0  # in the store: its response, and turns behind it
+    num_counted_bytes: int = 0  # by the store, while it has holders
 
-    @classmethod
-    def after(cls, before: Turn | None, items: tuple[Item, ...]) -> Turn:
-        earlier = 0 if before is None else before.num_bytes
-        return cls(before, items, earlier + len(msgspec.json.encode(items)))
+    @property
+    def own_bytes(self) -> int:
+        return TURN_BYTES + self.input.num_bytes + self.output.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all turns up to this one."""
+        return sum(turn.own_bytes for turn in turns_up_to(self))
+
+
+def turns_up_to(turn: Turn | None) -> Iterator[Turn]:
+    """The newest first."""
+    while turn is not None:
+        yield turn
+        turn = turn.before
 
 
 def items_of(turn: Turn | None) -> list[Item]:
-    """Of the whole conversation."""
-    turns = []
-    while turn is not None:
-        turns.append(turn)
-        turn = turn.before
-    return [item for turn in reversed(turns) for item in turn.items]
+    """Of the whole conversation. Takes time as it is long: not for the event loop."""
+    turns = list(turns_up_to(turn))
+    return [item for turn in reversed(turns) for stored in (turn.input, turn.output) for item in stored]
 
 
 class EventLog:
     """The events of a response that runs in the background, encoded, by their sequence numbers. Any number of readers
-    follow it, each at its own speed."""
+    follow it, each at its own speed. Where there is no room for all of them, the oldest are dropped."""
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
+        self._num_dropped = 0
         self._ended = False
         self._changed = asyncio.Event()
         self.num_bytes = 0
 
     def append(self, events: list[bytes]) -> None:
         self._events += events
-        self.num_bytes += sum(map(len, events))
+        self.num_bytes += sum(map(_event_bytes, events))
         self._wake()
 
     def end(self) -> None:
         self._ended = True
         self._wake()
 
+    def drop_older_half(self) -> None:
+        target = self.num_bytes // 2
+        count = 0
+        while self.num_bytes > target:
+            self.num_bytes -= _event_bytes(self._events[count])
+            count += 1
+        del self._events[:count]
+        self._num_dropped += count
+
+    def check(self, start: int) -> None:
+        """ApiError if events from this number on were dropped."""
+        if start < self._num_dropped:
+            message = (
+                f"The server has dropped the first {self._num_dropped} events of this response, for lack of memory "
+                f"(--max-response-bytes); starting_after {self._num_dropped - 1} or more, or no stream"
+            )
+            raise ApiError(410, message, param="starting_after", code="events_dropped")
+
     async def read(self, start: int) -> AsyncGenerator[bytes, None]:
-        """From the event with this number on, to the last one."""
+        """From the event with this number on, to the last one. ApiError if the reader is too slow to get them all."""
         while True:
-            new = self._events[start:]
+            self.check(start)
+            first = start - self._num_dropped
+            new = self._events[first : first + EVENTS_AT_ONCE]
             if new:
                 start += len(new)
                 yield b"".join(new)
@@ -83,17 +126,24 @@ class EventLog:
         self._changed = asyncio.Event()
 
 
+EVENTS_AT_ONCE = 1024
+
+
+def _event_bytes(event: bytes) -> int:
+    return len(event) + EVENT_BYTES
+
+
 @dataclass(eq=False, slots=True)
 class StoredResponse:
     id: str
     owner: str | None
-    head: dict[str, Any]  # fields of the answer that do not change
-    before: Turn | None  # the conversation that it continues
-    input: tuple[Item, ...]
+    head: bytes  # fields of the answer that do not change: the inside of a JSON object
+    is_background: bool
+    turn: Turn  # the conversation up to its end
     created_at: float = field(default_factory=time.time)
     completed_at: float | None = None
     status: str = QUEUED
-    output: list[Item] = field(default_factory=list)
+    output: list[Item] = field(default_factory=list)  # while it is generated
     usage: dict[str, Any] | None = None
     error: dict[str, str] | None = None
     continuation: dict[str, Any] | None = None
@@ -103,32 +153,24 @@ class StoredResponse:
     log: EventLog | None = None  # only of one that runs in the background and was asked to stream
     work: asyncio.Task[None] | None = None  # of one that runs in the background
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    _turn: Turn | None = None
-    _head_bytes: int | None = None
 
     @property
     def is_running(self) -> bool:
         return self.status in (QUEUED, IN_PROGRESS)
 
     @property
-    def turn(self) -> Turn:
-        """The conversation up to its end."""
-        if self._turn is not None:
-            return self._turn
-        turn = Turn.after(self.before, (*self.input, *self.output))
-        if not self.is_running:
-            self._turn = turn
-        return turn
-
-    @property
     def num_bytes(self) -> int:
-        """At most: turns and texts that several responses share count for each of them."""
-        if self._head_bytes is None:
-            self._head_bytes = len(msgspec.json.encode(self.head))
-        texts = sum(len(segment.text) for segment in self.prompt)
-        return self._head_bytes + self.turn.num_bytes + texts + (0 if self.log is None else self.log.num_bytes)
+        """What it holds beside its turn."""
+        num_segments = len(self.prompt) + len(self.transcript)
+        log = 0 if self.log is None else self.log.num_bytes
+        return RESPONSE_BYTES + len(self.head) + num_segments * SEGMENT_BYTES + log
 
-    def answer(self) -> dict[str, Any]:
+    def close_output(self) -> None:
+        """The output is complete."""
+        self.turn.output = store_items(self.output)
+        self.output = []
+
+    def answer(self) -> msgspec.Raw:
         if self.snapshot is not None:
             self.snapshot()
         reason = {"reason": "max_output_tokens"} if self.status == INCOMPLETE else None
@@ -140,11 +182,17 @@ class StoredResponse:
             "status": self.status,
             "error": self.error,
             "incomplete_details": reason,
-            "output": self.output,
+            "output": self.output if self.is_running else self.turn.output.as_json(),
             "usage": self.usage,
-            **self.head,
         }
-        return answer if self.continuation is None else {**answer, "continuation": self.continuation}
+        if self.continuation is not None:
+            answer["continuation"] = self.continuation
+        return msgspec.Raw(b"%b,%b}" % (_encode(answer)[:-1], self.head))
+
+
+def encode_head(fields: dict[str, Any]) -> bytes:
+    """The head of a response with these fields."""
+    return _encode(fields)[1:-1]
 
 
 class ResponseStore:
@@ -152,7 +200,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._by_owner: dict[str | None, OrderedDict[str, StoredResponse]] = {}
-        self._sizes: dict[str, int] = {}  # as counted, by id
+        self._sizes: dict[str, int] = {}  # as counted, by id, without turns
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -166,15 +214,14 @@ class ResponseStore:
         """Returns those that were evicted for it."""
         self._by_owner.setdefault(response.owner, OrderedDict())[response.id] = response
         self._sizes[response.id] = 0
+        self._hold(response.turn)
         return self.settle(response)
 
     def settle(self, response: StoredResponse) -> list[StoredResponse]:
         """The response has grown, or ended. Returns those that were evicted, perhaps itself."""
         if response.id not in self._sizes:
             return []  # deleted
-        size = response.num_bytes
-        self._num_bytes += size - self._sizes[response.id]
-        self._sizes[response.id] = size
+        self._count(response)
         evicted = []
         while len(self) > self._max_responses or self._num_bytes > self._max_bytes:
             victim = self._next_victim(response)
@@ -182,7 +229,41 @@ class ResponseStore:
                 break
             self.remove(victim)
             evicted.append(victim)
+        if self._num_bytes > self._max_bytes:
+            self._shorten_logs()
         return evicted
+
+    def _count(self, response: StoredResponse) -> None:
+        size, turn = response.num_bytes, response.turn
+        self._num_bytes += size - self._sizes[response.id] + turn.own_bytes - turn.num_counted_bytes
+        self._sizes[response.id] = size
+        turn.num_counted_bytes = turn.own_bytes
+
+    def _hold(self, turn: Turn | None) -> None:
+        for one in turns_up_to(turn):
+            one.num_holders += 1
+            if one.num_holders > 1:
+                break
+            one.num_counted_bytes = one.own_bytes
+            self._num_bytes += one.num_counted_bytes
+
+    def _let_go(self, turn: Turn | None) -> None:
+        for one in turns_up_to(turn):
+            one.num_holders -= 1
+            if one.num_holders:
+                break
+            self._num_bytes -= one.num_counted_bytes
+            one.num_counted_bytes = 0
+
+    def _shorten_logs(self) -> None:
+        """All that is left is being generated: the largest logs lose their older halves."""
+        logged = [one for own in self._by_owner.values() for one in own.values() if one.log is not None]
+        for response in sorted(logged, key=_log_bytes, reverse=True):
+            if self._num_bytes <= self._max_bytes or _log_bytes(response) <= LEAST_LOG_BYTES:
+                break
+            assert response.log is not None
+            response.log.drop_older_half()
+            self._count(response)
 
     def find(self, response_id: str, owner: str | None) -> StoredResponse | None:
         """None for an unknown id and for one of another owner."""
@@ -192,13 +273,12 @@ class ResponseStore:
             own.move_to_end(response_id)
         return found
 
-    def items(self, owner: str | None) -> dict[str, Item]:
-        """The items of all stored responses of this owner, by id."""
-        return {
-            item["id"]: item
-            for response in self._by_owner.get(owner, {}).values()
-            for item in (*response.input, *response.output)
-        }
+    def finder(self, owner: str | None) -> Callable[[Iterable[str]], dict[str, FoundItem]]:
+        """A function that finds items of this owner's stored responses by id, for another thread. Of several with the
+        same id, that of the response that was used last."""
+        turns = [response.turn for response in reversed(self._by_owner.get(owner, {}).values())]
+        stored = [items for turn in turns for items in (turn.input, turn.output)]
+        return lambda ids: find_items(ids, stored)
 
     def remove(self, response: StoredResponse) -> None:
         own = self._by_owner[response.owner]
@@ -206,6 +286,7 @@ class ResponseStore:
         if not own:
             del self._by_owner[response.owner]
         self._num_bytes -= self._sizes.pop(response.id)
+        self._let_go(response.turn)
 
     def _next_victim(self, newest: StoredResponse) -> StoredResponse | None:
         """The newest one itself only if there is no other."""
@@ -217,3 +298,10 @@ class ResponseStore:
     @staticmethod
     def _evictable(own: OrderedDict[str, StoredResponse]) -> Iterator[StoredResponse]:
         return (response for response in own.values() if not response.is_running)
+
+
+LEAST_LOG_BYTES = 64 * 1024  # of a log that is not shortened further
+
+
+def _log_bytes(response: StoredResponse) -> int:
+    return 0 if response.log is None else response.log.num_bytes

@@ -4,11 +4,12 @@ The next turn's prompt is the whole conversation as the chat template writes it.
 in another way than the model did (it drops reasoning, or formats calls anew), and the model may have written a text in
 other tokens than the tokenizer would. So texts are compared first, segment by segment: a segment that the new prompt
 repeats is inherited with the tokens that it has. From the first other one on, the new text is tokenised, and inherited
-as far as its tokens are the same.
+as far as its tokens are the same. Of a segment's text only a hash is kept: the conversation has the text already.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,8 +19,17 @@ from ratoon.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    text: str
+    digest: bytes  # of its text
+    num_chars: int
     num_tokens: int
+
+    @classmethod
+    def of(cls, text: str, num_tokens: int) -> Segment:
+        return cls(_digest(text), len(text), num_tokens)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 Transcript = tuple[Segment, ...]  # of all tokens of an answer's root, prompt and answer
@@ -37,18 +47,24 @@ def shared_segments(transcript: Transcript, prompt: str) -> Shared:
     """The segments at the beginning that are also the beginning of the prompt."""
     num_chars = num_tokens = count = 0
     for segment in transcript:
-        if not prompt.startswith(segment.text, num_chars):
+        if _digest(prompt[num_chars : num_chars + segment.num_chars]) != segment.digest:
             break
         count += 1
-        num_chars += len(segment.text)
+        num_chars += segment.num_chars
         num_tokens += segment.num_tokens
     return Shared(transcript[:count], num_chars, num_tokens)
+
+
+STRETCH = 1024
 
 
 def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     """The length of the common beginning of two token sequences."""
     limit = min(len(left), len(right))
-    return next((index for index in range(limit) if left[index] != right[index]), limit)
+    start = 0
+    while start < limit and left[start : start + STRETCH] == right[start : start + STRETCH]:
+        start += STRETCH  # whole stretches are compared much faster
+    return next((index for index in range(start, limit) if left[index] != right[index]), limit)
 
 
 def answer_segments(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Transcript:
@@ -58,4 +74,4 @@ def answer_segments(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Transcrip
     if end and token_ids[-1] in tokenizer.special_token_ids:
         end -= 1
     pieces = (token_ids[:end], token_ids[end:])
-    return tuple(Segment(tokenizer.decode(piece, False), len(piece)) for piece in pieces if piece)
+    return tuple(Segment.of(tokenizer.decode(piece, False), len(piece)) for piece in pieces if piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from ratoon.api.server.context import context_of
 from ratoon.api.server.errors import ApiError, refused
 from ratoon.api.server.exchange import exchange_of
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
+from ratoon.api.server.prompts import off_loop
 from ratoon.api.server.protocol.responses import (
     DeletedResponse,
     InputItems,
@@ -22,7 +24,7 @@ from ratoon.api.server.protocol.responses import (
 from ratoon.api.server.request_bodies import read_body
 from ratoon.api.server.response_events import typed_event
 from ratoon.api.server.response_runs import ResponseRun, forget_roots, make_run, named_as_in_body, response_not_found
-from ratoon.api.server.response_store import EventLog, StoredResponse, items_of
+from ratoon.api.server.response_store import EventLog, StoredResponse, Turn, items_of
 from ratoon.api.server.responses import EventStream, json_response
 from ratoon.api.server.typed_answers import answer_typed_stream, run_to_end
 from ratoon.core.errors import RequestError
@@ -74,7 +76,7 @@ def _error_event(error: ApiError) -> bytes:
 @router.get(
     "/v1/responses/{response_id}",
     summary="Retrieve a response, finished or not",
-    responses=answers(ResponseAnswer, 400, 404, stream_of=ResponseEvent),
+    responses=answers(ResponseAnswer, 400, 404, 410, stream_of=ResponseEvent),
 )
 async def get_response(
     request: Request,
@@ -90,7 +92,9 @@ async def get_response(
     if found.log is None:
         problem = "the response was not created with background and stream"
         raise refused("stream", problem, "leave it out")
-    return _stream_log(request, found.log, 0 if starting_after is None else starting_after + 1)
+    first_event = 0 if starting_after is None else starting_after + 1
+    found.log.check(first_event)
+    return _stream_log(request, found.log, first_event)
 
 
 @router.delete(
@@ -114,7 +118,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
     found = _find(request, response_id)
-    if not found.head["background"]:
+    if not found.is_background:
         raise refused("response_id", "the response does not run in the background", "close its connection instead")
     await _cancel(found)
     return json_response(request, found.answer())
@@ -139,9 +143,14 @@ async def list_input_items(
     order: Annotated[Literal["asc", "desc"], Query(description="desc: the newest first")] = "desc",
     after: Annotated[str | None, Query(description="Only items after the one with this id")] = None,
 ) -> Response:
-    found = _find(request, response_id)
-    items = [*items_of(found.before), *found.input]
-    if order == "desc":
+    turn = _find(request, response_id).turn
+    page = await off_loop(turn.num_bytes, lambda: _encode_page(turn, limit, order == "desc", after))
+    return json_response(request, page)
+
+
+def _encode_page(turn: Turn, limit: int, newest_first: bool, after: str | None) -> msgspec.Raw:
+    items = [*items_of(turn.before), *turn.input]
+    if newest_first:
         items.reverse()
     if after is not None:
         ids = [item["id"] for item in items]
@@ -151,7 +160,7 @@ async def list_input_items(
     shown = items[:limit]
     listed: dict[str, Any] = {"object": "list", "data": shown, "has_more": len(items) > limit}
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return json_response(request, {**listed, **ends})
+    return msgspec.Raw(msgspec.json.encode({**listed, **ends}))
 
 
 def _find(request: Request, response_id: str) -> StoredResponse:

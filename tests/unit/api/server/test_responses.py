@@ -278,16 +278,17 @@ async def test_a_full_store_evicts_what_was_used_least_recently():
         assert statuses == [404, 200, 200]
         await asyncio.sleep(0)
         assert {root.request_id for root in client.context.llm.list_roots()} == {second["id"], third["id"]}
-    async with scripted(say("Hi"), max_response_bytes=3000) as client:
+    async with scripted(say("Hi"), max_response_bytes=12_000) as client:
         made = [await create(client, "x" * 400) for _ in range(5)]
-        assert client.context.responses.num_bytes <= 3000
+        assert client.context.responses.num_bytes <= 12_000
         assert (await client.get(f"{PATH}/{made[-1]['id']}")).status == 200
         assert (await client.get(f"{PATH}/{made[0]['id']}")).status == 404
-    async with scripted(say("Hi"), max_response_bytes=3000) as client:  # all that a request can make large counts
-        for fields in ({"instructions": "x" * 400}, {"metadata": {"a": "x" * 900}}, {"user": "x" * 900}):
-            for _ in range(5):
+    async with scripted(say("Hi"), max_response_bytes=20_000) as client:  # all that a request can make large counts
+        text = "x" * 4000
+        for fields in ({"instructions": text[:400]}, {"metadata": {"a": text}}, {"user": text}):
+            for _ in range(8):
                 await create(client, **fields)
-            assert client.context.responses.num_bytes <= 3000 and len(client.context.responses) < 4
+            assert client.context.responses.num_bytes <= 20_000 and len(client.context.responses) < 7
     async with scripted(say("Hi"), max_responses=0) as client:
         made = await create(client)
         assert (await client.get(f"{PATH}/{made['id']}")).status == 404
@@ -632,14 +633,42 @@ async def test_calls_are_items_and_their_results_continue_the_conversation():
 
 
 @on_event_loop
-async def test_a_call_that_is_cut_off_is_incomplete_and_left_out_of_the_next_turn():
+async def test_a_call_that_is_cut_off_within_its_arguments_is_incomplete_and_left_out_of_the_next_turn():
     async with scripted(say(CALL), template=HERMES) as client:
-        first = await create(client, "1+0?", tools=[TOOL], max_output_tokens=45)
+        first = await create(client, "1+0?", tools=[TOOL], max_output_tokens=CALL.index("1}"))
         assert first["status"] == "incomplete" and first["output"][-1]["status"] == "incomplete"
         assert first["output"][-1]["type"] == "function_call"
         await create(client, "Again", previous_response_id=first["id"], tools=[TOOL])
         prompt = client.engine.core.added[-1].prompt_token_ids
         assert b"tool_call" not in bytes(token for token in prompt if token < 256)
+
+
+@on_event_loop
+async def test_the_next_turn_behind_an_answer_that_was_cut_anywhere_is_the_same_prompt_as_in_chat():
+    template = HERMES.replace("{{ m.content }}", "{{ m.content or '' }}")  # chat has null beside calls
+    async with scripted(say(CALL), template=template) as client:
+        chat_tool = {"type": "function", "function": {key: TOOL[key] for key in ("name", "parameters")}}
+        num_kept = 0
+        for length in range(1, len(CALL) + 1):
+            asked = {"role": "user", "content": "1+0?"}
+            answer = await client.post(
+                "/v1/chat/completions",
+                {"model": MODEL, "messages": [asked], "tools": [chat_tool], "max_tokens": length},
+            )
+            said = answer.json()["choices"][0]["message"]
+            again = {"role": "user", "content": "Again"}
+            body = {"model": MODEL, "messages": [asked, said, again], "tools": [chat_tool], "max_tokens": 1}
+            status = (await client.post("/v1/chat/completions", body)).status
+            in_chat = client.engine.core.added[-1].prompt_token_ids
+            first = await create(client, "1+0?", tools=[TOOL], max_output_tokens=length)
+            await create(client, "Again", previous_response_id=first["id"], tools=[TOOL], max_output_tokens=1)
+            prompt = bytes(token for token in client.engine.core.added[-1].prompt_token_ids if token < 256)
+            if status == 200:
+                assert prompt == bytes(token for token in in_chat if token < 256), length
+                num_kept += b'"name": "add"' in prompt
+            else:
+                assert b"tool_call" not in prompt, "chat refuses arguments that are no object"
+        assert num_kept > len("}\n</tool_call>")
 
 
 @on_event_loop

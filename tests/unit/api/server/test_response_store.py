@@ -1,0 +1,186 @@
+"""The store of responses under load: what it counts is what it holds, references cost what they refer to, and events of
+streams that nothing reads are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from ratoon.api.server import stored_items
+from ratoon.api.server.response_store import EVENT_BYTES, LEAST_LOG_BYTES, EventLog, ResponseStore
+from ratoon.api.server.stored_items import PIECE_BYTES, StoredItems, find_items, store_items
+from tests.unit.api.server.harness import MODEL, Client, say, scripted
+from tests.unit.engine.fakes_async import on_event_loop
+
+PATH = "/v1/responses"
+TEMPLATE = "<{{ messages | length }}>"  # a prompt of any conversation is short
+
+
+async def create(client: Client, given: Any = "Hello", status: int = 200, **fields: Any) -> Any:
+    answer = await client.post(PATH, {"model": MODEL, "input": given, **fields})
+    assert answer.status == status, answer.body
+    return answer.json()
+
+
+def message(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+SHAPES: dict[str, tuple[int, Any]] = {
+    "short": (60, "Hello"),
+    "one long text": (6, "x" * 200_000),
+    "one long text in characters of four bytes": (6, "x" * 200_000 + "🙂"),
+    "many short items": (4, [message("x")] * 2000),
+    "calls": (
+        4,
+        [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}] * 1000 + [message("x")],
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@on_event_loop
+async def test_what_is_counted_is_what_is_held(shape: str) -> None:
+    count, given = SHAPES[shape]
+    async with scripted(say("Hi"), template=TEMPLATE) as client:
+        store = client.context.responses
+        await create(client, given)  # what the first request makes is not the store's
+        gc.collect()
+        tracemalloc.start()
+        try:
+            before, counted = tracemalloc.get_traced_memory()[0], store.num_bytes
+            for _ in range(count):
+                await create(client, given)
+            gc.collect()
+            held = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        # The engine keeps the tokens of each response too, which are not the store's: some kilobytes.
+        held -= count * 4000
+        assert 0.5 * held < store.num_bytes - counted < 2 * held + count * 6000
+
+
+@on_event_loop
+async def test_turns_that_responses_share_are_counted_once_and_until_the_last_is_gone() -> None:
+    async with scripted(say("Hi"), template=TEMPLATE) as client:
+        store = client.context.responses
+        first = await create(client, "x" * 100_000)
+        alone = store.num_bytes
+        others = [await create(client, "And?", previous_response_id=first["id"]) for _ in range(5)]
+        last = await create(client, "And?", previous_response_id=others[-1]["id"])
+        assert store.num_bytes < alone + 6 * 10_000
+        for made in (first, *others):
+            await client.open("DELETE", f"{PATH}/{made['id']}").answer()
+        assert 100_000 < store.num_bytes < alone + 20_000, "the last one continues the first"
+        items = (await client.get(f"{PATH}/{last['id']}/input_items?order=asc")).json()["data"]
+        assert len(items[0]["content"][0]["text"]) == 100_000
+        await client.open("DELETE", f"{PATH}/{last['id']}").answer()
+        assert (len(store), store.num_bytes) == (0, 0)
+
+
+@on_event_loop
+async def test_a_reference_decodes_what_it_refers_to_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    piece = StoredItems.piece
+
+    def count(items: StoredItems, number: int) -> Any:
+        decoded.append(len(items.pieces[number]))
+        return piece(items, number)
+
+    async with scripted(say("Hi"), template=TEMPLATE) as client:
+        for _ in range(3):
+            made = await create(client, [message("x" * 1000) for _ in range(1000)])
+        page = (await client.get(f"{PATH}/{made['id']}/input_items?limit=1")).json()
+        monkeypatch.setattr(StoredItems, "piece", count)
+        reference = {"type": "item_reference", "id": page["first_id"]}
+        await create(client, [reference, reference, message("And?")])
+        assert len(decoded) == 1 and decoded[0] < 2 * PIECE_BYTES
+
+
+@on_event_loop
+async def test_references_are_bounded_as_bodies_are() -> None:
+    async with scripted(say("Hi"), template=TEMPLATE, max_body=100_000) as client:
+        made = await create(client, "x" * 60_000)
+        listed = (await client.get(f"{PATH}/{made['id']}/input_items")).json()
+        reference = {"type": "item_reference", "id": listed["first_id"]}
+        await create(client, [reference])
+        error = (await create(client, [reference] * 1000, status=400))["error"]
+        assert error["param"] == "input" and "at most 100000" in error["message"]
+
+
+@on_event_loop
+async def test_a_conversation_is_bounded_as_a_body_is() -> None:
+    async with scripted(say("Hi"), template=TEMPLATE, max_body=100_000) as client:
+        first = await create(client, "x" * 60_000)
+        error = (await create(client, "x" * 60_000, previous_response_id=first["id"], status=400))["error"]
+        assert error["param"] == "previous_response_id" and "at most 100000" in error["message"]
+        await create(client, "x", previous_response_id=first["id"])
+
+
+def test_items_come_back_as_they_were() -> None:
+    items = [{"id": f"msg_{number}", "text": 'é🙂\\"' * number} for number in range(300)]
+    items.append({"id": "long", "text": "x" * 3 * PIECE_BYTES})
+    stored = store_items(items)
+    assert list(stored) == items and len(stored.pieces) > 3
+    found = find_items(["msg_7", "long", "none"], [store_items([]), stored])
+    assert {item_id: one.item for item_id, one in found.items()} == {"msg_7": items[7], "long": items[-1]}
+    assert stored_items._decode(bytes(stored.as_json())) == items
+
+
+# ---- events of streams in the background ----
+
+
+@on_event_loop
+async def test_events_that_nothing_reads_are_bounded() -> None:
+    limit = 300_000
+    text = "y" * 400
+    async with scripted(say(text), by_hand=True, max_response_bytes=limit, template=TEMPLATE) as client:
+        opened = [
+            client.open("POST", PATH, {"model": MODEL, "input": "x", "background": True, "stream": True})
+            for _ in range(8)
+        ]
+        for request in opened:
+            await request.sent_something()
+            request.disconnect()
+            await request.task
+        store = client.context.responses
+        most = 0
+        while any(response.is_running for response in store._by_owner[None].values()):
+            client.engine.step(1)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            most = max(most, store.num_bytes)
+        assert most <= limit + 8 * LEAST_LOG_BYTES
+        response = next(one for one in store._by_owner[None].values() if one.log is not None)
+        path = f"{PATH}/{response.id}"
+        assert (await client.get(path)).json()["output"][0]["content"][0]["text"] == text
+        answer = await client.get(f"{path}?stream=true")
+        assert (answer.status, answer.error["code"]) == (410, "events_dropped")
+        assert response.log is not None
+        answer = await client.get(f"{path}?stream=true&starting_after={response.log._num_dropped - 1}")
+        assert answer.status == 200 and b"response.completed" in answer.body
+
+
+@on_event_loop
+async def test_a_reader_that_is_too_slow_gets_an_error_at_the_end_of_its_stream() -> None:
+    log = EventLog()
+    log.append([b"x" * 100] * 10)
+    assert log.num_bytes == 10 * (100 + EVENT_BYTES)
+    reader = log.read(0)
+    assert len(await anext(reader)) == 1000
+    log.append([b"y" * 100] * 10)
+    log.drop_older_half()
+    assert len(await anext(reader)) == 1000, "it has read what was dropped"
+    log.append([b"z" * 100] * 10)
+    log.drop_older_half()
+    log.drop_older_half()
+    with pytest.raises(Exception, match="has dropped the first"):
+        await anext(reader)
+
+
+def test_an_empty_store_holds_nothing() -> None:
+    assert (len(ResponseStore(5, 5)), ResponseStore(5, 5).num_bytes) == (0, 0)
