@@ -24,7 +24,7 @@ from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import as_api_error, generation_failed
 from ratoon.api.server.exchange import BodyWriter, exchange_of
 from ratoon.api.server.generation import Batch, collect, stream
-from ratoon.api.server.prompts import EncodedPrompt
+from ratoon.api.server.prompts import EncodedPrompt, off_loop
 from ratoon.api.server.protocol.sampling import SamplingFields
 from ratoon.api.server.responses import (
     Base64,
@@ -236,8 +236,29 @@ class Renderer(ABC):
 
 async def answer_whole(request: Request, renderer: Renderer) -> Response:
     outputs = await collect(renderer.context, renderer.batch)
-    is_large = any(output.hidden_states is not None for output in outputs)
-    return (large_json_response if is_large else json_response)(request, renderer.whole(outputs))
+    if any(output.hidden_states is not None for output in outputs):
+        return large_json_response(request, await off_loop(answer_size(outputs), lambda: renderer.whole(outputs)))
+    body = await off_loop(answer_size(outputs), lambda: msgspec.json.encode(renderer.whole(outputs)))
+    return json_response(request, msgspec.Raw(body))
+
+
+def answer_size(outputs: Sequence[RequestOutput]) -> int:
+    """Roughly what it takes to build and encode a whole answer, as if in characters of a text: reading calls takes as
+    long as tokenising, and an entry of the log-probabilities as long as some tens of characters."""
+    size = 0
+    for output in outputs:
+        size += ENTRY_SIZE * _num_entries(output.prompt_logprobs)
+        for choice in output.outputs:
+            size += len(choice.text) + len(choice.token_ids) + ENTRY_SIZE * _num_entries(choice.logprobs)
+    return size
+
+
+ENTRY_SIZE = 32
+
+
+def _num_entries(logprobs: Sequence[Any] | None) -> int:
+    """Of all positions: they have as many alternatives each as the last one."""
+    return len(logprobs) * len(logprobs[-1] or ()) if logprobs else 0
 
 
 async def answer_stream(request: Request, renderer: Renderer) -> Response:

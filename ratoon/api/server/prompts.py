@@ -71,22 +71,25 @@ async def encode_prompts(
     if encoder is not None and encoder.num_mel_bins is not None:
         raise refused(param, "is text, and the model's encoder reads audio", "/v1/audio/transcriptions takes audio")
     limit = context.max_model_len - num_places if encoder is None else encoder.max_position
-    encoded = []
-    for index, prompt in enumerate(prompts):
-        name = param if len(prompts) == 1 else f"{param}[{index}]"
 
-        def too_long(num_tokens: str, name: str = name) -> ApiError:
-            if encoder is None:
-                return context_length_exceeded(name, num_tokens, context.max_model_len, num_places)
-            problem = f"has {num_tokens} tokens, and the model's encoder has {limit} positions"
-            return refused(name, problem, f"at most {limit} tokens", code="context_length_exceeded")
+    def too_long(name: str, num_tokens: str) -> ApiError:
+        if encoder is None:
+            return context_length_exceeded(name, num_tokens, context.max_model_len, num_places)
+        problem = f"has {num_tokens} tokens, and the model's encoder has {limit} positions"
+        return refused(name, problem, f"at most {limit} tokens", code="context_length_exceeded")
 
-        text, token_ids = await _encode(context, name, prompt, add_special_tokens, limit, too_long)
-        encoded.append(EncodedPrompt(text, token_ids, decoder_prompt))
-    return encoded
+    def encode_all() -> list[EncodedPrompt]:
+        encoded = []
+        for index, prompt in enumerate(prompts):
+            name = param if len(prompts) == 1 else f"{param}[{index}]"
+            text, token_ids = _encode(context, name, prompt, add_special_tokens, limit, partial(too_long, name))
+            encoded.append(EncodedPrompt(text, token_ids, decoder_prompt))
+        return encoded
+
+    return await off_loop(sum(map(len, prompts)), encode_all)
 
 
-async def _encode(
+def _encode(
     context: ServerContext,
     name: str,
     prompt: str | list[int],
@@ -105,7 +108,7 @@ async def _encode(
             )
     else:
         text = prompt
-        token_ids = await encode_text(context, text, add_special_tokens, limit, too_long)
+        token_ids = _encode_text(context, text, add_special_tokens, limit, too_long)
     if not token_ids:
         raise refused(name, "is empty", "at least one token")
     return text, token_ids
@@ -116,19 +119,21 @@ async def encode_text(
 ) -> list[int]:
     """At most `limit` tokens, or the error that `too_long` builds from their number. Most longer texts are
     refused before they are tokenised, which would take time and memory."""
+    return await off_loop(len(text), partial(_encode_text, context, text, add_special_tokens, limit, too_long))
+
+
+def _encode_text(
+    context: ServerContext, text: str, add_special_tokens: bool, limit: int, too_long: Callable[[str], ApiError]
+) -> list[int]:
+    """The same, in the calling thread."""
     tokenizer = context.llm.get_tokenizer()
-
-    def encode() -> list[int] | str:
-        num_tokens = tokenizer.refuse_early(text, limit)
-        if num_tokens is not None:
-            return f"at least {num_tokens}"
-        token_ids = tokenizer.encode(text, add_special_tokens)
-        return token_ids if len(token_ids) <= limit else str(len(token_ids))
-
-    found = await off_loop(len(text), encode)
-    if isinstance(found, str):
-        raise too_long(found)
-    return found
+    num_tokens = tokenizer.refuse_early(text, limit)
+    if num_tokens is not None:
+        raise too_long(f"at least {num_tokens}")
+    token_ids = tokenizer.encode(text, add_special_tokens)
+    if len(token_ids) > limit:
+        raise too_long(str(len(token_ids)))
+    return token_ids
 
 
 async def count_text(context: ServerContext, name: str, text: str, add_special_tokens: bool) -> list[int]:
