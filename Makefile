@@ -6,12 +6,14 @@ STAMP := $(VENV)/.ready
 # Everything whose change means that the environment must be brought up to date.
 SETUP_INPUTS := pyproject.toml constraints.txt hatch_build.py $(wildcard ratoon/layers/native/*.c ratoon/layers/native/*.h)
 
-.PHONY: demo check test gpu-test lint format setup bench wheel docs clean help
+.PHONY: demo check test test-all test-fresh gpu-test lint format setup bench wheel docs clean help
 
 help:
 	@echo "make demo    set up and answer a handful of prompts with the embedded model"
 	@echo "make check   lint, and the tests that take no more than two minutes together: for the loop of a developer"
-	@echo "make test    set up and run all tests"
+	@echo "make test    set up and run the tests of every feature"
+	@echo "make test-all  all tests: what make test runs with a part of the cases, too"
+	@echo "make test-fresh  the tests that draw numbers, with new ones; the seed that repeats a failure is printed"
 	@echo "make gpu-test  the tests that need a GPU, with PYTHON (python3) as it is: see bench/gpu/README.md"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
@@ -41,6 +43,13 @@ check: lint
 # Real weights are fetched by the tests that need them (tests/real_models.py); -rs names what had to be left out.
 test: setup
 	$(BIN)/pytest -n auto --dist worksteal -rs
+
+test-all: setup
+	RATOON_TESTS=all $(BIN)/pytest -n auto --dist worksteal -rs
+
+# RATOON_TEST_SEED=42 make test-fresh repeats the draws of seed 42 (tests/seeds.py).
+test-fresh: setup
+	RATOON_TEST_SEED=$${RATOON_TEST_SEED:-fresh} $(BIN)/pytest -n auto --dist worksteal -m "drawn and not full"
 
 # A GPU host has its own torch, and perhaps no network: its Python is used as it is.
 gpu-test:

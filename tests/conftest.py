@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
+from tests import seeds
 from tests.depths import DEPTHS, engines_of_depth
 
 UNIT_TESTS = Path(__file__).parent / "unit"
@@ -39,22 +39,54 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     first = CORES_OF_A_WORKER * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(CORES_OF_A_WORKER)})
 
-# The default repeats the same examples, RATOON_HYPOTHESIS=thorough looks for new ones. Neither has a deadline: how long
-# an example takes depends on what else the machine does.
-_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("default", derandomize=True, max_examples=150, database=None, **_COMMON)
-settings.register_profile("thorough", max_examples=5000, print_blob=True, **_COMMON)
-settings.load_profile(os.environ.get("RATOON_HYPOTHESIS", "default"))
+seeds.settle()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if seeds.asked() is not None:
+        config.option.hypothesis_seed = str(seeds.asked())  # as --hypothesis-seed sets it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    """A fixture that tests share draws the same numbers, whichever of these tests comes first."""
+    test = request.node.nodeid if fixturedef.scope == "function" else ""
+    seeds.seed_generators(f"{fixturedef.baseid}::{fixturedef.argname} {test}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    seeds.seed_generators(item.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    failed = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    for line in seeds.how_to_repeat(failed):
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`make check` is a marker: unit tests have it unless they are slow, a few others have it by name."""
+    """`make check` is a marker: unit tests have it unless they are slow, a few others have it by name. `make test` is
+    all that is not `full`. `make test-fresh` is all that is `drawn`."""
     for item in items:
-        if item.path.is_relative_to(UNIT_TESTS) and item.get_closest_marker("slow") is None:
+        if item.path.is_relative_to(UNIT_TESTS) and not any(map(item.get_closest_marker, ("slow", "full"))):
             item.add_marker("check")
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("drawn")
+    if not runs_in_full(config):
+        left_out = [item for item in items if item.get_closest_marker("full") is not None]
+        items[:] = [item for item in items if item.get_closest_marker("full") is None]
+        config.hook.pytest_deselected(items=left_out)
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
     if worker is not None:
         items[:] = with_long_tests_first(items, worker["workercount"])
+
+
+def runs_in_full(config: pytest.Config) -> bool:
+    """On request (`make test-all`), and where the command names the marker or a single test."""
+    named = "full" in config.option.markexpr or any("::" in argument for argument in config.args)
+    return named or os.environ.get("RATOON_TESTS") == "all"
 
 
 def with_long_tests_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:

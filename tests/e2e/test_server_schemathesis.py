@@ -102,7 +102,7 @@ def test_no_answer_is_a_surprise(schema, method, path, mode):
     operation = schema[path][method]
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck))
     def ask(case):
         if isinstance(case.body, dict):
             lighten(case.body)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.api.llm import LLM
@@ -227,7 +227,7 @@ def test_the_reference_backend_gives_the_same_tokens_in_any_batch() -> None:
         assert tokens(answers(llm, REQUESTS)) == expected
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20)
 @given(
     chosen=st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=10),
     budget=st.integers(1, 120),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon import LLM, BeamSearchParams, RequestOutput, SamplingParams
@@ -212,7 +212,7 @@ def test_an_aborted_neighbour_changes_no_bit_and_leaves_nothing_behind(num_steps
         check_nothing_left(llm)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20)
 @given(
     chosen=st.lists(st.integers(0, len(SEARCHES) + len(OTHERS) - 1), min_size=1, max_size=10),
     budget=st.integers(6, 120),

@@ -180,7 +180,7 @@ requests_of_a_batch = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40)
 @given(
     requests=requests_of_a_batch,
     first=st.integers(1, 400),
