@@ -6,17 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waiting import PATIENCE
+
 TINY_OPTIONS = ("--load-format", "dummy", "--device", "cpu", "--threads", "1", "--num-blocks", "600")
 ADMIN_KEY = "key-of-the-administrator"
 AS_ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
-START_SECONDS = 60.0
-END_SECONDS = 30.0
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Server:
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        return self.process.wait(END_SECONDS)
+        return self.process.wait(PATIENCE)
 
 
 def serve_command(model: str | Path, *options: str) -> list[str]:
@@ -54,21 +53,14 @@ def serving(model: str | Path, *options: str, **environment: str) -> Iterator[Se
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            _, errors = process.communicate(timeout=END_SECONDS)
+            _, errors = process.communicate(timeout=PATIENCE)
             raise AssertionError(f"the server did not start: {errors}")
         yield Server(process, line.split()[0])
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(END_SECONDS)
+                process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
         process.communicate()
-
-
-def wait_until(what: str, condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} seconds: {what}"
-        time.sleep(0.02)

@@ -19,9 +19,10 @@ from ratoon.core.outputs import RequestOutput
 from ratoon.core.settings import engine_config
 from ratoon.engine.async_client import DPAsyncMPClient, DPLBAsyncMPClient, make_async_client
 from ratoon.observe.startup import StartupTimer
-from tests.faults.processes import SETTINGS, is_running, model_name, wait_until
+from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.forked_engines import forked_engines
 from tests.golden.tiny_models import random_token_ids
+from tests.waiting import wait_until
 
 PROMPTS = [random_token_ids(length, seed=length) for length in (3, 17, 40)]
 PARAMS = [
@@ -162,7 +163,7 @@ time.sleep(60)
     assert is_running(int(pid))
     parent.kill()
     parent.wait()
-    wait_until(lambda: not is_running(int(pid)), 10, "the engine ends")
+    wait_until("the engine ends", lambda: not is_running(int(pid)))
     assert not Path(folder).exists()
 
 
@@ -251,7 +252,7 @@ def test_another_thread_pauses_resumes_and_aborts_what_a_call_waits_for(request,
     reader = threading.Thread(target=lambda: got.extend(llm.stream(PROMPTS[:2], long, [first, second])))
     llm.pause()
     reader.start()
-    wait_until(lambda: llm.engine.num_unfinished_requests() == 2, 30, "the call to begin")
+    wait_until("the call to begin", lambda: llm.engine.num_unfinished_requests() == 2)
     time.sleep(0.2)
     assert not got
     llm.abort(second)

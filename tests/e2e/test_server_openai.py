@@ -17,8 +17,9 @@ import pydantic
 import pytest
 import requests
 
-from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serve_command, serving, wait_until
+from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serve_command, serving
 from tests.unit.api.server.harness import MODEL, write_tiny_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +148,7 @@ def test_a_client_that_reads_late_gets_the_whole_answer(server: Server, client: 
         connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
         connection.sendall(head.encode() + body)
         wait_until("it is under way", lambda: not is_idle(server))
-        wait_until("the engine is done with it", lambda: stats(server)["engines"][0]["num_running"] == 0, 60)
+        wait_until("the engine is done with it", lambda: stats(server)["engines"][0]["num_running"] == 0)
         received = b"".join(iter(lambda: connection.recv(65536), b""))
     texts = [""] * 64
     num_events = 0

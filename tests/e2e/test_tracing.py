@@ -11,8 +11,9 @@ import pytest
 import requests
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.e2e.servers import serving, wait_until
+from tests.e2e.servers import serving
 from tests.unit.api.server.harness import MODEL, write_tiny_model
+from tests.waiting import wait_until
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 LONG_ENOUGH = 60.0
@@ -80,7 +81,7 @@ def test_a_collector_gets_the_spans_of_an_http_request(collector, tmp_path):
         headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
         answer = requests.post(f"{server.api}/completions", json=body, headers=headers, timeout=LONG_ENOUGH).json()
         assert answer["usage"]["completion_tokens"] == 5
-        wait_until("the spans are there", lambda: "llm_request" in collector.of_trace(TRACE_ID), LONG_ENOUGH)
+        wait_until("the spans are there", lambda: "llm_request" in collector.of_trace(TRACE_ID))
     spans = collector.of_trace(TRACE_ID)
     (root,) = spans["llm_request"]
     assert root.parent_span_id.hex() == SPAN_ID

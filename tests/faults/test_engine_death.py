@@ -10,9 +10,7 @@ import random
 import signal
 import socket
 import subprocess
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import zmq
@@ -26,7 +24,7 @@ from ratoon.engine import launch, replica
 from ratoon.engine.ledger import MAX_STRIKES
 from ratoon.engine.socket_directory import SocketDirectory
 from tests.depths import both_depths
-from tests.faults.executors import HANG_TOKEN, KILL_TOKEN, NAME, RAISE_TOKEN
+from tests.faults.executors import HALTING, HANG_TOKEN, KILL_TOKEN, NAME, RAISE_TOKEN
 from tests.faults.processes import (
     PYTHONPATH,
     SETTINGS,
@@ -34,9 +32,9 @@ from tests.faults.processes import (
     is_running,
     model_name,
     resident_bytes,
-    wait_until,
 )
 from tests.golden.tiny_models import random_token_ids
+from tests.waiting import until, wait_until
 
 MARKS = (KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN)
 
@@ -75,6 +73,10 @@ async def read_stream(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> dict[in
     return tokens
 
 
+def num_requests_in(llm: AsyncLLM, engine: int) -> int:
+    return sum(entry.engine == engine for entry in llm._client._ledger._entries.values())
+
+
 async def read_and_kill(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> asyncio.Task[dict[int, list[int]]]:
     """A stream whose engine is killed before its end, however fast it is: the engine stands still from before the
     request until it is killed."""
@@ -82,7 +84,7 @@ async def read_and_kill(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> async
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     reading = asyncio.create_task(read_stream(llm, seed, max_tokens))
-    await asyncio.sleep(0.05)
+    await until("it is handed to the engine", lambda: num_requests_in(llm, 0) == 1)
     os.kill(pid, signal.SIGKILL)
     return reading
 
@@ -126,6 +128,7 @@ def test_streams_survive_many_kills_without_losing_or_changing_a_token(depth, nu
 
             streams = await asyncio.gather(*(keep_streaming(seed) for seed in range(16)), keep_killing())
             assert sum(streams[:-1]) >= 16
+            await until("it is back", lambda: llm.health().ok)
             assert llm.health().engines[0].num_restarts == num_kills
             (books,) = await llm._client.call_utility("check")
             assert books["num_used_blocks"] == 0 and books["num_requests"] == 0
@@ -145,7 +148,7 @@ def test_a_killed_engine_is_reported_until_it_is_back():
             states = set()
             while not reading.done():
                 states.add(llm.health().state)
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)  # in every turn of the loop, so that no state is missed
             assert await reading == right
             assert EngineState.RESTARTING in states
             health = llm.health()
@@ -156,7 +159,7 @@ def test_a_killed_engine_is_reported_until_it_is_back():
 
 @both_depths
 @pytest.mark.slow
-def test_a_beam_search_is_begun_again_and_ends_once_with_the_same_texts():
+def test_a_beam_search_is_begun_again_and_ends_once_with_the_same_texts(halt):
     kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)
     searches = [
         BeamSearchParams(beam_width=8, n=3, max_tokens=60, ignore_eos=True, length_penalty=0.5, output_kind=kind)
@@ -164,24 +167,23 @@ def test_a_beam_search_is_begun_again_and_ends_once_with_the_same_texts():
     ]
 
     async def run() -> None:
-        async with AsyncLLM(model_name(), **engine_settings(num_blocks=512)) as llm:
+        async with AsyncLLM(model_name(), executor=HALTING, **engine_settings(num_blocks=512)) as llm:
 
-            async def search(params: BeamSearchParams, num_told: list[int]) -> list[tuple]:
+            async def search(params: BeamSearchParams) -> list[tuple]:
                 ends = []
                 async for output in llm.generate(prompt(4), params):
-                    num_told[0] += 1
                     if output.finished:
                         assert output.error is None
                         ends.append([(tuple(one.token_ids), one.finish_reason) for one in output.outputs])
                 (end,) = ends
                 return end
 
-            right = [await search(params, [0]) for params in searches]
+            right = [await search(params) for params in searches]
             assert right[0] == right[1] and len(right[0]) == 3
-            num_told = [0]
-            searching = [asyncio.create_task(search(params, num_told)) for params in searches]
-            while num_told[0] < 5:
-                await asyncio.sleep(0.001)
+            halt.after(6)
+            searching = [asyncio.create_task(search(params)) for params in searches]
+            await until("both are under way", lambda: halt.is_reached)
+            assert len(llm._client._ledger) == 2
             os.kill(llm.health().engines[0].pid, signal.SIGKILL)
             assert await asyncio.gather(*searching) == right
             assert llm.health().engines[0].num_restarts == 1
@@ -196,13 +198,15 @@ def test_a_replica_that_dies_hands_its_requests_to_the_other_and_comes_back():
     async def run() -> None:
         async with AsyncLLM(model_name(), num_replicas=2, **engine_settings()) as llm:
             right = {seed: await read_stream(llm, seed) for seed in range(8)}
+            pid = llm.health().engines[0].pid
+            os.kill(pid, signal.SIGSTOP)  # so that none of its requests ends before it is killed
             reading = [asyncio.create_task(read_stream(llm, seed)) for seed in range(8)]
-            await asyncio.sleep(0.05)
-            os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+            await until("it has requests", lambda: num_requests_in(llm, 0) > 0)
+            os.kill(pid, signal.SIGKILL)
             assert [await task for task in reading] == list(right.values())
             assert llm.health().ok
-            while not all(engine.state == EngineState.OK for engine in llm.health().engines):
-                await asyncio.sleep(0.05)
+            states = [EngineState.OK] * 2
+            await until("both are well", lambda: [engine.state for engine in llm.health().engines] == states)
             for books in await llm._client.call_utility("check"):
                 assert books["num_used_blocks"] == 0
 
@@ -238,7 +242,6 @@ def test_an_exception_in_a_step_fails_that_step_and_not_the_engine(misbehaving):
 
 def test_a_hanging_step_is_seen_ended_and_held_against_the_request(misbehaving, monkeypatch):
     monkeypatch.setattr(replica, "STEP_IS_STALLED", 0.5)
-    monkeypatch.setattr(replica, "STEP_IS_DEATH", 1.5)
 
     async def run() -> None:
         async with AsyncLLM(model_name(), **misbehaving) as llm:
@@ -249,12 +252,11 @@ def test_a_hanging_step_is_seen_ended_and_held_against_the_request(misbehaving, 
                 return last
 
             asking = asyncio.create_task(ask())
-            states = set()
-            while not asking.done():
-                states.add(llm.health().state)
-                await asyncio.sleep(0.05)
+            await until("its step is seen to hang", lambda: llm.health().state == EngineState.STALLED)
+            assert not asking.done()
+            monkeypatch.setattr(replica, "STEP_IS_DEATH", 0.5)
+            await until("it is ended", lambda: llm.health().engines[0].num_restarts >= 1)
             assert "died 3 times" in (await asking).error
-            assert {EngineState.STALLED, EngineState.RESTARTING} <= states
 
     asyncio.run(run())
 
@@ -267,14 +269,10 @@ def test_a_stopped_process_is_no_longer_called_well(monkeypatch):
             pid = llm.health().engines[0].pid
             os.kill(pid, signal.SIGSTOP)
             try:
-                deadline = time.monotonic() + 10
-                while llm.health().state != EngineState.STALLED:
-                    assert time.monotonic() < deadline
-                    await asyncio.sleep(0.1)
+                await until("it is seen to be silent", lambda: llm.health().state == EngineState.STALLED)
             finally:
                 os.kill(pid, signal.SIGCONT)
-            while not llm.health().ok:
-                await asyncio.sleep(0.1)
+            await until("it is well again", lambda: llm.health().ok)
 
     asyncio.run(run())
 
@@ -314,16 +312,13 @@ def test_garbage_on_the_sockets_is_counted_and_ignored():
             reading = asyncio.create_task(read_stream(llm, 3))
             for length in (0, 1, 3, 1000):
                 for stranger in strangers:
-                    stranger.send_multipart([os.urandom(length) for _ in range(4)], zmq.NOBLOCK)
+                    stranger.send_multipart([random.randbytes(length) for _ in range(4)], zmq.NOBLOCK)
             for path in (input_path, output_path):
                 with socket.socket(socket.AF_UNIX) as raw:  # not even the protocol
                     raw.connect(str(path))
-                    raw.sendall(os.urandom(4096))
+                    raw.sendall(random.randbytes(4096))
             assert await reading == right
-            deadline = time.monotonic() + 10
-            while llm.health().engines[0].num_bad_messages < 8:
-                assert time.monotonic() < deadline, llm.health()
-                await asyncio.sleep(0.1)
+            await until("they are counted", lambda: llm.health().engines[0].num_bad_messages >= 8)
             assert llm.health().ok and llm.health().engines[0].num_restarts == 0
             assert await read_stream(llm, 3) == right
             for stranger in strangers:
@@ -340,10 +335,8 @@ def test_garbage_from_the_clients_side_does_not_hurt_the_engine():
             for frames in ([b"\x00", b"garbage"], [b"\x07", b""], [b"\x03"], [b""], [b"\x01", b"\xc1"], [b"\x02"]):
                 process.inputs.send_multipart([process._identity, *frames])
             await read_stream(llm, 3)
-            deadline = time.monotonic() + 10
-            while llm.health().engines[0].num_bad_messages < 5:  # a wave needs nothing done and is not garbage
-                assert time.monotonic() < deadline, llm.health()
-                await asyncio.sleep(0.1)
+            # A wave needs nothing done and is not garbage.
+            await until("they are counted", lambda: llm.health().engines[0].num_bad_messages >= 5)
             assert llm.health().ok
 
     asyncio.run(run())
@@ -362,7 +355,7 @@ def test_an_engine_that_did_not_start_stays_until_its_parent_has_read_why(tmp_pa
         while engine.start_error is None:
             engine.take(engine.process.outputs.recv_multipart())  # or a heartbeat
         assert isinstance(engine.start_error, ModelError)
-        wait_until(lambda: not is_running(pid), 10, "its end")
+        wait_until("its end", lambda: not is_running(pid))
     finally:
         engine.end(grace_seconds=0)
         context.term()
@@ -397,12 +390,11 @@ def test_a_process_that_can_not_be_made_is_tried_again(monkeypatch):
 
 
 @pytest.mark.parametrize("process", [True, False])
-def test_a_first_process_that_can_not_be_made_is_an_error_at_once(monkeypatch, process):
+def test_a_first_process_that_can_not_be_made_is_an_error_at_once(monkeypatch, process, own_runtime_directory):
     def fail(*arguments, **options):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(launch, "Popen", fail)
-    folders = set(Path(tempfile.gettempdir()).glob("ratoon-*"))
 
     def start() -> None:
         if process:
@@ -412,7 +404,7 @@ def test_a_first_process_that_can_not_be_made_is_an_error_at_once(monkeypatch, p
 
     with pytest.raises(EngineError, match="Too many open files"):
         start()
-    assert set(Path(tempfile.gettempdir()).glob("ratoon-*")) <= folders, "it left a directory behind"
+    assert not list(own_runtime_directory.rglob("ratoon-*")), "it left a directory behind"
 
 
 def test_a_pause_outlives_the_process_that_was_paused():
@@ -421,10 +413,10 @@ def test_a_pause_outlives_the_process_that_was_paused():
             right = await read_stream(llm, 3)
             await llm.pause()
             reading = asyncio.create_task(read_stream(llm, 3))
-            await asyncio.sleep(0.1)
+            await until("it is handed to the engine", lambda: num_requests_in(llm, 0) == 1)
             os.kill(llm.health().engines[0].pid, signal.SIGKILL)
-            while llm.health().engines[0].num_restarts == 0 or not llm.health().engines[0].paused:
-                await asyncio.sleep(0.05)
+            await until("another is there", lambda: llm.health().engines[0].num_restarts == 1)
+            await until("it is paused", lambda: llm.health().engines[0].paused)
             assert not reading.done()
             await llm.resume()
             assert await reading == right

@@ -13,10 +13,11 @@ import pytest
 from ratoon import LLM, AsyncLLM, EngineError, HiddenStatesParams, SamplingParams
 from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
 from tests.depths import both_depths
-from tests.faults.executors import KILL_TOKEN
+from tests.faults.executors import HALTING_AT_READING, KILL_TOKEN, Halt
 from tests.faults.processes import PYTHONPATH, SETTINGS, engine_settings, model_name
-from tests.faults.reading_executors import DEADLY, SLOW
+from tests.faults.reading_executors import DEADLY
 from tests.golden.tiny_models import random_token_ids
+from tests.waiting import until, wait_until
 
 PROMPT = [token for token in random_token_ids(60, seed=3) if token != KILL_TOKEN]
 EVERYTHING = HiddenStatesParams(positions="all", layers="all")
@@ -38,10 +39,12 @@ async def generate(llm: AsyncLLM, prompt: list[int], **changes: Any) -> RequestO
     return last
 
 
-async def kill_when_rows_have_come(llm: AsyncLLM) -> None:
+async def kill_when_rows_have_come(llm: AsyncLLM, halt: Halt) -> None:
     processor = llm.engine.output_processor
-    while not any(getattr(state.answer, "num_rows_run", 0) for state in processor._states.values()):
-        await asyncio.sleep(0.005)
+    await until("it stands still", lambda: halt.is_reached)
+    await until(
+        "rows have come", lambda: any(getattr(state.answer, "num_rows_run", 0) for state in processor._states.values())
+    )
     os.kill(llm.health().engines[0].pid, signal.SIGKILL)
 
 
@@ -53,16 +56,18 @@ def assert_same(one: HiddenStatesOutput, other: HiddenStatesOutput) -> None:
 
 @both_depths
 @pytest.mark.slow
-def test_an_engine_that_dies_in_the_middle_of_an_extraction_costs_time_and_nothing_else():
+def test_an_engine_that_dies_in_the_middle_of_an_extraction_costs_time_and_nothing_else(halt):
     async def run() -> None:
-        async with AsyncLLM(model_name(), executor=SLOW, **engine_settings(**IN_PARTS)) as llm:
+        async with AsyncLLM(model_name(), executor=HALTING_AT_READING, **engine_settings(**IN_PARTS)) as llm:
             alone = await llm.extract_hidden_states(PROMPT, EVERYTHING)
             text = await generate(llm, PROMPT, return_hidden_states=EVERYTHING)
             assert text.hidden_states[0].source == "lease"
-            killing = asyncio.create_task(kill_when_rows_have_come(llm))
+            halt.after(3)  # steps of the eight that it takes
+            killing = asyncio.create_task(kill_when_rows_have_come(llm, halt))
             assert_same(await llm.extract_hidden_states(PROMPT, EVERYTHING, cache_salt="another"), alone)
             await killing
-            killing = asyncio.create_task(kill_when_rows_have_come(llm))
+            halt.after(3)
+            killing = asyncio.create_task(kill_when_rows_have_come(llm, halt))
             again = await generate(llm, PROMPT, return_hidden_states=EVERYTHING)
             await killing
             assert again.outputs[0].token_ids == text.outputs[0].token_ids and again.error is None
@@ -99,9 +104,10 @@ def test_a_sequence_that_kills_who_reads_it_is_given_up_and_its_text_is_delivere
 
 @both_depths
 @pytest.mark.slow
-def test_a_caller_who_waits_gets_the_same_states_from_the_next_process():
-    with LLM(model_name(), process=True, **engine_settings(**IN_PARTS)) as llm:
+def test_a_caller_who_waits_gets_the_same_states_from_the_next_process(halt):
+    with LLM(model_name(), process=True, executor=HALTING_AT_READING, **engine_settings(**IN_PARTS)) as llm:
         alone = llm.extract_hidden_states(PROMPT, EVERYTHING, progress=False)
+        halt.after(3)
         run = llm.engine.run([llm.engine.prepare_extraction("again", PROMPT, EVERYTHING, cache_salt="another salt")])
         processor = llm.engine.output_processor
         step = llm.engine.step
@@ -110,6 +116,7 @@ def test_a_caller_who_waits_gets_the_same_states_from_the_next_process():
             step()
             if any(getattr(state.answer, "num_rows_run", 0) for state in processor._states.values()):
                 llm.engine.step = step
+                wait_until("it stands still", lambda: halt.is_reached)
                 os.kill(llm._client.health().engines[0].pid, signal.SIGKILL)
 
         llm.engine.step = step_and_kill

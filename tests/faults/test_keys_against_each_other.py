@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import requests
 
-from tests.e2e.servers import Server, serving
+from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serving
 from tests.unit.api.server.harness import MODEL, write_tiny_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ LIMITS = ("--max-roots", str(MAX_ROOTS), "--max-queue", str(MAX_QUEUE), "--max-n
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = write_tiny_model(tmp_path_factory.mktemp("models") / MODEL)
-    with serving(folder, *LIMITS, RATOON_API_KEY="ada,bob") as running:
+    with serving(folder, *LIMITS, "--admin", RATOON_API_KEY="ada,bob", RATOON_ADMIN_KEY=ADMIN_KEY) as running:
         yield running
 
 
@@ -34,11 +34,12 @@ def complete(server: Server, key: str, **fields: Any) -> requests.Response:
 
 def num_sequences(server: Server) -> int:
     """Those that run or wait in the engine."""
-    text = requests.get(f"{server.url}/metrics", headers={"Authorization": "Bearer ada"}, timeout=120).text
-    lines = [
-        line for line in text.splitlines() if line.startswith(("ratoon_requests_running", "ratoon_requests_waiting"))
-    ]
-    return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+    (engine,) = requests.get(f"{server.url}/admin/stats", headers=AS_ADMIN, timeout=120).json()["engines"]
+    return engine["num_running"] + engine["num_waiting"]
+
+
+def ask_engine(server: Server, what: str) -> None:
+    requests.post(f"{server.url}/admin/{what}", headers=AS_ADMIN, timeout=120).raise_for_status()
 
 
 def test_roots_and_leases_outlive_the_requests_of_another_key(server: Server) -> None:
@@ -52,25 +53,23 @@ def test_roots_and_leases_outlive_the_requests_of_another_key(server: Server) ->
 
 
 def test_a_queue_that_one_key_has_filled_is_open_to_another(server: Server) -> None:
-    statuses: list[int] = []
-    ended: list[float] = []
+    ended: list[tuple[str, int]] = []
 
-    def fill() -> None:
-        answer = complete(server, "ada", prompt=["a long answer"] * 12, max_tokens=300)
-        statuses.append(answer.status_code)
-        ended.append(time.monotonic())
+    def ask(key: str, **fields: Any) -> None:
+        ended.append((key, complete(server, key, **fields).status_code))
 
-    threads = [threading.Thread(target=fill) for _ in range(MAX_QUEUE // 12)]
+    ask_engine(server, "pause")  # so that nothing ends before all have asked
+    filling = {"prompt": ["a long answer"] * 12, "max_tokens": 300}
+    threads = [threading.Thread(target=ask, args=("ada",), kwargs=filling) for _ in range(MAX_QUEUE // 12)]
     for thread in threads:
         thread.start()
-    while num_sequences(server) < MAX_QUEUE:
-        assert all(thread.is_alive() for thread in threads), "the queue was never full"
-        time.sleep(0.01)
+    wait_until("the queue is full", lambda: num_sequences(server) == MAX_QUEUE)
     assert complete(server, "ada", prompt="one too many", max_tokens=1).status_code == 429
-    answer = complete(server, "bob", prompt="a short one")
-    bobs_end = time.monotonic()
-    assert answer.status_code == 200, answer.text
+    threads.append(threading.Thread(target=ask, args=("bob",), kwargs={"prompt": "a short one"}))
+    threads[-1].start()
+    wait_until("the other is let in", lambda: num_sequences(server) == MAX_QUEUE + 1)
+    ask_engine(server, "resume")
     for thread in threads:
         thread.join()
-    assert statuses == [200] * len(threads)
-    assert bobs_end < max(ended), "it waited behind everything that the other key had asked for"
+    assert sorted(ended) == [("ada", 200)] * (len(threads) - 1) + [("bob", 200)]
+    assert ended[-1][0] == "ada", "it waited behind everything that the other key had asked for"

@@ -13,9 +13,10 @@ import openai
 import pytest
 import requests
 
-from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serving, wait_until
+from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serving
 from tests.faults.processes import resident_bytes
 from tests.unit.api.server.harness import MODEL, write_tiny_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -105,19 +106,19 @@ def test_streams_go_on_while_the_engine_dies_again_and_again(server: Server) -> 
 
     asyncio.run(run())
     # The last one may have been killed a moment ago, and another has to load its model first.
-    wait_until("nothing is left", lambda: is_idle(server), seconds=60)
+    wait_until("nothing is left", lambda: is_idle(server))
 
 
 def test_a_response_in_the_background_survives_its_engine(server: Server) -> None:
-    wait_until("it is well", lambda: health(server).status_code == 200, 30)
+    wait_until("it is well", lambda: health(server).status_code == 200)
     with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=120) as client:
         fields = {"model": MODEL, "input": "Hello", "max_output_tokens": 300, "temperature": 0}
         fields["extra_body"] = {"ignore_eos": True}
         right = client.responses.create(**fields)
         made = client.responses.create(background=True, **fields)
-        wait_until("it runs", lambda: client.responses.retrieve(made.id).status != "queued", 60)
+        wait_until("it runs", lambda: client.responses.retrieve(made.id).status != "queued")
         os.kill(engine_pid(server), signal.SIGKILL)
-        wait_until("it ends", lambda: client.responses.retrieve(made.id).status not in ("queued", "in_progress"), 60)
+        wait_until("it ends", lambda: client.responses.retrieve(made.id).status not in ("queued", "in_progress"))
         found = client.responses.retrieve(made.id)
         assert (found.status, found.output_text) == ("incomplete", right.output_text)
         # Its memory is lost, and its tokens are not.
@@ -128,7 +129,7 @@ def test_a_response_in_the_background_survives_its_engine(server: Server) -> Non
 
 
 def test_requests_that_come_while_the_engine_is_away_are_answered(server: Server) -> None:
-    wait_until("it is well", lambda: health(server).status_code == 200, 30)
+    wait_until("it is well", lambda: health(server).status_code == 200)
     with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=120) as client:
         right = client.completions.create(**request(5)).choices[0].text
         os.kill(engine_pid(server), signal.SIGKILL)
@@ -142,7 +143,7 @@ def test_requests_that_come_while_the_engine_is_away_are_answered(server: Server
 
 
 def test_clients_that_drop_leave_nothing_and_memory_stays_flat(server: Server) -> None:
-    wait_until("it is well", lambda: health(server).status_code == 200, 30)
+    wait_until("it is well", lambda: health(server).status_code == 200)
     dice = random.Random(9)
 
     async def drop(client: openai.AsyncOpenAI, seed: int) -> None:
@@ -167,7 +168,7 @@ def test_clients_that_drop_leave_nothing_and_memory_stays_flat(server: Server) -
 
 
 def test_the_engine_is_not_ended_by_signals_that_are_meant_for_the_server(server: Server) -> None:
-    wait_until("it is well", lambda: health(server).status_code == 200, 30)
+    wait_until("it is well", lambda: health(server).status_code == 200)
     pid = engine_pid(server)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, number)
@@ -181,4 +182,4 @@ def test_a_server_that_is_killed_takes_its_engine_with_it(tmp_path: Path) -> Non
     with serving(folder) as running:
         pid = engine_pid(running)
         running.process.kill()
-        wait_until("the engine ends", lambda: not Path(f"/proc/{pid}").exists(), 15)
+        wait_until("the engine ends", lambda: not Path(f"/proc/{pid}").exists())

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 
-from tests.e2e.servers import Server, serving, wait_until
+from tests.e2e.servers import Server, serving
 from tests.faults.processes import resident_bytes
 from tests.unit.api.server.harness import MODEL, write_tiny_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -66,10 +67,10 @@ def test_what_unread_answers_hold_is_bounded_and_given_back(server: Server) -> N
     before = resident_bytes(server.process.pid)
     clients = [open_unread(server, body) for _ in range(10)]
     try:
-        wait_until("there is room for no more", lambda: status_of(server, body) == 429, 60)
+        wait_until("there is room for no more", lambda: status_of(server, body) == 429)
         held = resident_bytes(server.process.pid) - before
         assert held < TOTAL + 200 * MEBIBYTE, f"{held / MEBIBYTE:.0f} MiB"
-        wait_until("the others are given up", lambda: status_of(server, body) == 200, 20 * WRITE_SECONDS)
+        wait_until("the others are given up", lambda: status_of(server, body) == 200)
     finally:
         for client in clients:
             client.close()
