@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`make check` is a marker: unit tests have it unless they are slow, a few others have it by name. `make test` is
     all that is not `full`. `make test-fresh` is all that is `drawn`."""
+    leave_cases_to_the_full_run(items)
     for item in items:
         if item.path.is_relative_to(UNIT_TESTS) and not any(map(item.get_closest_marker, ("slow", "full"))):
             item.add_marker("check")
@@ -81,6 +83,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
     if worker is not None:
         items[:] = with_long_tests_first(items, worker["workercount"])
+
+
+def leave_cases_to_the_full_run(items: list[pytest.Item]) -> None:
+    """Of the cases of a test with the marker one_in(n), the first of every n stays, and the others become `full`.
+    With an n that has no factor in common with the number of a parameter's values, each value stays in some case."""
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("one_in")
+        if marker is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if num_cases[test] % marker.args[0]:
+            item.add_marker("full")
+        num_cases[test] += 1
 
 
 def runs_in_full(config: pytest.Config) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.waiting import PATIENCE
+
 
 @dataclass
 class Script:
@@ -33,6 +35,7 @@ class Script:
     cached_tokens: int | None = None
     status: int = 200  # of every answer
     break_after: int | None = None  # tokens, then the connection is cut
+    hold_after: int | None = None  # tokens, then nothing more comes until the client leaves
     error_after: int | None = None  # tokens, then an error stands in the stream
     finish_reason: str | None = None  # in the place of the right one
     line_break: str = "\n"
@@ -147,6 +150,8 @@ class FakeServer:
             if script.break_after is not None and sent >= script.break_after:
                 response._req.transport.close()  # type: ignore[union-attr]
                 return
+            if script.hold_after is not None and sent >= script.hold_after:
+                await asyncio.Event().wait()
             if script.error_after is not None and sent >= script.error_after:
                 return await send({"error": {"message": "the engine fell over"}})
             new = min(script.tokens_per_chunk, count - sent)
@@ -183,7 +188,7 @@ def fake_server(script: Script | None = None, port: int = 0) -> Iterator[tuple[s
     try:
         yield f"http://127.0.0.1:{chosen}", script
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=PATIENCE)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=10)
+        thread.join(timeout=PATIENCE)
         loop.close()

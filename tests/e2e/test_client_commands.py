@@ -7,14 +7,15 @@ import io
 import json
 import os
 import signal
+import socket
 import threading
-import time
 
 import pytest
 
 from ratoon.cli import main
 from tests.e2e.fake_server import Script, fake_server
 from tests.e2e.test_cli import Terminal
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +30,9 @@ def server():
         yield found
 
 
-def wait_until(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
 def interrupt_when(condition) -> threading.Thread:
     def watch() -> None:
-        wait_until(condition)
+        wait_until("the moment to interrupt", condition)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -163,11 +157,12 @@ def test_a_server_without_a_list_of_models_needs_a_name(server, capsys):
 
 
 def test_a_server_that_is_not_there_is_said_so(capsys):
-    with fake_server() as (url, _):
-        pass
-    for command in (["complete", "hi"], ["chat"], ["bench", "serve"]):
-        assert main([*command, "--url", url]) == 1
-        assert "can't be reached (Connection refused)" in one_line(capsys.readouterr().err)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen; no other process gets this port meanwhile
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for command in (["complete", "hi"], ["chat"], ["bench", "serve"]):
+            assert main([*command, "--url", url]) == 1
+            assert "can't be reached (Connection refused)" in one_line(capsys.readouterr().err)
 
 
 def test_the_usual_server_is_asked_where_none_is_named(server, monkeypatch, capsys):
@@ -197,10 +192,10 @@ def test_keys_come_from_the_command_line_or_the_environment(server, monkeypatch,
 
 def test_ctrl_c_ends_complete_with_130_and_the_server_notices(server, capsys):
     url, script = server
-    script.seconds_per_token = 0.02
+    script.hold_after = 3
     interrupt_when(lambda: script.running == 1)
     assert main(["complete", "--url", url, "hi", "--stream", "--max-tokens", "1000"]) == 130
-    wait_until(lambda: script.num_left == 1)
+    wait_until("the server notices", lambda: script.num_left == 1)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +278,7 @@ def test_chat_says_when_an_answer_breaks_off_and_keeps_what_came(server, monkeyp
 
 
 def test_chat_ctrl_c_stops_the_answer_closes_the_connection_and_the_conversation_goes_on():
-    with fake_server(Script(seconds_per_token=0.02)) as (url, script):
+    with fake_server(Script(hold_after=4)) as (url, script):
         terminal = Terminal("chat", "--url", url, "--max-tokens", "500")
         try:
             terminal.wait_for(Terminal.PROMPT)
@@ -291,7 +286,7 @@ def test_chat_ctrl_c_stops_the_answer_closes_the_connection_and_the_conversation
             terminal.wait_for(" w3")
             terminal.send("\x03")
             terminal.wait_for(r"\(stopped; \d+ tokens")
-            wait_until(lambda: script.num_left == 1)
+            wait_until("the server notices", lambda: script.num_left == 1)
             terminal.wait_for(Terminal.PROMPT)
             terminal.send("And then?\n")
             terminal.wait_for(" w3")
@@ -407,8 +402,8 @@ def test_bench_that_is_interrupted_reports_what_there_is(server, capsys):
     url, script = server
     script.seconds_per_token = 0.02
     interrupt_when(lambda: len(script.received) >= 2 + 5)
-    assert bench(url, "--num-requests", "500", "--concurrency", "2") == 130
+    assert bench(url, "--num-requests", "50000", "--concurrency", "2") == 130
     captured = capsys.readouterr()
     assert "answered in" in captured.out and "unfinished" in captured.out
     assert "figures so far" in captured.err
-    wait_until(lambda: script.running == 0)
+    wait_until("the server notices", lambda: script.running == 0)

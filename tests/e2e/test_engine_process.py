@@ -18,11 +18,12 @@ from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.settings import engine_config
 from ratoon.engine.async_client import DPAsyncMPClient, DPLBAsyncMPClient, make_async_client
+from ratoon.engine.ledger import Entry
 from ratoon.observe.startup import StartupTimer
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.forked_engines import forked_engines
 from tests.golden.tiny_models import random_token_ids
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, until, wait_until
 
 PROMPTS = [random_token_ids(length, seed=length) for length in (3, 17, 40)]
 PARAMS = [
@@ -156,7 +157,7 @@ import time
 from ratoon import LLM
 llm = LLM({model_name()!r}, process=True, **{SETTINGS!r})
 print(llm._client.health().engines[0].pid, llm._client._directory.path, flush=True)
-time.sleep(60)
+time.sleep(1000)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     pid, folder = parent.stdout.readline().split()
@@ -164,7 +165,7 @@ time.sleep(60)
     parent.kill()
     parent.wait()
     wait_until("the engine ends", lambda: not is_running(int(pid)))
-    assert not Path(folder).exists()
+    wait_until("the directory is removed", lambda: not Path(folder).exists())
 
 
 # ---- several engines ----
@@ -265,18 +266,23 @@ def test_another_thread_pauses_resumes_and_aborts_what_a_call_waits_for(request,
     assert not llm.engine.has_unfinished_requests()
 
 
+def entries_of(llm: AsyncLLM) -> list[Entry]:
+    return list(llm._client._ledger._entries.values())
+
+
 @forked
 def test_a_cancelled_request_frees_its_blocks(in_process):
     async def run() -> None:
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
             long = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, n=4)
             tasks = [asyncio.create_task(collect(llm, PROMPTS[1], long)) for _ in range(8)]
-            await asyncio.sleep(0.1)
+            await until("they are under way", lambda: any(entry.begun for entry in entries_of(llm)))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            (books,) = await llm._client.call_utility("check")
-            assert books["num_used_blocks"] == 0 and books["num_requests"] == 0
+            end = time.monotonic() + PATIENCE
+            while (books := (await llm._client.call_utility("check"))[0])["num_used_blocks"] or books["num_requests"]:
+                assert time.monotonic() < end, "requests or blocks are left in the engine"
             assert await collect(llm, PROMPTS[0], PARAMS[0]) == expected(in_process)[0]
 
     asyncio.run(run())

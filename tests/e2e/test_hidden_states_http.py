@@ -67,7 +67,7 @@ def expected(folder: Path) -> Iterator[Callable[..., np.ndarray]]:
 def ask(server: Server, key: str = KEYS[0], accept: str = "*/*", **fields: Any) -> requests.Response:
     headers = {"Authorization": f"Bearer {key}", "Accept": accept}
     body = {"model": MODEL, **fields}
-    return requests.post(f"{server.api}/hidden_states", json=body, headers=headers, timeout=30)
+    return requests.post(f"{server.api}/hidden_states", json=body, headers=headers, timeout=120)
 
 
 def numbers(states: dict[str, Any]) -> np.ndarray:
@@ -153,7 +153,7 @@ def test_a_reader_that_stalls_holds_up_nobody(server, client):
             f"POST /v1/hidden_states HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEYS[0]}\r\n"
             f"Accept: {accept}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        connection = socket.create_connection((host, int(port)), timeout=30)
+        connection = socket.create_connection((host, int(port)), timeout=120)
         connection.sendall(head.encode() + body)
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
         stalled.append(connection)

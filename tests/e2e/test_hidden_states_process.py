@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from ratoon.scheduling.extraction import MAX_WAITING
 from tests.faults.processes import SETTINGS, model_name
 from tests.forked_engines import forked_engines
 from tests.golden.tiny_models import random_token_ids
+from tests.waiting import PATIENCE
 
 PROMPTS = [random_token_ids(length, seed=length) for length in (1, 16, 45)]
 EVERYTHING = HiddenStatesParams(positions="all", layers="all")
@@ -106,8 +108,10 @@ async def generate(llm: AsyncLLM, prompt: list[int], params: SamplingParams, **o
 
 
 async def assert_nothing_left(llm: AsyncLLM) -> None:
-    for books in await llm._client.call_utility("check"):
-        assert books["num_used_blocks"] == books["num_requests"] == 0
+    """In neither engine, once it has seen what was aborted and the steps that were under way have ended."""
+    end = time.monotonic() + PATIENCE
+    while any(books["num_used_blocks"] or books["num_requests"] for books in await llm._client.call_utility("check")):
+        assert time.monotonic() < end, "requests or blocks are left in an engine"
     assert len(llm._client._ledger) == 0 and llm.num_unfinished_requests() == 0
     assert not llm.engine.output_processor.has_unfinished_requests()
 

@@ -22,14 +22,14 @@ import requests
 from tests.e2e.servers import Server, serving
 from tests.faults.processes import resident_bytes
 from tests.unit.api.server.harness import MODEL, write_tiny_model
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, cpu_seconds, wait_until
 
 pytestmark = pytest.mark.slow
 
 MEBIBYTE = 2**20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SHORT = {"model": MODEL, "prompt": "x", "max_tokens": 1}
-LONGEST_WAIT = 10.0  # seconds, of other clients and of a refusal: it is below 1 on a machine with nothing else to do
+MOST_CPU_SECONDS = 10.0  # of the server, for a refusal and other clients meanwhile: one with nothing else to do
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +43,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @dataclass
 class Watch:
     growth: int = 0  # bytes that the server had in memory at most, beyond what it had before
-    longest_wait: float = 0.0  # of another client, in seconds
-    num_answers: int = 0
+    cpu_seconds: float = 0.0  # that the server used
+    num_answers: int = 0  # to another client
 
 
 @contextmanager
 def watching(server: Server) -> Iterator[Watch]:
     watch, ended = Watch(), threading.Event()
     before = resident_bytes(server.process.pid)
+    cpu_before = cpu_seconds(server.process.pid)
 
     def look() -> None:
         while not ended.wait(0.01):
@@ -58,22 +59,19 @@ def watching(server: Server) -> Iterator[Watch]:
 
     def ask() -> None:
         with requests.Session() as session:
-            while not ended.wait(0.02):
-                start = time.monotonic()
-                answer = session.post(server.url + COMPLETIONS, json=SHORT, timeout=120)
-                assert answer.status_code == 200
-                watch.longest_wait = max(watch.longest_wait, time.monotonic() - start)
+            while not ended.wait(0.1):
+                session.post(server.url + COMPLETIONS, json=SHORT, timeout=PATIENCE).raise_for_status()
                 watch.num_answers += 1
 
-    threads = [threading.Thread(target=work) for work in (look, ask)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield watch
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        tasks = [threads.submit(work) for work in (look, ask)]
+        try:
+            yield watch
+        finally:
+            ended.set()
+        for task in tasks:
+            task.result()
+    watch.cpu_seconds = cpu_seconds(server.process.pid) - cpu_before
 
 
 def many(entry: str) -> bytes:
@@ -100,13 +98,11 @@ BODIES = {
 def test_a_wrong_body_costs_little_and_keeps_nobody_waiting(server: Server, kind: str) -> None:
     path, body = BODIES[kind]
     with watching(server) as watch:
-        start = time.monotonic()
-        answer = requests.post(server.url + path, data=body, headers={"Content-Type": "application/json"}, timeout=60)
-        seconds = time.monotonic() - start
+        headers = {"Content-Type": "application/json"}
+        answer = requests.post(server.url + path, data=body, headers=headers, timeout=PATIENCE)
     assert answer.status_code == 400, answer.text
     assert len(answer.content) < 1000
-    assert seconds < LONGEST_WAIT
-    assert watch.longest_wait < LONGEST_WAIT
+    assert watch.cpu_seconds < MOST_CPU_SECONDS
     assert watch.growth < 100 * MEBIBYTE, "about ten times the body; it was hundreds"
 
 
@@ -131,10 +127,8 @@ def send_and_leave(server: Server, path: str, body: dict) -> None:
 def test_prompts_that_are_far_too_long_are_not_tokenised(server: Server, path: str, fields: dict) -> None:
     before = resident_bytes(server.process.pid)
     with watching(server) as watch:
-        start = time.monotonic()
-        answer = requests.post(server.url + path, json={"model": MODEL, **fields}, timeout=60)
+        answer = requests.post(server.url + path, json={"model": MODEL, **fields}, timeout=PATIENCE)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-        assert time.monotonic() - start < LONGEST_WAIT
         attackers = [
             threading.Thread(target=send_and_leave, args=(server, path, {"model": MODEL, **fields})) for _ in range(8)
         ]
@@ -144,7 +138,7 @@ def test_prompts_that_are_far_too_long_are_not_tokenised(server: Server, path: s
             attacker.join()
         seen = watch.num_answers
         wait_until("others are answered", lambda: watch.num_answers > seen + 3)
-    assert watch.longest_wait < LONGEST_WAIT
+    assert watch.cpu_seconds < MOST_CPU_SECONDS
     assert watch.growth < 8 * 3 * 10 * MEBIBYTE, "ten times the bodies; it was a hundred times"
     wait_until("memory is given back", lambda: resident_bytes(server.process.pid) - before < 48 * MEBIBYTE)
 
@@ -169,8 +163,9 @@ def test_templates_of_requests_hurt_nobody(server: Server) -> None:
     ]
     with watching(server) as watch, ThreadPoolExecutor(len(hostile)) as attackers:
         answers = list(attackers.map(lambda template: ask_with(server, template), hostile))
+        assert watch.num_answers > 0, "no other client was answered while they were rendered"
     assert [answer.status_code for answer in answers] == [400] * len(hostile)
-    assert watch.longest_wait < LONGEST_WAIT
+    assert watch.cpu_seconds < MOST_CPU_SECONDS
     assert watch.growth < 32 * MEBIBYTE
     assert ask_with(server, "{{ messages[0].content }}").status_code == 200
 
@@ -179,10 +174,11 @@ def test_a_template_process_that_is_killed_fails_one_request(server: Server) -> 
     ask_with(server, "x")
     with ThreadPoolExecutor(1) as client:
         answer = client.submit(ask_with, server, "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4)
-        time.sleep(0.5)
-        for pid in template_processes(server):
-            os.kill(pid, signal.SIGKILL)
+        (pid,) = template_processes(server)
+        idle = cpu_seconds(pid)
+        wait_until("it is being rendered", lambda: cpu_seconds(pid) > idle + 0.1)
+        os.kill(pid, signal.SIGKILL)
         error = answer.result().json()["error"]
     assert (error["param"], "chat_template: " in error["message"]) == ("chat_template", True)
     assert ask_with(server, "{{ messages[0].content }}").status_code == 200
-    assert len(template_processes(server)) == 1
+    wait_until("only the new one is left", lambda: len(template_processes(server) - {pid}) == 1)

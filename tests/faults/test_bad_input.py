@@ -441,9 +441,9 @@ def test_a_damaged_model_ends_a_command_with_code_2_and_one_sentence(
     folder: Path, tmp_path: Path, damage: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     damage(broken := copied(folder, tmp_path / "broken"))
-    began = time.monotonic()
+    began = time.process_time()
     assert main(["info", str(broken), "--threads", "1", "--num-blocks", "12"]) == 2
-    assert time.monotonic() - began < 20  # a second, on a quiet machine
+    assert time.process_time() - began < 20  # seconds; one is usual
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ") and str(broken) in line and "unexpected" not in line
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,8 +16,7 @@ import pytest
 from ratoon.execution import cuda_driver
 from ratoon.layers.triton import compiler_process
 from ratoon.layers.triton.compiler_process import CompilerProcess, Request
-
-PATIENCE = 60.0  # seconds, on a loaded machine
+from tests.waiting import PATIENCE, wait_until
 
 
 def request(size: int = 0, constant: object = 1) -> Request:
@@ -49,13 +47,6 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_one_that_hangs_is_given_up_and_ended(
     start: Callable[[str], CompilerProcess], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,13 +58,13 @@ def test_one_that_hangs_is_given_up_and_ended(
         process.wait_for("digest")
         process.wait_for("another")  # at once
     assert caplog.text.count("gave no sign") == 1
-    wait_until(lambda: is_gone(process.pid))
+    wait_until("it is ended", lambda: is_gone(process.pid))
 
 
 def test_one_that_is_busy_is_waited_for(
     start: Callable[[str], CompilerProcess], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiler_process, "SECONDS_OF_SILENCE", 5.0)
+    monkeypatch.setattr(compiler_process, "SECONDS_OF_SILENCE", PATIENCE)
     sign = "print(flush=True); time.sleep(0.1); "
     process = start(f"import time; {sign * 10} print('digest', flush=True); time.sleep(1000)")
     process.send(request())
@@ -117,7 +108,7 @@ def test_one_that_was_not_needed_is_ended(monkeypatch: pytest.MonkeyPatch) -> No
     cuda_driver.start_compiler()
     assert cuda_driver._started == [process]
     cuda_driver.end_compiler()
-    wait_until(lambda: is_gone(process.pid))
+    wait_until("it is ended", lambda: is_gone(process.pid))
     monkeypatch.setattr(cuda_driver, "usable_cores", lambda: cuda_driver.MIN_CORES - 1)
     assert cuda_driver.take_compiler() is None
 
@@ -214,11 +205,11 @@ def test_an_engine_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     assert engine.stdout is not None
     pid = int(engine.stdout.readline())
     children = tmp_path / "children"
-    wait_until(lambda: children.exists() and children.read_text().endswith("\n"))
+    wait_until("a kernel is being compiled", lambda: children.exists() and children.read_text().endswith("\n"))
     engine.send_signal(signal.SIGKILL)
     engine.communicate()
-    wait_until(lambda: is_gone(pid))
-    wait_until(lambda: is_gone(int(children.read_text().split()[0])))
+    wait_until("it is ended", lambda: is_gone(pid))
+    wait_until("its child is ended", lambda: is_gone(int(children.read_text().split()[0])))
 
 
 def test_kernels_are_compiled_where_the_cache_cannot_be_written(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import json
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,10 @@ import pytest
 from ratoon import AsyncLLM, SamplingParams
 from ratoon.core.params import RequestOutputKind
 from tests.depths import both_depths
+from tests.faults.executors import HALTING, Halt
 from tests.faults.processes import FAMILY, engine_settings
 from tests.golden.grammar_engines import THOUGHT, grammar_folder
+from tests.waiting import until
 
 THOUGHT_ID = 1
 WORDS = "[a-z]{70}"
@@ -99,32 +100,11 @@ async def ask(llm: AsyncLLM, asked: Asked, parent: str, begun: str) -> Texts:
     return {choice: (text, reasons[choice]) for choice, text in texts.items()}
 
 
-def num_tokens_so_far(llm: AsyncLLM) -> list[int]:
-    """Of the choices of all requests that run."""
-    return [len(choice.token_ids) for entry in llm._client._ledger._entries.values() for choice in entry.choices]
-
-
-async def kill_after(llm: AsyncLLM, num_tokens: int, asking: Sequence[asyncio.Task[Texts]]) -> bool:
-    """When each choice has so many tokens, and none has ended. False: one ended before the others had as many, as on a
-    machine that is busy with other work."""
-    num_choices = sum(asked.n for asked in ASKED)
-    deadline = time.monotonic() + 60
-    while len(sizes := num_tokens_so_far(llm)) < num_choices or min(sizes) < num_tokens:
-        assert time.monotonic() < deadline, sizes
-        if any(task.done() for task in asking):
-            return False
-        await asyncio.sleep(0.001)
-    if any(choice.finished for entry in llm._client._ledger._entries.values() for choice in entry.choices):
-        return False
-    os.kill(llm.health().engines[0].pid, signal.SIGKILL)
-    return True
-
-
 @both_depths
 @pytest.mark.slow
-def test_texts_go_on_in_their_grammars_in_another_engine() -> None:
+def test_texts_go_on_in_their_grammars_in_another_engine(halt: Halt) -> None:
     async def run() -> None:
-        async with AsyncLLM(str(grammar_folder(FAMILY)), **engine_settings(num_blocks=512)) as llm:
+        async with AsyncLLM(str(grammar_folder(FAMILY)), executor=HALTING, **engine_settings(num_blocks=512)) as llm:
             begin = SamplingParams(structured_output={"regex": WORDS}, seed=9, max_tokens=20)
             async for output in llm.generate("hello", begin, "parent"):
                 begun = output.outputs[0].text
@@ -135,14 +115,14 @@ def test_texts_go_on_in_their_grammars_in_another_engine() -> None:
                 for text, reason in texts.values():
                     assert reason == "stop"
                     asked.check(text)
-            # While grammars are compiled, inside of the reasoning, and far inside of all grammars
-            for num_kills, num_tokens in enumerate((0, 3, 20), start=1):
-                for _ in range(20):
-                    asking = [asyncio.create_task(ask(llm, asked, "parent", begun)) for asked in ASKED]
-                    killed = await kill_after(llm, num_tokens, asking)
-                    assert await asyncio.gather(*asking) == right
-                    if killed:
-                        break
+            # As they begin, inside of the reasoning, and far inside of all grammars
+            for num_kills, num_steps in enumerate((1, 4, 24), start=1):
+                halt.after(num_steps)
+                asking = [asyncio.create_task(ask(llm, asked, "parent", begun)) for asked in ASKED]
+                await until("they are under way", lambda: halt.is_reached)
+                assert not all(task.done() for task in asking)
+                os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+                assert await asyncio.gather(*asking) == right
                 assert llm.health().engines[0].num_restarts == num_kills
             (books,) = await llm._client.call_utility("check")
             assert books["num_used_blocks"] == 0 and len(llm._client._ledger) == 0

@@ -16,9 +16,11 @@ import requests
 from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serving
 from tests.faults.processes import resident_bytes
 from tests.unit.api.server.harness import MODEL, write_tiny_model
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.slow
+
+NUM_KILLS = 3
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def health(server: Server) -> requests.Response:
-    return requests.get(f"{server.url}/health", timeout=10)
+    return requests.get(f"{server.url}/health", timeout=PATIENCE)
 
 
 def engine_pid(server: Server) -> int | None:
@@ -38,7 +40,7 @@ def engine_pid(server: Server) -> int | None:
 
 def is_idle(server: Server) -> bool:
     """Nothing under way, on either side of the border, and no block in use."""
-    answer = requests.get(f"{server.url}/admin/stats", headers=AS_ADMIN, timeout=10)
+    answer = requests.get(f"{server.url}/admin/stats", headers=AS_ADMIN, timeout=PATIENCE)
     if answer.status_code != 200:
         return False
     stats = answer.json()
@@ -89,29 +91,31 @@ def test_streams_go_on_while_the_engine_dies_again_and_again(server: Server) -> 
                 }
             dice = random.Random(3)
             killed: set[int] = set()
-            statuses: set[int] = set()
-            streams = [asyncio.create_task(read_stream(client, seed)) for seed in range(8)]
-            while not all(stream.done() for stream in streams):
-                await asyncio.sleep(0.05 + 0.3 * dice.random())
-                answer = await asyncio.to_thread(health, server)
-                statuses.add(answer.status_code)
-                pid = answer.json()["engines"][0]["pid"]
-                if len(killed) < 3 and answer.status_code == 200 and pid not in killed:
-                    os.kill(pid, signal.SIGKILL)
-                    killed.add(pid)
-            assert len(killed) >= 2
-            assert statuses == {200, 503}, "its health was always the same"
-            for seed, stream in enumerate(streams):
-                assert await stream == right[seed]
+
+            async def keep_streaming(seed: int) -> None:
+                while len(killed) < NUM_KILLS:
+                    assert await read_stream(client, seed) == right[seed]
+
+            async def keep_killing() -> None:
+                while len(killed) < NUM_KILLS:
+                    await asyncio.sleep(0.05 + 0.3 * dice.random())
+                    answer = await asyncio.to_thread(health, server)
+                    pid = answer.json()["engines"][0]["pid"]
+                    if answer.status_code == 200 and pid not in killed:
+                        os.kill(pid, signal.SIGKILL)
+                        killed.add(pid)
+
+            await asyncio.gather(*(keep_streaming(seed) for seed in range(8)), keep_killing())
 
     asyncio.run(run())
     # The last one may have been killed a moment ago, and another has to load its model first.
     wait_until("nothing is left", lambda: is_idle(server))
+    assert health(server).json()["engines"][0]["num_restarts"] == NUM_KILLS
 
 
 def test_a_response_in_the_background_survives_its_engine(server: Server) -> None:
     wait_until("it is well", lambda: health(server).status_code == 200)
-    with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=300) as client:
         fields = {"model": MODEL, "input": "Hello", "max_output_tokens": 300, "temperature": 0}
         fields["extra_body"] = {"ignore_eos": True}
         right = client.responses.create(**fields)
@@ -130,13 +134,13 @@ def test_a_response_in_the_background_survives_its_engine(server: Server) -> Non
 
 def test_requests_that_come_while_the_engine_is_away_are_answered(server: Server) -> None:
     wait_until("it is well", lambda: health(server).status_code == 200)
-    with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=300) as client:
         right = client.completions.create(**request(5)).choices[0].text
         os.kill(engine_pid(server), signal.SIGKILL)
         wait_until("its death is seen", lambda: health(server).status_code == 503)
         assert health(server).json()["engines"][0]["state"] == "restarting"
         assert client.completions.create(**request(5)).choices[0].text == right
-    page = requests.get(f"{server.url}/metrics", timeout=10).text
+    page = requests.get(f"{server.url}/metrics", timeout=PATIENCE).text
     assert 'ratoon_engine_up{engine="0"} 1.0' in page
     restarts = next(line for line in page.splitlines() if line.startswith("ratoon_engine_restarts{"))
     assert float(restarts.split()[-1]) >= 1
@@ -153,7 +157,7 @@ def test_clients_that_drop_leave_nothing_and_memory_stays_flat(server: Server) -
         await stream.close()
 
     async def drop_many() -> None:
-        async with openai.AsyncOpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=300) as client:
             await asyncio.gather(*(drop(client, seed) for seed in range(24)))
 
     asyncio.run(drop_many())
@@ -172,7 +176,7 @@ def test_the_engine_is_not_ended_by_signals_that_are_meant_for_the_server(server
     pid = engine_pid(server)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, number)
-    with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=300) as client:
         assert client.completions.create(**request(1)).choices[0].finish_reason == "length"
     assert engine_pid(server) == pid
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.depths import both_depths
 from tests.faults.processes import SETTINGS, model_name
 from tests.golden.engines import engine, scheduler_of
 from tests.golden.tiny_models import random_token_ids
+from tests.waiting import PATIENCE
 
 FAMILIES = [
     "llama with grouped heads",
@@ -241,11 +243,16 @@ def test_a_lease_ends_in_an_idle_engine_too():
 
     async def run() -> None:
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
-            await collect(llm.generate(random_token_ids(20, seed=1), params, "p", retain_kv=0.5))
-            assert (await llm.stats())[0].leases.num_active == 1
-            await asyncio.sleep(0.8)
+            await collect(llm.generate(random_token_ids(20, seed=2), params, "kept", retain_kv=600))
+            await collect(llm.generate(random_token_ids(20, seed=1), params, "p", retain_kv=0.3))
+            end = time.monotonic() + PATIENCE
+            while (await llm.stats())[0].leases.expired < 1:
+                assert time.monotonic() < end, "the lease does not end"
             (stats,) = await llm.stats()
-            assert (stats.leases.num_active, stats.leases.expired, stats.kv_usage) == (0, 1, 0.0)
+            assert (stats.leases.num_active, stats.leases.expired) == (1, 1)
+            await llm.forget("kept")
+            (stats,) = await llm.stats()
+            assert (stats.leases.num_active, stats.kv_usage) == (0, 0.0)
 
     asyncio.run(run())
 

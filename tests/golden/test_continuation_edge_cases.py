@@ -330,7 +330,7 @@ class TestAnotherAdapterSaltOrOwner:
 
         async def refusal(work: Any) -> str:
             with pytest.raises(UnknownParentError) as refused:
-                await asyncio.wait_for(work, 10)  # the engine is paused: to wait for it would be to wait forever
+                await asyncio.wait_for(work, 120)  # the engine is paused: to wait for it would be to wait forever
             return str(refused.value)
 
         async def run() -> None:

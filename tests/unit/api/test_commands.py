@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import io
 import json
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from ratoon.api.server.settings import ServerSettings
 from ratoon.cli import main
 from ratoon.core.errors import EngineError, ModelError, RequestError
 from ratoon.core.params import SamplingParams
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -317,9 +317,7 @@ def test_chat_shows_that_it_waits_for_the_first_token(client, monkeypatch):
     seen = []
 
     def look() -> None:
-        deadline = time.monotonic() + 30
-        while not seen and "waiting for the first token" not in err.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)  # it is drawn by a thread
+        wait_until("a thread draws it", lambda: seen or "waiting for the first token" in err.getvalue())
         seen.append(err.getvalue())
 
     client.on_step = look

@@ -13,12 +13,13 @@ from ratoon.benchmarks.loadgen.measures import RequestRecord
 from ratoon.benchmarks.loadgen.prompts import TextPrompts
 from ratoon.benchmarks.loadgen.run import LoadRunner, note
 from ratoon.benchmarks.loadgen.target import Target
+from tests.waiting import until
 
 
 class FakeClient:
     def __init__(self) -> None:
         self.bodies = []
-        self.running = self.most_running = 0
+        self.running = self.most_running = self.waiting = 0
         self.fails = False
         self.waits_forever = False
 
@@ -32,6 +33,7 @@ class FakeClient:
             if self.fails:
                 raise RemoteError("server", "broke", kind="broke off")
             if self.waits_forever:
+                self.waiting += 1
                 await asyncio.Event().wait()
         finally:
             self.running -= 1
@@ -95,7 +97,7 @@ def test_an_interrupt_leaves_what_there_is_and_stops_the_rest():
     async def interrupted():
         runner = LoadRunner(client, target())
         task = asyncio.create_task(runner.run(single(5), [0.0] * 4 + [60.0], lambda record: None))
-        await asyncio.sleep(0.05)
+        await until("all have begun", lambda: client.waiting == 4)
         task.cancel()
         return await task
 

@@ -27,6 +27,7 @@ from ratoon.observe.metrics import EngineMetrics
 from tests.real_models import needs_embedded_model
 from tests.unit.engine.fakes import model_config
 from tests.unit.engine.fakes_async import MAX_MODEL_LEN, FakeAsyncClient, FakeSource, fake_source, on_event_loop
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -498,7 +499,7 @@ async def test_the_engine_starts_while_the_tokenizer_is_read(source):
     loop = asyncio.get_running_loop()
 
     def load_tokenizer():
-        asyncio.run_coroutine_threadsafe(asyncio.wait_for(client.started.wait(), 5), loop).result()
+        asyncio.run_coroutine_threadsafe(asyncio.wait_for(client.started.wait(), PATIENCE), loop).result()
 
     source.load_tokenizer = load_tokenizer
     async with make(client):
@@ -695,7 +696,7 @@ async def test_long_texts_are_tokenised_beside_the_event_loop(source):
     def note_thread(text, **options):
         if len(text) > LONG_TEXT:
             threads.append(threading.current_thread().name)
-            hold.wait(5)
+            hold.wait(PATIENCE)
         return encode(text, **options)
 
     source.tokenizer.encode = note_thread

@@ -20,7 +20,7 @@ from ratoon.engine.utilities import EngineUtilities
 from tests.unit.engine.fakes import model_config
 from tests.unit.engine.test_engine_core import ends_of, fail_once, make_core, request, run, tokens_of
 
-LONG_ENOUGH = 20.0  # seconds until a test gives up waiting for another thread
+LONG_ENOUGH = 120.0  # seconds until a test gives up waiting for another thread
 
 
 def in_another_thread(work: Any) -> None:

@@ -13,6 +13,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.worker import Worker
+from tests.waiting import PATIENCE
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Library:
 
     def compile(self, asked: StructuredOutput) -> Compiled:
         assert asked.regex is not None
-        self.may_go_on.wait(10)
+        self.may_go_on.wait(PATIENCE)
         self.compiled.append(asked.regex)
         if asked.regex == "(":
             raise RequestError("regex", "is wrong", "another")
@@ -50,7 +51,7 @@ def test_equal_contents_are_compiled_once() -> None:
     asked = [StructuredOutput(regex="a"), StructuredOutput(regex="a", begins_after="x"), StructuredOutput(regex="b")]
     futures = [grammars.prepare(one) for one in asked]
     library.may_go_on.set()
-    results = [future.result(10) for future in futures]
+    results = [future.result(PATIENCE) for future in futures]
     assert results[0] is results[1] is grammars.get(asked[0]) and results[2] is not results[0]
     assert sorted(library.compiled) == ["a", "b"]
     assert grammars.prepare(asked[0]).done()
@@ -84,7 +85,7 @@ def test_an_error_names_the_field_and_is_not_kept() -> None:
     grammars = GrammarCompiler(lambda: library)
     for _ in range(2):
         with pytest.raises(RequestError, match=r"structured_output\.regex: is wrong"):
-            grammars.prepare(StructuredOutput(regex="(")).result(10)
+            grammars.prepare(StructuredOutput(regex="(")).result(PATIENCE)
     assert len(library.compiled) == 2
     grammars.shutdown()
 
@@ -115,5 +116,5 @@ def test_a_library_that_does_not_open_ahead_is_reported_to_the_first_grammar() -
     grammars.open_ahead()
     assert not grammars.can_open_ahead, "once is enough"
     with pytest.raises(RequestError, match="needs a tokenizer"):
-        grammars.prepare(StructuredOutput(regex="a")).result(10)
+        grammars.prepare(StructuredOutput(regex="a")).result(PATIENCE)
     grammars.shutdown()

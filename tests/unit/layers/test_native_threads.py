@@ -54,7 +54,7 @@ def test_a_slow_unit_does_not_hold_up_the_others_of_its_thread():
             others.release()
         else:
             for _ in range(15):
-                assert others.acquire(timeout=30)
+                assert others.acquire(timeout=120)
 
     assert run_units(16, body) == Counter(range(16))
 

@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import sys
-import time
 from types import ModuleType
 
 import numpy as np
@@ -16,6 +15,7 @@ from ratoon.api.llm import LLM
 from ratoon.cli import main
 from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.params import SamplingParams
+from ratoon.transcription import transcriber
 from tests.unit.engine.fakes import model_config
 from tests.unit.transcription.engines import SpeechClient, speech_source
 from tests.unit.transcription.speech import ENGLISH, PREVIOUS, RATE, START, TRANSCRIBE, needs_av, tone, wav
@@ -68,14 +68,26 @@ def test_all_questions_about_a_window_are_about_the_same_encoder_input(llm, clie
     assert len({request.encoder_input.content_hash for request in client.added}) == 1
 
 
-def test_several_recordings_run_together_and_come_back_in_order(llm, client):
-    most = 0
+def test_several_recordings_run_together_and_come_back_in_order(llm, client, monkeypatch):
+    most = num_read = 0
+    all_read = asyncio.Event()
+    read = transcriber.read_recording
 
     def watch():
         nonlocal most
         most = max(most, llm.engine.num_unfinished_requests())
-        time.sleep(0.01)  # others are decoded meanwhile
 
+    async def read_together(*arguments):
+        """However long a thread takes for one of them, all begin together."""
+        nonlocal num_read
+        recording = await read(*arguments)
+        num_read += 1
+        if num_read == 3:
+            all_read.set()
+        await all_read.wait()
+        return recording
+
+    monkeypatch.setattr(transcriber, "read_recording", read_together)
     client.on_step = watch
     client.texts = two_windows
     found = llm.transcribe([TONE, wav(tone(40)), (tone(1)[:, 0] / 32768, RATE)], no_speech_threshold=None)

@@ -118,7 +118,8 @@ async def test_a_running_parent_is_waited_for_or_forked():
         body = {"model": MODEL, "continuation_of": "cmpl-x", "return_token_ids": True}
         waiting = client.open("POST", "/v1/completions", body)
         forked = client.open("POST", "/v1/completions", {**body, "continuation_wait": False})
-        await asyncio.sleep(0.02)
+        while len(client.engine.core.added) < 2:  # the fork is there, and what waits is not
+            await asyncio.sleep(0.001)
         assert not running.sent and not waiting.sent
         client.engine.step(100)
         assert (await running.answer()).status == 200

@@ -105,6 +105,8 @@ async def test_events_come_in_order_with_numbers():
 async def test_events_are_written_without_waking_the_task():
     async with scripted(say("Hi you"), by_hand=True) as client:
         opened = client.open("POST", PATH, {"model": MODEL, "input": "Hello", "stream": True})
+        while not client.engine.core.added:
+            await asyncio.sleep(0.001)
         for _ in range(10):
             client.engine.step(1)
             await asyncio.sleep(0.01)
@@ -557,7 +559,8 @@ async def test_the_next_turn_waits_for_a_response_that_runs():
 async def test_a_full_queue_refuses_a_response_in_the_background_at_once():
     async with scripted(say("Hi"), by_hand=True, max_queue=1) as client:
         made = await create(client, background=True)
-        await asyncio.sleep(0.01)
+        while client.context.num_unfinished < 1:
+            await asyncio.sleep(0.001)
         answer = await client.post(PATH, {"model": MODEL, "input": "x", "background": True})
         assert answer.status == 429
         await client.open("DELETE", f"{PATH}/{made['id']}").answer()

@@ -9,13 +9,13 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import aiohttp
 import pytest
 
+from ratoon.api.server import connections
 from ratoon.api.server import runner as runner_module
 from ratoon.api.server.connections import address, bind, is_local, release
 from ratoon.api.server.runner import ServerRunner
@@ -23,6 +23,7 @@ from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError, ModelError
 from tests.unit.api.server.harness import MODEL, say, scripted
 from tests.unit.engine.fakes_async import FakeAsyncClient, on_event_loop
+from tests.waiting import PATIENCE, until
 
 BODY = {"model": MODEL, "prompt": "x", "stream": True}
 JSON_HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
@@ -114,20 +115,18 @@ async def test_a_second_signal_ends_it_at_once():
     async with running(drain_seconds=100) as server:
         stream = await server.open_stream()
         send_signal()
-        await asyncio.sleep(0.05)
-        assert server.drained == [1]  # the number of prompts that it waits for
+        await until("it waits for what is under way", lambda: server.drained)
+        assert server.drained == [1]  # the number of prompts
         send_signal()
-        async with asyncio.timeout(5):
-            assert await server.exit_code == 128 + signal.SIGTERM
+        assert await server.exit_code == 128 + signal.SIGTERM
         stream.close()
 
 
 @on_event_loop
-async def test_without_requests_it_ends_soon():
-    async with running() as server:
+async def test_without_requests_it_ends_at_once():
+    async with running(drain_seconds=10_000) as server:
         send_signal()
-        async with asyncio.timeout(2):
-            assert await server.exit_code == 0
+        assert await server.exit_code == 0
 
 
 @on_event_loop
@@ -146,9 +145,15 @@ async def test_a_signal_while_the_model_loads_ends_it():
     async with scripted() as client:
         llm = client.context.llm
         bound = bind(ServerSettings(port=0))
-        with mock.patch.object(llm, "start", partial(asyncio.sleep, 60)):
+        loading = asyncio.Event()
+
+        async def load() -> None:
+            loading.set()
+            await asyncio.Event().wait()
+
+        with mock.patch.object(llm, "start", load):
             server = asyncio.create_task(ServerRunner(llm, ServerSettings(), bound).run(lambda: None))
-            await asyncio.sleep(0.05)
+            await loading.wait()
             send_signal()
             assert await server == 128 + signal.SIGTERM
 
@@ -192,11 +197,18 @@ async def test_a_head_that_never_ends_is_given_up(monkeypatch):
 
 @on_event_loop
 async def test_a_large_body_is_no_large_head_and_takes_its_time(monkeypatch):
-    monkeypatch.setattr("ratoon.api.server.connections.HEAD_SECONDS", 0.05)
+    refusals: list[asyncio.TimerHandle] = []
+
+    def begin_head(connection) -> None:
+        begin(connection)
+        refusals.append(connection._head_timer)
+
+    begin = connections.BoundedHttpProtocol._begin_head
+    monkeypatch.setattr(connections.BoundedHttpProtocol, "_begin_head", begin_head)
     async with running() as server:
         head = b"POST /tokenize HTTP/1.1\r\n" + JSON_HEADERS + b"Content-Length: 200002\r\n\r\n"
         reader, writer = await say_over_socket(server, head + b'"' + b"x" * 200_000)
-        await asyncio.sleep(0.1)
+        await until("the head's time no longer counts", lambda: refusals and all(one.cancelled() for one in refusals))
         writer.write(b'"')
         assert b"HTTP/1.1 400 " in await reader.read(1000)
         writer.close()
@@ -287,9 +299,8 @@ async def test_a_client_that_reads_nothing_is_given_up_and_its_request_aborted()
     async with running(write_timeout=0.3, served_names=(LONG_NAME,), text="a" * 480) as server:
         with await open_unread(server):
             llm = server.runner._llm
-            assert llm.num_unfinished_requests() == 1
-            while llm.num_unfinished_requests():
-                await asyncio.sleep(0.01)
+            await until("it is given up", lambda: llm.num_unfinished_requests() == 0)
+            assert server.engine.core.aborted == [server.engine.core.added[0].request_id]
         send_signal()
 
 
@@ -331,7 +342,7 @@ async def test_a_client_that_closes_its_own_side_gets_its_answer(form):
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.2)
         server.engine.step(6)
-        answer = await asyncio.wait_for(reader.read(), 20)  # the server closes behind it
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)  # the server closes behind it
         assert answer.count(b" 200 OK") == 1 and b'"abcd"' in answer
         assert (b"100 Continue" in answer) == (form != "HTTP/1.0")
         writer.close()
@@ -343,7 +354,7 @@ async def test_a_client_that_closes_its_own_side_gets_all_answers_that_it_asked_
     async with running() as server:
         reader, writer = await say_over_socket(server, (b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n") * 3)
         writer.write_eof()
-        answer = await asyncio.wait_for(reader.read(), 20)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE)
         assert answer.count(b" 200 OK") == 3
         writer.close()
         send_signal()
@@ -356,7 +367,7 @@ async def test_a_client_that_closes_its_side_before_its_request_is_complete_is_l
         for beginning in (b"", b"GET /ver", head, head + COMPLETION):
             reader, writer = await say_over_socket(server, beginning)
             writer.write_eof()
-            assert await asyncio.wait_for(reader.read(), 20) == b""
+            assert await asyncio.wait_for(reader.read(), PATIENCE) == b""
             writer.close()
         assert not server.engine.core.added
         send_signal()
@@ -370,7 +381,5 @@ async def test_a_client_that_is_gone_for_good_is_noticed_and_its_request_taken_b
         while not server.engine.core.added:
             await asyncio.sleep(0.001)
         writer.close()
-        async with asyncio.timeout(20):
-            while not server.engine.core.aborted:
-                await asyncio.sleep(0.01)
+        await until("it is noticed", lambda: server.engine.core.aborted)
         send_signal()
