@@ -35,6 +35,7 @@ def run_program(name: str, *options: str) -> str:
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_quality_compares_a_file_in_its_own_bits_with_the_decoded_one() -> None:
     command = [sys.executable, "bench/quality.py", "smollm2-135m", "--tokens", "128", "--window", "64"]
     command += ["--modes", "none", "auto"]
@@ -61,6 +62,7 @@ def test_random_models_hold_the_same_numbers_in_every_form(tmp_path: Path, monke
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_engines_are_compared_with_a_quantised_file_and_in_float32(tmp_path: Path) -> None:
     options = ("--tiny", "--random", "tiny", "--threads", "1", "--rounds", "1", "--engines", "ratoon,transformers")
     workloads = ("--workloads", "single,many-8,shared-prefix,beam")
@@ -162,6 +164,7 @@ def test_the_share_of_the_engine_is_smaller_with_two_steps_in_flight() -> None:
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_replicas_keep_conversations_together(tmp_path: Path) -> None:
     run_program("replicas.py", "--stub", "--sessions", "5", "--turns", "3", "--json", str(tmp_path / "out.json"))
     results = json.loads((tmp_path / "out.json").read_text())["results"]

@@ -90,7 +90,10 @@ async def read_and_kill(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> async
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("depth", "num_kills"), [(2, 50), (1, 8)])
+@pytest.mark.parametrize(
+    ("depth", "num_kills"),
+    [(2, 5), pytest.param(2, 50, marks=pytest.mark.full), pytest.param(1, 8, marks=pytest.mark.full)],
+)
 def test_streams_survive_many_kills_without_losing_or_changing_a_token(depth, num_kills):
     """16 streams at any time; the engine is killed at random moments, while it starts, computes or idles."""
     dice = random.Random(5)

@@ -121,6 +121,7 @@ def test_sixteen_at_once_get_what_each_gets_alone_and_again_with_prefix_hits(fam
     ],
     ids=str,
 )
+@pytest.mark.one_in(3)
 def test_chunks_rows_and_block_sizes_change_no_bit(family: str, changes: dict[str, Any]) -> None:
     with engine(family, **changes) as llm:
         assert_same(answers(llm, REQUESTS[::-1]), alone(family)[::-1])
@@ -130,6 +131,7 @@ def test_chunks_rows_and_block_sizes_change_no_bit(family: str, changes: dict[st
     ("family", "num_blocks"), [(LLAMA, 9), (WIDE_WINDOW, 10), (TWO_GROUPS, 15), (QWEN3, 9), ("gpt2", 9)]
 )
 @pytest.mark.parametrize("caching", [True, False], ids=["with a prefix cache", "without"])
+@pytest.mark.one_in(3)
 def test_preemption_changes_no_bit(family: str, num_blocks: int, caching: bool) -> None:
     settings = {"num_blocks": num_blocks, "enable_prefix_caching": caching, "max_num_batched_tokens": 40}
     for depth in (1, 2):  # two in flight give way less often: what a step frees is known before anything has to

@@ -117,6 +117,7 @@ def test_searches_and_samples_beside_each_other_change_no_bit() -> None:
     ],
     ids=str,
 )
+@pytest.mark.one_in(3)
 def test_chunks_rows_and_block_sizes_change_no_bit(family: str, changes: dict[str, Any]) -> None:
     with engine(family, **changes) as llm:
         assert answers(llm, SEARCHES[::-1]) == alone(family)[::-1]
@@ -155,6 +156,7 @@ def test_prompts_that_end_at_every_place_in_a_block(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [64, 4], ids=["recomputed at once", "recomputed token by token"])
+@pytest.mark.one_in(3)
 def test_beams_that_lose_their_memory_at_any_step_go_on_where_they_were(family: str, budget: int) -> None:
     """Behind prompts that end before, at and behind the end of a block."""
     num_lost = 0

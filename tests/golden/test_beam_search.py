@@ -76,6 +76,7 @@ def some_search(family: str, chance: random.Random, **settings: Any) -> Search:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.one_in(5)
 def test_texts_and_scores_are_those_of_transformers(family: str, early_stopping: Any) -> None:
     chance = random.Random(f"{family} {early_stopping}")
     searches = [

@@ -47,6 +47,7 @@ def expected(llm: LLM, oracle: Any, prompt: list[int], params: BeamSearchParams)
     return oracle_search(oracle, prompt, params, list(llm.source.config.eos_token_ids))
 
 
+@pytest.mark.full
 def test_searches_in_one_batch_beside_a_sampled_text(llm: LLM, oracle: Any) -> None:
     prompts, params = zip(*SEARCHES)
     sampled = SamplingParams(temperature=0.8, seed=1, max_tokens=12)
@@ -60,6 +61,7 @@ def test_searches_in_one_batch_beside_a_sampled_text(llm: LLM, oracle: Any) -> N
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.one_in(3)
 def test_answers_of_a_chat_end_with_the_model_s_own_end_token(llm: LLM, oracle: Any, early_stopping: Any) -> None:
     params = BeamSearchParams(beam_width=4, n=4, max_tokens=12, early_stopping=early_stopping)
     prompt = llm.chat_prompt(QUESTION)["prompt_token_ids"]

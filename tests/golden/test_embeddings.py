@@ -105,6 +105,7 @@ def test_small_budgets_give_the_same_vectors(family: str, changes: dict[str, Any
     [{}, {"max_num_batched_tokens": 5}, {"max_prefill_chunk": 16}, {"max_num_batched_tokens": 50, "max_num_seqs": 3}],
     ids=str,
 )
+@pytest.mark.one_in(5)
 def test_neighbours_chunks_and_hits_change_no_bit(family: str, params: PoolingParams, changes: dict[str, Any]) -> None:
     with engine(family, **changes) as llm:
         assert_same_bits(family, vectors(llm, PROMPTS, params), params.pooling)

@@ -172,6 +172,7 @@ def test_a_decoder_that_fills_all_its_positions(family: str) -> None:
 @both_depths
 @exact_on_cpu
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(5)
 def test_seeded_choices_are_the_same_bits_alone_and_in_a_batch(family: str) -> None:
     def numbers(driver: Driver, number: int) -> list[tuple[Any, ...]]:
         answers = [driver.answers[str(number), choice] for choice in range(3)]

@@ -82,6 +82,7 @@ def ask_all(driver: Driver, family: str) -> None:
 @exact_on_cpu
 @pytest.mark.parametrize("swap", SWAP)
 @pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
+@pytest.mark.one_in(5)
 def test_preempted_requests_get_the_texts_that_they_get_alone(family: str, swap: str) -> None:
     with core_of(family, num_blocks=TIGHT, swap_blocks=SWAP[swap]) as driver:
         ask_all(driver, family)
@@ -105,6 +106,7 @@ def test_preempted_requests_get_the_texts_that_they_get_alone(family: str, swap:
     ],
     ids=str,
 )
+@pytest.mark.one_in(3)
 def test_they_get_them_whatever_the_settings(settings: dict[str, Any], swap_blocks: int) -> None:
     family = "bart"
     with core_of(family, swap_blocks=swap_blocks, **({"num_blocks": TIGHT} | settings)) as driver:
@@ -207,6 +209,7 @@ def test_tables_come_from_the_device_from_the_cache_from_the_host_and_anew() -> 
 @exact_on_cpu
 @pytest.mark.parametrize("swap_blocks", [0, 7, 80])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.one_in(5)
 def test_aborts_at_any_moment_give_everything_back(seed: int, swap_blocks: int) -> None:
     """Waiting, running, preempted or swapped out, one choice or all of them. The others get their texts."""
     family, chance = "bart", random.Random(seed)

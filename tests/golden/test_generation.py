@@ -172,6 +172,7 @@ def test_keys_and_values_in_fewer_bits_take_less_and_change_probabilities_a_litt
 @both_depths
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("chunk", [11, EVERYTHING])
+@pytest.mark.one_in(5)
 def test_prompts_that_share_a_prefix_compute_only_what_differs(family: str, chunk: int) -> None:
     base = PROMPTS[2]  # 61 tokens
     sharing = [base[:50], [*base, 7], [*base[:32], 3, 3], [*base[:31], 3, 3], base[:15] + [4] * 20]

@@ -159,6 +159,7 @@ WAYS: list[Way] = [*SOURCES, parent_that_was_evicted]
 @exact_on_cpu
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("family", [*ONE_GROUP, *WITH_WINDOWS])
+@pytest.mark.one_in(5)
 def test_every_way_in_gives_the_same_bits(family: str, way: Way) -> None:
     sequence, expected, last = sequence_of(family), alone(family), num_layers(family)
     asked = [
@@ -198,6 +199,7 @@ def test_every_way_in_gives_the_same_bits(family: str, way: Way) -> None:
     ],
     ids=str,
 )
+@pytest.mark.one_in(5)
 def test_chunks_and_block_sizes_change_no_bit(family: str, parent: str | None, changes: dict[str, Any]) -> None:
     sequence, layers = sequence_of(family), all_layers(family)
     with engine(family, **changes) as llm:

@@ -190,6 +190,7 @@ def test_forty_at_once_of_all_lengths_rows_layers_and_dtypes_each_get_their_own(
 
 # Other mixes in other engines for each family.
 @pytest.mark.parametrize(("family", "seed"), [(FAMILIES[seed % len(FAMILIES)], seed) for seed in range(25)])
+@pytest.mark.one_in(6)
 def test_any_mix_in_any_engine_gives_everybody_what_he_gets_alone(family: str, seed: int) -> None:
     choose = random.Random(1000 + seed)
     changes = {
@@ -215,6 +216,7 @@ def test_any_mix_in_any_engine_gives_everybody_what_he_gets_alone(family: str, s
 
 @both_depths
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(3)
 def test_generation_beside_extractions_is_generation_alone(family: str) -> None:
     """Every step reads something out; each of the requests twice, from different steps on."""
     with engine(family, max_num_batched_tokens=200) as llm:
@@ -238,6 +240,7 @@ def test_generation_beside_extractions_is_generation_alone(family: str) -> None:
 @both_depths
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("caching", [True, False], ids=["with a prefix cache", "without"])
+@pytest.mark.one_in(3)
 def test_an_extraction_that_loses_its_memory_to_generation_ends_with_the_same_bits(
     family: str, caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

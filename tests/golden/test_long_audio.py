@@ -77,8 +77,10 @@ def segments_of_transformers(oracle, recording: np.ndarray, **options) -> list[t
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        pytest.param({"language": "en"}, {"language": "en"}, id="greedy"),
-        pytest.param({"language": "en", "num_beams": 3}, {"language": "en", "beam_size": 3}, id="beams"),
+        pytest.param({"language": "en"}, {"language": "en"}, id="greedy", marks=pytest.mark.full),
+        pytest.param(
+            {"language": "en", "num_beams": 3}, {"language": "en", "beam_size": 3}, id="beams", marks=pytest.mark.full
+        ),
         pytest.param(
             {"language": "en", "condition_on_prev_tokens": True},
             {"language": "en", "condition_on_previous_text": True},

@@ -52,6 +52,7 @@ def perplexity(llm: LLM, tokens: list[int]) -> float:
     return math.exp(-sum(found) / len(found))
 
 
+@pytest.mark.full
 def test_perplexity_is_that_of_the_decoded_weights_within_a_percent(decoded: LLM, kept: LLM) -> None:
     tokens = decoded.get_tokenizer().encode(TEXT)[:LENGTH]
     assert perplexity(kept, tokens) == pytest.approx(perplexity(decoded, tokens), rel=0.01)

@@ -49,6 +49,7 @@ def test_the_tokens_are_those_of_transformers(llm: LLM, oracle: Oracle, jfk: np.
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_clips_in_a_batch_are_heard_as_each_alone(llm: LLM, jfk: np.ndarray) -> None:
     clips = [jfk[int(start * RATE) : int(end * RATE)] for start, end in CUTS]
     together = hear(llm, clips)
@@ -60,6 +61,7 @@ def test_clips_in_a_batch_are_heard_as_each_alone(llm: LLM, jfk: np.ndarray) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_no_more_words_are_misheard_than_by_transformers(llm: LLM, oracle: Oracle) -> None:
     sentences = read_sentences()[::2]  # with and without noise
     spoken = [sentence.text for sentence in sentences]

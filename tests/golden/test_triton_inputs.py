@@ -49,6 +49,7 @@ def inputs_on_device(padded: bool) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("make", "padded"), [(tiny_models.tiny_mistral, True), (tiny_models.tiny_qwen3, False)], ids=["padded", "alone"]
 )
+@pytest.mark.one_in(2)
 def test_a_batch_gets_the_same_tokens(make, padded):
     tiny = make()
     expected = greedy(tiny, "cpu")
@@ -73,6 +74,7 @@ def test_hidden_states_are_the_same_to_the_bit():
 
 
 @pytest.mark.parametrize(("family", "padded"), [("marian", False), ("t5", True)], ids=["alone", "padded"])
+@pytest.mark.one_in(2)
 def test_texts_over_encoders_are_the_same_with_little_memory(family, padded):
     expected, _ = texts_over_encoders(family, "cpu", 100)
     with inputs_on_device(padded):

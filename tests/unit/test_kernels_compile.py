@@ -20,7 +20,10 @@ STACKS = {"prefill_kernel": 80}
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.mark.parametrize("part", ["attention", "products", "choices", "inputs"])
+@pytest.mark.parametrize(
+    "part", ["inputs", *(pytest.param(part, marks=pytest.mark.full) for part in ("attention", "products", "choices"))]
+)
+@pytest.mark.slow
 def test_kernels_compile_for_a_hopper_gpu_and_need_no_stack(part):
     program = REPOSITORY / "bench" / "gpu" / "compile_kernels.py"
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])  # packages may be there alone

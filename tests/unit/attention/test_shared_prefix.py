@@ -128,12 +128,14 @@ def beams(count: int, prefix: int, own: int = 3) -> list[Request]:
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128])
+@pytest.mark.one_in(7)
 def test_beams_get_what_each_gets_alone(layer: AttentionLayer, block_size: int) -> None:
     Step([Request(0, 300)] + [Request(290, 21)] * 12, layer, block_size).check()
 
 
 @pytest.mark.parametrize("prefix", [16, 48, 63, 64, 65, 79, 80, 112, 127, 128, 129, 191, 192, 193, 256])
 @pytest.mark.parametrize("own", [1, 16, 70])
+@pytest.mark.one_in(7)
 def test_any_length_of_the_common_prefix_and_of_what_follows(prefix: int, own: int) -> None:
     Step(beams(5, prefix, own), SMOLLM2).check()
 
@@ -187,6 +189,7 @@ requests_of_a_batch = st.lists(
     layer=st.sampled_from(LAYERS),
     block_size=st.sampled_from([16, 32, 48, 64]),
 )
+@pytest.mark.one_in(2)
 def test_whoever_shares_with_whom_each_gets_what_it_gets_alone(
     requests: list[Request], first: int, layer: AttentionLayer, block_size: int
 ) -> None:

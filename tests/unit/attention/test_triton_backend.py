@@ -102,6 +102,7 @@ def test_keys_of_a_short_request_are_split_and_merged(window: int | None) -> Non
     assert_as_defined(batch, TritonAttentionBackend(num_splits=3))
 
 
+@pytest.mark.full
 def test_more_splits_are_merged_than_a_kernel_is_usually_compiled_for() -> None:
     batch = Batch([640], [2], replace(GROUPED, head_dim=8), 16, device=DEVICE)
     assert_as_defined(batch, TritonAttentionBackend(num_splits=19))
@@ -169,6 +170,7 @@ def test_padding_requests_over_the_null_block_change_nothing(padding_queries: in
 
 
 @pytest.mark.parametrize("layer", [GROUPED, replace(GROUPED, window=33)], ids=["full", "window"])
+@pytest.mark.one_in(2)
 def test_batch_invariant_rows_are_the_same_to_the_bit_in_any_batch_and_chunk(
     layer: AttentionLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +301,7 @@ class DecodeStep:
     ids=["norm", "window", "fp8", "plain"],
 )
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.one_in(3)
 def test_one_kernel_does_what_store_and_attention_do(
     layer: AttentionLayer, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype,
     num_splits: int, monkeypatch: pytest.MonkeyPatch,
@@ -326,6 +329,7 @@ def test_one_kernel_does_what_store_and_attention_do(
     ids=["norm", "window", "plain"],
 )
 @pytest.mark.parametrize("num_programs", [1, 2, 4])
+@pytest.mark.one_in(4)
 def test_one_kernel_for_any_batch_does_what_store_and_attention_do(
     layer: AttentionLayer, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype,
     num_programs: int, monkeypatch: pytest.MonkeyPatch,
@@ -367,6 +371,7 @@ def test_squares_of_16_bits_are_summed_without_rounding(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("fused", "read"), [(True, [34, 3, 39]), (False, [34, 35, 39, 39])])
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.one_in(3)
 def test_rows_that_attend_alone_get_what_they_get_among_all(fused: bool, read: list[int], has_norm: bool) -> None:
     """Behind the store of all rows, those that are read are a decode step."""
     batch = Batch(*MIXED, GROUPED, 16, device=DEVICE)

@@ -105,6 +105,7 @@ def assert_exact(
     ],
     ids=["mixed", "window", "window and cut", "one long", "one key"],
 )
+@pytest.mark.one_in(3)
 def test_requests_that_are_cut_anywhere_are_exact(lengths: list[int], window: int | None, block_n: int) -> None:
     assert_exact(replace(GROUPED, window=window), lengths, Balance(block_n, 3, 1))
 
@@ -123,6 +124,7 @@ def test_pages_may_be_larger_and_smaller_than_tiles(block_size: int) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=["16 bits", "fp8"])
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.one_in(3)
 def test_heads_of_a_kv_head(group: int, kv_dtype: torch.dtype) -> None:
     layer = replace(GROUPED, num_heads=2 * group, head_dim=64, scale=0.125, window=50)
     assert_exact(layer, [70, 130, 3], Balance(64, 3, 1), kv_dtype=kv_dtype)

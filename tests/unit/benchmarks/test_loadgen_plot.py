@@ -19,6 +19,7 @@ UNFINISHED = RequestRecord(session=2, turn=0, scheduled=0.0, chunk_times=[0.5], 
 
 @pytest.mark.parametrize("records", [[], [FAILED], [UNFINISHED], [GOOD, FAILED, UNFINISHED]])
 @pytest.mark.parametrize("limits", [{}, {"ttft": 100.0, "e2e": 1e5}])
+@pytest.mark.one_in(3)
 def test_a_picture_is_drawn_of_good_bad_and_no_requests(tmp_path, records, limits):
     path = tmp_path / "out.svg"
     draw(str(path), "a title", [Round(records, 10.0)] * 2, limits)

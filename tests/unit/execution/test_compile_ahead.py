@@ -71,6 +71,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("quantization", ["", "fp8"])
+@pytest.mark.slow
 def test_the_kernels_of_the_first_steps_are_found_without_a_gpu_and_without_memory(quantization: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, quantization, str(MODEL)],
@@ -92,6 +93,7 @@ def test_the_kernels_of_the_first_steps_are_found_without_a_gpu_and_without_memo
     assert not compilers or quantization == "fp8", "torch's own compiler was imported"
 
 
+@pytest.mark.slow
 def test_the_kernels_for_any_batch_are_found_too() -> None:
     program = PROGRAM.replace(
         "CudaOps(quantization=quantization)", "CudaOps(ProductChoices(has_wgmma=True), batch_invariant=True)"
@@ -164,6 +166,7 @@ for config, guess in zip(configs, guesses, strict=True):
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_of_long_prompts_is_known_before_torch_is_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", GUESS, *map(str, sorted(MODEL.parent.iterdir()))],

@@ -300,6 +300,7 @@ def test_padded_steps_give_the_tokens_of_the_model(backend: str) -> None:
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.slow
 def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_backend() -> None:
     driver, keys = padded_driver(LLAMA, "triton")
     padded = driver.runner.inputs.padded

@@ -136,6 +136,7 @@ LATER = {
 }
 
 
+@pytest.mark.slow
 def test_requests_of_other_kinds_find_their_kernels_compiled() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(MODEL)],

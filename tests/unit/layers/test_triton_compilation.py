@@ -98,6 +98,7 @@ print(json.dumps([number, compiled, loaded, error]))
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_once_by_other_processes_and_an_error_is_that_of_the_kernel(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -76,6 +76,7 @@ def test_greedy_rows_get_the_largest_logit(vocab_size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.one_in(5)
 def test_tokens_without_a_bit_of_their_rows_mask_are_impossible(mode, dtype):
     kinds = {Mode.GREEDY: [GREEDY] * 4, Mode.RANDOM: [PLAIN] * 4, Mode.FILTERED: [TOP_K, TOP_P, ALL_FILTERS, WIDE]}[
         mode
@@ -147,6 +148,7 @@ def test_filtered_draws_are_those_of_the_cpu(kind):
         ((1, 0, 0.9, 0.2), True),
     ],
 )
+@pytest.mark.one_in(3)
 def test_filtered_draws_come_from_a_list_where_it_has_all_that_is_left(kind, from_list, monkeypatch):
     monkeypatch.setattr(kernels, "WANTED", 16)
     monkeypatch.setattr(kernels, "GROUP_ROOM", 32)
@@ -170,6 +172,7 @@ class Skipped:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel holds what it calls")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("top_p", "slope"), [(0.9, 0.0), (0.5, 0.0), (0.9, 1.0)])
+@pytest.mark.one_in(5)
 def test_the_nucleus_of_a_flat_row_needs_no_search(top_p, slope, dtype, monkeypatch):
     """A sample tells where its threshold is, also where tokens of low ids are more probable."""
 
@@ -231,6 +234,7 @@ def test_extreme_logits_give_the_right_token(kind):
 
 @pytest.mark.parametrize("kind", [(1, 4, 1, 0), (1, 0, 0.5, 0), (1, 6, 0.6, 0.2)])
 @pytest.mark.parametrize("room", [16, 1024])  # that of the list: only the larger holds the row
+@pytest.mark.one_in(5)
 def test_tokens_of_equal_probability_are_kept_or_removed_together(kind, room, monkeypatch):
     monkeypatch.setattr(kernels, "LIST_ROOM", room)
     logits = torch.full((2, 300), -4.0)

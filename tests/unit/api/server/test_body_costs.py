@@ -104,6 +104,7 @@ ENTRIES = {
     ("model", "field"),
     [(ChatCompletionRequest, "messages"), (CompletionRequest, "stop_token_ids"), (TokenizeRequest, "tools")],
 )
+@pytest.mark.one_in(4)
 def test_a_refusal_costs_a_few_times_the_body(kind: str, model: type[RequestModel], field: str) -> None:
     entry = ENTRIES[kind]
     body = b'{"model": 1, "%s": [' % field.encode() + (entry * (MEBIBYTE // len(entry)))[:-1] + b"]}"
