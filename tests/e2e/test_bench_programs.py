@@ -146,6 +146,7 @@ def test_many_streams_all_get_their_own_answers(tmp_path: Path) -> None:
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_cost_of_a_streamed_token_is_measured_in_every_process(tmp_path: Path) -> None:
     sizes = ("--streams", "8", "--rounds", "1", "--input-len", "8", "--output-len", "50", "--step-ms", "1")
     shown = run_program("http_stream.py", *sizes, "--json", str(tmp_path / "out.json"))
@@ -174,6 +175,7 @@ def test_replicas_keep_conversations_together(tmp_path: Path) -> None:
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_beams_are_measured_in_all_three_parts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = ("--quick", "--threads", "1", "--model", str(model_folder("llama with grouped heads")))
@@ -189,6 +191,7 @@ def test_beams_are_measured_in_all_three_parts(tmp_path: Path) -> None:
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_hidden_states_are_measured_in_all_four_parts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = ("--quick", "--threads", "1", "--model", str(model_folder("llama with grouped heads")))
@@ -206,6 +209,7 @@ def test_hidden_states_are_measured_in_all_four_parts(tmp_path: Path) -> None:
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_beams_behind_an_encoder_are_measured_and_are_those_of_the_peer(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
@@ -219,6 +223,7 @@ def test_beams_behind_an_encoder_are_measured_and_are_those_of_the_peer(tmp_path
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_speech_is_measured_whole_and_in_pieces(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = ("--model", str(small_whisper(tmp_path / "model")), "--recording", str(noise(tmp_path / "noise.wav")))
@@ -267,6 +272,7 @@ def noise(path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_turns_through_both_ways_are_compared(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     sizes = (
@@ -334,6 +340,7 @@ def test_vllm_gets_the_same_schemas_and_then_free_answers_of_the_same_lengths(
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_structured_output_is_compared_with_free_text(tmp_path: Path) -> None:
     sizes = ("--rounds", "1", "--tokens", "16", "--prompt-tokens", "8", "--json", str(tmp_path / "out.json"))
     shown = run_program("structured.py", "--parts", "load,compile", *sizes)

@@ -121,6 +121,7 @@ ALL_BUT_LONG_BEAMS = "startup,decode1,decode32,prefill,continue,continue-leased,
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_servers_are_measured_at_several_rates(shape: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command = write_fake_vllm(tmp_path / "site") / "vllm" / "entrypoints" / "cli" / "main.py"

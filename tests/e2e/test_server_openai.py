@@ -454,6 +454,7 @@ def test_a_port_in_use_is_said_in_one_line(folder: Path) -> None:
         (["--drain-seconds", "nan"], "--drain-seconds: "),
     ],
 )
+@pytest.mark.one_in(3)
 def test_settings_that_make_no_sense_are_said_in_one_line(folder: Path, options: list[str], word: str) -> None:
     result = subprocess.run([*serve_command(folder), *options], capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 2

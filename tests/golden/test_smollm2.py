@@ -140,6 +140,7 @@ def test_a_stop_string_ends_one_choice_and_the_others_go_on(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.one_in(2)
 def test_vectors_are_those_of_transformers(llm: LLM, prompts: list[list[int]], oracle: Any, pooling: str) -> None:
     outputs = llm.embed(prompts, PoolingParams(pooling=pooling), progress=False)
     for prompt, output in zip(prompts, outputs, strict=True):

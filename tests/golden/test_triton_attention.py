@@ -33,6 +33,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "family", ["qwen3 with heads wider than hidden size / heads", "qwen2 with windows by layer type"]
 )
+@pytest.mark.one_in(2)
 def test_an_engine_gives_the_tokens_of_transformers(family: str) -> None:
     with engine(family, attention_backend="triton", max_num_batched_tokens=30) as llm:
         assert llm.describe()["attention_backend"] == "triton"

@@ -14,6 +14,7 @@ from ratoon.memory import kv_cache_manager
 from tests.property.drive import Drive
 from tests.property.loads import Load, loads
 from tests.property.results import check_results
+from tests.seeds import EXAMPLES_IN_FULL
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,8 +39,10 @@ class RecordingDrive(Drive):
         self.scheduler.schedule = record
 
 
-def examples(at_least: int) -> settings:
-    return settings(max_examples=max(at_least, settings.default.max_examples))
+def examples(in_full: int) -> settings:
+    """So many in `make test-all`, and fewer or more where other properties have fewer or more."""
+    number = settings.default.max_examples
+    return settings(max_examples=max(in_full * min(number, EXAMPLES_IN_FULL) // EXAMPLES_IN_FULL, number))
 
 
 def run(load: Load) -> None:

@@ -43,6 +43,8 @@ from ratoon.layers.torch_ops import TorchOps
 from tests.triton_interpreter import repair_interpreter
 from tests.unit.attention.test_backends import BIAS, Batch, CrossBatch
 
+pytestmark = pytest.mark.slow  # Triton's interpreter
+
 Tensor = torch.Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS = AttentionNeeds("cuda", torch.bfloat16, 16, 128, 32, 8)

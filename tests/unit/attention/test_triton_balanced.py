@@ -22,6 +22,8 @@ from ratoon.layers.attention import AttentionLayer
 from tests.triton_interpreter import repair_interpreter
 from tests.unit.attention.test_backends import BIAS
 
+pytestmark = pytest.mark.slow  # Triton's interpreter
+
 Tensor = torch.Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUPED = AttentionLayer(0, 4, 2, 16, 0.25)

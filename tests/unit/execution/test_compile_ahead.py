@@ -72,6 +72,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("quantization", ["", "fp8"])
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 def test_the_kernels_of_the_first_steps_are_found_without_a_gpu_and_without_memory(quantization: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, quantization, str(MODEL)],

@@ -24,6 +24,8 @@ from ratoon.layers.sampling import Chosen, Mode
 from ratoon.layers.triton import sampling as kernels
 from ratoon.layers.triton import sampling_filters, top
 
+pytestmark = pytest.mark.slow  # Triton's interpreter
+
 Tensor = torch.Tensor
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAST_UNIFORM = 1 - 2.0**-53
