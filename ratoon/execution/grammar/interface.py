@@ -84,11 +84,12 @@ class GrammarCost:
     """What it has taken to fill masks of a grammar so far, in seconds of processor time. All texts of a grammar share
     it, as they share what the library computes. A new grammar is measured mask by mask, a trusted one is not."""
 
-    __slots__ = ("is_slow", "num_fast", "seconds")
+    __slots__ = ("is_slow", "num_fast", "num_slow", "seconds")
 
     def __init__(self) -> None:
         self.is_slow = False
         self.num_fast = 0  # masks in a row that were fast
+        self.num_slow = 0  # masks that were slow, since so many in a row were fast that it is no longer slow
         self.seconds = 0.0  # of all masks that were measured
 
     @property
@@ -99,9 +100,10 @@ class GrammarCost:
         self.seconds += seconds
         self.num_fast = self.num_fast + 1 if seconds < FAST_SECONDS else 0
         if seconds >= SLOW_SECONDS:
-            self.is_slow = True
+            self.num_slow += 1
+            self.is_slow = self.num_slow >= NUM_SLOW_OF_SLOW  # a single one may be the machine's fault
         elif self.num_fast >= NUM_FAST_OF_SLOW:
-            self.is_slow = False
+            self.is_slow, self.num_slow = False, 0
 
     def doubt(self) -> None:
         """Measure it again: it was among masks that together took long."""
@@ -111,6 +113,7 @@ class GrammarCost:
 FAST_SECONDS = 0.001
 SLOW_SECONDS = 0.003
 NUM_FAST_OF_TRUSTED = 4
+NUM_SLOW_OF_SLOW = 3
 NUM_FAST_OF_SLOW = 32  # as many again, before one that was slow is measured among the others
 
 

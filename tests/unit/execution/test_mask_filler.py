@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ratoon.execution.grammar.interface import NUM_FAST_OF_TRUSTED, GrammarCost
+from ratoon.execution.grammar.interface import NUM_FAST_OF_TRUSTED, NUM_SLOW_OF_SLOW, GrammarCost
 from ratoon.execution.rules.mask_filler import MaskFiller
 
 
@@ -38,7 +38,9 @@ def trusted() -> GrammarCost:
 
 def slow() -> GrammarCost:
     cost = GrammarCost()
-    cost.note(0.01)
+    for _ in range(NUM_SLOW_OF_SLOW):
+        assert not cost.is_slow
+        cost.note(0.01)
     assert cost.is_slow
     return cost
 
@@ -97,7 +99,8 @@ def test_texts_of_a_grammar_that_turns_out_slow_leave_the_queue_of_the_others() 
     first, second = Mask(cost, gate), Mask(cost)
     behind = Mask(GrammarCost())
     filler.begin([first, second, behind])
-    cost.note(0.01)  # by a third text
+    for _ in range(NUM_SLOW_OF_SLOW):
+        cost.note(0.01)  # by other texts
     gate.set()
     filler.wait_for_all([first, second, behind])
     assert cost.is_slow
