@@ -23,7 +23,9 @@ logger = get_logger(__name__)
 
 PREFIX = "ratoon-engine-"
 LOCK = "lock"
+NEW_LOCK = "lock.new"  # until it is locked
 LONGEST_SOCKET_PATH = 100  # a Unix-domain address holds 104 to 108 bytes
+TIMES_TO_REMOVE = 10
 SECONDS_TO_MAKE = 600.0  # an empty directory of this age is not just being created
 
 
@@ -40,7 +42,10 @@ class SocketDirectory:
         return f"ipc://{self.path / name}"
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        for _ in range(TIMES_TO_REMOVE):  # an engine that was stopped may make its socket meanwhile
+            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.path.exists():
+                break
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -63,7 +68,7 @@ def remove_if_abandoned(path: Path) -> None:
             return
         lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        _remove_if_empty(path)  # its client was killed before it had made the lock
+        _remove_if_unmade(path)  # its client was killed before it had made the lock
         return
     except OSError:
         return
@@ -88,7 +93,7 @@ def _find_parent() -> Path:
 def _make_lock(path: Path) -> int | None:
     """A descriptor that holds the lock; None on a file system that has no locks. The file gets its name when it is
     locked: another client never sees one that is not."""
-    made = path / f"{LOCK}.new"
+    made = path / NEW_LOCK
     lock = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,7 +110,9 @@ def _is_private(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
 
 
-def _remove_if_empty(path: Path) -> None:
+def _remove_if_unmade(path: Path) -> None:
     with contextlib.suppress(OSError):
         if time.time() - path.lstat().st_mtime > SECONDS_TO_MAKE:
-            path.rmdir()  # fails, and rightly so, if there is anything in it
+            if [entry.name for entry in os.scandir(path)] == [NEW_LOCK]:  # killed before it had its name
+                (path / NEW_LOCK).unlink()
+            path.rmdir()  # fails, and rightly so, if there is anything else in it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.socket_directory import LOCK, SECONDS_TO_MAKE, SocketDirectory, remove_if_abandoned
+from ratoon.engine.socket_directory import LOCK, NEW_LOCK, SECONDS_TO_MAKE, SocketDirectory, remove_if_abandoned
 
 
 @pytest.fixture
@@ -109,3 +110,30 @@ def test_an_empty_directory_is_one_that_is_being_made_until_it_is_old(parent):
     os.utime(empty, (long_ago, long_ago))
     remove_if_abandoned(empty)
     assert not empty.exists()
+
+
+def test_a_directory_whose_lock_was_being_made_is_removed_when_it_is_old(parent):
+    unmade = parent / "ratoon-engine-unmade"
+    unmade.mkdir(mode=0o700)
+    (unmade / NEW_LOCK).touch()
+    remove_if_abandoned(unmade)
+    assert unmade.exists()
+    long_ago = unmade.stat().st_mtime - 2 * SECONDS_TO_MAKE
+    os.utime(unmade, (long_ago, long_ago))
+    remove_if_abandoned(unmade)
+    assert not unmade.exists()
+
+
+def test_a_socket_that_is_made_while_the_directory_is_removed_goes_with_it(parent, monkeypatch):
+    directory = SocketDirectory()
+    rmtree = shutil.rmtree
+
+    def remove_while_an_engine_binds(path, **options):
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        for entry in path.iterdir():
+            entry.unlink()
+        (path / "0-1-in").touch()  # so that the directory itself is not empty, and stays
+
+    monkeypatch.setattr(shutil, "rmtree", remove_while_an_engine_binds)
+    directory.remove()
+    assert list(parent.iterdir()) == []
