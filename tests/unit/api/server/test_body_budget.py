@@ -85,7 +85,8 @@ async def test_a_body_that_does_not_say_how_long_it_is_counts_as_one_of_the_larg
 
 
 @on_event_loop
-async def test_a_body_waits_for_a_place_and_then_arrives() -> None:
+async def test_a_body_waits_for_a_place_and_then_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_budget, "WAIT_SECONDS", 30.0)
     async with scripted(say("x"), max_total_body=LIMIT) as client:
         first = open_body(client, ROOM, ROOM - 1)
         await settle()
