@@ -150,6 +150,18 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
         encoders = [step.req_id for step in self.encoder_steps if step.captured]
         return [*self.num_scheduled_tokens, *beams, *(capture.req_id for capture in self.captures), *encoders]
 
+    def tokens_without_sample(self) -> dict[str, int]:
+        """What the step computes of branches and searches that get no sampled token from it."""
+        found: dict[str, int] = {}
+        if len(self.sampled_req_ids) < len(self.num_scheduled_tokens):
+            sampled = set(self.sampled_req_ids)
+            found = {name: count for name, count in self.num_scheduled_tokens.items() if name not in sampled}
+        for beam_step in self.beam_steps:
+            found[beam_step.req_id] = beam_step.num_tokens * beam_step.num_beams
+        for capture in self.captures:
+            found[capture.req_id] = len(capture.token_ids)
+        return found
+
     @property
     def is_empty(self) -> bool:
         """No tokens to run; there may still be rows to drop."""

@@ -150,7 +150,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token, when one ended it
     new_logprobs: LogprobsLists | None = None
-    prompt_logprobs: list[PromptLogprobsChunk] | None = None  # in prompt order, each once, on choice 0
+    prompt_logprobs: list[PromptLogprobsChunk] | None = None  # in prompt order, as steps bring them, on choice 0
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None
     refusal: Fault | None = None  # the engine cannot serve this request; `error` has the same text
@@ -171,6 +171,11 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def is_part_of_prompt(self) -> bool:
+        """Whether these are only log-probabilities of a prompt that is not computed yet."""
+        return self.prompt_logprobs is not None and not self.new_token_ids and not self.finished
+
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """All results of one step for one client."""
@@ -179,3 +184,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     scheduler_stats: SchedulerStats | None = None
     timestamp: float = 0.0  # when the step was done, on the clock of the events
     engine_index: int = 0
+    # Branches of which the step computed tokens without sampling one: parts of prompts, beams, hidden states
+    advanced: dict[str, int] = {}

@@ -136,12 +136,15 @@ class EngineCore:
             if self.preparing:
                 self._take_prepared()
             outputs = self._take_pending()
+            advanced: dict[str, int] = {}
             self._fill_queue()
             if self._in_flight:
+                plan, _ = self._in_flight[0]
                 outputs += self._finish_oldest()
+                advanced = plan.tokens_without_sample()
         if not self._aborts.empty():  # came while the lock was still held
             self._take_aborts_between_steps()
-        return EngineCoreOutputs(outputs, self.stats(), self.scheduler.state.now)
+        return EngineCoreOutputs(outputs, self.stats(), self.scheduler.state.now, advanced=advanced)
 
     def _take_prepared(self) -> None:
         if not self._pending and not self._in_flight and not self.scheduler.has_requests():

@@ -8,14 +8,16 @@ from the first. Independent of sockets, processes and clocks.
 An engine reads the hidden states that come with a text on its own when the text has ended. Their reading is recorded
 like a request, and sent like one only if that engine has died.
 
-A request can itself crash an engine. So a request that was in an engine that died, and had received nothing from it, is
-a suspect: suspects are admitted one at a time. When the engine dies again, the admitted one gets a strike, and those
-that have never received anything: they may be the cause, and are suspects from then on.
-After three strikes it fails; when it receives a token, or rows, it is cleared. The others are delayed, but not lost.
+A request can itself crash an engine, and most that are in an engine that dies did not. One that got further in it than
+in any engine before is not the cause: it has received a token, or a step has computed more of it (`advanced`). The
+others become suspects, which are admitted one at a time. A suspect that gets on is cleared. If the engine dies while it
+is tried beside others that could be the cause, it is tried by itself next; if none of the others could be, it gets a
+strike, as does a request that was alone in the engine. After three strikes it fails. The others are delayed, not lost.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -35,18 +37,26 @@ from ratoon.core.request import (
 MAX_STRIKES = 3
 
 
+class Suspicion(enum.IntEnum):
+    NONE = 0
+    SOME = 1  # it is tried beside requests that are not suspected
+    STRONG = 2  # it is tried by itself, beside those only that have progressed
+
+
 class Entry:
     """One request: its fields, its outputs so far, and its engine."""
 
-    __slots__ = ("choices", "engine", "ever_progressed", "progressed", "request", "strikes", "untold")
+    __slots__ = ("choices", "engine", "furthest", "num_run", "progressed", "request", "strikes", "suspicion", "untold")
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
         self.choices = [ResumedChoice([]) for _ in range(request.num_choices)]
         self.engine: int | None = None  # None: it waits to be sent
-        self.progressed = False  # has received something from its current engine
-        self.ever_progressed = False  # from any engine
-        self.strikes = 0
+        self.progressed = False  # it got further in its current engine than in any that died
+        self.num_run = 0  # tokens computed in its current engine that are computed again if it dies
+        self.furthest = 0  # the most of them in an engine that died
+        self.suspicion = Suspicion.NONE
+        self.strikes = 0  # deaths of which no other request could be the cause
         # Ended choices of which the front end has not told yet how many tokens count (`stop`), before their hidden
         # states are read; and whether the engine in which they ended is still there
         self.untold: dict[int, bool] = {}
@@ -83,7 +93,7 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}  # by request id, in the order of arrival
         self._waiting: dict[str, Entry] = {}  # those of them without an engine
-        self._suspect: Entry | None = None  # the one suspect that is in an engine
+        self._tried: Entry | None = None  # the one suspect that is in an engine
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -94,32 +104,47 @@ class Ledger:
         self._waiting[request.request_id] = entry
 
     def ready_to_go(self) -> list[Entry]:
-        """The requests to send to an engine now: all that wait, but at most one suspect."""
-        chosen = []
-        suspect_in = self._suspect is not None
-        for entry in self._waiting.values():
-            if entry.strikes:
-                if suspect_in:
-                    continue
-                suspect_in = True
-            chosen.append(entry)
-        return chosen
+        """The requests to send to an engine now: all that wait, but at most one suspect. For one under strong
+        suspicion the others wait."""
+        if self._tried is not None and self._tried.suspicion == Suspicion.STRONG:
+            return []
+        suspects = [entry for entry in self._waiting.values() if entry.suspicion]
+        if not suspects:
+            return list(self._waiting.values())
+        if self._tried is None:
+            chosen = min(suspects, key=lambda entry: entry.suspicion)  # the first of the least suspected
+            if chosen.suspicion == Suspicion.STRONG:
+                return [] if self._has_unproven() else [chosen]
+            suspects.remove(chosen)
+        held = {id(entry) for entry in suspects}
+        return [entry for entry in self._waiting.values() if id(entry) not in held]
+
+    def _has_unproven(self) -> bool:
+        """Whether a request in an engine has not progressed there."""
+        return any(entry.engine is not None and not entry.progressed for entry in self._entries.values())
 
     def handed_over(self, entry: Entry, engine: int) -> None:
         entry.engine = engine
         entry.progressed = False
+        entry.num_run = 0
         del self._waiting[entry.request.request_id]
-        if entry.strikes:
-            self._suspect = entry
+        if entry.suspicion:
+            self._tried = entry
 
     def record(self, outputs: EngineCoreOutputs) -> list[Entry]:
         """Record an engine's outputs. Returns the entries that have ended."""
         ended = []
+        for branch_id, num_tokens in outputs.advanced.items():
+            found = self._find(branch_id)
+            if found is not None:
+                self._advance(found[0], num_tokens)
         for output in outputs.outputs:
             entry = self._entries.get(output.request_id)
             if entry is None or output.choice >= len(entry.choices):
                 continue
-            if not entry.progressed or entry.strikes:
+            if output.replaces or not (output.new_token_ids or output.finished):
+                self._advance(entry, 1)  # comes again in another engine
+            elif not entry.progressed:
                 self._clear(entry)
             choice = entry.choices[output.choice]
             if choice.finished:
@@ -208,21 +233,24 @@ class Ledger:
     def engine_died(self, engine: int) -> list[EngineCoreOutput]:
         """All its requests wait again. Returns the final outputs of those that fail."""
         inside = [entry for entry in self._entries.values() if entry.engine == engine]
-        if self._suspect is not None and self._suspect.engine == engine:
-            # One that has never received anything may be the cause as well: it has not been suspected yet.
-            blamed = [entry for entry in inside if entry is self._suspect or not entry.ever_progressed]
-            self._suspect = None
-        else:
-            blamed = [entry for entry in inside if not entry.progressed]
-        for entry in blamed:
-            entry.strikes += 1
+        unproven = [entry for entry in inside if not entry.progressed]
+        tried, self._tried = self._tried, None
+        if tried is not None and tried.engine != engine:
+            self._tried, tried = tried, None
+        for entry in unproven:
+            is_alone = len(unproven) == 1 and (entry is tried or len(inside) == 1)
+            entry.strikes += is_alone
+            entry.suspicion = Suspicion.STRONG if is_alone or entry is tried else max(entry.suspicion, Suspicion.SOME)
         outputs = []
         for entry in inside:
             entry.engine = None
+            entry.furthest = max(entry.furthest, entry.num_run)
             entry.untold = dict.fromkeys(entry.untold, False)
             if entry.strikes >= MAX_STRIKES:
                 del self._entries[entry.request.request_id]
-                outputs += _failures(entry, f"the engine process died {entry.strikes} times while it had this request")
+                outputs += _failures(
+                    entry, f"the engine process died {entry.strikes} times while only this request could be the cause"
+                )
         # In the order of arrival, before requests that arrived later.
         self._waiting = {
             key: entry for key, entry in self._entries.items() if entry.engine is None and not entry.is_complete
@@ -234,20 +262,26 @@ class Ledger:
         outputs = [output for entry in self._entries.values() for output in _failures(entry, message)]
         self._entries.clear()
         self._waiting.clear()
-        self._suspect = None
+        self._tried = None
         return outputs
 
+    def _advance(self, entry: Entry, num_tokens: int) -> None:
+        """This is computed again in another engine: a request that crashes engines gets as far in each of them."""
+        entry.num_run += num_tokens
+        if entry.num_run > entry.furthest and not entry.progressed:
+            self._clear(entry)
+
     def _clear(self, entry: Entry) -> None:
-        entry.progressed = entry.ever_progressed = True
-        entry.strikes = 0
-        if self._suspect is entry:
-            self._suspect = None
+        entry.progressed = True
+        entry.suspicion, entry.strikes = Suspicion.NONE, 0
+        if self._tried is entry:
+            self._tried = None
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.request.request_id]
         self._waiting.pop(entry.request.request_id, None)
-        if self._suspect is entry:
-            self._suspect = None
+        if self._tried is entry:
+            self._tried = None
 
 
 def _failures(entry: Entry, message: str) -> list[EngineCoreOutput]:

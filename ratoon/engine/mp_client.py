@@ -64,6 +64,7 @@ class SyncMPClient:
             to_send, _ = self._ledger.abort(request_ids)
             for ids in to_send.values():
                 self._replica.send(EngineCoreRequestType.ABORT, ids)
+            self._dispatch()  # others may have waited for what was aborted
 
     def stop_requests(self, stopped: dict[str, int | None]) -> None:
         with self._lock:

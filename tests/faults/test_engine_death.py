@@ -141,6 +141,40 @@ def test_streams_survive_many_kills_without_losing_or_changing_a_token(depth, nu
     asyncio.run(run())
 
 
+@pytest.mark.slow
+def test_searches_that_output_nothing_before_their_end_survive_more_kills_than_a_culprit_would():
+    """Each engine gets further with them than the one before, which is all that is known of them."""
+    params = BeamSearchParams(
+        beam_width=4, n=2, max_tokens=150, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+    async def search(llm: AsyncLLM, seed: int) -> list[list[int]]:
+        outputs = [output async for output in llm.beam_search(prompt(seed), params)]
+        assert outputs[-1].error is None, outputs[-1].error
+        return [choice.token_ids for choice in outputs[-1].outputs]
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            right = [await search(llm, seed) for seed in range(2)]
+            searching = [asyncio.create_task(search(llm, seed)) for seed in range(2)]
+            for _ in range(MAX_STRIKES + 1):
+                for _ in range(500):
+                    entries = llm._client._ledger._entries.values()
+                    if any(task.done() for task in searching) or (
+                        entries and all(entry.engine is not None and entry.progressed for entry in entries)
+                    ):
+                        break
+                    await asyncio.sleep(0.01)
+                pid = llm.health().engines[0].pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                while llm.health().engines[0].pid in (pid, None):
+                    await asyncio.sleep(0.01)
+            assert await asyncio.gather(*searching) == right
+
+    asyncio.run(run())
+
+
 @both_depths
 @pytest.mark.check
 def test_a_killed_engine_is_reported_until_it_is_back():

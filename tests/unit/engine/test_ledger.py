@@ -185,6 +185,102 @@ def test_an_engine_that_is_killed_while_requests_get_on_is_nobodys_fault():
     assert len(ledger.ready_to_go()[0].current_request().resumed[0].token_ids) == 20 * MAX_STRIKES
 
 
+# ---- requests that receive nothing before their end ----
+
+
+def advance(ledger: Ledger, **counts: int) -> None:
+    ledger.record(EngineCoreOutputs(advanced=counts))
+
+
+def test_a_request_that_is_computed_without_output_is_not_blamed_for_kills():
+    ledger = Ledger()
+    for name in ("a", "b"):
+        ledger.add(search(name))
+    for round_number in range(3 * MAX_STRIKES):
+        assert hand_over(ledger) == ["a", "b"]
+        for _ in range(round_number + 1):
+            advance(ledger, a=8, b=8)
+        assert ledger.engine_died(0) == []
+
+
+def test_kills_before_anything_is_computed_do_not_end_requests_that_were_not_alone():
+    ledger = ledger_with("a", "b", "c")
+    for _ in range(MAX_STRIKES):
+        assert hand_over(ledger)
+        assert ledger.engine_died(0) == []
+    for _ in range(3):
+        (name,) = hand_over(ledger)
+        ledger.record(outputs(token(name, 1, reason=FinishReason.STOP)))
+    assert len(ledger) == 0
+
+
+def test_a_search_that_kills_engines_at_the_same_token_is_given_up_although_it_gets_that_far_each_time():
+    ledger = Ledger()
+    ledger.add(search("poison"))
+    num_deaths, failed = 0, []
+    while not failed and num_deaths < 10:
+        assert hand_over(ledger) == ["poison"]
+        for _ in range(5):
+            advance(ledger, poison=8)
+        num_deaths, failed = num_deaths + 1, ledger.engine_died(0)
+    assert num_deaths == 1 + MAX_STRIKES and len(ledger) == 0
+
+
+def test_a_search_that_tells_its_best_text_is_given_up_as_well():
+    ledger = Ledger()
+    ledger.add(search("poison"))
+    num_deaths, failed = 0, []
+    while not failed and num_deaths < 10:
+        hand_over(ledger)
+        ledger.record(outputs(found("poison", 7)))
+        num_deaths, failed = num_deaths + 1, ledger.engine_died(0)
+    assert num_deaths == 1 + MAX_STRIKES
+
+
+def test_a_request_that_kills_engines_is_found_although_new_ones_arrive_all_the_time():
+    ledger = ledger_with("poison")
+    failed: list[str] = []
+    num_deaths = number = 0
+    while "poison" not in failed:
+        number += 1
+        assert num_deaths < 10, "it is never given up"
+        ledger.add(request(f"new-{number}"))
+        inside = hand_over(ledger)
+        if "poison" in inside:
+            num_deaths += 1
+            failed += [output.request_id for output in ledger.engine_died(0)]
+        else:
+            ledger.record(outputs(*(token(name, 1) for name in inside)))
+    assert failed == ["poison"]
+    assert len(ledger) == number, "all others are still there"
+    hand_over(ledger)
+    assert not ledger.ready_to_go()
+
+
+def test_a_request_under_strong_suspicion_is_tried_by_itself():
+    ledger = ledger_with("poison")
+    hand_over(ledger)
+    ledger.engine_died(0)
+    ledger.add(request("a"))
+    assert hand_over(ledger) == ["poison"], "nothing else could be the cause of the next death"
+    assert hand_over(ledger) == []
+    ledger.abort(["poison"])
+    assert hand_over(ledger) == ["a"], "others do not wait any longer"
+
+
+def test_a_request_under_strong_suspicion_waits_until_those_inside_have_progressed():
+    ledger = ledger_with("poison", "a")
+    for entry, engine in zip(ledger.ready_to_go(), (0, 1)):
+        ledger.handed_over(entry, engine)
+    ledger.engine_died(0)
+    ledger.add(request("b"))
+    assert hand_over(ledger) == []
+    ledger.record(outputs(token("a", 1)))
+    assert hand_over(ledger) == ["poison"]
+    ledger.record(outputs(token("poison", 1)))
+    assert hand_over(ledger) == ["b"], "it was not the cause"
+
+
 def test_giving_up_ends_every_choice_that_is_open():
     ledger = ledger_with("a", n=2)
     hand_over(ledger)
